@@ -1,0 +1,164 @@
+/*
+ * region.h - the shared memory between one client process (shim or engine hook) and valved.
+ *
+ * Two memfds per client, both created by valved and handed over with the WELCOME message:
+ *   control page   written by valved alone; sealed so that the client can only read it (F_SEAL_FUTURE_WRITE)
+ *   client region  written by the client alone; valved reads it and trusts nothing in it
+ * Every word has one writer, named below. Words that different threads write sit on different cache lines.
+ * Fixed widths, natural alignment, little endian. A reader uses the offsets and sizes that the header states, so
+ * that a valved of today serves a shim of last year: fields are only ever appended, and a new meaning is a
+ * feature bit.
+ *
+ * Orders that matter (each is repeated where it is used):
+ *   launch   client: submitted++ ; full fence ; read gate_epoch       (shim/src/activity.c, trampolines)
+ *   wake     valved: gate_epoch odd ; full fence ; re-read submitted  (valved/native/gate.c)
+ *   One of the two must see the other: either valved sees the count and refuses to wake, or the client sees
+ *   the open gate and rings.
+ */
+#ifndef VALVE_ABI_REGION_H
+#define VALVE_ABI_REGION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define VALVE_REGION_ABI     1u
+#define VALVE_CONTROL_MAGIC  0x314c5443564c4156ull /* "VALVCTL1" */
+#define VALVE_REGION_MAGIC   0x314e4752564c4156ull /* "VALVRGN1" */
+#define VALVE_PAGE           4096u
+#define VALVE_SLOTS          256u /* launching threads counted one by one; later ones share the last slot */
+#define VALVE_GAPS           64u  /* ring of recent busy gaps */
+#define VALVE_CONTROL_BYTES  VALVE_PAGE
+#define VALVE_REGION_BYTES   (VALVE_PAGE + VALVE_SLOTS * 64u + VALVE_PAGE)
+
+enum valve_role { VALVE_ROLE_NONE = 0, VALVE_ROLE_ONLINE = 1, VALVE_ROLE_OFFLINE = 2, VALVE_ROLE_HOOK = 3 };
+
+/* Feature bits, in both headers: a side uses what both announce. */
+enum valve_feature {
+	VALVE_FEATURE_GAPS = 1u << 0,      /* client fills the gap ring */
+	VALVE_FEATURE_HINT = 1u << 1,      /* client publishes open request counts (engine hook) */
+	VALVE_FEATURE_SELF_GATE = 1u << 2, /* client can disable its own channels (path C) */
+	VALVE_FEATURE_HOLD = 1u << 3,      /* client can hold its launches (launch-gate rung) */
+};
+
+/* Orders to an offline client, in control.order: what its keeper thread must do now. */
+enum valve_order {
+	VALVE_ORDER_RUN = 0,  /* channels enabled, launches pass */
+	VALVE_ORDER_STOP = 1, /* disable own channels (path C) */
+	VALVE_ORDER_HOLD = 2, /* hold launches (launch gate) */
+};
+
+/* The control page. Writer of every word: valved. */
+struct valve_control {
+	uint64_t magic;
+	uint32_t abi;
+	uint32_t bytes;    /* of this page */
+	uint32_t features; /* valve_feature bits of the daemon */
+	uint32_t role;     /* valve_role this client was given */
+	uint64_t service;  /* service (gate domain) id */
+	uint8_t pad0[24];
+
+	/* 64: the word that the hot path reads. Odd: open, offline may be running, ring when you launch.
+	 * Even: closed, nobody needs to hear from you. Rises by one at every change. */
+	_Alignas(64) uint32_t gate_epoch;
+	uint8_t pad1[60];
+
+	/* 128: slow words */
+	_Alignas(64) uint64_t heartbeat_ns; /* CLOCK_MONOTONIC, written every lease_ns / 5 by the native thread */
+	uint64_t lease_ns;                  /* heartbeat older than this: valved is gone (design 13.7) */
+	uint32_t online_registered;         /* 1: an online client shares a GPU with this client */
+	uint32_t watch;                     /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
+	uint32_t order;                     /* valve_order, for the keeper thread; the order eventfd is rung after */
+	uint32_t order_seq;                 /* rises with every order */
+	uint32_t draining;                  /* 1: valved is going away on purpose: enable and pass through */
+	uint32_t quiet_us;                  /* quiet time before the watcher probes */
+	uint8_t pad2[24];
+};
+
+/* One launching thread's counter. Writer: that thread alone (the last slot is shared and counted atomically). */
+struct valve_slot {
+	_Alignas(64) uint64_t submitted; /* submit-class calls entered */
+	uint32_t tid;                    /* owner, 0 when free */
+	uint32_t pad0;
+	uint8_t pad1[48];
+};
+
+struct valve_gap {
+	uint64_t end_ns; /* CLOCK_MONOTONIC */
+	uint64_t gap_ns; /* from proven idle to the next submit seen */
+};
+
+/* Head page of the client region. Writers are threads of the client, as named. */
+struct valve_region {
+	uint64_t magic;
+	uint32_t abi;
+	uint32_t bytes;
+	uint32_t features;
+	uint32_t slot_count;
+	uint32_t slot_offset;
+	uint32_t gap_offset;
+	uint32_t gap_count;
+	uint32_t pid;
+	uint8_t pad0[24];
+
+	/* 64: slow path, first launch of a gate epoch (any launching thread, under the rung_epoch exchange) */
+	_Alignas(64) uint32_t busy; /* 1 from the ring until the watcher proves idle. Futex word */
+	uint32_t rung_epoch;        /* last gate epoch that was rung */
+	uint64_t launch_ns;         /* CLOCK_MONOTONIC at the ringing launch */
+	uint64_t rings;             /* doorbells rung in all */
+	uint8_t pad1[40];
+
+	/* 128: the watcher thread. Everything submitted up to idle_submitted was proven done at idle_ns. */
+	_Alignas(64) uint64_t idle_submitted;
+	uint64_t idle_ns;
+	uint64_t watcher_ns; /* the watcher's heartbeat */
+	uint32_t idle_seq;   /* even: stable; odd: the three words above are being written (seqlock) */
+	uint32_t watcher_state;
+	uint64_t gaps;       /* gaps written in all; ring index = (gaps - 1) % gap_count */
+	uint64_t probes;     /* idle probes issued */
+	uint8_t pad2[16];
+
+	/* 192: capture lock-out, under the capture lock */
+	_Alignas(64) uint32_t capture_depth;
+	uint8_t pad3[60];
+
+	/* 256: keeper thread (offline) */
+	_Alignas(64) uint32_t order_done; /* order_seq that was carried out */
+	uint32_t order_status;            /* RM status of the last self-gate, 0 when fine */
+	uint64_t order_ns;                /* when it was done */
+	uint64_t self_stops;              /* times the lease made the client stop itself */
+	uint8_t pad4[40];
+
+	/* 320: engine hook: lifecycle hint (VALVE_FEATURE_HINT) */
+	_Alignas(64) uint32_t open_requests;
+	uint32_t pad5;
+	uint64_t hint_ns; /* last write; a stale hint (older than the lease) is not believed */
+	uint64_t requests_started;
+	uint64_t requests_ended;
+	uint64_t useful_tokens; /* progress for the throughput SLA: each token counted once */
+	uint8_t pad6[24];
+};
+
+#define VALVE_SLOT_OFFSET VALVE_PAGE
+#define VALVE_GAP_OFFSET  (VALVE_PAGE + VALVE_SLOTS * 64u)
+
+#define VALVE_AT(type, field, at) _Static_assert(offsetof(struct type, field) == (at), #type "." #field)
+_Static_assert(sizeof(struct valve_control) == 192, "control");
+_Static_assert(sizeof(struct valve_slot) == 64, "slot");
+_Static_assert(sizeof(struct valve_gap) == 16, "gap");
+_Static_assert(sizeof(struct valve_region) == 384, "region head");
+_Static_assert(sizeof(struct valve_region) <= VALVE_PAGE, "the head fits its page");
+_Static_assert(VALVE_GAPS * sizeof(struct valve_gap) <= VALVE_PAGE, "the gap ring fits its page");
+VALVE_AT(valve_control, gate_epoch, 64);
+VALVE_AT(valve_control, heartbeat_ns, 128);
+VALVE_AT(valve_control, watch, 148);
+VALVE_AT(valve_control, order, 152);
+VALVE_AT(valve_region, busy, 64);
+VALVE_AT(valve_region, launch_ns, 72);
+VALVE_AT(valve_region, idle_submitted, 128);
+VALVE_AT(valve_region, gaps, 160);
+VALVE_AT(valve_region, capture_depth, 192);
+VALVE_AT(valve_region, order_done, 256);
+VALVE_AT(valve_region, open_requests, 320);
+#undef VALVE_AT
+
+#endif

@@ -1,0 +1,71 @@
+/*
+ * emu.h - private contract between the three parts of the emulated GPU: the server (all RM and UVM state, the
+ * runlists, the clock), libfakenv (answers /dev/nvidia* in a process) and the stand-in libcuda (executes kernels).
+ * Nothing of the product includes this file.
+ *
+ * Files. open("/dev/nvidiactl"), "/dev/nvidiaN", "/dev/nvidia-uvm" return a connected SOCK_SEQPACKET socket; the
+ * server sees hang-up when the last copy closes, which is the driver's struct-file rule for fork, dup, SCM_RIGHTS
+ * and SIGKILL alike. The socket's own (abstract) name carries the file's id, so that any process that was passed
+ * the fd knows it (getsockname). Calls do not travel on that socket, where two processes could read each other's
+ * answers, but on a connection of the calling thread that names the file id; the server serves each connection
+ * with a thread of its own, so locks block exactly the caller. open("/dev/nvidia-emu-board") returns the memfd of
+ * the board below; open("/dev/nvidia-emu-mem/FILE/HCLIENT/HMEMORY") the memfd that backs an RM memory object.
+ *
+ * Execution. A channel's work runs in its process, on executor threads of libcuda, but only while the server
+ * grants it: one thread per GPU in the server walks the TSGs that have pending work and are scheduled and enabled,
+ * a time slice each. Stopping = grant 0, wake, wait until every channel of the TSG says active 0.
+ */
+#ifndef VALVE_EMU_H
+#define VALVE_EMU_H
+
+#include <stdint.h>
+
+#define EMU_BOARD_MAGIC 0x3144524f42554d45ull /* "EMUBORD1" */
+#define EMU_GPUS        16u
+#define EMU_CHANNELS    8192u /* slot of a channel on the board = cid % EMU_CHANNELS; live cids never collide */
+
+/* Environment: VALVE_EMU_DIR holds emu.sock, the log and the pid; unset means libfakenv passes everything through. */
+#define EMU_ENV_DIR "VALVE_EMU_DIR"
+
+struct emu_channel {
+	/* server writes */
+	_Alignas(64) uint32_t grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
+	uint32_t gpu;
+	uint64_t granted_ns, revoked_ns; /* CLOCK_MONOTONIC of the last edges */
+	uint8_t pad0[40];
+	/* the owning process writes */
+	_Alignas(64) uint32_t pending; /* work units submitted and not finished; 0 -> 1 kicks the GPU's server thread */
+	uint32_t active;               /* executors of this channel that are executing right now */
+	uint64_t busy_ns;              /* granted time consumed */
+	uint64_t stopped_ns;           /* when active last fell to 0: the true end of execution */
+	uint64_t launches;             /* kernels started */
+	uint8_t pad1[32];
+};
+
+struct emu_gpu {
+	_Alignas(64) uint32_t kick; /* futex: any process increments and wakes it when a channel gets work */
+	uint8_t pad0[60];
+	_Alignas(64) uint32_t ack;  /* futex: incremented and woken whenever a channel's active falls to 0 */
+	uint8_t pad1[60];
+	/* server writes, for NVML */
+	_Alignas(64) uint64_t busy_ns;
+	uint64_t total_bytes, used_bytes;
+	uint8_t uuid[16];
+	char name[24];
+};
+
+struct emu_board {
+	uint64_t magic;
+	uint32_t gpus, channels;
+	uint64_t seed;
+	double time_scale;  /* model microseconds per real microsecond; 1.0 = real time */
+	uint32_t driver[4]; /* branch, minor, patch, 0 */
+	uint8_t pad0[16];
+	struct emu_gpu gpu[EMU_GPUS];
+	struct emu_channel channel[EMU_CHANNELS];
+};
+
+_Static_assert(sizeof(struct emu_channel) == 128, "channel");
+_Static_assert(sizeof(struct emu_gpu) == 192, "gpu");
+
+#endif
