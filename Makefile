@@ -1,0 +1,53 @@
+# Every target sets itself up from nothing: its own .venv, idempotent, and a missing system package is named
+# together with the command that installs it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
+
+.PHONY: help venv build fmt check test test-all bench demo wheel clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: pyproject.toml tools/build/system.sh
+	@sh tools/build/system.sh
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2'
+	@$(BIN)/python tools/build/requirements.py > $(VENV)/requirements.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/requirements.txt
+	@touch $@
+
+venv: $(VENV)/.ready ## only set up .venv
+
+$(VENV)/.installed: $(VENV)/.ready $(SOURCES)
+	@mkdir -p build
+	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+		-Cbuild-dir=build/wheel .
+	@touch $@
+
+build: $(VENV)/.installed ## build and install into .venv
+
+fmt: venv ## format C and Python
+	@$(BIN)/python -m valve_tools.check.fmt 2>/dev/null || $(BIN)/python tools/check/fmt.py
+	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
+
+check: build ## lint, types, import rules, sizes, formatting
+	@$(BIN)/python tools/check/run.py
+
+test: build ## everything that needs no GPU and no Kubernetes binaries
+	@$(BIN)/pytest -q -p no:cacheprovider $(PYTEST_ARGS)
+
+bench: build ## every benchmark, as a table
+	@$(BIN)/valve bench
+
+demo: build ## an online service and an offline job share one emulated GPU
+	@$(BIN)/valve demo
+
+wheel: venv ## build the wheel into dist/
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
+clean: ## remove what was built
+	rm -rf build dist $(VENV)

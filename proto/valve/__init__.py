@@ -1,0 +1,1 @@
+"""Stubs generated from proto/valve: what valved says to the CLI, the scheduler and the controller."""

@@ -1,0 +1,1 @@
+"""Benchmarks: each names its promise and its budget and prints its distribution."""

@@ -1,0 +1,77 @@
+"""One figure of one benchmark, and the JSON line it is printed as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Better = Literal["lower", "higher"]
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """The nearest-rank percentile of an ordered sequence: a value that was really measured."""
+    if not ordered:
+        return float("nan")
+    rank = max(0, min(len(ordered) - 1, round(q * (len(ordered) - 1))))
+    return ordered[rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A measured distribution against its budget. `judged` says which figure the budget bounds."""
+
+    name: str
+    metric: str
+    unit: str
+    p50: float
+    p99: float
+    max: float
+    n: int
+    budget: float
+    better: Better = "lower"
+    judged: Literal["p50", "p99", "max"] = "p99"
+    baseline: float | None = None
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        value = {"p50": self.p50, "p99": self.p99, "max": self.max}[self.judged]
+        return value <= self.budget if self.better == "lower" else value >= self.budget
+
+    def as_json(self, *, commit: str, machine: str) -> str:
+        record = {
+            "name": self.name,
+            "metric": self.metric,
+            "unit": self.unit,
+            "p50": self.p50,
+            "p99": self.p99,
+            "max": self.max,
+            "n": self.n,
+            "budget": self.budget,
+            "judged": self.judged,
+            "better": self.better,
+            "ok": self.ok,
+            "baseline": self.baseline,
+            "note": self.note,
+            "commit": commit,
+            "machine": machine,
+        }
+        return json.dumps(record)
+
+
+def row_of(name: str, metric: str, unit: str, samples: Sequence[float], budget: float, **more: object) -> Row:
+    """A row from raw samples."""
+    ordered = sorted(samples)
+    return Row(
+        name=name,
+        metric=metric,
+        unit=unit,
+        p50=percentile(ordered, 0.50),
+        p99=percentile(ordered, 0.99),
+        max=ordered[-1] if ordered else float("nan"),
+        n=len(ordered),
+        budget=budget,
+        **more,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,1 @@
+"""Ids, states, events and decisions: frozen values. Imports the standard library only."""
