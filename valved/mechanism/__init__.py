@@ -1,0 +1,1 @@
+"""Effects, behind ports: the native gate, regions, processes, files."""

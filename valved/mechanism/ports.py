@@ -1,0 +1,225 @@
+"""What the services need from the machine, as protocols. The services know these and nothing behind them.
+
+The gate in one paragraph. An online service *holds* its GPUs while it is busy or cooling down. A GPU's offline
+channels are off while at least one service holds it. The gate word of a service (in the control page of each of its
+clients) is even while it holds, odd while it does not: an odd word asks the next launch to ring. A ring makes the
+native listener take the hold, store the closed word, and disable the channels of those of its GPUs that nobody held
+before, all without Python; the event comes out of the ring of stamps afterwards. Python decides the other edge: it
+proposes `wake(service)`, and the native side opens the word, fences, re-reads the counters of all clients of the
+service, and either drops the hold (enabling the GPUs that nobody else holds) or refuses because a launch slipped in.
+Services hold from birth, so that no launch precedes its gate.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+
+
+class StampKind(enum.IntEnum):
+    """What one native stamp reports."""
+
+    GATE = 1  # a ring or `hold` closed at least one GPU
+    HOLD = 2  # a ring took the hold, every GPU was closed already
+    WAKE = 3
+    WAKE_REFUSED = 4
+    GATE_FAILED = 5  # a disable failed or timed out; status says how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """One native event. Times are CLOCK_MONOTONIC; 0 where a step did not happen."""
+
+    kind: StampKind
+    service: ServiceId
+    client: ClientId  # whose doorbell rang; 0 when Python asked
+    gpu: GpuIndex  # GATE and GATE_FAILED: one stamp per GPU that was closed; else the first GPU
+    epoch: int
+    channels: int
+    status: int  # RM status, or -errno
+    launch_ns: int  # the ringing launch, from the client's region (checked against seen_ns)
+    seen_ns: int  # the listener woke
+    ioctl_ns: int  # first disable ioctl of this GPU entered
+    done_ns: int  # last one returned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientFds:
+    """What a new client is sent, in the order of the WELCOME message."""
+
+    control: int
+    region: int
+    doorbell: int
+    order: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A stretch without GPU work inside or between requests, as the client's watcher saw it."""
+
+    end_ns: int
+    gap_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientView:
+    """One consistent look into a client's region. Everything in it is the client's claim."""
+
+    submitted: int  # sum over its slots
+    idle_submitted: int  # everything up to here is proven done
+    idle_ns: int
+    busy: bool
+    launch_ns: int
+    rings: int
+    watcher_ns: int
+    open_requests: int
+    hint_ns: int
+    requests_started: int
+    requests_ended: int
+    useful_tokens: int
+    self_stops: int
+    order_done: int
+    order_status: int
+    gaps: tuple[Gap, ...]  # new ones since the last look
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing was submitted since the watcher last proved the GPU drained."""
+        return self.submitted == self.idle_submitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """A card as the driver names it."""
+
+    index: GpuIndex  # NVML order of this node
+    minor: int
+    gpu_id: int
+    device_instance: int
+    uuid: bytes  # 16 bytes, as UVM uses them
+    name: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmResult:
+    """What became of a channel that an offline client reported."""
+
+    status: int  # 0, or an RM status: the channel could not be verified or reached
+    reach: Reach
+    want_fd: bool  # path B is the next rung and the client's nvidiactl fd is needed for it
+    gated: bool  # the channel is off now
+
+
+class WakeOutcome(enum.Enum):
+    """What the native side did with a proposal to wake."""
+
+    WOKEN = "woken"
+    REFUSED = "refused"  # a launch slipped in: the service holds on
+    NOT_HOLDING = "not-holding"
+
+
+class GatePort(Protocol):
+    """The native gate: regions, doorbells, issuers. Every call may be made from the one asyncio thread only."""
+
+    def gpus(self) -> Sequence[GpuInfo]: ...
+
+    def driver_version(self) -> str: ...
+
+    def create_client(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds:
+        """Create and map both memfds and both eventfds; an online client's doorbell is listened to from now on."""
+        ...
+
+    def remove_client(self, client: ClientId) -> tuple[ChannelRef, ...]:
+        """Forget a client, its channels and fds. Returns the channels that were off (they were enabled first)."""
+        ...
+
+    def put_service(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
+        """Create an online service (it holds from birth) or change its set of GPUs (new ones are held too)."""
+        ...
+
+    def remove_service(self, service: ServiceId) -> None:
+        """Drop the service and its hold; GPUs that nobody else holds are enabled."""
+        ...
+
+    def hold(self, service: ServiceId, reason: int) -> None:
+        """Take the hold now, as a ring would (a brake, a missing watcher)."""
+        ...
+
+    def wake(self, service: ServiceId) -> WakeOutcome: ...
+
+    def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
+        """Verify, arm, and disable at once if its GPU is gated. A channel that the app disabled is never enabled."""
+        ...
+
+    def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None: ...
+
+    def give_rm_client(
+        self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
+    ) -> None:
+        """Numbers (and, for path B, the fd, which the port now owns; -1 for none) of a workload's RM client."""
+        ...
+
+    def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None: ...
+
+    def view(self, client: ClientId) -> ClientView: ...
+
+    def is_gated(self, gpu: GpuIndex) -> bool: ...
+
+    def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
+        """The rung in use on this GPU and why it is not a better one."""
+        ...
+
+    def set_watch(self, client: ClientId, on: bool) -> None: ...
+
+    def set_online_registered(self, client: ClientId, on: bool) -> None: ...
+
+    def set_observe(self, on: bool) -> None:
+        """Observe: rings are seen and stamped, holds are kept, and nothing is ever disabled."""
+        ...
+
+    def set_draining(self, on: bool) -> None: ...
+
+    def enable_all(self) -> tuple[ChannelRef, ...]:
+        """Enable every channel that this port disabled; returns those whose enable failed."""
+        ...
+
+    def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
+        """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
+        ...
+
+    def disabled(self) -> tuple[ChannelRef, ...]:
+        """Channels that this port holds off now, for the state file."""
+        ...
+
+    def stamps_fd(self) -> int:
+        """Readable when stamps wait."""
+        ...
+
+    def drain_stamps(self) -> list[Stamp]: ...
+
+    def close(self) -> None: ...
+
+
+class ProcessPort(Protocol):
+    """Processes: who is a peer, and when does it end."""
+
+    def start_time(self, pid: int) -> int | None:
+        """Field 22 of /proc/PID/stat; None for a process that is gone."""
+        ...
+
+    def ancestors(self, pid: int) -> Sequence[int]:
+        """The pid itself, its parent, and so on up to 1."""
+        ...
+
+    def cgroup(self, pid: int) -> str | None: ...
+
+    def comm(self, pid: int) -> str: ...
+
+    def open_pidfd(self, pid: int) -> int:
+        """A pidfd, or -1 if the process is gone."""
+        ...
