@@ -11,9 +11,21 @@
  * with a thread of its own, so locks block exactly the caller. open("/dev/nvidia-emu-board") returns the memfd of
  * the board below; open("/dev/nvidia-emu-mem/FILE/HCLIENT/HMEMORY") the memfd that backs an RM memory object.
  *
+ * Other names that open() answers, for programs that only look: /dev/nvidia-emu-state (JSON snapshot of the server),
+ * /dev/nvidia-emu-procs (text lines "gpu pid bytes"), and /proc/driver/nvidia/{version,params} from the emulated card.
+ *
+ * Pages. UVM_MAP_EXTERNAL_ALLOCATION, UVM_UNMAP_EXTERNAL, UVM_MAP_EXTERNAL_SPARSE and UVM_FREE change the pages of the
+ * process that owns the uvm file (the one that issued UVM_INITIALIZE) before the ioctl returns, whoever issues them:
+ * libfakenv maps the memfd at the device address (a hole is PROT_NONE and faults, sparse reads zeros). libcuda reserves
+ * addresses and issues the ioctls; it need not map anything itself. Who pays: the server sleeps the model cost of every
+ * ioctl; libcuda adds only the cost of calls that issue none (cuMemMap, cuMemAddressReserve).
+ *
  * Execution. A channel's work runs in its process, on executor threads of libcuda, but only while the server
  * grants it: one thread per GPU in the server walks the TSGs that have pending work and are scheduled and enabled,
- * a time slice each. Stopping = grant 0, wake, wait until every channel of the TSG says active 0.
+ * a time slice each. Stopping = grant 0, wake, wait until every channel of the TSG says active 0. All words are
+ * accessed with sequentially consistent atomics and shared futexes. An executor raises active before it reads grant and
+ * the server clears grant before it reads active, so one of the two always sees the other; an executor that finds
+ * grant 0 lowers active, bumps ack and waits on grant. On process death the server clears active and pending itself.
  */
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
@@ -32,7 +44,9 @@ struct emu_channel {
 	_Alignas(64) uint32_t grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
 	uint32_t gpu;
 	uint64_t granted_ns, revoked_ns; /* CLOCK_MONOTONIC of the last edges */
-	uint8_t pad0[40];
+	uint32_t cid, pid, tsg, engine;  /* cid 0: slot free. tsg = a number of the server's, engine as in nvrm.h */
+	uint32_t scheduled, disabled;    /* what the runlist thinks of this channel, for NVML and for looking at */
+	uint8_t pad0[16];
 	/* the owning process writes */
 	_Alignas(64) uint32_t pending; /* work units submitted and not finished; 0 -> 1 kicks the GPU's server thread */
 	uint32_t active;               /* executors of this channel that are executing right now */
@@ -48,10 +62,13 @@ struct emu_gpu {
 	_Alignas(64) uint32_t ack;  /* futex: incremented and woken whenever a channel's active falls to 0 */
 	uint8_t pad1[60];
 	/* server writes, for NVML */
-	_Alignas(64) uint64_t busy_ns;
+	_Alignas(64) uint64_t busy_ns; /* of channels already freed; the live ones add their own busy_ns */
 	uint64_t total_bytes, used_bytes;
 	uint8_t uuid[16];
-	char name[24];
+	uint8_t pad2[24];
+	char name[64]; /* "NVIDIA H100 80GB HBM3 (emulated)" */
+	uint32_t gpu_id, minor, device_instance, lost;
+	uint8_t pad3[48];
 };
 
 struct emu_board {
@@ -66,6 +83,6 @@ struct emu_board {
 };
 
 _Static_assert(sizeof(struct emu_channel) == 128, "channel");
-_Static_assert(sizeof(struct emu_gpu) == 192, "gpu");
+_Static_assert(sizeof(struct emu_gpu) == 320, "gpu");
 
 #endif
