@@ -31,11 +31,11 @@ $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
 build: $(VENV)/.installed ## build and install into .venv
 
 fmt: venv ## format C and Python
-	@$(BIN)/python -m valve_tools.check.fmt 2>/dev/null || $(BIN)/python tools/check/fmt.py
+	@git ls-files -co --exclude-standard -- '*.c' '*.h' | xargs -r $(BIN)/clang-format -i
 	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
 
 check: build ## lint, types, import rules, sizes, formatting
-	@$(BIN)/python tools/check/run.py
+	@$(BIN)/python -m valve_tools.check.run
 
 test: build ## everything that needs no GPU and no Kubernetes binaries
 	@$(BIN)/pytest -q -p no:cacheprovider $(PYTEST_ARGS)

@@ -97,7 +97,8 @@ struct valve_link_refused {
 struct valve_link_ack {
 	struct valve_link_header header;
 	uint32_t status; /* 0, or an errno value */
-	uint32_t want_fd; /* 1: valved wants the nvidiactl fd of this RM client (path B): send RM_CLIENT again with it */
+	uint32_t
+	        want_fd; /* 1: valved wants the nvidiactl fd of this RM client (path B): send RM_CLIENT again with it */
 };
 
 /* One RM client (root object) of the process, with what is needed to issue controls in its name. */
@@ -120,7 +121,7 @@ struct valve_link_channel {
 	uint32_t h_channel;
 	uint32_t cid; /* unique per driver session: detects handle reuse */
 	uint32_t h_tsg;
-	uint32_t engine; /* NV2080_ENGINE_TYPE_*: 1..8 compute, 9.. copy */
+	uint32_t engine;  /* NV2080_ENGINE_TYPE_*: 1..8 compute, 9.. copy */
 	uint32_t compute; /* 1: belongs to a compute (GR) group */
 	uint32_t pad0;
 };

@@ -36,12 +36,12 @@ enum nv_escape {
 	NV_ESC_SYS_PARAMS = 214,
 	NV_ESC_WAIT_OPEN_COMPLETE = 218,
 };
-#define NV_IOC_MAGIC          0x46u /* 'F' */
-#define NV_IOWR(nr, size)     (0xC0000000u | ((uint32_t)(size) << 16) | (NV_IOC_MAGIC << 8) | (uint32_t)(nr))
-#define NV_IOC_NR(request)    ((uint32_t)(request) & 0xFFu)
-#define NV_IOC_TYPE(request)  (((uint32_t)(request) >> 8) & 0xFFu)
-#define NV_IOC_SIZE(request)  (((uint32_t)(request) >> 16) & 0x3FFFu)
-#define NV_XFER_MAX           16384u /* kernel-open/nvidia/nv.c: larger wrapped calls are refused */
+#define NV_IOC_MAGIC         0x46u /* 'F' */
+#define NV_IOWR(nr, size)    (0xC0000000u | ((uint32_t)(size) << 16) | (NV_IOC_MAGIC << 8) | (uint32_t)(nr))
+#define NV_IOC_NR(request)   ((uint32_t)(request) & 0xFFu)
+#define NV_IOC_TYPE(request) (((uint32_t)(request) >> 8) & 0xFFu)
+#define NV_IOC_SIZE(request) (((uint32_t)(request) >> 16) & 0x3FFFu)
+#define NV_XFER_MAX          16384u /* kernel-open/nvidia/nv.c: larger wrapped calls are refused */
 
 /* Object classes: S/class/cl*.h */
 enum nv_class {
@@ -205,7 +205,7 @@ struct nv2080_fifo_disable_channels {
 	uint8_t bDisable, pad0[3];
 	uint32_t numChannels;
 	uint8_t bOnlyDisableScheduling, bRewindGpPut, pad1[6]; /* rewind drops queued work: never set it */
-	uint64_t pRunlistPreemptEvent;                         /* non-zero is refused without kernel privilege */
+	uint64_t pRunlistPreemptEvent; /* non-zero is refused without kernel privilege */
 	uint32_t hClientList[NV2080_DISABLE_CHANNELS_MAX];
 	uint32_t hChannelList[NV2080_DISABLE_CHANNELS_MAX];
 };
@@ -268,14 +268,17 @@ struct uvm_map_external_sparse {
 
 /* Differences between branches, each from its parent. A branch not listed here is unknown: observe, never issue. */
 struct nv_branch {
-	uint32_t first;            /* first branch of the run */
-	uint32_t channel_params;   /* sizeof NV_CHANNEL_ALLOC_PARAMS */
+	uint32_t first;          /* first branch of the run */
+	uint32_t channel_params; /* sizeof NV_CHANNEL_ALLOC_PARAMS */
 	uint32_t engine_at, cid_at;
-	uint32_t schedule_params;  /* sizeof NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS */
-	uint32_t has_unique_id;    /* 0x20801124 exists */
+	uint32_t schedule_params; /* sizeof NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS */
+	uint32_t has_unique_id;   /* 0x20801124 exists */
 };
-#define NV_BRANCH_TABLE \
-	{535, 360, 128, 132, 2, 0}, {570, 368, 128, 132, 2, 1}, {580, 368, 128, 132, 3, 1}, {610, 0, 136, 140, 3, 1}
+#define NV_BRANCH_TABLE                                                                     \
+	{535, 360, 128, 132, 2, 0}, {570, 368, 128, 132, 2, 1}, {580, 368, 128, 132, 3, 1}, \
+	{                                                                                   \
+		610, 0, 136, 140, 3, 1                                                      \
+	}
 #define NV_BRANCH_FIRST 535u /* older: old lock rules, untested */
 #define NV_BRANCH_LAST  595u /* newer: unknown */
 

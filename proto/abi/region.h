@@ -21,14 +21,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define VALVE_REGION_ABI     1u
-#define VALVE_CONTROL_MAGIC  0x314c5443564c4156ull /* "VALVCTL1" */
-#define VALVE_REGION_MAGIC   0x314e4752564c4156ull /* "VALVRGN1" */
-#define VALVE_PAGE           4096u
-#define VALVE_SLOTS          256u /* launching threads counted one by one; later ones share the last slot */
-#define VALVE_GAPS           64u  /* ring of recent busy gaps */
-#define VALVE_CONTROL_BYTES  VALVE_PAGE
-#define VALVE_REGION_BYTES   (VALVE_PAGE + VALVE_SLOTS * 64u + VALVE_PAGE)
+#define VALVE_REGION_ABI    1u
+#define VALVE_CONTROL_MAGIC 0x314c5443564c4156ull /* "VALVCTL1" */
+#define VALVE_REGION_MAGIC  0x314e4752564c4156ull /* "VALVRGN1" */
+#define VALVE_PAGE          4096u
+#define VALVE_SLOTS         256u /* launching threads counted one by one; later ones share the last slot */
+#define VALVE_GAPS          64u  /* ring of recent busy gaps */
+#define VALVE_CONTROL_BYTES VALVE_PAGE
+#define VALVE_REGION_BYTES  (VALVE_PAGE + VALVE_SLOTS * 64u + VALVE_PAGE)
 
 enum valve_role { VALVE_ROLE_NONE = 0, VALVE_ROLE_ONLINE = 1, VALVE_ROLE_OFFLINE = 2, VALVE_ROLE_HOOK = 3 };
 
@@ -63,14 +63,15 @@ struct valve_control {
 	uint8_t pad1[60];
 
 	/* 128: slow words */
-	_Alignas(64) uint64_t heartbeat_ns; /* CLOCK_MONOTONIC, written every lease_ns / 5 by the native thread */
-	uint64_t lease_ns;                  /* heartbeat older than this: valved is gone (design 13.7) */
-	uint32_t online_registered;         /* 1: an online client shares a GPU with this client */
-	uint32_t watch;                     /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
-	uint32_t order;                     /* valve_order, for the keeper thread; the order eventfd is rung after */
-	uint32_t order_seq;                 /* rises with every order */
-	uint32_t draining;                  /* 1: valved is going away on purpose: enable and pass through */
-	uint32_t quiet_us;                  /* quiet time before the watcher probes */
+	_Alignas(64) uint64_t
+	        heartbeat_ns;       /* CLOCK_MONOTONIC, written every lease_ns / 5 by the native thread */
+	uint64_t lease_ns;          /* heartbeat older than this: valved is gone (design 13.7) */
+	uint32_t online_registered; /* 1: an online client shares a GPU with this client */
+	uint32_t watch;             /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
+	uint32_t order;             /* valve_order, for the keeper thread; the order eventfd is rung after */
+	uint32_t order_seq;         /* rises with every order */
+	uint32_t draining;          /* 1: valved is going away on purpose: enable and pass through */
+	uint32_t quiet_us;          /* quiet time before the watcher probes */
 	uint8_t pad2[24];
 };
 
@@ -113,8 +114,8 @@ struct valve_region {
 	uint64_t watcher_ns; /* the watcher's heartbeat */
 	uint32_t idle_seq;   /* even: stable; odd: the three words above are being written (seqlock) */
 	uint32_t watcher_state;
-	uint64_t gaps;       /* gaps written in all; ring index = (gaps - 1) % gap_count */
-	uint64_t probes;     /* idle probes issued */
+	uint64_t gaps;   /* gaps written in all; ring index = (gaps - 1) % gap_count */
+	uint64_t probes; /* idle probes issued */
 	uint8_t pad2[16];
 
 	/* 192: capture lock-out, under the capture lock */

@@ -41,25 +41,27 @@
 
 struct emu_channel {
 	/* server writes */
-	_Alignas(64) uint32_t grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
+	_Alignas(64) uint32_t
+	        grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
 	uint32_t gpu;
 	uint64_t granted_ns, revoked_ns; /* CLOCK_MONOTONIC of the last edges */
 	uint32_t cid, pid, tsg, engine;  /* cid 0: slot free. tsg = a number of the server's, engine as in nvrm.h */
 	uint32_t scheduled, disabled;    /* what the runlist thinks of this channel, for NVML and for looking at */
 	uint8_t pad0[16];
 	/* the owning process writes */
-	_Alignas(64) uint32_t pending; /* work units submitted and not finished; 0 -> 1 kicks the GPU's server thread */
-	uint32_t active;               /* executors of this channel that are executing right now */
-	uint64_t busy_ns;              /* granted time consumed */
-	uint64_t stopped_ns;           /* when active last fell to 0: the true end of execution */
-	uint64_t launches;             /* kernels started */
+	_Alignas(64) uint32_t
+	        pending;     /* work units submitted and not finished; 0 -> 1 kicks the GPU's server thread */
+	uint32_t active;     /* executors of this channel that are executing right now */
+	uint64_t busy_ns;    /* granted time consumed */
+	uint64_t stopped_ns; /* when active last fell to 0: the true end of execution */
+	uint64_t launches;   /* kernels started */
 	uint8_t pad1[32];
 };
 
 struct emu_gpu {
 	_Alignas(64) uint32_t kick; /* futex: any process increments and wakes it when a channel gets work */
 	uint8_t pad0[60];
-	_Alignas(64) uint32_t ack;  /* futex: incremented and woken whenever a channel's active falls to 0 */
+	_Alignas(64) uint32_t ack; /* futex: incremented and woken whenever a channel's active falls to 0 */
 	uint8_t pad1[60];
 	/* server writes, for NVML */
 	_Alignas(64) uint64_t busy_ns; /* of channels already freed; the live ones add their own busy_ns */

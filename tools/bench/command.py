@@ -1,0 +1,87 @@
+"""`valve bench [NAME...] [--json]`: one JSON line per figure or a table; exit 0 when all rows are ok."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+
+from rich.console import Console
+from rich.table import Table
+from valve_tools.bench.row import Row
+
+# Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
+MODULES = ("hotpath", "gate", "daemon", "demo", "policies", "cluster")
+EXIT_OVER_BUDGET = 3
+EXIT_UNKNOWN = 2
+
+Bench = Callable[[], Iterable[Row]]
+
+
+def registry() -> dict[str, Bench]:
+    """Every benchmark by name. A module that cannot be imported is an error, not a shorter list."""
+    found: dict[str, Bench] = {}
+    for module in MODULES:
+        found.update(importlib.import_module(f"valve_tools.bench.{module}").BENCHES)
+    return found
+
+
+def machine() -> str:
+    """The machine in words: figures from different ones must not be compared."""
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}"
+
+
+def commit() -> str:
+    """The commit of the checkout we stand in, or "installed" outside one."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], check=False, capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else "installed"
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(title="benchmarks")
+    for column in ("name", "metric", "p50", "p99", "max", "n", "unit", "budget", "baseline", "ok", "note"):
+        table.add_column(column, justify="right" if column in {"p50", "p99", "max", "n"} else "left")
+    for row in rows:
+        bound = f"{row.judged} {'<=' if row.better == 'lower' else '>='} {row.budget:g}"
+        figures = [f"{value:.4g}" for value in (row.p50, row.p99, row.max)]
+        baseline = "" if row.baseline is None else f"{row.baseline:.4g}"
+        verdict = "[green]ok[/]" if row.ok else "[red]over[/]"
+        table.add_row(row.name, row.metric, *figures, str(row.n), row.unit, bound, baseline, verdict, row.note)
+    Console().print(table)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all when none is named")
+    parser.add_argument("--json", action="store_true", help="one JSON object per figure and line")
+    parser.add_argument("--list", action="store_true", help="only name the benchmarks")
+    options = parser.parse_args(argv)
+    benches = registry()
+    if options.list:
+        print("\n".join(benches))
+        return 0
+    unknown = [name for name in options.names if name not in benches]
+    if unknown:
+        print(f"valve bench: no benchmark {', '.join(unknown)}; there are: {', '.join(benches)}", file=sys.stderr)
+        return EXIT_UNKNOWN
+    rows: list[Row] = []
+    where, what = machine(), commit()
+    for name in options.names or benches:
+        for row in benches[name]():
+            rows.append(row)
+            if options.json:
+                print(row.as_json(commit=what, machine=where), flush=True)
+            else:
+                print(f"  {row.name} {row.metric}: {'ok' if row.ok else 'over budget'}", file=sys.stderr, flush=True)
+    if not options.json:
+        show(rows)
+    return 0 if all(row.ok for row in rows) else EXIT_OVER_BUDGET

@@ -1,0 +1,1 @@
+"""Checks of the tree itself: sizes, include and import rules, formatting."""

@@ -1,0 +1,59 @@
+"""The rooms' rule for C: what each folder may include from the project (style.md section 1).
+
+proto/abi imports nothing; the shim and the native gate see proto/abi alone; the emulator may see proto/abi. Nobody
+includes another room's headers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from valve_tools.check.tree import ROOT, tracked
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+ROOMS = (
+    "shim",
+    "valved/native",
+    "tools/emulator/cuda",
+    "tools/emulator",
+    "tools/demo",
+    "tools/sim",
+    "tools/gpu",
+)
+
+
+def room_of(name: str) -> str:
+    return next((room for room in ROOMS if name.startswith(room + "/")), name.split("/", maxsplit=1)[0])
+
+
+def findings() -> list[str]:
+    headers = {path.relative_to(ROOT).as_posix() for path in tracked(".h")}
+    return list(_violations(headers))
+
+
+def _violations(headers: set[str]) -> Iterator[str]:
+    abi = {name.removeprefix("proto/abi/") for name in headers if name.startswith("proto/abi/")}
+    for path in tracked(".c", ".h", ".S"):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("tests/"):
+            continue
+        for wanted in INCLUDE.findall(path.read_text()):
+            if wanted in abi and name.startswith("proto/abi/"):
+                yield f"{name}: proto/abi imports nothing, not even {wanted}"
+            elif wanted not in abi and not _same_room(name, wanted, headers):
+                yield f'{name}: "{wanted}" is neither in proto/abi nor in its own room'
+
+
+def _same_room(name: str, wanted: str, headers: set[str]) -> bool:
+    base = wanted.rsplit("/", 1)[-1]
+    own = room_of(name)
+    emulator = own.startswith("tools/emulator")
+    rooms = {own, "tools/emulator"} if emulator else {own}
+    return any(header.rsplit("/", 1)[-1] == base and room_of(header) in rooms for header in headers)
+
+
+if __name__ == "__main__":
+    problems = findings()
+    print("\n".join(problems))
+    raise SystemExit(bool(problems))

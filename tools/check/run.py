@@ -1,0 +1,92 @@
+"""Everything `make check` does, each step by name; all run, so that one pass shows every finding."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from valve_tools.check import includes, sizes
+from valve_tools.check.tree import ROOT, tracked
+
+PACKAGES = {
+    "valved": "valved",
+    "valve_tools": "tools",
+    "valve_scheduler": "scheduler/valve_scheduler",
+    "valve_hook": "patches/hook",
+}
+
+
+def type_tree() -> list[str]:
+    """Lay the packages out under their import names, with the generated stubs, for mypy."""
+    tree = ROOT / "build" / "types"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    for package, folder in PACKAGES.items():
+        if (ROOT / folder / "__init__.py").is_file():
+            (tree / package).symlink_to(ROOT / folder)
+    return sorted(path.name for path in tree.iterdir())
+
+
+def command(*argv: str, **env: str) -> list[str]:
+    done = subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True, env={**os.environ, **env})
+    return (done.stdout + done.stderr).strip().splitlines() if done.returncode else []
+
+
+def ruff() -> list[str]:
+    return [
+        *command("ruff", "check", "--output-format", "concise", "."),
+        *command("ruff", "format", "--diff", "-q", "."),
+    ]
+
+
+def mypy() -> list[str]:
+    targets = [f"build/types/{name}" for name in type_tree()]
+    return command(sys.executable, "-m", "mypy", "--no-error-summary", *targets, MYPYPATH="build/types")
+
+
+def imports() -> list[str]:
+    # From another folder: in the root, `valved` would be the source tree and not what is installed.
+    done = subprocess.run(
+        ["lint-imports", "--config", str(ROOT / ".importlinter"), "--no-cache"],
+        cwd=ROOT / "build",
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.strip() and not set(line) & set("╔╚║")]
+    return lines + done.stderr.splitlines() if done.returncode else []
+
+
+def clang_format() -> list[str]:
+    files = [str(path.relative_to(ROOT)) for path in tracked(".c", ".h")]
+    return command("clang-format", "--dry-run", "-Werror", *files) if files else []
+
+
+STEPS = {
+    "ruff": ruff,
+    "mypy": mypy,
+    "imports": imports,
+    "includes": includes.findings,
+    "clang-format": clang_format,
+    "sizes": sizes.findings,
+}
+
+
+def main() -> int:
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    wanted = sys.argv[1:] or list(STEPS)
+    failed = []
+    for name in wanted:
+        findings = STEPS[name]()
+        print(f"check {name}: {'ok' if not findings else 'FAILED'}")
+        if findings:
+            failed.append(name)
+            print("\n".join(f"  {line}" for line in findings[:60]))
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

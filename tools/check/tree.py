@@ -1,0 +1,21 @@
+"""Which files a check looks at, and the folders they live in."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path.cwd()  # checks run from the root of a checkout, also when they are installed
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """Files of the project (tracked, or new and not ignored) with one of these suffixes."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    paths = (ROOT / name for name in listing.stdout.split("\0") if name.endswith(suffixes))
+    return sorted(path for path in paths if path.is_file())

@@ -1,0 +1,1 @@
+"""Pure decisions. Imports model (and numpy); time and chance arrive as arguments."""

@@ -1,0 +1,1 @@
+"""asyncio services: register, gate, wake, report. One loop owns all state."""
