@@ -1,0 +1,46 @@
+"""The throughput model T(w, n) = T0 * I * M * A, as pure numpy.
+
+What a node reports (per GPU: idle share, histogram of free memory; per pair: alignment of busy time) is
+combined with what is known of a workload (throughput against free memory) into the share of standalone
+throughput to expect. Nothing here knows of time, Kubernetes or files; schedulers and simulators call the same
+functions."""
+
+from valve_scheduler.model.alignment import (
+    admitted_sets,
+    busy_union_bound,
+    pair_alignment,
+    runnable_share,
+)
+from valve_scheduler.model.curve import ThroughputCurve, WorkloadProfile, prior_profile
+from valve_scheduler.model.memory import (
+    HISTOGRAM_BINS,
+    bin_centres,
+    fits_share,
+    free_histogram,
+    memory_factor,
+    memory_weights,
+)
+from valve_scheduler.model.sets import MAX_GPUS, set_members
+from valve_scheduler.model.throughput import SetChoice, best_sets, idle_share, set_throughput
+
+__all__ = [
+    "HISTOGRAM_BINS",
+    "MAX_GPUS",
+    "SetChoice",
+    "ThroughputCurve",
+    "WorkloadProfile",
+    "admitted_sets",
+    "best_sets",
+    "bin_centres",
+    "busy_union_bound",
+    "fits_share",
+    "free_histogram",
+    "idle_share",
+    "memory_factor",
+    "memory_weights",
+    "pair_alignment",
+    "prior_profile",
+    "runnable_share",
+    "set_members",
+    "set_throughput",
+]
