@@ -17,6 +17,14 @@
  *   CHANNEL_DEL               ->    no answer
  *   end of file               ->    the client is gone
  *   SCHEDULE_WAIT             ->    before an app's SCHEDULE/enable ioctl; ACK comes once it may proceed
+ *   SCHEDULE_DONE             ->    that ioctl came back: it may have enabled channels after a gate that fell in
+ *                                   between, so valved gates them again. No answer. Only sent to a daemon that
+ *                                   announces VALVE_FEATURE_SCHEDULE_DONE
+ *
+ * CHANNEL_ADD and RM_CLIENT for a pair that is already known replace what is known (an engine learned later, a GPU
+ * UUID learned later, a new daemon). A client whose channels stopped on its own account (lease) enables them before
+ * it sends CHANNEL_ADD to a new daemon: a channel is on when it is added, and what it is after the ACK is valved's.
+ * The client reads all the time, also answers it no longer waits for: valved never waits to send one.
  */
 #ifndef VALVE_ABI_LINK_H
 #define VALVE_ABI_LINK_H
@@ -38,6 +46,7 @@ enum valve_link_type {
 	VALVE_LINK_CHANNEL_DEL = 7,
 	VALVE_LINK_SCHEDULE_WAIT = 8,
 	VALVE_LINK_NOTE = 9, /* one-way: something the operator should know (enum valve_note) */
+	VALVE_LINK_SCHEDULE_DONE = 10,
 };
 
 enum valve_refusal {
@@ -126,6 +135,7 @@ struct valve_link_channel {
 	uint32_t pad0;
 };
 
+/* SCHEDULE_WAIT and SCHEDULE_DONE */
 struct valve_link_schedule {
 	struct valve_link_header header;
 	uint32_t h_client;

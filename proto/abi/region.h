@@ -38,6 +38,7 @@ enum valve_feature {
 	VALVE_FEATURE_HINT = 1u << 1,      /* client publishes open request counts (engine hook) */
 	VALVE_FEATURE_SELF_GATE = 1u << 2, /* client can disable its own channels (path C) */
 	VALVE_FEATURE_HOLD = 1u << 3,      /* client can hold its launches (launch-gate rung) */
+	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
 };
 
 /* Orders to an offline client, in control.order: what its keeper thread must do now. */
@@ -58,7 +59,10 @@ struct valve_control {
 	uint8_t pad0[24];
 
 	/* 64: the word that the hot path reads. Odd: open, offline may be running, ring when you launch.
-	 * Even: closed, nobody needs to hear from you. Rises by one at every change. */
+	 * Even: closed, nobody needs to hear from you. Rises by one at every change.
+	 * An offline client never rings: its word is odd only while order is HOLD, which sends its launches into
+	 * the slow path, where they wait on the order word. Waiters re-check at least every 100 ms, so a futex wake
+	 * on order, watch and (from the client) busy makes things prompt but nothing depends on it. */
 	_Alignas(64) uint32_t gate_epoch;
 	uint8_t pad1[60];
 
