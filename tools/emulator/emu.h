@@ -45,8 +45,10 @@ struct emu_channel {
 	        grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
 	uint32_t gpu;
 	uint64_t granted_ns, revoked_ns; /* CLOCK_MONOTONIC of the last edges */
-	uint32_t cid, pid, tsg, engine;  /* cid 0: slot free. tsg = a number of the server's, engine as in nvrm.h */
-	uint32_t scheduled, disabled;    /* what the runlist thinks of this channel, for NVML and for looking at */
+	uint32_t cid, pid, tsg,
+	        engine; /* cid 0: slot free. tsg = a number of the server's, engine as in nvrm.h */
+	uint32_t scheduled,
+	        disabled; /* what the runlist thinks of this channel, for NVML and for looking at */
 	uint8_t pad0[16];
 	/* the owning process writes */
 	_Alignas(64) uint32_t

@@ -1,0 +1,265 @@
+"""`valve doctor`: look at everything Valve rests on, say what is wrong and how to mend it. Changes nothing.
+
+Each check is a function of no arguments that returns one Finding; a check that cannot look says so (unknown) and is
+never counted as fine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import enum
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from valved.cli.client import is_running
+from valved.cli.exits import FINDINGS, OK
+from valved.paths import preload_library, run_dir
+
+FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRANCH_LAST (a test compares them)
+VERSION_FILE = Path("/proc/driver/nvidia/version")
+
+
+class Verdict(enum.Enum):
+    FINE = "ok"
+    NOTE = "note"  # works, but the operator should know
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    what: str
+    fix: str = ""
+
+
+def fine(check: str, what: str) -> Finding:
+    return Finding(check=check, verdict=Verdict.FINE, what=what)
+
+
+def driver_version(text: str) -> tuple[str, bool] | None:
+    """(version, open kernel modules) from /proc/driver/nvidia/version."""
+    match = re.search(r"(Open Kernel Module)?[^\n]*?\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return (match[2], "Open Kernel Module" in text) if match else None
+
+
+def check_driver() -> Finding:
+    try:
+        found = driver_version(_read(VERSION_FILE))
+    except OSError:
+        return Finding(
+            check="driver",
+            verdict=Verdict.BROKEN,
+            what="no NVIDIA driver is loaded",
+            fix="install it, or try Valve without a GPU: valve demo",
+        )
+    if not found:
+        return Finding(check="driver", verdict=Verdict.UNKNOWN, what=f"cannot read a version in {VERSION_FILE}")
+    version, is_open = found
+    branch = int(version.split(".")[0])
+    flavour = "open kernel modules" if is_open else "proprietary modules"
+    if not FIRST_BRANCH <= branch <= LAST_BRANCH:
+        return Finding(
+            check="driver",
+            verdict=Verdict.NOTE,
+            what=f"{version} ({flavour}): layouts of branch {branch} are not known, valved only observes",
+            fix=f"use a driver of branch {FIRST_BRANCH} to {LAST_BRANCH}, or a newer Valve",
+        )
+    return fine("driver", f"{version} ({flavour})")
+
+
+def _read(path: Path) -> str:
+    """Through open(2), so that a preloaded emulator answers as a driver would."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def check_nodes() -> Finding:
+    needed = [Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm")]
+    missing = [str(path) for path in needed if not _can_open(path)]
+    if missing:
+        return Finding(
+            check="device nodes",
+            verdict=Verdict.BROKEN,
+            what=f"cannot open {', '.join(missing)}",
+            fix="as root: nvidia-modprobe -u -c 0; in a container: pass every GPU node to it",
+        )
+    return fine("device nodes", "nvidiactl and nvidia-uvm open")
+
+
+def _can_open(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def check_cards() -> Iterator[Finding]:
+    """What NVML says of each card: compute mode, MIG, GSP firmware."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # the library's own errors differ by version; any of them means "cannot look"
+        yield Finding(check="cards", verdict=Verdict.UNKNOWN, what=f"NVML does not answer: {error}")
+        return
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            yield from _check_card(pynvml, index)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _check_card(nvml: object, index: int) -> Iterator[Finding]:
+    card = f"gpu {index}"
+    handle = _ask(nvml, "nvmlDeviceGetHandleByIndex", index)
+    name = _ask(nvml, "nvmlDeviceGetName", handle)
+    yield fine(card, name.decode() if isinstance(name, bytes) else str(name))
+    compute = _ask(nvml, "nvmlDeviceGetComputeMode", handle)
+    if compute not in (0, None):
+        yield Finding(
+            check=card,
+            verdict=Verdict.BROKEN,
+            what="compute mode is not Default: a second process cannot open the card",
+            fix=f"nvidia-smi -i {index} -c DEFAULT",
+        )
+    mig = _ask(nvml, "nvmlDeviceGetMigMode", handle)
+    if isinstance(mig, list | tuple) and mig[0]:
+        yield Finding(
+            check=card, verdict=Verdict.BROKEN, what="MIG is on: not supported", fix=f"nvidia-smi -i {index} -mig 0"
+        )
+    gsp = _ask(nvml, "nvmlDeviceGetGspFirmwareMode", handle)
+    if isinstance(gsp, list | tuple) and not gsp[0]:
+        yield Finding(
+            check=card,
+            verdict=Verdict.NOTE,
+            what="GSP firmware is off: channel control answers 'not supported' there",
+            fix="load the open kernel modules, or set NVreg_EnableGpuFirmware=1",
+        )
+
+
+def _ask(nvml: object, name: str, *arguments: object) -> object:
+    """One NVML call; None where this card or library does not know it."""
+    try:
+        return getattr(nvml, name)(*arguments)
+    except Exception:  # NVMLError subclasses are made at run time
+        return None
+
+
+def check_mps() -> Finding:
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if Path(pipe, "control").exists():
+        return Finding(
+            check="MPS",
+            verdict=Verdict.BROKEN,
+            what=f"an MPS control daemon runs ({pipe}): its clients share channel groups, a gate would hit online",
+            fix="echo quit | nvidia-cuda-mps-control",
+        )
+    return fine("MPS", "no control daemon")
+
+
+def check_preload() -> Finding:
+    library = preload_library()
+    if not library.is_file():
+        return Finding(check="preload", verdict=Verdict.BROKEN, what=f"{library} is missing", fix="install Valve again")
+    done = subprocess.run(
+        [sys.executable, "-c", "pass"],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode or "libvalve" in done.stderr:
+        return Finding(check="preload", verdict=Verdict.BROKEN, what=done.stderr.strip() or "a process died with it")
+    return fine("preload", "libvalve.so loads, also where no CUDA is used")
+
+
+def check_glibc() -> Finding:
+    name, version = platform.libc_ver()
+    if name != "glibc":
+        return Finding(
+            check="glibc",
+            verdict=Verdict.NOTE,
+            what="this is no glibc system: CUDA processes cannot run here, others are left alone",
+        )
+    return fine("glibc", version)
+
+
+def check_privileges() -> Finding:
+    if os.geteuid() == 0:
+        return fine("privileges", "root: real-time priority for the gate, exit notices of every process")
+    return Finding(
+        check="privileges",
+        verdict=Verdict.NOTE,
+        what="not root: no real-time priority for the gate, only this user's processes, no netlink notices",
+        fix="for a serving machine: sudo valve service install",
+    )
+
+
+def check_seccomp() -> Finding:
+    """Can this process make memfds with the seal that keeps clients from writing the control page?"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.memfd_create("valve-doctor", os.MFD_ALLOW_SEALING) if hasattr(os, "memfd_create") else -1
+    try:
+        if fd < 0 or libc.fcntl(fd, 1033, 0x0010) != 0:  # F_ADD_SEALS, F_SEAL_FUTURE_WRITE (Linux 5.1)
+            return Finding(
+                check="kernel",
+                verdict=Verdict.BROKEN,
+                what=f"Linux {platform.release()} has no F_SEAL_FUTURE_WRITE",
+                fix="use Linux 5.1 or newer",
+            )
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return fine("kernel", f"Linux {platform.release()}")
+
+
+def check_daemon() -> Finding:
+    folder = run_dir()
+    if is_running(folder):
+        return fine("valved", f"answers in {folder}")
+    return Finding(check="valved", verdict=Verdict.NOTE, what=f"none answers in {folder}", fix="valve up")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_driver,
+    check_nodes,
+    check_mps,
+    check_preload,
+    check_glibc,
+    check_seccomp,
+    check_privileges,
+    check_daemon,
+)
+MARKS = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red", Verdict.UNKNOWN: "magenta"}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("doctor", help="check driver, cards, preload and privileges")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=doctor)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    findings = [check() for check in CHECKS] + list(check_cards())
+    if options.json:
+        print(json.dumps([{**asdict(item), "verdict": item.verdict.value} for item in findings], indent=2))
+    else:
+        console = Console()
+        for item in findings:
+            console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {item.check}: {item.what}")
+            if item.fix:
+                console.print(f"          fix: {item.fix}")
+    return FINDINGS if any(item.verdict is Verdict.BROKEN for item in findings) else OK

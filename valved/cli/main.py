@@ -1,0 +1,59 @@
+"""`valve`: the command line of a node. Each command is one module with `add(subparsers)` and a function to run.
+
+Commands of other distributions' parts (demo, bench, replay, ...) come through the entry-point group `valve.commands`,
+so that the product imports none of its tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+
+from valved.cli import doctor, drain, explain, pause, run, status, systemd, top, up
+from valved.cli.exits import USAGE, CliError
+
+COMMANDS = (up, run, status, top, explain, pause, doctor, drain, systemd)
+GROUP = "valve.commands"
+
+
+def plugins() -> dict[str, importlib.metadata.EntryPoint]:
+    """Commands that other packages of this installation provide."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="valve",
+        description="Offline work on the GPUs of online services, out of the way in under a millisecond.",
+        epilog="More commands: " + ", ".join(sorted(plugins())) + ". Exit codes: docs/cli.md",
+    )
+    root.add_argument("--version", action="version", version=importlib.metadata.version("valve"))
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        module.add(commands)
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    extra = plugins()
+    try:
+        if arguments and arguments[0] in extra:
+            return int(extra[arguments[0]].load()(arguments[1:]))
+        options = parser().parse_args(arguments)
+        return int(options.run(options))
+    except CliError as error:
+        print(f"valve: {error}", file=sys.stderr)
+        if error.next_step:
+            print(f"valve: {error.next_step}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return USAGE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""`valve run`: start a command as an online service or an offline job of this node.
+
+The process claims itself at valved before it becomes the command, so valved knows it by pid and start time and never
+by what its environment says. Online without a daemon runs all the same (promise P7); offline is refused, because
+nothing would stop it when a request arrives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from valve.v1 import node_pb2
+
+from valved.cli.client import node
+from valved.cli.exits import NOT_FOUND, USAGE, CliError
+from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
+
+# A paused offline job looks hung to its own watchdogs; a pause may last as long as a busy period does.
+OFFLINE_TIMEOUTS = {
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "86400",
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
+    "VLLM_RPC_TIMEOUT": "86400000",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
+    "NCCL_TIMEOUT": "86400",
+    "SGLANG_WATCHDOG_TIMEOUT": "86400",
+}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("run", help="run a command as online service or offline job")
+    role = parser.add_mutually_exclusive_group(required=True)
+    role.add_argument("--online", action="store_true", help="a service whose latency counts")
+    role.add_argument("--offline", action="store_true", help="work that fills the gaps")
+    parser.add_argument("--name", default="", help="name of the service in status and metrics (default: the command)")
+    parser.add_argument("--ungated", action="store_true", help="offline: run even where no valved answers")
+    parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
+    parser.set_defaults(run=run)
+
+
+def start_time(pid: int) -> int:
+    """Field 22 of /proc/PID/stat. The command name (field 2) may hold blanks and brackets: read from its end."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def environment(role: str, folder: Path) -> dict[str, str]:
+    """What the command gets: our library first in LD_PRELOAD, whatever else is preloaded kept behind it."""
+    library = str(preload_library())
+    others = [entry for entry in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":") if entry]
+    env = {**os.environ, ENV_RUN_DIR: str(folder), ENV_ROLE: role}
+    env["LD_PRELOAD"] = ":".join([library, *(entry for entry in others if entry != library)])
+    if role == "offline":
+        for name, value in OFFLINE_TIMEOUTS.items():
+            env.setdefault(name, value)
+    return env
+
+
+def claim(role: str, name: str) -> None:
+    """Register this process, which is about to become the command."""
+    pid = os.getpid()
+    wanted = node_pb2.ROLE_ONLINE if role == "online" else node_pb2.ROLE_OFFLINE
+    request = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=wanted, name=name)
+    with node() as connection:
+        connection.call(connection.stub.Launch, request)
+
+
+def run(options: argparse.Namespace) -> int:
+    argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+    if not argv:
+        raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
+    role = "online" if options.online else "offline"
+    try:
+        claim(role, options.name or Path(argv[0]).name)
+    except CliError as error:
+        if role == "offline" and not options.ungated:
+            step = error.next_step or "or run it without protection for online work: --ungated"
+            raise CliError(f"offline work is refused: {error}", error.code, step) from None
+        print(f"valve: {error}; {argv[0]} runs untouched", file=sys.stderr)
+        return become(argv, dict(os.environ))
+    return become(argv, environment(role, run_dir()))
+
+
+def become(argv: list[str], env: dict[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(argv[0], argv, env)
+    except FileNotFoundError:
+        raise CliError(f"{argv[0]}: no such command", NOT_FOUND) from None
+    except PermissionError:
+        raise CliError(f"{argv[0]}: not executable", NOT_FOUND - 1) from None

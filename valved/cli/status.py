@@ -1,0 +1,97 @@
+"""`valve status`: what this node's valved knows, once."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from valve.v1 import node_pb2
+
+from valved.cli import words
+from valved.cli.client import node
+from valved.cli.exits import OK
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("status", help="show GPUs, services and clients")
+    parser.add_argument("--json", action="store_true", help="the whole status as JSON")
+    parser.set_defaults(run=status)
+
+
+def status(options: argparse.Namespace) -> int:
+    with node() as connection:
+        answer = connection.status()
+    if options.json:
+        print(MessageToJson(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+    else:
+        show(answer)
+    return OK
+
+
+def show(answer: Any) -> None:
+    Console().print(render(answer))
+
+
+def render(answer: Any) -> RenderableType:
+    return Group(head(answer), gpus(answer), services(answer), *notes(answer))
+
+
+def head(answer: Any) -> Text:
+    driver = answer.driver
+    known = "" if driver.known else " (unknown branch: observing only)"
+    text = Text.assemble(
+        ("valved ", "bold"), f"{answer.version}, pid {answer.pid}, mode ", (words.mode(answer), "bold"), "\n"
+    )
+    lock = "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
+    text.append(
+        f"driver {driver.version}{known}, {lock}\n" if len(answer.gpus) > 1 else f"driver {driver.version}{known}\n"
+    )
+    return text
+
+
+def gpus(answer: Any) -> Table:
+    table = Table(title="GPUs", title_justify="left")
+    for name in ("gpu", "name", "offline is", "channels", "stopped by", "preemptions", "p50", "p99", "harvested"):
+        table.add_column(name)
+    for gpu in answer.gpus:
+        state = "[yellow]off[/]" if gpu.gated else "[green]free to run[/]" if gpu.channels else "absent"
+        latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
+        harvested = words.duration(gpu.harvest_ns)
+        table.add_row(
+            str(gpu.index), gpu.name, state, str(gpu.channels), gpu.reach, str(gpu.preemptions), *latency, harvested
+        )
+    return table
+
+
+def services(answer: Any) -> Table:
+    table = Table(title="Services", title_justify="left")
+    for name in ("id", "name", "role", "gpus", "state", "preemptions", "per request", "delay", "harvested", "pids"):
+        table.add_column(name)
+    for service in answer.services:
+        online = service.role == node_pb2.ROLE_ONLINE
+        table.add_row(
+            str(service.id),
+            service.name,
+            words.role(service.role),
+            ",".join(map(str, service.gpus)),
+            service.state,
+            str(service.preemptions) if online else "-",
+            f"max {service.max_preemptions_per_request}" if service.hinted else "-",
+            words.duration(service.delay_ns) if online else "-",
+            "-" if online else words.duration(service.harvest_ns),
+            ",".join(map(str, service.pids)),
+        )
+    return table
+
+
+def notes(answer: Any) -> list[Text]:
+    """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
+    lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
+    lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason]
+    if not lines:
+        return []
+    return [Text("\n".join(["Notes", *(f"  {line}" for line in lines)]), style="yellow")]

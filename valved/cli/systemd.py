@@ -1,0 +1,88 @@
+"""`valve service install|remove|show`: valved as a systemd unit, for machines without Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from valved.cli.exits import FAILED, OK, CliError
+
+UNIT = "valved.service"
+SYSTEM_FOLDER = Path("/etc/systemd/system")
+
+# Type=exec: the daemon opens its sockets before it does anything, and `valve status` says when it answers.
+# KillMode=process: only valved itself is ours to stop. TimeoutStopSec leaves room to enable every channel.
+TEMPLATE = """\
+[Unit]
+Description=Valve node daemon (offline work on the GPUs of online services)
+After=nvidia-persistenced.service
+Wants=nvidia-persistenced.service
+
+[Service]
+Type=exec
+ExecStart={python} -m valved.main --run-dir /run/valve --mode {mode}{config}
+WorkingDirectory=/
+KillMode=process
+KillSignal=SIGTERM
+TimeoutStopSec=60
+Restart=on-failure
+RestartSec=200ms
+LimitNOFILE=1048576
+CPUSchedulingPolicy=other
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("service", help="install or remove the systemd unit")
+    parser.add_argument("action", choices=("install", "remove", "show"))
+    parser.add_argument("--mode", choices=("off", "observe", "harvest"), default="harvest")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--folder", type=Path, default=SYSTEM_FOLDER, help="where units live")
+    parser.add_argument("--no-start", action="store_true", help="install without enabling and starting it")
+    parser.set_defaults(run=service)
+
+
+def unit(options: argparse.Namespace) -> str:
+    config = f" --config {options.config.resolve()}" if options.config else ""
+    return TEMPLATE.format(python=sys.executable, mode=options.mode, config=config)
+
+
+def systemctl(*arguments: str) -> None:
+    if not shutil.which("systemctl"):
+        raise CliError("no systemctl on this machine", FAILED, "start it by hand: valve up")
+    done = subprocess.run(["systemctl", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED)
+
+
+def service(options: argparse.Namespace) -> int:
+    path = options.folder / UNIT
+    if options.action == "show":
+        print(unit(options), end="")
+        return OK
+    if not os.access(options.folder, os.W_OK):
+        raise CliError(f"cannot write in {options.folder}", FAILED, "run it as root, or name a --folder")
+    if options.action == "install":
+        fresh = path.with_suffix(".service.new")
+        fresh.write_text(unit(options))
+        fresh.replace(path)
+        if not options.no_start:
+            systemctl("daemon-reload")
+            systemctl("enable", "--now", UNIT)
+        print(f"installed {path}")
+        return OK
+    if path.exists():
+        if not options.no_start:
+            systemctl("disable", "--now", UNIT)
+        path.unlink()
+        print(f"removed {path}")
+    else:
+        print(f"{path} is not there")
+    return OK

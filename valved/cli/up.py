@@ -1,0 +1,71 @@
+"""`valve up`: start the daemon of this node and wait until it answers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from valved.cli.client import is_running, node
+from valved.cli.exits import FAILED, OK, CliError
+from valved.cli.status import show
+from valved.paths import LOG_FILE, run_dir
+
+PATIENCE_S = 20.0
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("up", help="start valved on this machine")
+    parser.add_argument("--mode", choices=("off", "observe", "harvest"), default="harvest", help="how far it may go")
+    parser.add_argument("--config", type=Path, help="configuration file (docs/configuration.md)")
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
+    parser.add_argument("--foreground", action="store_true", help="stay in the terminal, log to it")
+    parser.set_defaults(run=up)
+
+
+def arguments(options: argparse.Namespace) -> list[str]:
+    """The valved command line that these options mean."""
+    argv = [sys.executable, "-P", "-m", "valved.main"] if sys.version_info >= (3, 11) else []
+    argv = argv or [sys.executable, "-m", "valved.main"]
+    argv += ["--run-dir", str(run_dir()), "--mode", options.mode]
+    if options.config:
+        argv += ["--config", str(options.config.resolve())]
+    if options.metrics_port is not None:
+        argv += ["--metrics-port", str(options.metrics_port)]
+    return argv
+
+
+def up(options: argparse.Namespace) -> int:
+    folder = run_dir()
+    if is_running(folder):
+        print(f"valved is already running in {folder}")
+        return OK
+    if options.foreground:
+        argv = arguments(options)
+        os.execv(argv[0], argv)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path = folder / LOG_FILE
+    with log_path.open("ab") as log:
+        child = start(arguments(options), log)
+    wait_until_up(child, folder, log_path)
+    with node() as connection:
+        show(connection.status())
+    return OK
+
+
+def start(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """In a session of its own and away from our folder: a terminal that closes must not take the daemon along."""
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
+
+
+def wait_until_up(child: subprocess.Popen[bytes], folder: Path, log_path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_running(folder):
+        if child.poll() is not None or time.monotonic() > deadline:
+            tail = log_path.read_text(errors="replace").splitlines()[-5:]
+            raise CliError("valved did not start:\n  " + "\n  ".join(tail), FAILED, f"the whole log: {log_path}")
+        time.sleep(0.05)

@@ -1,0 +1,35 @@
+"""Where valved and its clients meet, and where the preload library lies. One place decides, everyone asks it.
+
+The run folder: VALVE_RUN_DIR if set; /run/valve for root or where one exists that we may enter; else a folder of the
+user's own (design.md 13.13). The shim follows the same order in C (shim/src/link.c).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SYSTEM_RUN_DIR = Path("/run/valve")
+ENV_RUN_DIR = "VALVE_RUN_DIR"
+ENV_ROLE = "VALVE_ROLE"
+LINK_SOCKET = "link.sock"
+API_SOCKET = "valved.sock"
+PAUSE_FILE = "pause"
+PID_FILE = "valved.pid"
+LOG_FILE = "valved.log"
+
+
+def run_dir() -> Path:
+    """The run folder this process should use."""
+    asked = os.environ.get(ENV_RUN_DIR)
+    if asked:
+        return Path(asked)
+    if os.geteuid() == 0 or os.access(SYSTEM_RUN_DIR / LINK_SOCKET, os.F_OK):
+        return SYSTEM_RUN_DIR
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "valve") if runtime else Path(f"/tmp/valve-{os.geteuid()}")
+
+
+def preload_library() -> Path:
+    """libvalve.so of this installation."""
+    return Path(__file__).resolve().parent / "lib" / "libvalve.so"
