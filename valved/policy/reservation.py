@@ -1,0 +1,183 @@
+"""How much memory online keeps in reserve: multiplicative increase, additive decrease (MIAD).
+
+A pressure event grows the headroom H by alpha; each quiet tau gives one handle back. tau itself is steered so that
+reclaims per hour stay at or under the operator's target: a reclaim above the target doubles it, a calm minute
+shortens it by delta. Called by service/reserve on every change of online memory and once per tick.
+
+One rule beyond the paper: while the window already holds `target` reclaims nothing is given back, since each
+further give could only lead to a reclaim above the target. It turns the target from an average into a bound that is
+broken only while H is still growing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from valved.model.memory import (
+    OnlineMemory,
+    ReservationAction,
+    ReservationDecision,
+    ReservationState,
+)
+
+SECOND_NS = 1_000_000_000
+HOUR_NS = 3600 * SECOND_NS
+REMEMBERED_RECLAIMS = 1024
+"""Bound on the state in a reclaim storm; a window this full is far above any target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationSettings:
+    """Every number of the policy. Times in ns, memory in handles."""
+
+    target_per_hour: float = 6.0
+    """Reclaims an hour that the operator accepts: one in ten minutes costs a batch job well under 1 %."""
+    pressure_ratio: float = 0.9
+    """Pressure when used >= this share of mapped: leaves room for one more admission while a reclaim runs."""
+    hold_share: float = 0.1
+    """Nothing is given back while the window holds this share of the target. A burst after a quiet time costs several
+    reclaims in a row (H doubles its way up), so the budget of an hour pays for about one such climb [measured]."""
+    alpha: float = 2.0
+    """Growth of H at pressure: any burst is covered after log2(burst) reclaims."""
+    beta: float = 2.0
+    """Growth of tau at a reclaim above the target."""
+    delta_ns: int = SECOND_NS
+    """Shortening of tau per calm `adjust_every_ns`: undoes one doubling of a tau of one minute in an hour."""
+    headroom_min_handles: int = 2
+    """One handle for the next block of running requests and one for an admission."""
+    headroom_max_handles: int = 4096
+    """Above any pool of today's cards; an operator lowers it to guarantee offline a share."""
+    tau_start_ns: int = SECOND_NS
+    """Gives back a freed GiB of 64 MiB handles in 16 s."""
+    tau_min_ns: int = SECOND_NS // 5
+    """A give costs about 0.1 ms of mapping work; five a second are noise."""
+    tau_max_ns: int = HOUR_NS
+    """One window: longer would outlive the evidence that made it so long."""
+    window_ns: int = HOUR_NS
+    """Over which reclaims are counted."""
+    adjust_every_ns: int = 60 * SECOND_NS
+    """Pace of the additive step of tau."""
+
+    def __post_init__(self) -> None:
+        if self.alpha <= 1 or self.beta <= 1:
+            raise ValueError(f"alpha and beta must be above 1, got {self.alpha} and {self.beta}")
+        if not 1 <= self.headroom_min_handles <= self.headroom_max_handles:
+            raise ValueError("headroom_min_handles must be at least 1 and at most headroom_max_handles")
+        if not 0 < self.tau_min_ns <= self.tau_start_ns <= self.tau_max_ns:
+            raise ValueError("need 0 < tau_min_ns <= tau_start_ns <= tau_max_ns")
+        if not 0 < self.pressure_ratio <= 1:
+            raise ValueError(f"pressure_ratio must be in (0, 1], got {self.pressure_ratio}")
+        if min(self.target_per_hour, self.hold_share, self.delta_ns, self.window_ns, self.adjust_every_ns) <= 0:
+            raise ValueError("target_per_hour, hold_share, delta_ns, window_ns and adjust_every_ns must be positive")
+
+
+def start(now_ns: int, settings: ReservationSettings) -> ReservationState:
+    """The state of a node that has seen nothing yet."""
+    return ReservationState(
+        headroom_handles=settings.headroom_min_handles,
+        tau_ns=settings.tau_start_ns,
+        quiet_since_ns=now_ns,
+        adjusted_ns=now_ns,
+    )
+
+
+def decide(
+    state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
+) -> tuple[ReservationState, ReservationDecision]:
+    """One step: grow at pressure, else shorten tau when calm and give one handle back when tau has passed.
+
+    A take is large enough to end its own pressure, so one event is one reclaim however many handles it needs.
+    """
+    state = replace(state, reclaims_ns=_recent(state.reclaims_ns, now_ns, settings))
+    if is_pressure(memory, settings):
+        return _grow(state, memory, now_ns, settings)
+    state = _shorten_tau(state, now_ns, settings)
+    return _give_back(state, memory, now_ns, settings)
+
+
+def is_pressure(memory: OnlineMemory, settings: ReservationSettings) -> bool:
+    """An allocation that headroom cannot serve, or headroom down to its last tenth. Nothing used is never pressure."""
+    if memory.unmet_handles > 0:
+        return True
+    return memory.used_handles > 0 and memory.used_handles >= settings.pressure_ratio * memory.mapped_handles
+
+
+def reclaims_per_hour(state: ReservationState, settings: ReservationSettings) -> float:
+    return len(state.reclaims_ns) * HOUR_NS / settings.window_ns
+
+
+def next_wake_ns(state: ReservationState, settings: ReservationSettings) -> int:
+    """When `decide` could next give or adjust without a change of memory: what the service sleeps until."""
+    return min(state.quiet_since_ns + state.tau_ns, state.adjusted_ns + settings.adjust_every_ns)
+
+
+def _recent(reclaims_ns: tuple[int, ...], now_ns: int, settings: ReservationSettings) -> tuple[int, ...]:
+    oldest = now_ns - settings.window_ns
+    if reclaims_ns and reclaims_ns[0] <= oldest:
+        reclaims_ns = tuple(at for at in reclaims_ns if at > oldest)
+    return reclaims_ns[-REMEMBERED_RECLAIMS:]
+
+
+def _grow(
+    state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
+) -> tuple[ReservationState, ReservationDecision]:
+    headroom = min(math.ceil(settings.alpha * state.headroom_handles), settings.headroom_max_handles)
+    needed = memory.used_handles + memory.unmet_handles
+    wanted = max(needed + headroom, math.floor(needed / settings.pressure_ratio) + 1)
+    take = max(0, min(wanted, memory.pool_handles) - memory.mapped_handles)
+    is_reclaim = take > memory.free_handles
+    reclaims = (*state.reclaims_ns, now_ns) if is_reclaim else state.reclaims_ns
+    grown = replace(state, headroom_handles=headroom, quiet_since_ns=now_ns, reclaims_ns=reclaims)
+    if is_reclaim and reclaims_per_hour(grown, settings) > settings.target_per_hour:
+        longer = min(math.ceil(settings.beta * state.tau_ns), settings.tau_max_ns)
+        grown = replace(grown, tau_ns=longer, adjusted_ns=now_ns)
+    cause = "allocation beyond headroom" if memory.unmet_handles else "headroom nearly used up"
+    action = ReservationAction.TAKE if take else ReservationAction.HOLD
+    reason = cause if take else f"{cause}, but everything is mapped already"
+    return grown, _decision(grown, memory, settings, action, take, reason, is_reclaim)
+
+
+def _shorten_tau(state: ReservationState, now_ns: int, settings: ReservationSettings) -> ReservationState:
+    if now_ns - state.adjusted_ns < settings.adjust_every_ns:
+        return state
+    if reclaims_per_hour(state, settings) > settings.target_per_hour:
+        return replace(state, adjusted_ns=now_ns)
+    return replace(state, tau_ns=max(state.tau_ns - settings.delta_ns, settings.tau_min_ns), adjusted_ns=now_ns)
+
+
+def _give_back(
+    state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
+) -> tuple[ReservationState, ReservationDecision]:
+    hold = ReservationAction.HOLD
+    if now_ns - state.quiet_since_ns < state.tau_ns:
+        return state, _decision(state, memory, settings, hold, 0, "pressure or give less than tau ago")
+    if reclaims_per_hour(state, settings) >= settings.hold_share * settings.target_per_hour:
+        return state, _decision(state, memory, settings, hold, 0, "reclaims in the window use up the target")
+    headroom = max(state.headroom_handles - 1, settings.headroom_min_handles)
+    state = replace(state, headroom_handles=headroom, quiet_since_ns=now_ns)
+    smaller = replace(memory, mapped_handles=memory.mapped_handles - 1)
+    if smaller.mapped_handles < memory.used_handles + headroom or is_pressure(smaller, settings):
+        return state, _decision(state, memory, settings, hold, 0, "no handle beyond the headroom")
+    return state, _decision(state, memory, settings, ReservationAction.GIVE, 1, "quiet for tau")
+
+
+def _decision(
+    state: ReservationState,
+    memory: OnlineMemory,
+    settings: ReservationSettings,
+    action: ReservationAction,
+    handles: int,
+    reason: str,
+    is_reclaim: bool = False,
+) -> ReservationDecision:
+    return ReservationDecision(
+        action=action,
+        handles=handles,
+        is_reclaim=is_reclaim,
+        headroom_handles=state.headroom_handles,
+        tau_ns=state.tau_ns,
+        reclaims_per_hour=reclaims_per_hour(state, settings),
+        memory=memory,
+        reason=reason,
+    )
