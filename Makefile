@@ -32,7 +32,7 @@ build: $(VENV)/.installed ## build and install into .venv
 
 fmt: venv ## format C and Python
 	@git ls-files -co --exclude-standard -- '*.c' '*.h' | xargs -r $(BIN)/clang-format -i
-	@$(BIN)/ruff check -q --fix-only . ; $(BIN)/ruff format -q .
+	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
 
 check: build ## lint, types, import rules, sizes, formatting
 	@$(BIN)/python -m valve_tools.check.run

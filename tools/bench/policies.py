@@ -1,0 +1,78 @@
+"""Benches of the memory policies: selection time, what MIAD holds, what eviction saves against FIFO.
+
+`select` splits the work as valved does: the index is refreshed while offline runs, only the selection stands between
+a pressure event and the remap. Both are timed, for pools handed out column by column and for the stock free list.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from valve_tools.bench.row import Row, row_of
+from valve_tools.sim.eviction_headroom import BURSTY, STATIONARY, demand, run_headroom
+
+from valved.policy.columns import uniform_columns
+from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
+from valved.policy.reservation import ReservationSettings
+
+BLOCKS_PER_COLUMN = 32
+"""64 MiB of 2 MiB blocks: 8B KV, 16 tokens a block."""
+SAMPLES = 60
+
+
+def crowd(columns: int, requests: int, is_scattered: bool, seed: int = 1) -> BlockTables:
+    """A nearly full pool of log-normal requests; scattered is what a stock free list tends to after an hour."""
+    rng = np.random.default_rng(seed)
+    blocks = np.arange(BLOCKS_PER_COLUMN, columns * BLOCKS_PER_COLUMN)
+    if is_scattered:
+        rng.shuffle(blocks)
+    lengths = rng.lognormal(0.0, 0.4, requests)
+    lengths = np.maximum(1, (lengths * 0.97 * len(blocks) / lengths.sum()).astype(np.int64))
+    ptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return BlockTables(ptr=ptr, blocks=blocks[: ptr[-1]], tokens=lengths * 16 - rng.integers(0, 16, requests))
+
+
+def bench_select() -> Iterator[Row]:
+    for columns, requests, budget_ms in ((4096, 1024, 1.0), (16384, 4096, 10.0)):
+        column_map = uniform_columns(columns, BLOCKS_PER_COLUMN, pinned=1)
+        for is_scattered in (False, True):
+            tables = crowd(columns, requests, is_scattered)
+            index = index_requests(column_map, tables, EvictionSettings())
+            free = int((index.column_cost == 0).sum())
+            size = f"{columns}x{requests}-{'stock' if is_scattered else 'affine'}"
+            for label, used in (("16", 16), ("1pct", columns // 100)):
+                milliseconds = _timed(lambda index=index, needed=free + used: select(index, needed))  # type: ignore[misc]
+                yield row_of("select", f"{size}-take-{label}", "ms", milliseconds, budget_ms, judged="p50")
+            milliseconds = _timed(lambda m=column_map, t=tables: index_requests(m, t, EvictionSettings()))  # type: ignore[misc]
+            note = "refreshed while offline runs, not while online waits"
+            yield row_of("select", f"{size}-index", "ms", milliseconds, 100.0, judged="p50", note=note)
+
+
+def bench_miad() -> Iterator[Row]:
+    """Hours of virtual time: reclaims in every hour after the first, and what offline keeps of the clairvoyant's."""
+    policy = ReservationSettings()
+    for name, load in (("stationary", STATIONARY), ("bursty", BURSTY)):
+        results = [run_headroom(demand(load, seed), load.pool_handles, policy) for seed in range(5)]
+        hours = [float(count) for one in results for count in one.reclaims_per_hour[1:]]
+        kept = [one.offline_share / one.clairvoyant_share for one in results]
+        peak60 = float(np.mean([one.offline_share / one.peak60_share for one in results]))
+        yield row_of("miad", f"{name}-reclaims-per-hour", "1/h", hours, policy.target_per_hour, judged="max")
+        note = f"of a reservation of the next minute's peak: {peak60:.3f}"
+        row = row_of("miad", f"{name}-memory-kept", "share", kept, 0.95, better="higher", judged="p50", note=note)
+        yield replace(row, p99=min(kept), max=max(kept))
+
+
+def _timed(call: Callable[[], object]) -> list[float]:
+    call()
+    samples = []
+    for _ in range(SAMPLES):
+        began = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - began) * 1e3)
+    return samples
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"select": bench_select, "miad": bench_miad}
