@@ -78,9 +78,7 @@ def test_gpus_that_move_together_are_predicted_exactly(series: NDArray[np.bool_]
 
 
 @given(busy=busy_masks, extra=st.integers(1, 40), size=sizes)
-def test_more_idle_time_never_lowers_the_runnable_share(
-    busy: NDArray[np.bool_], extra: int, size: int
-) -> None:
+def test_more_idle_time_never_lowers_the_runnable_share(busy: NDArray[np.bool_], extra: int, size: int) -> None:
     quieter = np.concatenate([busy, np.zeros((extra, MAX_GPUS), dtype=np.bool_)])
 
     before, _ = measured(busy, size)
@@ -112,9 +110,7 @@ def test_no_admitted_set_has_a_pair_below_the_threshold(
 
 
 @given(profile=profiles(), free=free_samples)
-def test_the_memory_factor_stays_between_nothing_and_all(
-    profile: WorkloadProfile, free: NDArray[np.floating]
-) -> None:
+def test_the_memory_factor_stays_between_nothing_and_all(profile: WorkloadProfile, free: NDArray[np.floating]) -> None:
     factor = memory_factor(free_histogram(free, FULL_MIB), memory_weights(profile, FULL_MIB))
 
     assert 0.0 <= factor <= 1.0

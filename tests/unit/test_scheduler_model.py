@@ -20,9 +20,7 @@ FULL_MIB = 32_000.0  # bins of 1,000 MiB
 
 def profile(*, need_mib: float = 0.0, deficit_cost: float = 0.0) -> WorkloadProfile:
     curve = ThroughputCurve(free_mib=(10_500.0, 31_500.0), tokens_per_s=(400.0, 1_000.0))
-    return WorkloadProfile(
-        standalone_tokens_per_s=1_000.0, curve=curve, need_mib=need_mib, deficit_cost=deficit_cost
-    )
+    return WorkloadProfile(standalone_tokens_per_s=1_000.0, curve=curve, need_mib=need_mib, deficit_cost=deficit_cost)
 
 
 def test_the_memory_factor_is_the_time_mean_of_the_curve() -> None:
