@@ -1,31 +1,37 @@
 /*
- * emu.h - private contract between the three parts of the emulated GPU: the server (all RM and UVM state, the
- * runlists, the clock), libfakenv (answers /dev/nvidia* in a process) and the stand-in libcuda (executes kernels).
- * Nothing of the product includes this file.
+ * emu.h - private contract between the three parts of the emulated GPU: the server (all RM and UVM
+ * state, the runlists, the clock), libfakenv (answers /dev/nvidia* in a process) and the stand-in
+ * libcuda (executes kernels). Nothing of the product includes this file.
  *
- * Files. open("/dev/nvidiactl"), "/dev/nvidiaN", "/dev/nvidia-uvm" return a connected SOCK_SEQPACKET socket; the
- * server sees hang-up when the last copy closes, which is the driver's struct-file rule for fork, dup, SCM_RIGHTS
- * and SIGKILL alike. The socket's own (abstract) name carries the file's id, so that any process that was passed
- * the fd knows it (getsockname). Calls do not travel on that socket, where two processes could read each other's
- * answers, but on a connection of the calling thread that names the file id; the server serves each connection
- * with a thread of its own, so locks block exactly the caller. open("/dev/nvidia-emu-board") returns the memfd of
- * the board below; open("/dev/nvidia-emu-mem/FILE/HCLIENT/HMEMORY") the memfd that backs an RM memory object.
+ * Files. open("/dev/nvidiactl"), "/dev/nvidiaN", "/dev/nvidia-uvm" return a connected
+ * SOCK_SEQPACKET socket; the server sees hang-up when the last copy closes, which is the driver's
+ * struct-file rule for fork, dup, SCM_RIGHTS and SIGKILL alike. The socket's own (abstract) name
+ * carries the file's id, so that any process that was passed the fd knows it (getsockname). Calls
+ * do not travel on that socket, where two processes could read each other's answers, but on a
+ * connection of the calling thread that names the file id; the server serves each connection with a
+ * thread of its own, so locks block exactly the caller. open("/dev/nvidia-emu-board") returns the
+ * memfd of the board below; open("/dev/nvidia-emu-mem/FILE/HCLIENT/HMEMORY") the memfd that backs
+ * an RM memory object.
  *
- * Other names that open() answers, for programs that only look: /dev/nvidia-emu-state (JSON snapshot of the server),
- * /dev/nvidia-emu-procs (text lines "gpu pid bytes"), and /proc/driver/nvidia/{version,params} from the emulated card.
+ * Other names that open() answers, for programs that only look: /dev/nvidia-emu-state (JSON
+ * snapshot of the server), /dev/nvidia-emu-procs (text lines "gpu pid bytes"), and
+ * /proc/driver/nvidia/{version,params} from the emulated card.
  *
- * Pages. UVM_MAP_EXTERNAL_ALLOCATION, UVM_UNMAP_EXTERNAL, UVM_MAP_EXTERNAL_SPARSE and UVM_FREE change the pages of the
- * process that owns the uvm file (the one that issued UVM_INITIALIZE) before the ioctl returns, whoever issues them:
- * libfakenv maps the memfd at the device address (a hole is PROT_NONE and faults, sparse reads zeros). libcuda reserves
- * addresses and issues the ioctls; it need not map anything itself. Who pays: the server sleeps the model cost of every
+ * Pages. UVM_MAP_EXTERNAL_ALLOCATION, UVM_UNMAP_EXTERNAL, UVM_MAP_EXTERNAL_SPARSE and UVM_FREE
+ * change the pages of the process that owns the uvm file (the one that issued UVM_INITIALIZE)
+ * before the ioctl returns, whoever issues them: libfakenv maps the memfd at the device address (a
+ * hole is PROT_NONE and faults, sparse reads zeros). libcuda reserves addresses and issues the
+ * ioctls; it need not map anything itself. Who pays: the server sleeps the model cost of every
  * ioctl; libcuda adds only the cost of calls that issue none (cuMemMap, cuMemAddressReserve).
  *
- * Execution. A channel's work runs in its process, on executor threads of libcuda, but only while the server
- * grants it: one thread per GPU in the server walks the TSGs that have pending work and are scheduled and enabled,
- * a time slice each. Stopping = grant 0, wake, wait until every channel of the TSG says active 0. All words are
- * accessed with sequentially consistent atomics and shared futexes. An executor raises active before it reads grant and
- * the server clears grant before it reads active, so one of the two always sees the other; an executor that finds
- * grant 0 lowers active, bumps ack and waits on grant. On process death the server clears active and pending itself.
+ * Execution. A channel's work runs in its process, on executor threads of libcuda, but only while
+ * the server grants it: one thread per GPU in the server walks the TSGs that have pending work and
+ * are scheduled and enabled, a time slice each. Stopping = grant 0, wake, wait until every channel
+ * of the TSG says active 0. All words are accessed with sequentially consistent atomics and shared
+ * futexes. An executor raises active before it reads grant and the server clears grant before it
+ * reads active, so one of the two always sees the other; an executor that finds grant 0 lowers
+ * active, bumps ack and waits on grant; at the end of work, pending falls before active does. On
+ * process death the server clears active and pending itself.
  */
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
@@ -36,37 +42,36 @@
 #define EMU_GPUS        16u
 #define EMU_CHANNELS    8192u /* slot of a channel on the board = cid % EMU_CHANNELS; live cids never collide */
 
-/* Environment: VALVE_EMU_DIR holds emu.sock, the log and the pid; unset means libfakenv passes everything through. */
+/* Environment: VALVE_EMU_DIR holds emu.sock, the log and the pid; unset means libfakenv passes
+ * everything through. */
 #define EMU_ENV_DIR "VALVE_EMU_DIR"
 
 struct emu_channel {
-	/* server writes */
-	_Alignas(64) uint32_t
-	        grant; /* 1: may execute now. Futex: executors wait here, also during a timed kernel */
+	/* The server writes: */
+	_Alignas(64) uint32_t grant; /* 1: may execute. Futex of executors, also in a timed kernel */
 	uint32_t gpu;
 	uint64_t granted_ns, revoked_ns; /* CLOCK_MONOTONIC of the last edges */
-	uint32_t cid, pid, tsg,
-	        engine; /* cid 0: slot free. tsg = a number of the server's, engine as in nvrm.h */
-	uint32_t scheduled,
-	        disabled; /* what the runlist thinks of this channel, for NVML and for looking at */
-	uint8_t pad0[16];
-	/* the owning process writes */
-	_Alignas(64) uint32_t
-	        pending;     /* work units submitted and not finished; 0 -> 1 kicks the GPU's server thread */
-	uint32_t active;     /* executors of this channel that are executing right now */
-	uint64_t busy_ns;    /* granted time consumed */
-	uint64_t stopped_ns; /* when active last fell to 0: the true end of execution */
-	uint64_t launches;   /* kernels started */
+	uint32_t cid;                    /* 0: this slot is free */
+	uint32_t pid, tsg, engine;       /* tsg is a number of the server's, engine as in nvrm.h */
+	uint32_t scheduled, disabled;    /* what the runlist thinks, for NVML and for looking at */
+	uint32_t reset;                  /* 1: torn down, would not stop; its work is lost (719) */
+	uint8_t pad0[12];
+	/* The owning process writes: */
+	_Alignas(64) uint32_t pending; /* work submitted and not finished; 0 -> 1 kicks the GPU */
+	uint32_t active;               /* executors of this channel that execute right now */
+	uint64_t busy_ns;              /* granted time consumed */
+	uint64_t stopped_ns;           /* when active last fell to 0: the true end of execution */
+	uint64_t launches;             /* kernels started */
 	uint8_t pad1[32];
 };
 
 struct emu_gpu {
-	_Alignas(64) uint32_t kick; /* futex: any process increments and wakes it when a channel gets work */
+	_Alignas(64) uint32_t kick; /* futex: bumped by a process whose channel got work */
 	uint8_t pad0[60];
-	_Alignas(64) uint32_t ack; /* futex: incremented and woken whenever a channel's active falls to 0 */
+	_Alignas(64) uint32_t ack; /* futex: bumped whenever a channel's active falls to 0 */
 	uint8_t pad1[60];
-	/* server writes, for NVML */
-	_Alignas(64) uint64_t busy_ns; /* of channels already freed; the live ones add their own busy_ns */
+	/* The server writes, for NVML: */
+	_Alignas(64) uint64_t busy_ns; /* of channels already freed; live ones add their own */
 	uint64_t total_bytes, used_bytes;
 	uint8_t uuid[16];
 	uint8_t pad2[24];
@@ -79,9 +84,10 @@ struct emu_board {
 	uint64_t magic;
 	uint32_t gpus, channels;
 	uint64_t seed;
-	double time_scale;  /* model microseconds per real microsecond; 1.0 = real time */
-	uint32_t driver[4]; /* branch, minor, patch, 0 */
-	uint8_t pad0[16];
+	double time_scale;     /* model microseconds per real microsecond; 1.0 = real time */
+	uint32_t driver[4];    /* branch, minor, patch, 0 */
+	uint32_t gpfifo_depth; /* work items a channel takes before a launch blocks */
+	uint8_t pad0[12];
 	struct emu_gpu gpu[EMU_GPUS];
 	struct emu_channel channel[EMU_CHANNELS];
 };

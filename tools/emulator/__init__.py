@@ -1,0 +1,1 @@
+"""The emulated GPU: a server with the driver's state, a preload for its nodes, a stand-in CUDA."""

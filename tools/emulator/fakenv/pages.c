@@ -1,0 +1,106 @@
+/*
+ * pages.c - the page tables of this process's GPU address space, kept by the CPU's: device memory
+ * is a memfd that is mapped at its device address. UVM's mapping ioctls end here, in the owner of
+ * the uvm file. The owner's own calls change pages before ioctl() returns; another process's (a
+ * daemon that was passed the fd) reach us through a thread. Only mmap, recvmsg and send run on that
+ * thread: executors may be parked with any libc lock held.
+ */
+#include "fakenv.h"
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+void fake_pages_apply(const struct emu_page_op *op, int memfd)
+{
+	void *at = (void *)(uintptr_t)op->base;
+	int fixed = MAP_FIXED | MAP_NORESERVE;
+
+	switch (op->kind) {
+	case EMU_PAGE_MAP:
+		fake_real()->mmap(at, op->length, PROT_READ | PROT_WRITE, MAP_SHARED | fixed, memfd,
+		                  (off_t)op->offset);
+		break;
+	case EMU_PAGE_HOLE:
+		fake_real()->mmap(at, op->length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
+		break;
+	case EMU_PAGE_SPARSE:
+		/* The card drops writes to a sparse range; here they land in private pages that
+		 * nobody else sees. */
+		fake_real()->mmap(at, op->length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | fixed,
+		                  -1, 0);
+		break;
+	default:
+		break;
+	}
+}
+
+static int next_op(int fd, struct emu_page_op *op, int *memfd)
+{
+	union {
+		struct cmsghdr align;
+		char room[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {op, sizeof *op};
+	struct msghdr msg = {.msg_iov = &iov,
+	                     .msg_iovlen = 1,
+	                     .msg_control = control.room,
+	                     .msg_controllen = sizeof control.room};
+	struct cmsghdr *head;
+	ssize_t n;
+
+	do
+		n = recvmsg(fd, &msg, MSG_CMSG_CLOEXEC);
+	while (n < 0 && errno == EINTR);
+	if (n != (ssize_t)sizeof *op)
+		return -1;
+	*memfd = -1;
+	head = CMSG_FIRSTHDR(&msg);
+	if (head && head->cmsg_type == SCM_RIGHTS)
+		memcpy(memfd, CMSG_DATA(head), sizeof *memfd);
+	return 0;
+}
+
+static void *serve(void *argument)
+{
+	int fd = (int)(intptr_t)argument, memfd;
+	struct emu_page_op op;
+
+	prctl(PR_SET_NAME, "fakenv-pages");
+	while (next_op(fd, &op, &memfd) == 0) {
+		fake_pages_apply(&op, memfd);
+		if (memfd >= 0)
+			close(memfd);
+		if (send(fd, &op.seq, sizeof op.seq, MSG_NOSIGNAL) != sizeof op.seq)
+			break;
+	}
+	close(fd);
+	return NULL;
+}
+
+void fake_pages_serve(uint64_t file)
+{
+	struct emu_welcome welcome;
+	sigset_t all, before;
+	pthread_attr_t attributes;
+	pthread_t thread;
+	int fd = fake_connect(EMU_PAGES, 0, file, &welcome);
+
+	if (fd < 0)
+		return;
+	sigfillset(&all);
+	sigdelset(&all, SIGSEGV);
+	sigdelset(&all, SIGBUS);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	if (pthread_create(&thread, &attributes, serve, (void *)(intptr_t)fd))
+		close(fd);
+	pthread_attr_destroy(&attributes);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+}

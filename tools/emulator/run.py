@@ -1,0 +1,70 @@
+"""Run a program on the emulated GPU: `tools/emulator/run [--gpus N] [--dir D] [--set k=v] -- CMD`.
+
+Starts the node's server when none runs in the directory, and stops it when it was the one that started it.
+Without a command it keeps the node up until interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from valve_tools.emulator.node import Options, environment, shared_node
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tools/emulator/run", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--gpus", type=int, default=1, help="number of cards (default 1)")
+    parser.add_argument("--bytes", type=int, default=80 << 30, help="memory per card")
+    parser.add_argument("--name", default="NVIDIA H100 80GB HBM3 (emulated)", help="name of each card")
+    parser.add_argument("--seed", type=int, default=1, help="decides the cards' UUIDs")
+    parser.add_argument("--dir", type=Path, help="directory of the node (default: VALVE_EMU_DIR, else a new one)")
+    parser.add_argument("--set", action="append", default=[], metavar="K=V", help="a knob (see README.md)")
+    parser.add_argument("--fault", action="append", default=[], metavar="RULE", help="a fault rule")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the program, after --")
+    options = parser.parse_args(arguments)
+    if options.command[:1] == ["--"]:
+        options.command = options.command[1:]
+    for pair in options.set:
+        if "=" not in pair:
+            parser.error(f"--set {pair}: expected name=value, for example rpc_us=50")
+    return options
+
+
+def run_command(command: list[str], directory: Path) -> int:
+    """Run it to its end. Signals of the terminal reach it by itself; ours must survive to stop the server."""
+    child = subprocess.Popen(command, env=environment(directory, os.environ))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda got, _frame: child.send_signal(got))
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    known = options.dir or os.environ.get("VALVE_EMU_DIR")
+    directory = Path(known) if known else Path(tempfile.mkdtemp(prefix="valve-emu-"))
+    made = Options(
+        gpus=options.gpus,
+        gpu_bytes=options.bytes,
+        name=options.name,
+        seed=options.seed,
+        knobs=dict(pair.split("=", 1) for pair in options.set),
+        faults=options.fault,
+    )
+    with shared_node(directory.resolve(), made) as is_ours:
+        if is_ours:
+            print((directory / "server.txt").read_text().strip(), file=sys.stderr)
+        if options.command:
+            return run_command(options.command, directory.resolve())
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

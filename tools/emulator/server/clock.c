@@ -1,0 +1,54 @@
+/*
+ * clock.c - real time, model time, and waiting on words that other processes write. Model latencies
+ * are slept, never spun: eight GPUs must be able to wait side by side on two cores.
+ */
+#include "server.h"
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+uint64_t now_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static struct timespec to_timespec(uint64_t ns)
+{
+	return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+}
+
+uint64_t model_to_real_ns(uint64_t ns)
+{
+	return ns * 1000u / (uint64_t)knob(K_time_scale);
+}
+
+void model_sleep_ns(uint64_t ns)
+{
+	struct timespec until;
+
+	if (!ns)
+		return;
+	until = to_timespec(now_ns() + model_to_real_ns(ns));
+	while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
+		;
+}
+
+void futex_wake(uint32_t *word)
+{
+	syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void futex_wait(uint32_t *word, uint32_t seen, uint64_t deadline_ns)
+{
+	struct timespec until = to_timespec(deadline_ns);
+
+	/* WAIT_BITSET takes an absolute time, so an early wake costs no drift. */
+	syscall(SYS_futex, word, FUTEX_WAIT_BITSET, seen, deadline_ns ? &until : NULL, NULL,
+	        FUTEX_BITSET_MATCH_ANY);
+}

@@ -1,0 +1,139 @@
+/*
+ * files.c - struct files. The driver acts on the last close of a file, whoever holds it: fork, dup
+ * and SCM_RIGHTS all count. Here the last copy of a socket closes and epoll says so. What the
+ * release then does takes the API lock, so it runs on a thread of its own, as it would in the
+ * context of the process that exits.
+ */
+#include "server.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+static int watch = -1;
+
+int files_init(void)
+{
+	watch = epoll_create1(EPOLL_CLOEXEC);
+	return watch < 0 ? -errno : 0;
+}
+
+struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, uid_t uid)
+{
+	struct epoll_event event = {.events = EPOLLRDHUP | EPOLLHUP};
+	struct file *f = calloc(1, sizeof *f);
+
+	if (!f)
+		return NULL;
+	f->kind = kind;
+	f->minor = minor;
+	f->refs = 1;
+	f->pid = pid;
+	f->uid = uid;
+	f->sock = sock;
+	if (kind == EMU_UVM) {
+		f->uvm = calloc(1, sizeof *f->uvm);
+		if (!f->uvm) {
+			free(f);
+			return NULL;
+		}
+		f->uvm->pages = -1;
+		TAILQ_INIT(&f->uvm->ranges);
+		pthread_mutex_init(&f->uvm->lock, NULL);
+	}
+	state_lock();
+	f->id = ++S.next_file;
+	TAILQ_INSERT_TAIL(&S.files, f, link);
+	state_unlock();
+	event.data.ptr = f;
+	epoll_ctl(watch, EPOLL_CTL_ADD, sock, &event);
+	return f;
+}
+
+struct file *file_get(uint64_t id)
+{
+	struct file *f;
+
+	state_lock();
+	TAILQ_FOREACH(f, &S.files, link)
+	if (f->id == id)
+		break;
+	if (f)
+		f->refs++;
+	state_unlock();
+	return f;
+}
+
+/* U/osapi.c, rm_cleanup_file_private: every client of the file goes with it. */
+static void free_clients_of(const struct file *f)
+{
+	struct client *c, *next;
+
+	for (c = TAILQ_FIRST(&S.clients); c; c = next) {
+		next = TAILQ_NEXT(c, link);
+		if (c->file == f)
+			object_free(TAILQ_FIRST(&c->objects));
+	}
+}
+
+static void *release(void *argument)
+{
+	struct file *f = argument;
+	struct scope scope;
+
+	if (f->kind == EMU_CTL)
+		stop_channels_of_file(f);
+	if (f->uvm)
+		uvm_release(f);
+	api_enter(&scope, API_WRITE);
+	state_lock();
+	free_clients_of(f);
+	if (f->exported)
+		memory_put(f->exported);
+	TAILQ_REMOVE(&S.files, f, link);
+	state_unlock();
+	scope_leave(&scope);
+	if (f->ctl)
+		file_put(f->ctl);
+	if (f->uvm) {
+		pthread_mutex_destroy(&f->uvm->lock);
+		free(f->uvm);
+	}
+	close(f->sock);
+	free(f);
+	return NULL;
+}
+
+void file_put(struct file *f)
+{
+	pthread_attr_t attributes;
+	pthread_t thread;
+	uint32_t left;
+
+	state_lock();
+	left = --f->refs;
+	state_unlock();
+	if (left)
+		return;
+	pthread_attr_init(&attributes);
+	pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+	if (pthread_create(&thread, &attributes, release, f))
+		release(f);
+	pthread_attr_destroy(&attributes);
+}
+
+void files_watch(void)
+{
+	struct epoll_event events[64];
+	int i, n;
+
+	for (;;) {
+		n = epoll_wait(watch, events, 64, -1);
+		for (i = 0; i < n; i++) {
+			struct file *f = events[i].data.ptr;
+
+			epoll_ctl(watch, EPOLL_CTL_DEL, f->sock, NULL);
+			file_put(f);
+		}
+	}
+}

@@ -1,0 +1,244 @@
+/*
+ * uvm.c - the unified memory driver: GPUs, VA spaces and channels that a process registered, and
+ * the external ranges into which it maps RM memory (kernel-open/nvidia-uvm). Unknown requests are
+ * answered by ENOTTY-like EINVAL and counted. UVM's calls into RM ask for the API lock to read but
+ * get it to write, with every GPU lock: mapping memory stalls the whole node, which is why reclaim
+ * must never run between the gates of two GPUs.
+ */
+#include "server.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static struct gpu *gpu_of(const uint8_t *uuid)
+{
+	for (uint32_t i = 0; i < S.gpus; i++)
+		if (memcmp(S.gpu[i].board->uuid, uuid, 16) == 0)
+			return &S.gpu[i];
+	return NULL;
+}
+
+static uint32_t initialize(struct call *c)
+{
+	struct uvm_initialize *p = (struct uvm_initialize *)c->arg;
+
+	state_lock();
+	c->file->uvm->initialised = true;
+	c->file->uvm->owner = c->pid;
+	state_unlock();
+	p->rmStatus = NV_OK;
+	return NV_OK;
+}
+
+static uint32_t register_gpu(struct call *c)
+{
+	struct uvm_register_gpu *p = (struct uvm_register_gpu *)c->arg;
+	struct gpu *g = gpu_of(p->gpuUuid);
+
+	if (g) {
+		state_lock();
+		c->file->uvm->gpus |= 1u << g->index;
+		state_unlock();
+		p->numaEnabled = 0;
+		p->numaNodeId = -1;
+	}
+	return g ? NV_OK : NV_ERR_INVALID_DEVICE;
+}
+
+static uint32_t unregister_gpu(struct call *c)
+{
+	struct uvm_unregister_gpu *p = (struct uvm_unregister_gpu *)c->arg;
+	struct gpu *g = gpu_of(p->gpuUuid);
+
+	if (!g)
+		return NV_ERR_INVALID_DEVICE;
+	state_lock();
+	c->file->uvm->gpus &= ~(1u << g->index);
+	state_unlock();
+	return NV_OK;
+}
+
+static uint32_t register_vaspace(struct call *c)
+{
+	struct uvm_register_gpu_vaspace *p = (struct uvm_register_gpu_vaspace *)c->arg;
+	struct gpu *g = gpu_of(p->gpuUuid);
+	struct object *o;
+	uint32_t status = NV_OK;
+
+	state_lock();
+	o = find_object(p->hClient, p->hVaSpace);
+	if (!g || !(c->file->uvm->gpus & (1u << g->index)))
+		status = NV_ERR_INVALID_DEVICE;
+	else if (!o || o->cls != FERMI_VASPACE_A || !c->other || !file_may_use(c->other, o->client))
+		status = NV_ERR_OBJECT_NOT_FOUND;
+	else
+		c->file->uvm->gpu_vaspaces |= 1u << g->index;
+	state_unlock();
+	return status;
+}
+
+static uint32_t unregister_vaspace(struct call *c)
+{
+	struct uvm_unregister_gpu *p = (struct uvm_unregister_gpu *)c->arg;
+	struct gpu *g = gpu_of(p->gpuUuid);
+
+	if (!g)
+		return NV_ERR_INVALID_DEVICE;
+	state_lock();
+	c->file->uvm->gpu_vaspaces &= ~(1u << g->index);
+	state_unlock();
+	return NV_OK;
+}
+
+/* rmCtrlFd must be the file that owns hClient, as for any RM call. */
+static uint32_t register_channel(struct call *c)
+{
+	struct uvm_register_channel *p = (struct uvm_register_channel *)c->arg;
+	struct gpu *g = gpu_of(p->gpuUuid);
+	uint32_t status = NV_OK;
+	struct scope scope;
+	struct object *o;
+
+	api_enter(&scope, API_WRITE);
+	gpus_enter(&scope, all_gpus());
+	state_lock();
+	o = find_object(p->hClient, p->hChannel);
+	if (!g || !(c->file->uvm->gpu_vaspaces & (1u << g->index)))
+		status = NV_ERR_INVALID_DEVICE;
+	else if (!o || !o->channel || o->gpu != g)
+		status = NV_ERR_INVALID_CHANNEL;
+	else if (!c->other || !file_may_use(c->other, o->client))
+		status = NV_ERR_INVALID_CLIENT;
+	else
+		o->channel->uvm_registered = true;
+	state_unlock();
+	scope_leave(&scope);
+	return status;
+}
+
+static uint32_t unregister_channel(struct call *c)
+{
+	struct uvm_unregister_channel *p = (struct uvm_unregister_channel *)c->arg;
+	struct scope scope;
+	struct object *o;
+	bool known;
+
+	api_enter(&scope, API_WRITE);
+	state_lock();
+	o = find_object(p->hClient, p->hChannel);
+	known = o && o->channel && o->channel->uvm_registered;
+	if (known)
+		o->channel->uvm_registered = false;
+	state_unlock();
+	scope_leave(&scope);
+	return known ? NV_OK : NV_ERR_INVALID_CHANNEL;
+}
+
+/* ---- closing ---- */
+
+static bool must_wait(const struct channel *c)
+{
+	return c->uvm_registered && c->disabled && load(&c->slot->pending) &&
+	       knob(K_stop_disabled) == STOP_WAIT;
+}
+
+/*
+ * Closing stops every registered channel with bImmediate = 0: "wait for idle up to the RM timeout,
+ * then force", one after another, under the API lock in write mode and all GPU locks
+ * (nv_gpu_ops.c). A disabled channel with queued work never becomes idle, so a process that is
+ * killed while gated stalls the whole node: enable first, then kill.
+ */
+void stop_channels_of_file(const struct file *f)
+{
+	uint32_t waits = 0;
+	struct scope scope;
+	struct client *c;
+	struct object *o;
+
+	api_enter(&scope, API_WRITE);
+	gpus_enter(&scope, all_gpus());
+	state_lock();
+	TAILQ_FOREACH(c, &S.clients, link)
+	if (c->file == f)
+		TAILQ_FOREACH(o, &c->objects, in_client)
+	waits += o->channel && must_wait(o->channel);
+	state_unlock();
+	if (waits)
+		kernel_log("stopping %u disabled channels of pid %d", waits, f->pid);
+	model_sleep_ns(waits * (uint64_t)knob(K_stop_wait_ms));
+	scope_leave(&scope);
+}
+
+void uvm_release(struct file *f)
+{
+	pthread_mutex_lock(&f->uvm->lock);
+	ranges_drop(f->uvm);
+	pthread_mutex_unlock(&f->uvm->lock);
+	if (f->uvm->pages >= 0)
+		close(f->uvm->pages);
+}
+
+static uint32_t nothing(struct call *c)
+{
+	(void)c;
+	return NV_OK;
+}
+
+static const struct request {
+	uint32_t number, status_at; /* 0: behind the attributes, see layouts.h */
+	uint32_t (*run)(struct call *);
+	const char *event; /* name for fault scripts */
+} requests[] = {
+        {UVM_INITIALIZE, offsetof(struct uvm_initialize, rmStatus), initialize, NULL},
+        {UVM_MM_INITIALIZE, offsetof(struct uvm_mm_initialize, rmStatus), nothing, NULL},
+        {UVM_REGISTER_GPU, offsetof(struct uvm_register_gpu, rmStatus), register_gpu, NULL},
+        {UVM_UNREGISTER_GPU, offsetof(struct uvm_unregister_gpu, rmStatus), unregister_gpu, NULL},
+        {UVM_REGISTER_GPU_VASPACE, offsetof(struct uvm_register_gpu_vaspace, rmStatus), register_vaspace,
+         NULL},
+        {UVM_UNREGISTER_GPU_VASPACE, offsetof(struct uvm_unregister_gpu, rmStatus), unregister_vaspace, NULL},
+        {UVM_REGISTER_CHANNEL, offsetof(struct uvm_register_channel, rmStatus), register_channel, NULL},
+        {UVM_UNREGISTER_CHANNEL, offsetof(struct uvm_unregister_channel, rmStatus), unregister_channel, NULL},
+        {UVM_CREATE_EXTERNAL_RANGE, offsetof(struct uvm_range, rmStatus), range_create, NULL},
+        {UVM_FREE, offsetof(struct uvm_range, rmStatus), range_free, "unmap"},
+        {UVM_MAP_EXTERNAL_ALLOCATION, 0, range_map, "map"},
+        {UVM_UNMAP_EXTERNAL, offsetof(struct uvm_unmap_external, rmStatus), range_unmap, "unmap"},
+        {UVM_MAP_EXTERNAL_SPARSE, offsetof(struct uvm_map_external_sparse, rmStatus), range_sparse, "map"},
+};
+
+static const struct request *find_request(uint32_t number)
+{
+	for (size_t i = 0; i < sizeof requests / sizeof requests[0]; i++)
+		if (requests[i].number == number)
+			return &requests[i];
+	tally_unknown(TALLY_UVM, number);
+	return NULL;
+}
+
+int uvm_ioctl(struct call *c)
+{
+	uint32_t branch = load(&S.board->driver[0]), status, status_at;
+	const struct request *r;
+	struct fault_hit fault = {0};
+
+	if (c->head.request == UVM_DEINITIALIZE)
+		return 0;
+	r = find_request(c->head.request);
+	if (!r || c->head.arg_size != uvm_arg_size(c->head.request, branch))
+		return EINVAL;
+	status_at = r->status_at ? r->status_at
+	                         : uvm_map_tail_at(branch) +
+	                                   (uint32_t)offsetof(struct uvm_map_external_tail, rmStatus);
+	if (r->event)
+		fault = fault_at(r->event, c, NULL);
+	pthread_mutex_lock(&c->file->uvm->lock);
+	if (fault.has_status)
+		status = fault.status;
+	else if (!c->file->uvm->initialised && r->run != initialize && r->run != nothing)
+		status = NV_ERR_ILLEGAL_ACTION;
+	else
+		status = r->run(c);
+	pthread_mutex_unlock(&c->file->uvm->lock);
+	memcpy(c->arg + status_at, &status, sizeof status);
+	return 0;
+}

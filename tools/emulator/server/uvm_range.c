@@ -1,0 +1,289 @@
+/*
+ * uvm_range.c - external ranges: reserved addresses into which RM memory is mapped piece by piece.
+ * Mapping over a mapped piece replaces it and cuts what it only touches; unmapping leaves a hole
+ * that faults; sparse reads zeros. Whatever changes here has changed the pages of the process that
+ * owns the uvm file when the call returns. Called with the va_space lock held, so one file's
+ * changes come one after another.
+ */
+#include "server.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+enum { SPARSE_ALIGN = 64 * 1024, PAGE = 4096 };
+
+static bool is_inside(const struct range *r, uint64_t base, uint64_t length)
+{
+	return length && base >= r->base && length <= r->length && base - r->base <= r->length - length;
+}
+
+static struct range *find_range(const struct vaspace *v, uint64_t base, uint64_t length)
+{
+	struct range *r;
+
+	TAILQ_FOREACH(r, &v->ranges, link)
+	if (is_inside(r, base, length))
+		return r;
+	return NULL;
+}
+
+static void drop_mapping(struct range *r, struct mapping *m)
+{
+	TAILQ_REMOVE(&r->mappings, m, link);
+	if (m->memory)
+		memory_put(m->memory);
+	free(m);
+}
+
+static void insert_mapping(struct range *r, struct mapping *m)
+{
+	struct mapping *at;
+
+	TAILQ_FOREACH(at, &r->mappings, link)
+	if (at->base > m->base)
+		break;
+	if (at)
+		TAILQ_INSERT_BEFORE(at, m, link);
+	else
+		TAILQ_INSERT_TAIL(&r->mappings, m, link);
+}
+
+static struct mapping *new_mapping(uint64_t base, uint64_t length, uint64_t offset, struct memory *memory)
+{
+	struct mapping *m = calloc(1, sizeof *m);
+
+	if (!m)
+		abort(); /* a tool for tests: half a page table would be worse than none */
+	*m = (struct mapping){.base = base, .length = length, .offset = offset, .memory = memory};
+	if (memory)
+		memory->refs++;
+	return m;
+}
+
+/* Takes [base, base + length) out of whatever is mapped there; pieces at both ends stay. */
+static void cut(struct range *r, uint64_t base, uint64_t length)
+{
+	uint64_t end = base + length;
+	struct mapping *m, *next;
+
+	for (m = TAILQ_FIRST(&r->mappings); m; m = next) {
+		uint64_t m_end = m->base + m->length;
+
+		next = TAILQ_NEXT(m, link);
+		if (m_end <= base || m->base >= end)
+			continue;
+		if (m_end > end)
+			insert_mapping(r,
+			               new_mapping(end, m_end - end, m->offset + (end - m->base), m->memory));
+		if (m->base < base)
+			m->length = base - m->base;
+		else
+			drop_mapping(r, m);
+	}
+}
+
+/* The owner is another process: its page thread changes the mapping and answers the number. */
+static void send_page_op(struct vaspace *v, struct emu_page_op *op, int memfd)
+{
+	union {
+		struct cmsghdr align;
+		char room[CMSG_SPACE(sizeof(int))];
+	} control = {0};
+	struct iovec iov = {op, sizeof *op};
+	struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
+	uint32_t answered;
+	ssize_t n;
+
+	op->seq = ++v->page_seq;
+	if (memfd >= 0) {
+		struct cmsghdr *head;
+
+		msg.msg_control = control.room;
+		msg.msg_controllen = sizeof control.room;
+		head = CMSG_FIRSTHDR(&msg);
+		head->cmsg_level = SOL_SOCKET;
+		head->cmsg_type = SCM_RIGHTS;
+		head->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(head), &memfd, sizeof memfd);
+	}
+	if (v->pages < 0 || sendmsg(v->pages, &msg, MSG_NOSIGNAL) < 0)
+		return; /* the owner is gone: nobody sees these pages */
+	do
+		n = recv(v->pages, &answered, sizeof answered, 0);
+	while (n < 0 && errno == EINTR);
+}
+
+static void change_pages(struct call *c, enum emu_page_kind kind, uint64_t base, uint64_t length,
+                         uint64_t offset, struct memory *memory)
+{
+	struct emu_page_op op = {kind, 0, base, length, offset};
+	int memfd;
+
+	state_lock();
+	memfd = memory ? memory_fd(memory) : -1;
+	state_unlock();
+	if (c->pid == c->file->uvm->owner) {
+		c->page = op;
+		c->memfd = memfd;
+		return;
+	}
+	send_page_op(c->file->uvm, &op, memfd);
+	if (memfd >= 0)
+		close(memfd);
+}
+
+uint32_t range_create(struct call *c)
+{
+	struct uvm_range *p = (struct uvm_range *)c->arg;
+	struct vaspace *v = c->file->uvm;
+	struct range *r;
+
+	if (!p->length || p->base % PAGE || p->length % PAGE || p->base + p->length < p->base)
+		return NV_ERR_INVALID_ADDRESS;
+	TAILQ_FOREACH(r, &v->ranges, link)
+	if (p->base < r->base + r->length && r->base < p->base + p->length)
+		return NV_ERR_UVM_ADDRESS_IN_USE;
+	r = calloc(1, sizeof *r);
+	if (!r)
+		return NV_ERR_NO_MEMORY;
+	r->base = p->base;
+	r->length = p->length;
+	TAILQ_INIT(&r->mappings);
+	TAILQ_INSERT_TAIL(&v->ranges, r, link);
+	return NV_OK;
+}
+
+static void range_drop(struct vaspace *v, struct range *r)
+{
+	state_lock();
+	while (!TAILQ_EMPTY(&r->mappings))
+		drop_mapping(r, TAILQ_FIRST(&r->mappings));
+	state_unlock();
+	TAILQ_REMOVE(&v->ranges, r, link);
+	free(r);
+}
+
+uint32_t range_free(struct call *c)
+{
+	struct uvm_range *p = (struct uvm_range *)c->arg;
+	struct range *r = find_range(c->file->uvm, p->base, p->length ? p->length : 1);
+
+	if (!r || r->base != p->base || (p->length && p->length != r->length))
+		return NV_ERR_INVALID_ADDRESS;
+	change_pages(c, EMU_PAGE_HOLE, r->base, r->length, 0, NULL);
+	range_drop(c->file->uvm, r);
+	return NV_OK;
+}
+
+/* UVM duplicates the memory into its own client: API lock to write, every GPU lock; page tables
+ * come after that. */
+static struct memory *hold_memory(struct call *c, const struct uvm_map_external_tail *t, uint32_t *status)
+{
+	struct memory *m = NULL;
+	struct scope scope;
+	struct object *o;
+
+	api_enter(&scope, API_WRITE);
+	gpus_enter(&scope, all_gpus());
+	state_lock();
+	o = find_object(t->hClient, t->hMemory);
+	if (!o || !o->memory)
+		*status = NV_ERR_INVALID_OBJECT_HANDLE;
+	else if (!c->other || !file_may_use(c->other, o->client))
+		*status = NV_ERR_INVALID_CLIENT;
+	else {
+		m = o->memory;
+		m->refs++;
+	}
+	state_unlock();
+	scope_leave(&scope);
+	return m;
+}
+
+uint32_t range_map(struct call *c)
+{
+	struct uvm_map_external_head *p = (struct uvm_map_external_head *)c->arg;
+	struct uvm_map_external_tail t;
+	struct range *r = find_range(c->file->uvm, p->base, p->length);
+	uint32_t status = NV_OK;
+	struct memory *m;
+
+	memcpy(&t, c->arg + uvm_map_tail_at(load(&S.board->driver[0])), sizeof t);
+	if (!r || p->base % PAGE || p->length % PAGE || p->offset % PAGE)
+		return NV_ERR_INVALID_ADDRESS;
+	m = hold_memory(c, &t, &status);
+	if (!m)
+		return status;
+	if (p->offset > m->size || p->length > m->size - p->offset)
+		status = NV_ERR_INVALID_ARGUMENT;
+	else {
+		model_sleep_ns((uint64_t)knob(K_map_us));
+		state_lock();
+		cut(r, p->base, p->length);
+		insert_mapping(r, new_mapping(p->base, p->length, p->offset, m));
+		state_unlock();
+		change_pages(c, EMU_PAGE_MAP, p->base, p->length, p->offset, m);
+	}
+	state_lock();
+	memory_put(m);
+	state_unlock();
+	return status;
+}
+
+/* Whole mappings only; the number of them is what it costs. 0: the bounds cut through one, or
+ * nothing is there. */
+static uint64_t whole_mappings(const struct range *r, uint64_t base, uint64_t length)
+{
+	uint64_t end = base + length, n = 0;
+	struct mapping *m;
+
+	TAILQ_FOREACH(m, &r->mappings, link)
+	{
+		if (m->base + m->length <= base || m->base >= end)
+			continue;
+		if (m->base < base || m->base + m->length > end)
+			return 0;
+		n++;
+	}
+	return n;
+}
+
+uint32_t range_unmap(struct call *c)
+{
+	struct uvm_unmap_external *p = (struct uvm_unmap_external *)c->arg;
+	struct range *r = find_range(c->file->uvm, p->base, p->length);
+	uint64_t n = r ? whole_mappings(r, p->base, p->length) : 0;
+
+	if (!n)
+		return NV_ERR_INVALID_ADDRESS;
+	model_sleep_ns(n * (uint64_t)knob(K_unmap_us));
+	state_lock();
+	cut(r, p->base, p->length);
+	state_unlock();
+	change_pages(c, EMU_PAGE_HOLE, p->base, p->length, 0, NULL);
+	return NV_OK;
+}
+
+uint32_t range_sparse(struct call *c)
+{
+	struct uvm_map_external_sparse *p = (struct uvm_map_external_sparse *)c->arg;
+	struct range *r = find_range(c->file->uvm, p->base, p->length);
+
+	if (!r || p->base % SPARSE_ALIGN || p->length % SPARSE_ALIGN)
+		return NV_ERR_INVALID_ADDRESS;
+	model_sleep_ns((uint64_t)knob(K_map_us)); /* one call for any length */
+	state_lock();
+	cut(r, p->base, p->length);
+	insert_mapping(r, new_mapping(p->base, p->length, 0, NULL));
+	state_unlock();
+	change_pages(c, EMU_PAGE_SPARSE, p->base, p->length, 0, NULL);
+	return NV_OK;
+}
+
+void ranges_drop(struct vaspace *v)
+{
+	while (!TAILQ_EMPTY(&v->ranges))
+		range_drop(v, TAILQ_FIRST(&v->ranges));
+}

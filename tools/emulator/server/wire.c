@@ -1,0 +1,241 @@
+/*
+ * wire.c - connections. Each is greeted, becomes a file, a caller, a page thread or an admin, and
+ * callers get a thread of their own: a call that waits for a lock or sleeps a latency blocks
+ * exactly the thread that made it.
+ */
+#include "server.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static int send_with_fd(int sock, const void *data, size_t size, int fd)
+{
+	union {
+		struct cmsghdr align;
+		char room[CMSG_SPACE(sizeof(int))];
+	} control = {0};
+	struct iovec iov = {(void *)(uintptr_t)data, size};
+	struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
+	struct cmsghdr *head;
+	ssize_t n;
+
+	if (fd >= 0) {
+		msg.msg_control = control.room;
+		msg.msg_controllen = sizeof control.room;
+		head = CMSG_FIRSTHDR(&msg);
+		head->cmsg_level = SOL_SOCKET;
+		head->cmsg_type = SCM_RIGHTS;
+		head->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(head), &fd, sizeof fd);
+	}
+	do
+		n = sendmsg(sock, &msg, MSG_NOSIGNAL);
+	while (n < 0 && errno == EINTR);
+	return n == (ssize_t)size ? 0 : -1;
+}
+
+static ssize_t receive(int sock, void *data, size_t size)
+{
+	ssize_t n;
+
+	do
+		n = recv(sock, data, size, 0);
+	while (n < 0 && errno == EINTR);
+	return n;
+}
+
+/* Text for a reader outside, as a memfd that can be read and closed like any file. */
+static int text_fd(void (*write)(FILE *))
+{
+	int fd = memfd_create("valve-emu-text", MFD_CLOEXEC);
+	FILE *out = fd < 0 ? NULL : fdopen(dup(fd), "w");
+
+	if (!out)
+		return -1;
+	write(out);
+	fclose(out);
+	lseek(fd, 0, SEEK_SET);
+	return fd;
+}
+
+static int memory_behind(const struct call *c)
+{
+	struct object *o;
+	int fd = -1;
+
+	state_lock();
+	o = find_object(c->head.h_client, c->head.h_memory);
+	if (o && o->memory && c->file && file_may_use(c->file, o->client))
+		fd = memory_fd(o->memory);
+	state_unlock();
+	return fd;
+}
+
+static int look_up(struct call *c)
+{
+	switch (c->head.op) {
+	case EMU_OP_BOARD:
+		return fcntl(S.board_fd, F_DUPFD_CLOEXEC, 0);
+	case EMU_OP_MEMORY:
+		return memory_behind(c);
+	case EMU_OP_STATE:
+		return text_fd(snapshot_json);
+	case EMU_OP_PROCS:
+		return text_fd(snapshot_procs);
+	default:
+		return -1;
+	}
+}
+
+static void answer(int sock, struct call *c, char *room)
+{
+	struct emu_reply reply = {0};
+	size_t size;
+	int fd = c->memfd;
+
+	if (c->head.op == EMU_OP_IOCTL)
+		reply.error = c->file ? driver_ioctl(c) : EBADF;
+	else {
+		c->memfd = look_up(c);
+		reply.error = c->memfd < 0 ? ENOENT : 0;
+	}
+	fd = c->memfd;
+	reply.arg_size = c->head.op == EMU_OP_IOCTL ? c->head.arg_size : 0;
+	reply.params_size = c->head.op == EMU_OP_IOCTL ? c->params_out : 0;
+	memcpy(room, &reply, sizeof reply);
+	memmove(room + sizeof reply, c->arg, reply.arg_size);
+	memmove(room + sizeof reply + reply.arg_size, c->params, reply.params_size);
+	size = sizeof reply + reply.arg_size + reply.params_size;
+	if (c->page.kind) {
+		memcpy(room + size, &c->page, sizeof c->page);
+		size += sizeof c->page;
+	}
+	send_with_fd(sock, room, size, fd);
+	if (fd >= 0)
+		close(fd);
+}
+
+/* Request and answer live in one buffer: the answer's header is smaller, so the body only ever
+ * moves down. */
+void calls_serve(int sock, pid_t pid, uid_t uid)
+{
+	char *room = aligned_alloc(64, EMU_MESSAGE_MAX);
+	struct call c;
+	ssize_t n;
+
+	while (room && (n = receive(sock, room, EMU_MESSAGE_MAX)) >= (ssize_t)sizeof c.head) {
+		memset(&c, 0, sizeof c);
+		memcpy(&c.head, room, sizeof c.head);
+		if (c.head.arg_size > NV_XFER_MAX || c.head.params_size > EMU_PARAMS_MAX ||
+		    (size_t)n != sizeof c.head + c.head.arg_size + c.head.params_size)
+			break;
+		c.pid = pid;
+		c.uid = uid;
+		c.memfd = -1;
+		c.arg = room + sizeof c.head;
+		c.params = c.arg + c.head.arg_size;
+		c.file = c.head.file == EMU_NO_FILE ? NULL : file_get(c.head.file);
+		c.other = c.head.other == EMU_NO_FILE ? NULL : file_get(c.head.other);
+		answer(sock, &c, room);
+		if (c.file)
+			file_put(c.file);
+		if (c.other)
+			file_put(c.other);
+	}
+	free(room);
+}
+
+static int open_error(const struct emu_hello *hello)
+{
+	if (hello->kind == EMU_NODE && hello->minor >= S.gpus)
+		return ENXIO;
+	if (hello->kind == EMU_NODE && load(&S.gpu[hello->minor].board->lost))
+		return EIO;
+	return 0;
+}
+
+static void keep_pages(uint64_t id, int sock)
+{
+	struct file *f = file_get(id);
+
+	if (!f || !f->uvm) {
+		close(sock);
+		return;
+	}
+	state_lock();
+	if (f->uvm->pages >= 0)
+		close(f->uvm->pages);
+	f->uvm->pages = sock;
+	state_unlock();
+	file_put(f);
+}
+
+static bool greet(int sock, struct emu_hello *hello, const struct ucred *peer)
+{
+	struct emu_welcome welcome = {.nonce = S.nonce, .file = EMU_NO_FILE};
+	struct file *f = NULL;
+
+	if (receive(sock, hello, sizeof *hello) != sizeof *hello || hello->magic != EMU_WIRE_MAGIC)
+		return false;
+	welcome.error = open_error(hello);
+	if (!welcome.error && hello->kind <= EMU_UVM) {
+		f = file_new((enum emu_kind)hello->kind, hello->minor, sock, peer->pid, peer->uid);
+		welcome.error = f ? 0 : ENOMEM;
+		welcome.file = f ? f->id : EMU_NO_FILE;
+	}
+	return (send_with_fd(sock, &welcome, sizeof welcome, -1) == 0 && !welcome.error) || f;
+}
+
+void *connection_thread(void *argument)
+{
+	int sock = (int)(intptr_t)argument;
+	struct emu_hello hello = {0};
+	struct ucred peer = {0};
+	socklen_t size = sizeof peer;
+
+	prctl(PR_SET_TIMERSLACK, 1);
+	getsockopt(sock, SOL_SOCKET, SO_PEERCRED, &peer, &size);
+	if (!greet(sock, &hello, &peer)) {
+		close(sock);
+		return NULL;
+	}
+	switch (hello.kind) {
+	case EMU_CALLS:
+		calls_serve(sock, peer.pid, peer.uid);
+		close(sock);
+		break;
+	case EMU_ADMIN:
+		admin_serve(sock);
+		close(sock);
+		break;
+	case EMU_PAGES:
+		keep_pages(hello.file, sock);
+		break;
+	default: /* a file: files.c watches it from here on */
+		break;
+	}
+	return NULL;
+}
+
+bool process_gone(pid_t pid)
+{
+	char path[32], text[512];
+	const char *state;
+	ssize_t n;
+	int fd;
+
+	snprintf(path, sizeof path, "/proc/%d/stat", pid);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return true;
+	n = read(fd, text, sizeof text - 1);
+	close(fd);
+	text[n > 0 ? n : 0] = 0;
+	state = strrchr(text, ')');
+	return !state || state[2] == 'Z' || state[2] == 'X';
+}
