@@ -1,0 +1,55 @@
+/* book.c - sorted lists of ranges. Tens of thousands of mappings are normal (kvcached), so look-ups are by bisection. */
+#include "memory.h"
+
+#include <stdlib.h>
+
+unsigned book_index(const struct book *book, uint64_t address)
+{
+	unsigned low = 0, high = book->count;
+
+	while (low < high) {
+		unsigned middle = low + (high - low) / 2;
+		if (book->at[middle]->base + book->at[middle]->bytes <= address)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return low;
+}
+
+struct range *book_find(const struct book *book, uint64_t address)
+{
+	unsigned i = book_index(book, address);
+
+	return i < book->count && book->at[i]->base <= address ? book->at[i] : NULL;
+}
+
+bool book_overlaps(const struct book *book, uint64_t base, uint64_t bytes)
+{
+	unsigned i = book_index(book, base);
+
+	return i < book->count && book->at[i]->base < base + bytes;
+}
+
+void book_add(struct book *book, struct range *range)
+{
+	unsigned i = book_index(book, range->base);
+
+	if (book->count == book->room) {
+		book->room = book->room ? 2 * book->room : 64;
+		book->at = realloc(book->at, book->room * sizeof(struct range *));
+		if (!book->at)
+			abort();
+	}
+	memmove(&book->at[i + 1], &book->at[i], (book->count - i) * sizeof(struct range *));
+	book->at[i] = range;
+	book->count++;
+}
+
+void book_remove(struct book *book, struct range *range)
+{
+	unsigned i = book_index(book, range->base);
+
+	book->count--;
+	memmove(&book->at[i], &book->at[i + 1], (book->count - i) * sizeof(struct range *));
+}

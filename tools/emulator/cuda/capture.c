@@ -1,0 +1,411 @@
+/* capture.c - see capture.h */
+#include "capture.h"
+
+#include <stdlib.h>
+
+enum { MODE_GLOBAL = 0, MODE_THREAD_LOCAL = 1, MODE_RELAXED = 2 };
+static _Thread_local int thread_mode = MODE_GLOBAL;
+
+static void tips_add(struct node_set *set, unsigned node)
+{
+	for (unsigned i = 0; i < set->count; i++)
+		if (set->at[i] == node)
+			return;
+	if (set->count == set->room) {
+		set->room = set->room ? 2 * set->room : 4;
+		set->at = realloc(set->at, set->room * sizeof(*set->at));
+		if (!set->at)
+			abort();
+	}
+	set->at[set->count++] = node;
+}
+
+static void tips_copy(struct node_set *into, const struct node_set *from)
+{
+	for (unsigned i = 0; i < from->count; i++)
+		tips_add(into, from->at[i]);
+}
+
+struct graph *graph_new(void)
+{
+	struct graph *graph = calloc(1, sizeof(*graph));
+
+	if (!graph)
+		abort();
+	graph->magic = MAGIC_GRAPH;
+	return graph;
+}
+
+void graph_free(struct graph *graph)
+{
+	for (unsigned i = 0; i < graph->count; i++) {
+		if (graph->nodes[i]->work)
+			work_free(graph->nodes[i]->work);
+		free(graph->nodes[i]->after.at);
+		free(graph->nodes[i]);
+	}
+	free(graph->nodes);
+	graph->magic = 0;
+	free(graph);
+}
+
+unsigned graph_append(struct graph *graph, struct work *work, int type, const struct node_set *after)
+{
+	struct node *node = calloc(1, sizeof(*node));
+
+	if (graph->count == graph->room) {
+		graph->room = graph->room ? 2 * graph->room : 16;
+		graph->nodes = realloc(graph->nodes, graph->room * sizeof(struct node *));
+	}
+	if (!node || !graph->nodes)
+		abort();
+	node->work = work;
+	node->type = type;
+	if (after)
+		tips_copy(&node->after, after);
+	graph->nodes[graph->count] = node;
+	return graph->count++;
+}
+
+static void invalidate(struct capture *capture)
+{
+	capture->status = CAPTURE_INVALIDATED;
+}
+
+bool capture_is_open(const struct context *ctx)
+{
+	for (const struct capture *c = emu.captures; c; c = c->next)
+		if (c->origin->ctx == ctx)
+			return true;
+	return false;
+}
+
+void capture_unref_locked(struct capture *capture)
+{
+	if (--capture->refs)
+		return;
+	if (capture->graph)
+		graph_free(capture->graph);
+	free(capture);
+}
+
+/* The legacy stream would wait for every blocking stream: not while one of them is only pretending to work. */
+static CUresult check_implicit(const struct stream *stream)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (stream != stream->ctx->legacy)
+		return result;
+	for (struct stream *s = stream->ctx->streams; s; s = s->next) {
+		if (!s->capture || (s->flags & 1u))
+			continue;
+		invalidate(s->capture);
+		result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+	}
+	return result;
+}
+
+CUresult capture_work_locked(struct stream *stream, struct work **work)
+{
+	struct capture *capture = stream->capture;
+
+	if (!capture)
+		return check_implicit(stream);
+	if (capture->status == CAPTURE_INVALIDATED)
+		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	if ((*work)->node_type < 0) {
+		invalidate(capture);
+		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	}
+	unsigned node = graph_append(capture->graph, *work, (*work)->node_type, &stream->tips);
+	stream->tips.count = 0;
+	tips_add(&stream->tips, node);
+	*work = NULL;
+	return CUDA_SUCCESS;
+}
+
+CUresult capture_forbids_sync_locked(struct stream *stream)
+{
+	if (!stream->capture)
+		return check_implicit(stream);
+	invalidate(stream->capture);
+	return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+CUresult capture_forbids_context_locked(struct context *ctx)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	for (struct capture *c = emu.captures; c; c = c->next) {
+		if (c->origin->ctx != ctx)
+			continue;
+		invalidate(c);
+		result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	}
+	return result;
+}
+
+CUresult capture_forbids_unsafe(void)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (thread_mode == MODE_RELAXED || !__atomic_load_n(&emu.captures, __ATOMIC_RELAXED))
+		return result;
+	pthread_mutex_lock(&emu.lock);
+	for (struct capture *c = emu.captures; c; c = c->next) {
+		bool mine = pthread_equal(c->thread, pthread_self()) && c->mode != MODE_RELAXED;
+		if (!mine && (thread_mode == MODE_THREAD_LOCAL || c->mode != MODE_GLOBAL))
+			continue;
+		invalidate(c);
+		result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	}
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+bool capture_event_locked(struct stream *stream, struct event *event, CUresult *result)
+{
+	struct capture *capture = stream->capture;
+
+	if (!capture) {
+		*result = check_implicit(stream);
+		return false;
+	}
+	*result =
+	        capture->status == CAPTURE_INVALIDATED ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+	if (*result)
+		return true;
+	capture->refs++;
+	if (event->capture)
+		capture_unref_locked(event->capture);
+	event->capture = capture;
+	event->tips.count = 0;
+	tips_copy(&event->tips, &stream->tips);
+	return true;
+}
+
+static void join(struct stream *stream, struct capture *capture)
+{
+	if (!stream->capture) {
+		stream->capture = capture;
+		stream->tips.count = 0;
+		capture->refs++;
+	}
+}
+
+bool capture_wait_locked(struct stream *stream, struct event *event, CUresult *result)
+{
+	struct capture *capture = event->capture;
+
+	*result = CUDA_SUCCESS;
+	if (!capture && !stream->capture) {
+		*result = check_implicit(stream);
+		return false;
+	}
+	if (!capture) { /* a captured stream may not wait for work outside the capture */
+		invalidate(stream->capture);
+		*result = CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+	} else if (stream->capture && stream->capture != capture) {
+		invalidate(stream->capture);
+		invalidate(capture);
+		*result = CUDA_ERROR_STREAM_CAPTURE_MERGE;
+	} else if (capture->status == CAPTURE_INVALIDATED || !capture->origin) {
+		*result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	} else {
+		join(stream, capture);
+		tips_copy(&stream->tips, &event->tips);
+	}
+	return true;
+}
+
+CUresult capture_misuse_event_locked(struct event *event)
+{
+	invalidate(event->capture);
+	return CUDA_ERROR_CAPTURED_EVENT;
+}
+
+void capture_leave_locked(struct stream *stream)
+{
+	struct capture *capture = stream->capture;
+
+	free(stream->tips.at);
+	stream->tips = (struct node_set){0};
+	stream->capture = NULL;
+	if (!capture)
+		return;
+	if (capture->origin == stream)
+		invalidate(capture);
+	capture_unref_locked(capture);
+}
+
+static CUresult begin(CUstream handle, int mode, struct graph *graph)
+{
+	struct stream *stream;
+	CUresult result = stream_resolve(handle, &stream);
+
+	if (result)
+		return result;
+	if (mode < MODE_GLOBAL || mode > MODE_RELAXED)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (stream == stream->ctx->legacy)
+		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	struct capture *capture = calloc(1, sizeof(*capture));
+	if (!capture)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	pthread_mutex_lock(&emu.lock);
+	if (stream->capture) {
+		pthread_mutex_unlock(&emu.lock);
+		free(capture);
+		return CUDA_ERROR_ILLEGAL_STATE;
+	}
+	capture->graph = graph ? graph : graph_new();
+	capture->origin = stream;
+	capture->thread = pthread_self();
+	capture->mode = mode;
+	capture->status = CAPTURE_ACTIVE;
+	capture->id = ++emu.next_id;
+	capture->refs = 1;
+	capture->next = emu.captures;
+	emu.captures = capture;
+	stream->capture = capture;
+	stream->tips.count = 0;
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuStreamBeginCapture_v2, CUstream handle, int mode)
+{
+	return begin(handle, mode, NULL);
+}
+
+CUAPI(cuStreamBeginCapture, CUstream handle)
+{
+	return begin(handle, MODE_GLOBAL, NULL);
+}
+
+/* Every node must lead to the origin's tips, or a forked stream was never joined. Nodes are in topological order. */
+static bool is_joined(const struct graph *graph, const struct node_set *tips)
+{
+	bool *reached = calloc(graph->count + 1u, sizeof(bool));
+	bool all = reached != NULL;
+
+	for (unsigned i = 0; all && i < tips->count; i++)
+		reached[tips->at[i]] = true;
+	for (unsigned i = graph->count; all && i-- > 0;) {
+		all = reached[i];
+		for (unsigned k = 0; k < graph->nodes[i]->after.count; k++)
+			reached[graph->nodes[i]->after.at[k]] = true;
+	}
+	free(reached);
+	return all;
+}
+
+static CUresult end_locked(struct stream *stream, struct graph **graph)
+{
+	struct capture *capture = stream->capture;
+	CUresult result = CUDA_SUCCESS;
+
+	if (!capture)
+		return CUDA_ERROR_ILLEGAL_STATE;
+	if (capture->origin != stream)
+		return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
+	if (capture->mode != MODE_RELAXED && !pthread_equal(capture->thread, pthread_self()))
+		return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+	if (capture->status == CAPTURE_INVALIDATED)
+		result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+	else if (!is_joined(capture->graph, &stream->tips))
+		result = CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+	for (struct capture **at = &emu.captures; *at; at = &(*at)->next) {
+		if (*at == capture) {
+			*at = capture->next;
+			break;
+		}
+	}
+	if (!result) {
+		*graph = capture->graph;
+		capture->graph = NULL;
+	}
+	invalidate(capture); /* events that still point at it */
+	for (struct stream *s = stream->ctx->streams; s; s = s->next)
+		if (s->capture == capture && s != stream)
+			capture_leave_locked(s);
+	capture->origin = NULL;
+	capture_leave_locked(stream);
+	return result;
+}
+
+CUAPI(cuStreamEndCapture, CUstream handle, CUgraph *out)
+{
+	struct stream *stream;
+	struct graph *graph = NULL;
+	CUresult result = stream_resolve(handle, &stream);
+
+	if (result)
+		return result;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	result = end_locked(stream, &graph);
+	pthread_mutex_unlock(&emu.lock);
+	*out = (CUgraph)graph;
+	return result;
+}
+
+CUAPI(cuThreadExchangeStreamCaptureMode, int *mode)
+{
+	if (!mode || *mode < MODE_GLOBAL || *mode > MODE_RELAXED)
+		return CUDA_ERROR_INVALID_VALUE;
+	int before = thread_mode;
+	thread_mode = *mode;
+	*mode = before;
+	return CUDA_SUCCESS;
+}
+
+static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph *graph)
+{
+	struct stream *stream;
+	CUresult result = stream_resolve(handle, &stream);
+
+	if (result)
+		return result;
+	if (!status)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	struct capture *capture = stream->capture;
+	if (!capture)
+		result = check_implicit(stream);
+	*status = capture ? capture->status : CAPTURE_NONE;
+	if (capture && id)
+		*id = capture->id;
+	if (capture && graph)
+		*graph = (CUgraph)capture->graph;
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuStreamIsCapturing, CUstream handle, int *status)
+{
+	return capture_info(handle, status, NULL, NULL);
+}
+
+CUAPI(cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
+{
+	return capture_info(handle, status, id, NULL);
+}
+
+CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
+      size_t *count)
+{
+	(void)deps; /* the nodes' order is the order of capture; their handles are not handed out */
+	if (count)
+		*count = 0;
+	return capture_info(handle, status, id, graph);
+}
+
+CUAPI(cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
+      void *edges, size_t *count)
+{
+	if (edges)
+		*(void **)edges = NULL;
+	return cuStreamGetCaptureInfo_v2(handle, status, id, graph, deps, count);
+}

@@ -1,0 +1,281 @@
+/* context.c - contexts: the primary one of each device, others, and each thread's stack of current ones. */
+#include "capture.h"
+#include "core.h"
+#include "memory.h"
+#include "stream.h"
+
+#include <stdlib.h>
+
+static _Thread_local struct context *stack[CONTEXT_STACK];
+static _Thread_local unsigned depth;
+
+bool context_valid(const void *handle)
+{
+	pthread_mutex_lock(&emu.lock);
+	const struct context *ctx = emu.contexts;
+	while (ctx && ctx != handle)
+		ctx = ctx->next;
+	pthread_mutex_unlock(&emu.lock);
+	return ctx != NULL;
+}
+
+struct context *context_peek(void)
+{
+	return depth ? stack[depth - 1] : NULL;
+}
+
+CUresult context_current(struct context **out)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	*out = context_peek();
+	if (!*out)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	if (!context_valid(*out))
+		return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+	return (*out)->sticky;
+}
+
+static CUresult create(struct device *dev, unsigned flags, bool is_primary, struct context **out)
+{
+	static const uint64_t limits[10] = {1024, 1048576, 8388608, 2, 2048, 64, 0, 0, 0, 0};
+	struct context *ctx = calloc(1, sizeof(*ctx));
+
+	if (!ctx)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	ctx->magic = MAGIC_CONTEXT;
+	ctx->dev = dev;
+	ctx->flags = flags;
+	ctx->is_primary = is_primary;
+	memcpy(ctx->limits, limits, sizeof(limits));
+	CUresult result = channels_create(ctx);
+	if (result) {
+		free(ctx);
+		return result;
+	}
+	pthread_mutex_lock(&emu.lock);
+	ctx->id = ++emu.next_id;
+	ctx->legacy = stream_make(ctx, 0, 0);
+	ctx->next = emu.contexts;
+	emu.contexts = ctx;
+	pthread_mutex_unlock(&emu.lock);
+	*out = ctx;
+	return CUDA_SUCCESS;
+}
+
+/* Waits for the work, then frees: a context whose channels are off keeps its destroyer waiting, as the real one. */
+static void destroy(struct context *ctx)
+{
+	context_wait(ctx);
+	pthread_mutex_lock(&emu.lock);
+	for (struct context **at = &emu.contexts; *at; at = &(*at)->next) {
+		if (*at == ctx) {
+			*at = ctx->next;
+			break;
+		}
+	}
+	pthread_mutex_unlock(&emu.lock);
+	channels_destroy(ctx);
+	memory_forget_context(ctx);
+	pthread_mutex_lock(&emu.lock);
+	while (ctx->streams)
+		stream_free_locked(ctx->streams);
+	deps_clear(&ctx->orphans);
+	pthread_mutex_unlock(&emu.lock);
+	ctx->magic = 0;
+	free(ctx);
+}
+
+static pthread_mutex_t primary_lock = PTHREAD_MUTEX_INITIALIZER;
+
+CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
+{
+	CUresult result = driver_check();
+	struct device *dev = device_at(handle);
+
+	if (result)
+		return result;
+	if (!dev)
+		return CUDA_ERROR_INVALID_DEVICE;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&primary_lock);
+	if (!dev->primary)
+		result = create(dev, dev->primary_flags, true, &dev->primary);
+	if (!result) {
+		dev->primary_refs++;
+		*out = (CUcontext)dev->primary;
+	}
+	pthread_mutex_unlock(&primary_lock);
+	return result;
+}
+
+static CUresult primary_drop(CUdevice handle, bool reset)
+{
+	CUresult result = driver_check();
+	struct device *dev = device_at(handle);
+
+	if (result)
+		return result;
+	if (!dev)
+		return CUDA_ERROR_INVALID_DEVICE;
+	pthread_mutex_lock(&primary_lock);
+	if (!dev->primary && !reset)
+		result = CUDA_ERROR_INVALID_CONTEXT;
+	if (dev->primary && (reset || --dev->primary_refs == 0)) {
+		destroy(dev->primary);
+		dev->primary = NULL;
+		dev->primary_refs = 0;
+	}
+	pthread_mutex_unlock(&primary_lock);
+	return result;
+}
+
+CUAPI(cuDevicePrimaryCtxRelease_v2, CUdevice handle)
+{
+	return primary_drop(handle, false);
+}
+
+CUAPI(cuDevicePrimaryCtxReset_v2, CUdevice handle)
+{
+	return primary_drop(handle, true);
+}
+
+CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
+{
+	CUresult result = driver_check();
+	struct device *dev = device_at(handle);
+
+	if (result)
+		return result;
+	if (!dev)
+		return CUDA_ERROR_INVALID_DEVICE;
+	if (flags)
+		*flags = dev->primary_flags;
+	if (active)
+		*active = dev->primary != NULL;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
+{
+	CUresult result = driver_check();
+	struct device *dev = device_at(handle);
+
+	if (result)
+		return result;
+	if (!dev)
+		return CUDA_ERROR_INVALID_DEVICE;
+	dev->primary_flags = flags;
+	if (dev->primary)
+		dev->primary->flags = flags;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuCtxPushCurrent_v2, CUcontext handle)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!context_valid(handle))
+		return CUDA_ERROR_INVALID_CONTEXT;
+	if (depth == CONTEXT_STACK)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	stack[depth++] = (struct context *)handle;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuCtxPopCurrent_v2, CUcontext *out)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!depth)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	depth--;
+	if (out)
+		*out = (CUcontext)stack[depth];
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuCtxSetCurrent, CUcontext handle)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!handle) {
+		depth -= depth > 0;
+		return CUDA_SUCCESS;
+	}
+	if (!context_valid(handle))
+		return CUDA_ERROR_INVALID_CONTEXT;
+	depth += depth == 0;
+	stack[depth - 1] = (struct context *)handle;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuCtxGetCurrent, CUcontext *out)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = (CUcontext)context_peek();
+	return CUDA_SUCCESS;
+}
+
+static CUresult create_current(CUcontext *out, unsigned flags, CUdevice handle)
+{
+	CUresult result = driver_check();
+	struct device *dev = device_at(handle);
+	struct context *ctx = NULL;
+
+	if (result)
+		return result;
+	if (!dev)
+		return CUDA_ERROR_INVALID_DEVICE;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	result = create(dev, flags, false, &ctx);
+	if (result)
+		return result;
+	*out = (CUcontext)ctx;
+	return cuCtxPushCurrent_v2(*out);
+}
+
+CUAPI(cuCtxCreate_v2, CUcontext *out, unsigned flags, CUdevice handle)
+{
+	return create_current(out, flags, handle);
+}
+
+CUAPI(cuCtxCreate_v3, CUcontext *out, const void *affinity, int count, unsigned flags, CUdevice handle)
+{
+	return affinity && count ? CUDA_ERROR_NOT_SUPPORTED : create_current(out, flags, handle);
+}
+
+CUAPI(cuCtxCreate_v4, CUcontext *out, const void *params, unsigned flags, CUdevice handle)
+{
+	(void)params; /* execution affinity and graphics interoperation ask for less, never for more */
+	return create_current(out, flags, handle);
+}
+
+CUAPI(cuCtxDestroy_v2, CUcontext handle)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!context_valid(handle) || ((struct context *)handle)->is_primary)
+		return CUDA_ERROR_INVALID_CONTEXT;
+	if (context_peek() == (struct context *)handle)
+		depth--;
+	destroy((struct context *)handle);
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,167 @@
+/* driver.c - cuInit, version, clocks, settings, and what a forked child may do (nothing: CUDA does not survive fork). */
+#include "fault.h"
+#include "memory.h"
+#include "rm.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CUDA_VERSION   13000
+#define SHORTEST_SLEEP 5000u /* ns; below it a sleep costs more than it models, so the debt is kept */
+
+struct emu emu = {.lock = PTHREAD_MUTEX_INITIALIZER, .ctl = -1, .uvm = -1};
+static bool exiting;
+
+uint64_t now_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+uint64_t real_ns(uint64_t model_ns)
+{
+	double scale = emu.board->time_scale;
+
+	return scale > 0 ? (uint64_t)((double)model_ns / scale) : model_ns;
+}
+
+void sleep_model_ns(uint64_t model_ns)
+{
+	static _Thread_local uint64_t debt_ns;
+
+	debt_ns += real_ns(model_ns);
+	if (debt_ns < SHORTEST_SLEEP)
+		return;
+	struct timespec limit = {(time_t)(debt_ns / 1000000000u), (long)(debt_ns % 1000000000u)};
+	long slack = prctl(PR_GET_TIMERSLACK);
+	uint64_t start = now_ns();
+	prctl(PR_SET_TIMERSLACK, 1UL);
+	nanosleep(&limit, NULL);
+	prctl(PR_SET_TIMERSLACK, slack);
+	uint64_t slept = now_ns() - start;
+	debt_ns -= slept < debt_ns ? slept : debt_ns;
+}
+
+bool is_exiting(void)
+{
+	return exiting;
+}
+
+CUresult driver_check(void)
+{
+	if (emu.forked || !__atomic_load_n(&emu.ready, __ATOMIC_ACQUIRE))
+		return CUDA_ERROR_NOT_INITIALIZED;
+	return exiting ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
+}
+
+static void read_knobs(struct knobs *knobs)
+{
+	static const struct {
+		const char *name;
+		size_t at;
+		uint64_t value;
+	} table[] = {
+#define KNOB(name, value) {#name, offsetof(struct knobs, name), value}
+	        KNOB(launch_depth, 1024), KNOB(kernel_us, 10),    KNOB(h2d_mbps, 25000),
+	        KNOB(d2d_mbps, 1500000),  KNOB(reserve_ns, 2000), KNOB(map_ns, 1450),
+	        KNOB(unmap_waits, 0),     KNOB(exit_waits, 0),    KNOB(xfer, 0),
+#undef KNOB
+	};
+	const char *text = getenv("VALVE_EMU_CUDA");
+
+	for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
+		uint64_t value = table[i].value;
+		size_t length = strlen(table[i].name);
+		for (const char *at = text ? strstr(text, table[i].name) : NULL; at;
+		     at = strstr(at + 1, table[i].name))
+			if ((at == text || at[-1] == ',') && at[length] == '=')
+				value = strtoull(at + length + 1, NULL, 0);
+		memcpy((char *)knobs + table[i].at, &value, sizeof(value));
+	}
+}
+
+static void child_after_fork(void)
+{
+	if (emu.ready)
+		emu.forked = true;
+	pthread_mutex_init(&emu.lock, NULL);
+}
+
+static void at_exit(void)
+{
+	if (emu.knobs.exit_waits && driver_check() == CUDA_SUCCESS)
+		for (struct context *ctx = emu.contexts; ctx; ctx = ctx->next)
+			context_wait(ctx);
+	exiting = true;
+}
+
+static CUresult open_board(void)
+{
+	int fd = open("/dev/nvidia-emu-board", O_RDWR | O_CLOEXEC);
+
+	if (fd < 0)
+		return CUDA_ERROR_NO_DEVICE;
+	void *at = mmap(NULL, sizeof(struct emu_board), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	close(fd);
+	if (at == MAP_FAILED)
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	emu.board = at;
+	return emu.board->magic == EMU_BOARD_MAGIC ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+static CUresult start(void)
+{
+	struct nv_ioctl_rm_api_version version = {
+	        .cmd = '2'}; /* "query": relaxed comparison, answers the string */
+
+	emu.ctl = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
+	if (emu.ctl < 0)
+		return CUDA_ERROR_NO_DEVICE;
+	read_knobs(&emu.knobs);
+	CUresult result = open_board();
+	if (result)
+		return result;
+	rm_escape(emu.ctl, NV_ESC_CHECK_VERSION_STR, &version, sizeof(version));
+	if (rm_alloc_root(&emu.h_client) != NV_OK || uvm_open() != NV_OK)
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	result = devices_open();
+	if (result)
+		return result;
+	fault_install();
+	pthread_atfork(NULL, NULL, child_after_fork);
+	atexit(at_exit);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuInit, unsigned flags)
+{
+	static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+	CUresult result = CUDA_SUCCESS;
+
+	if (flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (emu.forked)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	pthread_mutex_lock(&once);
+	if (!emu.ready) {
+		result = start();
+		if (result == CUDA_SUCCESS)
+			__atomic_store_n(&emu.ready, true, __ATOMIC_RELEASE);
+	}
+	pthread_mutex_unlock(&once);
+	return result;
+}
+
+CUAPI(cuDriverGetVersion, int *version)
+{
+	if (!version)
+		return CUDA_ERROR_INVALID_VALUE;
+	*version = CUDA_VERSION;
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,295 @@
+/* event.c - events: a point on a stream's timeline, with the time at which the GPU came past it. */
+#include "capture.h"
+#include "stream.h"
+
+#include <stdlib.h>
+
+struct event_work {
+	struct work work;
+	struct mark *mark;
+};
+
+static void mark_unref(struct mark *mark)
+{
+	if (!mark || --mark->refs)
+		return;
+	deps_clear(&mark->after);
+	free(mark);
+}
+
+static CUresult stamp(struct work *work, struct channel *channel)
+{
+	(void)channel;
+	((struct event_work *)work)->mark->time_ns = now_ns();
+	return CUDA_SUCCESS;
+}
+
+static void drop_mark(struct work *work)
+{
+	mark_unref(((struct event_work *)work)->mark);
+}
+
+struct event *event_from(CUevent handle)
+{
+	struct event *event = (struct event *)handle;
+
+	return event && event->magic == MAGIC_EVENT ? event : NULL;
+}
+
+void event_forget_capture_locked(struct event *event)
+{
+	if (event->capture)
+		capture_unref_locked(event->capture);
+	event->capture = NULL;
+	event->tips.count = 0;
+}
+
+static void set_mark_locked(struct event *event, struct mark *mark)
+{
+	mark->refs++;
+	mark_unref(event->mark);
+	event->mark = mark;
+	event_forget_capture_locked(event);
+}
+
+static struct mark *mark_new(void)
+{
+	struct mark *mark = calloc(1, sizeof(*mark));
+
+	if (!mark)
+		abort();
+	return mark;
+}
+
+/* Queues the stamp at the end of the stream. The lock is kept until the event points at it. */
+static void record(struct stream *stream, struct event *event)
+{
+	struct event_work *stamping = work_new(sizeof(*stamping), stamp);
+
+	stamping->work.drop = drop_mark;
+	stamping->mark = mark_new();
+	stamping->mark->refs = 1;
+	pthread_mutex_lock(&emu.lock);
+	uint64_t seq = work_enqueue_locked(stream, LANE_COMPUTE, &stamping->work);
+	deps_add(&stamping->mark->after, stream->line, seq);
+	set_mark_locked(event, stamping->mark);
+	pthread_mutex_unlock(&emu.lock);
+}
+
+CUAPI(cuEventCreate, CUevent *out, unsigned flags)
+{
+	struct context *ctx;
+	CUresult result = context_current(&ctx);
+
+	if (result)
+		return result;
+	if (!out || flags > 7)
+		return CUDA_ERROR_INVALID_VALUE;
+	struct event *event = calloc(1, sizeof(*event));
+	if (!event)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	event->magic = MAGIC_EVENT;
+	event->ctx = ctx;
+	event->flags = flags;
+	*out = (CUevent)event;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuEventDestroy_v2, CUevent handle)
+{
+	struct event *event = event_from(handle);
+
+	if (!event)
+		return CUDA_ERROR_INVALID_HANDLE;
+	pthread_mutex_lock(&emu.lock);
+	mark_unref(event->mark);
+	event_forget_capture_locked(event);
+	free(event->tips.at);
+	pthread_mutex_unlock(&emu.lock);
+	event->magic = 0;
+	free(event);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuEventRecord, CUevent handle, CUstream stream_handle)
+{
+	struct stream *stream;
+	struct event *event = event_from(handle);
+	CUresult result = stream_resolve(stream_handle, &stream);
+
+	if (result)
+		return result;
+	if (!event || event->ctx != stream->ctx)
+		return CUDA_ERROR_INVALID_HANDLE;
+	pthread_mutex_lock(&emu.lock);
+	bool captured = capture_event_locked(stream, event, &result);
+	pthread_mutex_unlock(&emu.lock);
+	if (!captured && !result)
+		record(stream, event);
+	return result;
+}
+
+CUAPI(cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
+{
+	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : cuEventRecord(handle, stream);
+}
+
+/* Done, pending or captured; with `wait` set it blocks until the event has happened. */
+static CUresult look(CUevent handle, bool wait)
+{
+	struct event *event = event_from(handle);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!event)
+		return CUDA_ERROR_INVALID_HANDLE;
+	pthread_mutex_lock(&emu.lock);
+	struct context *ctx = event->ctx;
+	struct mark *mark = event->mark;
+	if (event->capture)
+		result = capture_misuse_event_locked(event);
+	else if (ctx->sticky)
+		result = ctx->sticky;
+	else if (mark && !deps_met(&mark->after))
+		result = CUDA_ERROR_NOT_READY;
+	if (!wait || result != CUDA_ERROR_NOT_READY) {
+		pthread_mutex_unlock(&emu.lock);
+		return result;
+	}
+	struct dependencies left = {0};
+	deps_copy(&left, &mark->after);
+	pthread_mutex_unlock(&emu.lock);
+	deps_wait(&left);
+	pthread_mutex_lock(&emu.lock);
+	deps_clear(&left);
+	result = ctx->sticky;
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuEventQuery, CUevent handle)
+{
+	return look(handle, false);
+}
+
+CUAPI(cuEventSynchronize, CUevent handle)
+{
+	return look(handle, true);
+}
+
+CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
+{
+	struct event *first = event_from(start), *last = event_from(end);
+
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (!first || !last || !first->mark || !last->mark ||
+	    ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
+		return CUDA_ERROR_INVALID_HANDLE;
+	CUresult result = look(start, false);
+	if (!result)
+		result = look(end, false);
+	if (result)
+		return result;
+	double real = (double)last->mark->time_ns - (double)first->mark->time_ns;
+	*out = (float)(real * emu.board->time_scale / 1e6);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuEventElapsedTime, float *out, CUevent start, CUevent end)
+{
+	return cuEventElapsedTime_v2(out, start, end);
+}
+
+static CUresult wait_for_event(struct stream *stream, struct event *event)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	pthread_mutex_lock(&emu.lock);
+	if (!capture_wait_locked(stream, event, &result) && !result && event->mark)
+		deps_copy(&stream->waits, &event->mark->after);
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuStreamWaitEvent, CUstream stream_handle, CUevent handle, unsigned flags)
+{
+	struct stream *stream;
+	struct event *event = event_from(handle);
+	CUresult result = stream_resolve(stream_handle, &stream);
+
+	if (result)
+		return result;
+	if (!event)
+		return CUDA_ERROR_INVALID_HANDLE;
+	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : wait_for_event(stream, event);
+}
+
+/*
+ * One event over everything the context was given so far. It queues nothing, so it cannot stand in the way of a stream
+ * that shares a channel. A capture in the context dies of it, as documented.
+ */
+CUAPI(cuCtxRecordEvent, CUcontext ctx_handle, CUevent handle)
+{
+	struct event *event = event_from(handle);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!context_valid(ctx_handle) || !event)
+		return CUDA_ERROR_INVALID_HANDLE;
+	struct context *ctx = (struct context *)ctx_handle;
+	struct mark *mark = mark_new();
+	pthread_mutex_lock(&emu.lock);
+	result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
+	mark->time_ns = now_ns();
+	mark->refs = 1;
+	if (!result) {
+		context_work_locked(ctx, &mark->after);
+		set_mark_locked(event, mark);
+	}
+	mark_unref(mark);
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
+{
+	struct event *event = event_from(handle);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!context_valid(ctx_handle) || !event)
+		return CUDA_ERROR_INVALID_HANDLE;
+	struct context *ctx = (struct context *)ctx_handle;
+	pthread_mutex_lock(&emu.lock);
+	result = ctx->sticky ? ctx->sticky : capture_forbids_context_locked(ctx);
+	for (struct stream *s = ctx->streams; s && !result && event->mark; s = s->next)
+		deps_copy(&s->waits, &event->mark->after);
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuCtxSynchronize, void)
+{
+	struct context *ctx;
+	CUresult result = context_current(&ctx);
+
+	if (result)
+		return result;
+	pthread_mutex_lock(&emu.lock);
+	result = capture_forbids_context_locked(ctx);
+	pthread_mutex_unlock(&emu.lock);
+	return result ? result : context_wait(ctx);
+}
+
+CUAPI(cuCtxSynchronize_v2, CUcontext handle)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	return context_valid(handle) ? context_wait((struct context *)handle) : CUDA_ERROR_INVALID_CONTEXT;
+}

@@ -1,0 +1,70 @@
+/*
+ * fault.c - SIGSEGV and SIGBUS on an executor thread while it runs work mean what an MMU fault means on the card
+ * (Xid 31): the kernel is cancelled, the context is dead, the process lives. On any other thread, or outside work,
+ * the handler that was there before gets the signal.
+ */
+#include "fault.h"
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#define SIGNAL_STACK 65536u
+
+static _Thread_local sigjmp_buf *landing;
+static struct sigaction before_segv, before_bus;
+
+static void on_fault(int number, siginfo_t *info, void *where)
+{
+	struct sigaction *before = number == SIGBUS ? &before_bus : &before_segv;
+
+	if (landing)
+		siglongjmp(*landing, 1);
+	if (before->sa_flags & SA_SIGINFO) {
+		before->sa_sigaction(number, info, where);
+	} else if (before->sa_handler != SIG_DFL && before->sa_handler != SIG_IGN) {
+		before->sa_handler(number);
+	} else {
+		sigaction(number, before,
+		          NULL); /* returns to the faulting instruction, which now kills as ever */
+	}
+}
+
+void fault_install(void)
+{
+	struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+
+	sigemptyset(&action.sa_mask);
+	sigaction(SIGSEGV, &action, &before_segv);
+	sigaction(SIGBUS, &action, &before_bus);
+}
+
+void fault_thread_begin(void)
+{
+	stack_t stack = {.ss_sp = malloc(SIGNAL_STACK), .ss_size = SIGNAL_STACK};
+
+	if (stack.ss_sp)
+		sigaltstack(&stack, NULL);
+}
+
+void fault_thread_end(void)
+{
+	stack_t off = {.ss_flags = SS_DISABLE}, old = {0};
+
+	sigaltstack(&off, &old);
+	if (!(old.ss_flags & SS_DISABLE))
+		free(old.ss_sp);
+}
+
+CUresult fault_guard(struct work *work, struct channel *channel)
+{
+	sigjmp_buf here;
+	CUresult result = CUDA_ERROR_ILLEGAL_ADDRESS;
+
+	if (sigsetjmp(here, 1) == 0) {
+		landing = &here;
+		result = work->run(work, channel);
+	}
+	landing = NULL;
+	return result;
+}

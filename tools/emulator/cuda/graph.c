@@ -1,0 +1,268 @@
+/*
+ * graph.c - graphs: made by capture (capture.c), instantiated, launched as one piece of work whose nodes run in the order
+ * of capture. Node payloads are shared between graph, executable and launches in flight; the last user frees them.
+ */
+#include "capture.h"
+#include "turn.h"
+
+#include <stdlib.h>
+
+struct exec {
+	uint32_t magic;
+	struct work **works;
+	unsigned count, refs;
+	uint64_t flags;
+};
+
+struct graph_work {
+	struct work work;
+	struct exec *exec;
+};
+
+static struct graph *graph_from(CUgraph handle)
+{
+	struct graph *graph = (struct graph *)handle;
+
+	return graph && graph->magic == MAGIC_GRAPH ? graph : NULL;
+}
+
+static struct exec *exec_from(CUgraphExec handle)
+{
+	struct exec *exec = (struct exec *)handle;
+
+	return exec && exec->magic == MAGIC_EXEC ? exec : NULL;
+}
+
+static void take_works(struct exec *exec, const struct graph *graph)
+{
+	exec->works = calloc(graph->count + 1u, sizeof(struct work *));
+	if (!exec->works)
+		abort();
+	exec->count = 0;
+	for (unsigned i = 0; i < graph->count; i++)
+		if (graph->nodes[i]->work)
+			exec->works[exec->count++] = work_ref(graph->nodes[i]->work);
+}
+
+static void drop_works(struct exec *exec)
+{
+	for (unsigned i = 0; i < exec->count; i++)
+		work_free(exec->works[i]);
+	free(exec->works);
+}
+
+static void exec_unref(struct exec *exec)
+{
+	if (--exec->refs)
+		return;
+	drop_works(exec);
+	free(exec);
+}
+
+static CUresult run_graph(struct work *work, struct channel *channel)
+{
+	const struct exec *exec = ((struct graph_work *)work)->exec;
+
+	for (unsigned i = 0; i < exec->count; i++) {
+		if (!turn_begin(channel))
+			return CUDA_SUCCESS;
+		if (exec->works[i]->is_launch)
+			__atomic_fetch_add(&channel->slot->launches, 1, __ATOMIC_RELAXED);
+		CUresult result = exec->works[i]->run(exec->works[i], channel);
+		if (result)
+			return result;
+	}
+	return CUDA_SUCCESS;
+}
+
+static void drop_exec(struct work *work)
+{
+	exec_unref(((struct graph_work *)work)->exec);
+}
+
+static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
+{
+	const struct graph *graph = graph_from(handle);
+
+	if (!out || !graph)
+		return CUDA_ERROR_INVALID_VALUE;
+	struct exec *exec = calloc(1, sizeof(*exec));
+	if (!exec)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	pthread_mutex_lock(&emu.lock);
+	exec->magic = MAGIC_EXEC;
+	exec->refs = 1;
+	exec->flags = flags;
+	take_works(exec, graph);
+	pthread_mutex_unlock(&emu.lock);
+	*out = (CUgraphExec)exec;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphCreate, CUgraph *out, unsigned flags)
+{
+	if (!out || flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = (CUgraph)graph_new();
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphDestroy, CUgraph handle)
+{
+	struct graph *graph = graph_from(handle);
+
+	if (!graph)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	graph_free(graph);
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphGetNodes, CUgraph handle, CUgraphNode *out, size_t *count)
+{
+	const struct graph *graph = graph_from(handle);
+
+	if (!graph || !count)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; out && i < *count; i++)
+		out[i] = i < graph->count ? (CUgraphNode)graph->nodes[i] : NULL;
+	if (!out || *count > graph->count)
+		*count = graph->count;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphNodeGetType, CUgraphNode handle, int *out)
+{
+	if (!handle || !out)
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = ((const struct node *)handle)->type;
+	return CUDA_SUCCESS;
+}
+
+static CUresult add_empty(CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
+{
+	struct graph *graph = graph_from(handle);
+
+	if (!graph || !out || (count && !after))
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	*out = (CUgraphNode)graph->nodes[graph_append(graph, NULL, NODE_EMPTY, NULL)];
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
+{
+	return add_empty(out, handle, after, count);
+}
+
+CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+      size_t log_bytes)
+{
+	(void)error_node;
+	if (log && log_bytes)
+		*log = 0;
+	return instantiate(graph, 0, out);
+}
+
+CUAPI(cuGraphInstantiate_v2, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
+      size_t log_bytes)
+{
+	return cuGraphInstantiate(out, graph, error_node, log, log_bytes);
+}
+
+CUAPI(cuGraphInstantiateWithFlags, CUgraphExec *out, CUgraph graph, unsigned long long flags)
+{
+	return instantiate(graph, flags, out);
+}
+
+CUAPI(cuGraphInstantiateWithParams, CUgraphExec *out, CUgraph graph, CUDA_GRAPH_INSTANTIATE_PARAMS *params)
+{
+	if (!params)
+		return CUDA_ERROR_INVALID_VALUE;
+	params->error_node = NULL;
+	params->result = 0;
+	return instantiate(graph, params->flags, out);
+}
+
+CUAPI(cuGraphExecGetFlags, CUgraphExec handle, uint64_t *flags)
+{
+	const struct exec *exec = exec_from(handle);
+
+	if (!exec || !flags)
+		return CUDA_ERROR_INVALID_VALUE;
+	*flags = exec->flags;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuGraphExecDestroy, CUgraphExec handle)
+{
+	struct exec *exec = exec_from(handle);
+
+	if (!exec)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	exec->magic = 0;
+	exec_unref(exec);
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+/* Succeeds when the new graph has the same kinds of nodes in the same order; launches in flight keep the old works. */
+CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, void *info)
+{
+	struct exec *exec = exec_from(handle), fresh = {0};
+	const struct graph *graph = graph_from(graph_handle);
+	bool same = exec && graph;
+
+	if (!same)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
+	take_works(&fresh, graph);
+	same = fresh.count == exec->count && exec->refs == 1;
+	for (unsigned i = 0; same && i < fresh.count; i++)
+		same = fresh.works[i]->node_type == exec->works[i]->node_type;
+	struct exec old = same ? *exec : fresh;
+	if (same) {
+		exec->works = fresh.works;
+	}
+	drop_works(&old);
+	pthread_mutex_unlock(&emu.lock);
+	if (info)
+		*(int *)info = same ? 0 : 1;
+	return same ? CUDA_SUCCESS : 910;
+}
+
+CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
+{
+	struct stream *stream;
+	struct exec *exec = exec_from(handle);
+	CUresult result = stream_resolve(stream_handle, &stream);
+
+	if (result)
+		return result;
+	if (!exec)
+		return CUDA_ERROR_INVALID_VALUE;
+	struct graph_work *launch = work_new(sizeof(*launch), run_graph);
+	launch->work.node_type = 4; /* a child graph, when captured */
+	launch->work.drop = drop_exec;
+	launch->exec = exec;
+	pthread_mutex_lock(&emu.lock);
+	exec->refs++;
+	pthread_mutex_unlock(&emu.lock);
+	return work_submit(stream, LANE_COMPUTE, &launch->work);
+}
+
+/* The executable is where it is launched from already; what is left is that the stream has been there. */
+CUAPI(cuGraphUpload, CUgraphExec handle, CUstream stream_handle)
+{
+	struct stream *stream;
+	CUresult result = stream_resolve(stream_handle, &stream);
+
+	if (result)
+		return result;
+	if (!exec_from(handle))
+		return CUDA_ERROR_INVALID_VALUE;
+	return stream->capture ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
+}

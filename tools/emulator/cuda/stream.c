@@ -1,0 +1,212 @@
+/* stream.c - streams: making, resolving (legacy, per-thread), waiting. Each is bound to one compute and one copy
+ * channel of its context, round robin, so streams beyond the number of channels share one as on the card. */
+#include "stream.h"
+#include "capture.h"
+
+#include <stdlib.h>
+
+#define NON_BLOCKING 1u
+
+struct stream *stream_make(struct context *ctx, unsigned flags, int priority)
+{
+	struct stream *stream = calloc(1, sizeof(*stream));
+
+	if (!stream)
+		abort();
+	stream->magic = MAGIC_STREAM;
+	stream->ctx = ctx;
+	stream->line = timeline_new();
+	stream->flags = flags;
+	stream->priority = priority;
+	stream->id = ctx->next_stream++;
+	stream->compute = &ctx->compute[stream->id % ctx->computes];
+	stream->copy = &ctx->copy[stream->id % COPY_ENGINES];
+	stream->next = ctx->streams;
+	ctx->streams = stream;
+	return stream;
+}
+
+void stream_free_locked(struct stream *stream)
+{
+	for (struct stream **at = &stream->ctx->streams; *at; at = &(*at)->next) {
+		if (*at == stream) {
+			*at = stream->next;
+			break;
+		}
+	}
+	capture_leave_locked(stream);
+	deps_met(&stream->ctx->orphans);
+	deps_add(&stream->ctx->orphans, stream->line, stream->line->submitted);
+	deps_clear(&stream->waits);
+	timeline_unref(stream->line);
+	stream->magic = 0;
+	free(stream);
+}
+
+static struct stream *per_thread(struct context *ctx)
+{
+	struct stream *stream = ctx->streams;
+
+	while (stream && !(stream->is_per_thread && pthread_equal(stream->owner, pthread_self())))
+		stream = stream->next;
+	if (stream)
+		return stream;
+	stream = stream_make(ctx, 0, 0);
+	stream->is_per_thread = true;
+	stream->owner = pthread_self();
+	return stream;
+}
+
+/* The handle's stream, after the checks every call makes; NULL and 1 are the legacy stream, 2 the thread's own. */
+CUresult stream_resolve(CUstream handle, struct stream **out)
+{
+	struct context *ctx = NULL;
+	bool is_default = (uintptr_t)handle <= 2;
+	CUresult result = is_default ? context_current(&ctx) : driver_check();
+
+	*out = NULL;
+	if (result)
+		return result;
+	if (!handle || handle == CU_STREAM_LEGACY) {
+		*out = ctx->legacy;
+		return CUDA_SUCCESS;
+	}
+	if (handle == CU_STREAM_PER_THREAD) {
+		pthread_mutex_lock(&emu.lock);
+		*out = per_thread(ctx);
+		pthread_mutex_unlock(&emu.lock);
+		return CUDA_SUCCESS;
+	}
+	*out = (struct stream *)handle;
+	if ((*out)->magic != MAGIC_STREAM)
+		return CUDA_ERROR_INVALID_HANDLE;
+	return (*out)->ctx->sticky;
+}
+
+CUresult stream_wait(struct stream *stream)
+{
+	struct context *ctx = stream->ctx;
+
+	pthread_mutex_lock(&emu.lock);
+	CUresult result = ctx->sticky ? ctx->sticky : capture_forbids_sync_locked(stream);
+	if (result) {
+		pthread_mutex_unlock(&emu.lock);
+		return result;
+	}
+	struct timeline *line = timeline_ref(stream->line);
+	uint64_t seq = line->submitted;
+	pthread_mutex_unlock(&emu.lock);
+	timeline_wait(line, seq);
+	pthread_mutex_lock(&emu.lock);
+	timeline_unref(line);
+	result = ctx->sticky;
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+void context_work_locked(struct context *ctx, struct dependencies *out)
+{
+	for (struct stream *s = ctx->streams; s; s = s->next)
+		deps_add(out, s->line, s->line->submitted);
+	deps_copy(out, &ctx->orphans);
+}
+
+CUresult context_wait(struct context *ctx)
+{
+	struct dependencies all = {0};
+
+	pthread_mutex_lock(&emu.lock);
+	context_work_locked(ctx, &all);
+	pthread_mutex_unlock(&emu.lock);
+	deps_wait(&all);
+	pthread_mutex_lock(&emu.lock);
+	deps_clear(&all);
+	CUresult result = ctx->sticky;
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+CUAPI(cuStreamCreateWithPriority, CUstream *out, unsigned flags, int priority)
+{
+	struct context *ctx;
+	CUresult result = context_current(&ctx);
+
+	if (result)
+		return result;
+	if (!out || flags > NON_BLOCKING)
+		return CUDA_ERROR_INVALID_VALUE;
+	priority = priority < -5 ? -5 : priority > 0 ? 0 : priority;
+	pthread_mutex_lock(&emu.lock);
+	*out = (CUstream)stream_make(ctx, flags, priority);
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuStreamCreate, CUstream *out, unsigned flags)
+{
+	return cuStreamCreateWithPriority(out, flags, 0);
+}
+
+/* Returns at once; work already queued goes on. The timeline lives until that work is done. */
+CUAPI(cuStreamDestroy_v2, CUstream handle)
+{
+	struct stream *stream;
+
+	if ((uintptr_t)handle <= 2)
+		return CUDA_ERROR_INVALID_HANDLE;
+	CUresult result = stream_resolve(handle, &stream);
+	if (result)
+		return result;
+	pthread_mutex_lock(&emu.lock);
+	stream_free_locked(stream);
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuStreamSynchronize, CUstream handle)
+{
+	struct stream *stream = NULL;
+	CUresult result = stream_resolve(handle, &stream);
+
+	return result ? result : stream_wait(stream);
+}
+
+CUAPI(cuStreamQuery, CUstream handle)
+{
+	struct stream *stream = NULL;
+	CUresult result = stream_resolve(handle, &stream);
+
+	if (result)
+		return result;
+	pthread_mutex_lock(&emu.lock);
+	result = capture_forbids_sync_locked(stream);
+	if (!result && stream->line->done < stream->line->submitted)
+		result = CUDA_ERROR_NOT_READY;
+	pthread_mutex_unlock(&emu.lock);
+	return result;
+}
+
+#define STREAM_GETTER(name, type, value)                           \
+	CUAPI(name, CUstream handle, type *out)                    \
+	{                                                          \
+		struct stream *stream;                             \
+		CUresult result = stream_resolve(handle, &stream); \
+		if (result)                                        \
+			return result;                             \
+		if (!out)                                          \
+			return CUDA_ERROR_INVALID_VALUE;           \
+		*out = (type)(value);                              \
+		return CUDA_SUCCESS;                               \
+	}
+STREAM_GETTER(cuStreamGetFlags, unsigned, stream->flags)
+STREAM_GETTER(cuStreamGetPriority, int, stream->priority)
+STREAM_GETTER(cuStreamGetCtx, CUcontext, stream->ctx)
+STREAM_GETTER(cuStreamGetDevice, CUdevice, stream->ctx->dev->ordinal)
+STREAM_GETTER(cuStreamGetId, unsigned long long, ((unsigned long long)stream->ctx->id << 32) + stream->id)
+
+CUAPI(cuStreamGetCtx_v2, CUstream handle, CUcontext *out, void **green)
+{
+	if (green)
+		*green = NULL;
+	return cuStreamGetCtx(handle, out);
+}

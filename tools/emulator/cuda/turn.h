@@ -1,0 +1,17 @@
+/*
+ * turn.h - a channel's turn on the GPU: the time in which its executor may run kernels because the server's grant
+ * word says so. All of it is called by executor threads only.
+ */
+#ifndef EMU_CUDA_TURN_H
+#define EMU_CUDA_TURN_H
+
+#include "core.h"
+
+bool turn_begin(struct channel *channel);              /* waits for the grant; false: the channel goes away */
+void turn_end(struct channel *channel);                /* gives the GPU up; harmless outside a turn */
+bool turn_check(struct channel *channel);              /* between two steps: parks while revoked */
+bool turn_run(struct channel *channel, uint64_t real); /* a timed kernel: so many granted nanoseconds */
+bool turn_pause(struct channel *channel, uint64_t real); /* off the GPU for a while, then back */
+void turn_publish_locked(struct channel *channel, bool ready);
+
+#endif
