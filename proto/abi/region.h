@@ -34,10 +34,10 @@ enum valve_role { VALVE_ROLE_NONE = 0, VALVE_ROLE_ONLINE = 1, VALVE_ROLE_OFFLINE
 
 /* Feature bits, in both headers: a side uses what both announce. */
 enum valve_feature {
-	VALVE_FEATURE_GAPS = 1u << 0,      /* client fills the gap ring */
-	VALVE_FEATURE_HINT = 1u << 1,      /* client publishes open request counts (engine hook) */
-	VALVE_FEATURE_SELF_GATE = 1u << 2, /* client can disable its own channels (path C) */
-	VALVE_FEATURE_HOLD = 1u << 3,      /* client can hold its launches (launch-gate rung) */
+	VALVE_FEATURE_GAPS = 1u << 0,          /* client fills the gap ring */
+	VALVE_FEATURE_HINT = 1u << 1,          /* client publishes open request counts (engine hook) */
+	VALVE_FEATURE_SELF_GATE = 1u << 2,     /* client can disable its own channels (path C) */
+	VALVE_FEATURE_HOLD = 1u << 3,          /* client can hold its launches (launch-gate rung) */
 	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
 };
 
