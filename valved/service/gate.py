@@ -193,15 +193,15 @@ class GateService:
     def _held(self, online: OnlineService | None, stamp: Stamp) -> None:
         if online is None:
             return
-        # A slow issuer may report a stop after the wake that ended it: such a stamp carries an epoch before the wake's.
-        is_old = stamp.epoch and online.woken_epoch and (stamp.epoch - online.woken_epoch) & 0xFFFFFFFF >= 1 << 31
-        if is_old:
-            return
+        if online.woken_epoch is not None and _is_before(stamp.epoch, online.woken_epoch):
+            return  # a slow issuer reports a stop after the wake that undid it
         at_ns = stamp.launch_ns or stamp.seen_ns or self._clock.now_ns()
         self._book_hold(online.id, self._gpus_of(online.id), stamp.done_ns or at_ns)
         if not online.holding:
             online.begin_hold(at_ns)
-            self.look_soon(online, online.cooldown.cooldown_ns)
+            # Unhinted, nothing can come of a look before one cooldown; a hinted request may be over in a moment.
+            least_ns = self.settings.wake.look_least_ns if online.is_hinted else online.cooldown.cooldown_ns
+            self.look_soon(online, least_ns)
 
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
         self.counters.wakes += 1
@@ -373,3 +373,8 @@ class GateService:
 
 def _why(stamp: Stamp) -> str:
     return "launch" if stamp.client else "asked by valved"
+
+
+def _is_before(epoch: int, other: int) -> bool:
+    """Epochs are 32 bits wide and wrap."""
+    return (epoch - other) & 0xFFFFFFFF >= 1 << 31

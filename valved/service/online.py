@@ -42,7 +42,7 @@ class OnlineService:
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds
-    woken_epoch: int = 0  # of the last wake
+    woken_epoch: int | None = None  # of the last wake
     epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
     epoch_delay_ns: int = 0
     latency: Histogram = field(default_factory=Histogram)
