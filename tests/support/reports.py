@@ -13,9 +13,7 @@ def uuids(node: str, count: int = 8) -> list[str]:
     return [f"GPU-{node}-{gpu}" for gpu in range(count)]
 
 
-def harvest_node(
-    node: str = "n1", *, idle: float = 0.5, cards: int = 8, age_s: float = 0.0, **status: Any
-) -> Json:
+def harvest_node(node: str = "n1", *, idle: float = 0.5, cards: int = 8, age_s: float = 0.0, **status: Any) -> Json:
     """A node whose GPUs are idle together and have all their memory free."""
     observed_at = datetime.fromtimestamp(NOW_S - age_s, timezone.utc).isoformat()
     gpu = {"harvestable": True, "idle": {"1h": idle}, "freeMemory": [0.0] * 31 + [1.0]}
