@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
 from typing import Any
@@ -86,6 +86,14 @@ class Api:
 
     def delete(self, path: str, body: Any = None) -> Json:
         return self.call("DELETE", path, body)
+
+    def watch_lines(self, path: str) -> Iterator[bytes]:
+        """Lines of a watch that ends by its own timeoutSeconds; it has begun when this returns."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
+        response = connection.getresponse()
+
+        return iter(response.readline, b"")
 
     def each(self, calls: Iterable[tuple[str, str, Any]], threads: int = 8) -> None:
         """Many calls of (method, path, body) at once; PATCH is a merge patch. The first failure is raised."""

@@ -123,3 +123,15 @@ def bound_pods(api: Api, namespace: str = "default") -> Iterator[Json]:
     for pod in api.get(f"/api/v1/namespaces/{namespace}/pods")["items"]:
         if pod["spec"].get("nodeName"):
             yield pod
+
+
+def delete_pods(api: Api, namespace: str = "default") -> None:
+    """All at once and without grace: no kubelet will ever confirm."""
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    api.delete(path, {"gracePeriodSeconds": 0, "propagationPolicy": "Background"})
+    wait_for("the pods to go", lambda: not api.get(path)["items"])
+
+
+def delete_nodes(api: Api) -> None:
+    api.delete("/api/v1/nodes")
+    api.delete(f"{names.API_PATH}/gpuharvestnodes")
