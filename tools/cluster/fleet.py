@@ -33,7 +33,7 @@ def install_crds(api: Api, chart: Path) -> None:
     def established() -> bool:
         found = api.get(CRDS)["items"]
         return len(found) > 0 and all(
-            any(c["type"] == "Established" and c["status"] == "True" for c in crd["status"]["conditions"])
+            any(c["type"] == "Established" and c["status"] == "True" for c in crd["status"].get("conditions") or [])
             for crd in found
         )
 
