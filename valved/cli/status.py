@@ -73,9 +73,7 @@ def gpu_state(gpu: Any) -> str:
 
 
 def gpus(answer: Any) -> Table:
-    table = plain_table(
-        "GPUs", "gpu", "offline", "channels", "reach", "preempted", "stopped in p50", "p99", "harvested"
-    )
+    table = plain_table("GPUs", "gpu", "offline", "stopped by", "preempted", "p50", "p99", "harvested")
     for gpu in answer.gpus:
         latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
         harvested = words.duration(gpu.harvest_ns)
