@@ -169,6 +169,14 @@ class Emulator:
     def clear_faults(self) -> None:
         self._ask("faults-clear")
 
+    def release(self) -> None:
+        """Everybody who stands at a `hold` fault goes on."""
+        self._ask("release")
+
+    def wait_held(self, count: int = 1) -> State:
+        """Wait until so many calls stand at a `hold` fault."""
+        return self.wait(lambda state: state.raw["held"] >= count, f"{count} held calls")
+
     def lose(self, gpu: int = 0) -> None:
         """The card falls off the bus."""
         self._ask(f"lose {gpu}")

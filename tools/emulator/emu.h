@@ -32,6 +32,11 @@
  * reads active, so one of the two always sees the other; an executor that finds grant 0 lowers
  * active, bumps ack and waits on grant; at the end of work, pending falls before active does. On
  * process death the server clears active and pending itself.
+ *
+ * Native steps. Threads that cannot look at grant (a CPU engine's model step) enter the park table and
+ * count in active. When the server revokes a channel it sends EMU_PARK_SIGNAL to each of its threads
+ * there; the handler does what any executor does: lower active, bump ack at 0, wait on grant, raise
+ * active, look at grant again. A late signal finds grant 1 and returns.
  */
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
@@ -62,7 +67,8 @@ struct emu_channel {
 	uint64_t busy_ns;              /* granted time consumed */
 	uint64_t stopped_ns;           /* when active last fell to 0: the true end of execution */
 	uint64_t launches;             /* kernels started */
-	uint8_t pad1[32];
+	uint32_t parks;                /* entries of the park table that name this channel */
+	uint8_t pad1[28];
 };
 
 struct emu_gpu {
@@ -80,6 +86,14 @@ struct emu_gpu {
 	uint8_t pad3[48];
 };
 
+#define EMU_PARKS       1024u
+#define EMU_PARK_SIGNAL 44 /* a real-time signal that no library here uses */
+struct emu_park {
+	uint32_t cid; /* 0: free; the process claims an entry by compare-and-swap, then fills it in */
+	uint32_t pid, tid;
+	uint32_t ready; /* 1 once pid and tid are valid; lowered before cid is cleared */
+};
+
 struct emu_board {
 	uint64_t magic;
 	uint32_t gpus, channels;
@@ -90,6 +104,7 @@ struct emu_board {
 	uint8_t pad0[12];
 	struct emu_gpu gpu[EMU_GPUS];
 	struct emu_channel channel[EMU_CHANNELS];
+	struct emu_park park[EMU_PARKS];
 };
 
 _Static_assert(sizeof(struct emu_channel) == 128, "channel");

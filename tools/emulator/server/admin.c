@@ -1,6 +1,6 @@
 /*
  * admin.c - the control connection of tests, benches and people: one command per packet.
- *   get | state | set NAME VALUE | fault LINE | faults-clear | lose GPU | quit
+ *   get | state | set NAME VALUE | fault LINE | faults-clear | release | lose GPU | quit
  * Answers: "+bytes" packets and a last ".bytes"; errors as JSON {"error": text}.
  */
 #include "server.h"
@@ -115,6 +115,9 @@ static void carry_out(int sock, char *line)
 		reply_result(sock, fault_add(rest));
 	else if (strcmp(line, "faults-clear") == 0) {
 		faults_clear();
+		reply_result(sock, NULL);
+	} else if (strcmp(line, "release") == 0) {
+		faults_release();
 		reply_result(sock, NULL);
 	} else if (strcmp(line, "lose") == 0)
 		reply_result(sock, lose(rest));

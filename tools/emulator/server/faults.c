@@ -3,6 +3,7 @@
  *     on EVENT [N | every N | always] [gpu G]: ACTION
  * EVENT   disable enable schedule alloc free control map unmap export import
  * ACTION  hang TIME    sleep before doing it, locks held (TIME: 300us, 20ms, 1s, real time)
+ *         hold         stop there, locks held, until the client's release()
  *         late TIME    disable only: answer at once, the channels stop so much later
  *         status S     answer this RM status, do nothing
  *         silent       answer OK, do nothing
@@ -18,8 +19,9 @@
 #include <time.h>
 
 enum { RULES = 64 };
-enum action { HANG, LATE, STATUS, SILENT, XID, LOST, KILL, ACTIONS };
-static const char *const actions[ACTIONS] = {"hang", "late", "status", "silent", "xid", "lost", "kill"};
+enum action { HANG, LATE, STATUS, XID, HOLD, SILENT, LOST, KILL, ACTIONS };
+static const char *const actions[ACTIONS] = {"hang", "late",   "status", "xid",
+                                             "hold", "silent", "lost",   "kill"};
 static const char *const events[] = {"disable", "enable", "schedule", "alloc",  "free",
                                      "control", "map",    "unmap",    "export", "import"};
 
@@ -34,6 +36,9 @@ struct rule {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct rule rules[RULES];
 static int rule_count;
+static pthread_cond_t released = PTHREAD_COND_INITIALIZER;
+static uint64_t releases;
+static uint32_t held;
 
 static bool matches(struct rule *r, const char *event, const struct gpu *g)
 {
@@ -53,11 +58,46 @@ static void hang(uint64_t ns)
 	clock_nanosleep(CLOCK_MONOTONIC, 0, &t, NULL);
 }
 
+/* Lets a test stand at a point of a call for as long as it wants: kill somebody there, or show what waits. */
+static void hold(void)
+{
+	uint64_t round;
+
+	pthread_mutex_lock(&lock);
+	round = releases;
+	held++;
+	while (round == releases)
+		pthread_cond_wait(&released, &lock);
+	held--;
+	pthread_mutex_unlock(&lock);
+}
+
+void faults_release(void)
+{
+	pthread_mutex_lock(&lock);
+	releases++;
+	pthread_cond_broadcast(&released);
+	pthread_mutex_unlock(&lock);
+}
+
+uint32_t faults_held(void)
+{
+	uint32_t n;
+
+	pthread_mutex_lock(&lock);
+	n = held;
+	pthread_mutex_unlock(&lock);
+	return n;
+}
+
 static void carry_out(const struct rule *r, struct fault_hit *hit, const struct call *c, struct gpu *g)
 {
 	switch (r->action) {
 	case HANG:
 		hang(r->number);
+		break;
+	case HOLD:
+		hold();
 		break;
 	case LATE:
 		hit->late_ns = r->number;
@@ -139,9 +179,9 @@ static const char *parse_action(const char *text, struct rule *r)
 	for (i = 0; i < ACTIONS && strcmp(actions[i], name) != 0; i++)
 		;
 	if (i == ACTIONS)
-		return "unknown action (hang, late, status, silent, xid, lost, kill)";
+		return "unknown action (hang, late, status, xid, hold, silent, lost, kill)";
 	r->action = (enum action)i;
-	if (n != (i <= STATUS || i == XID ? 2 : 1))
+	if (n != (i <= XID ? 2 : 1))
 		return "wrong number of words after the action";
 	if (i == HANG || i == LATE)
 		return parse_time(argument, &r->number);

@@ -5,9 +5,12 @@
  * TSGs of copy engines have runlists of their own: they are granted as long as they are enabled.
  */
 #include "server.h"
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum { LIVENESS_NS = 5000000 }; /* how often a wait for a stop looks whether the process still exists */
 
@@ -41,6 +44,19 @@ static void give(struct channel *c)
 		futex_wake(&c->slot->grant);
 }
 
+/* Threads that cannot look at the grant themselves are told; they lower active when they have parked. */
+static void park_threads(const struct channel *c)
+{
+	siginfo_t info = {.si_signo = EMU_PARK_SIGNAL, .si_code = SI_QUEUE, .si_pid = getpid()};
+
+	for (uint32_t i = 0; load(&c->slot->parks) && i < EMU_PARKS; i++) {
+		struct emu_park *p = &S.board->park[i];
+
+		if (load(&p->cid) == c->cid && load(&p->ready))
+			syscall(SYS_rt_tgsigqueueinfo, p->pid, p->tid, EMU_PARK_SIGNAL, &info);
+	}
+}
+
 /* The executor raised active before it read grant, so active 0 here means that it will see grant 0.
  */
 static void take(struct channel *c)
@@ -49,8 +65,10 @@ static void take(struct channel *c)
 		return;
 	c->slot->revoked_ns = now_ns();
 	store(&c->slot->grant, 0);
-	if (load(&c->slot->active))
-		futex_wake(&c->slot->grant);
+	if (!load(&c->slot->active))
+		return;
+	futex_wake(&c->slot->grant);
+	park_threads(c);
 }
 
 void runlist_poke(struct gpu *g)

@@ -305,6 +305,8 @@ struct fault_hit {
 struct fault_hit fault_at(const char *event, const struct call *c, struct gpu *g);
 const char *fault_add(const char *line); /* NULL or what is wrong */
 void faults_clear(void);
+void faults_release(void);  /* whoever stands at a "hold" goes on */
+uint32_t faults_held(void); /* how many stand there */
 
 /* admin.c, wire.c */
 void admin_serve(int fd);

@@ -110,8 +110,8 @@ static void write_files(FILE *out)
 void snapshot_json(FILE *out)
 {
 	state_lock();
-	fprintf(out, "{\"driver\":\"%s\",\"seed\":%llu,\"now_ns\":%llu,\"knobs\":", S.driver,
-	        (unsigned long long)S.seed, (unsigned long long)now_ns());
+	fprintf(out, "{\"driver\":\"%s\",\"seed\":%llu,\"now_ns\":%llu,\"held\":%u,\"knobs\":", S.driver,
+	        (unsigned long long)S.seed, (unsigned long long)now_ns(), faults_held());
 	knobs_write(out);
 	fputs(",\"gpus\":[", out);
 	write_gpus(out);

@@ -1,1 +1,0 @@
-"""The demo: an online service and an offline job share one emulated GPU."""

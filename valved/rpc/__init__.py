@@ -1,1 +1,0 @@
-"""gRPC servicers: message to model, one service call, model to message."""
