@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv build fmt check test test-all bench demo wheel clean
+.PHONY: help venv cluster-tools build fmt check test test-all bench demo wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -39,6 +39,9 @@ check: build ## lint, types, import rules, sizes, formatting
 
 test: build ## everything that needs no GPU and no Kubernetes binaries
 	@$(BIN)/pytest -q -p no:cacheprovider $(PYTEST_ARGS)
+
+cluster-tools: ## build the real Kubernetes control plane and helm for tests (Go, about 6 minutes, once)
+	@tests/cluster/build_tools.sh
 
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench

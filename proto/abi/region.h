@@ -34,10 +34,10 @@ enum valve_role { VALVE_ROLE_NONE = 0, VALVE_ROLE_ONLINE = 1, VALVE_ROLE_OFFLINE
 
 /* Feature bits, in both headers: a side uses what both announce. */
 enum valve_feature {
-	VALVE_FEATURE_GAPS = 1u << 0,      /* client fills the gap ring */
-	VALVE_FEATURE_HINT = 1u << 1,      /* client publishes open request counts (engine hook) */
-	VALVE_FEATURE_SELF_GATE = 1u << 2, /* client can disable its own channels (path C) */
-	VALVE_FEATURE_HOLD = 1u << 3,      /* client can hold its launches (launch-gate rung) */
+	VALVE_FEATURE_GAPS = 1u << 0,          /* client fills the gap ring */
+	VALVE_FEATURE_HINT = 1u << 1,          /* client publishes open request counts (engine hook) */
+	VALVE_FEATURE_SELF_GATE = 1u << 2,     /* client can disable its own channels (path C) */
+	VALVE_FEATURE_HOLD = 1u << 3,          /* client can hold its launches (launch-gate rung) */
 	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
 };
 
@@ -46,6 +46,16 @@ enum valve_order {
 	VALVE_ORDER_RUN = 0,  /* channels enabled, launches pass */
 	VALVE_ORDER_STOP = 1, /* disable own channels (path C) */
 	VALVE_ORDER_HOLD = 2, /* hold launches (launch gate) */
+};
+
+/* What the watcher is doing, in region.watcher_state: everything but IDLE leaves the client busy. */
+enum valve_watcher {
+	VALVE_WATCHER_ASLEEP = 0,     /* nobody asks (control.watch is 0), or it does not run yet */
+	VALVE_WATCHER_WATCHING = 1,   /* waiting for quiet, or for the probe to complete */
+	VALVE_WATCHER_IDLE = 2,       /* proven idle */
+	VALVE_WATCHER_CAPTURE = 3,    /* a stream capture is open: probing would invalidate it */
+	VALVE_WATCHER_NO_CONTEXT = 4, /* work was submitted but no context is known */
+	VALVE_WATCHER_ERROR = 5,      /* the probe failed: stays busy */
 };
 
 /* The control page. Writer of every word: valved. */
@@ -115,11 +125,11 @@ struct valve_region {
 	/* 128: the watcher thread. Everything submitted up to idle_submitted was proven done at idle_ns. */
 	_Alignas(64) uint64_t idle_submitted;
 	uint64_t idle_ns;
-	uint64_t watcher_ns; /* the watcher's heartbeat */
-	uint32_t idle_seq;   /* even: stable; odd: the three words above are being written (seqlock) */
-	uint32_t watcher_state;
-	uint64_t gaps;   /* gaps written in all; ring index = (gaps - 1) % gap_count */
-	uint64_t probes; /* idle probes issued */
+	uint64_t watcher_ns;    /* the watcher's heartbeat */
+	uint32_t idle_seq;      /* even: stable; odd: the three words above are being written (seqlock) */
+	uint32_t watcher_state; /* valve_watcher */
+	uint64_t gaps;          /* gaps written in all; ring index = (gaps - 1) % gap_count */
+	uint64_t probes;        /* idle probes issued */
 	uint8_t pad2[16];
 
 	/* 192: capture lock-out, under the capture lock */

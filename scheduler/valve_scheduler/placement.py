@@ -179,14 +179,16 @@ def scores(share: FloatArray, top: int = 10) -> NDArray[np.intp]:
 
 def _memory(fleet: Fleet, job: Job, settings: PlacementSettings) -> tuple[FloatArray, NDArray[np.bool_]]:
     """Memory factor and whether the job fits, per GPU; one pass per card size, of which a fleet has few."""
-    factor = np.zeros(fleet.idle.shape)
+    factor = np.zeros(fleet.idle.shape, dtype=fleet.histogram.dtype)
     fits = np.zeros(fleet.idle.shape, dtype=np.bool_)
-    for full_mib in np.unique(fleet.full_mib[fleet.full_mib > 0]):
-        rows = fleet.full_mib == full_mib
-        profile = job.profile or prior_profile(float(full_mib))
-        histogram = fleet.histogram[rows]
-        factor[rows] = memory_factor(histogram, memory_weights(profile, float(full_mib)))
-        fits[rows] = fits_share(histogram, profile.fit_mib, float(full_mib)) >= settings.fit_time
+    for full_mib in np.unique(fleet.full_mib[fleet.full_mib > 0]).tolist():
+        profile = job.profile or prior_profile(full_mib)
+        rows = (fleet.full_mib == full_mib)[:, None]
+        # For all nodes, then kept for those of this size: picking rows first would copy a megabyte of
+        # histograms.
+        of_size = memory_factor(fleet.histogram, memory_weights(profile, full_mib))
+        factor = np.where(rows, of_size, factor)
+        fits |= rows & (fits_share(fleet.histogram, profile.fit_mib, full_mib) >= settings.fit_time)
 
     return factor, fits
 

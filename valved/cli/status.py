@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -46,6 +47,9 @@ def head(answer: Any) -> Text:
     text = Text.assemble(
         ("valved ", "bold"), f"{answer.version}, pid {answer.pid}, mode ", (words.mode(answer), "bold"), "\n"
     )
+    if len(answer.gpus) < 2:
+        text.append(f"driver {driver.version}{known}\n")
+        return text
     lock = "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
     text.append(
         f"driver {driver.version}{known}, {lock}\n" if len(answer.gpus) > 1 else f"driver {driver.version}{known}\n"
@@ -53,34 +57,45 @@ def head(answer: Any) -> Text:
     return text
 
 
-def gpus(answer: Any) -> Table:
-    table = Table(title="GPUs", title_justify="left")
-    for name in ("gpu", "name", "offline is", "channels", "stopped by", "preemptions", "p50", "p99", "harvested"):
-        table.add_column(name)
-    for gpu in answer.gpus:
-        state = "[yellow]off[/]" if gpu.gated else "[green]free to run[/]" if gpu.channels else "absent"
-        latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
-        harvested = words.duration(gpu.harvest_ns)
-        table.add_row(
-            str(gpu.index), gpu.name, state, str(gpu.channels), gpu.reach, str(gpu.preemptions), *latency, harvested
-        )
+def plain_table(title: str, *columns: str) -> Table:
+    """One look for every table: no frame, so that 80 columns hold it."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in columns:
+        table.add_column(name, overflow="fold")
     return table
 
 
-def services(answer: Any) -> Table:
-    table = Table(title="Services", title_justify="left")
-    for name in ("id", "name", "role", "gpus", "state", "preemptions", "per request", "delay", "harvested", "pids"):
-        table.add_column(name)
+def gpu_state(gpu: Any) -> str:
+    """What offline work may do on this GPU now."""
+    if not gpu.channels:
+        return "none here"
+    return f"[yellow]stopped[/] ({gpu.channels} ch)" if gpu.gated else f"[green]may run[/] ({gpu.channels} ch)"
+
+
+def gpus(answer: Any) -> Table:
+    table = plain_table("GPUs", "gpu", "offline", "stopped by", "preempted", "p50", "p99", "harvested")
+    for gpu in answer.gpus:
+        latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
+        harvested = words.duration(gpu.harvest_ns)
+        state = gpu_state(gpu)
+        table.add_row(str(gpu.index), state, gpu.reach, str(gpu.preemptions), *latency, harvested)
+    return table
+
+
+def services(answer: Any) -> RenderableType:
+    table = plain_table("Services", "id", "name", "role", "gpus", "state", "preempted", "delay", "harvested", "pids")
+    if not answer.services:
+        return Text("Services: none yet (valve run --online -- CMD)\n")
     for service in answer.services:
         online = service.role == node_pb2.ROLE_ONLINE
+        most = f" (max {service.max_preemptions_per_request}/request)" if service.hinted else ""
         table.add_row(
             str(service.id),
             service.name,
             words.role(service.role),
             ",".join(map(str, service.gpus)),
             service.state,
-            str(service.preemptions) if online else "-",
-            f"max {service.max_preemptions_per_request}" if service.hinted else "-",
+            f"{service.preemptions}{most}" if online else "-",
             words.duration(service.delay_ns) if online else "-",
             "-" if online else words.duration(service.harvest_ns),
             ",".join(map(str, service.pids)),
@@ -91,7 +106,7 @@ def services(answer: Any) -> Table:
 def notes(answer: Any) -> list[Text]:
     """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
     lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
-    lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason]
+    lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason and gpu.channels]
     if not lines:
         return []
     return [Text("\n".join(["Notes", *(f"  {line}" for line in lines)]), style="yellow")]

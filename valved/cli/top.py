@@ -14,9 +14,9 @@ from rich.table import Table
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK
-from valved.cli.status import head, notes, services
+from valved.cli.status import gpu_state, head, notes, plain_table, services
 
-WIDTH = 48
+WIDTH = 30
 
 
 class History:
@@ -44,17 +44,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def gpus(answer: Any, history: History) -> Table:
-    table = Table(title="GPUs: share of time that offline work ran, newest right", title_justify="left")
-    for name in ("gpu", "offline is", "harvest now", "last looks", "preemptions", "p99", "memory"):
-        table.add_column(name)
+    table = plain_table(
+        "GPUs: share of time that offline work ran, newest right",
+        *("gpu", "offline", "now", "last looks", "preempted", "p99", "memory"),
+    )
     for gpu in answer.gpus:
         shares = history.shares[gpu.index]
         now = f"{shares[-1]:.0%}" if shares else "-"
-        state = "[yellow]off[/]" if gpu.gated else "[green]free to run[/]" if gpu.channels else "absent"
         p99 = words.at_most(words.quantile_us(gpu.preempt_latency, 0.99))
         memory = f"{words.gib(gpu.used_bytes)} of {words.gib(gpu.total_bytes)}" if gpu.total_bytes else "-"
-        line = words.sparkline(list(shares)).ljust(WIDTH)
-        table.add_row(str(gpu.index), state, now, f"[cyan]{line}[/]", str(gpu.preemptions), p99, memory)
+        line = words.sparkline(list(shares)).rjust(WIDTH)
+        table.add_row(str(gpu.index), gpu_state(gpu), now, f"[cyan]{line}[/]", str(gpu.preemptions), p99, memory)
     return table
 
 

@@ -43,8 +43,8 @@ def memory_weights(profile: WorkloadProfile, full_mib: float) -> FloatArray:
 
 
 def memory_factor(histogram: FloatArray, weights: FloatArray) -> FloatArray:
-    """M per GPU in [0, 1]; `histogram` is [..., bins], `weights` is [bins] or broadcasts to it."""
-    mean: FloatArray = np.einsum("...b,...b->...", histogram, weights)
+    """M per GPU in [0, 1]; `histogram` is [..., bins], `weights` is [bins]."""
+    mean: FloatArray = histogram @ weights.astype(histogram.dtype)
 
     return np.clip(mean, 0.0, 1.0)
 
@@ -53,6 +53,6 @@ def fits_share(histogram: FloatArray, fit_mib: float, full_mib: float) -> FloatA
     """Share of time in which at least `fit_mib` were free; a bin counts when its lower edge is enough."""
     lower_edges = np.arange(HISTOGRAM_BINS) * (full_mib / HISTOGRAM_BINS)
 
-    share: FloatArray = histogram[..., lower_edges >= fit_mib].sum(axis=-1)
+    share: FloatArray = histogram @ (lower_edges >= fit_mib).astype(histogram.dtype)
 
     return share

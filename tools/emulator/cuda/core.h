@@ -35,8 +35,7 @@ enum lane { LANE_COMPUTE, LANE_COPY };
 
 /* Settings from VALVE_EMU_CUDA="name=value,...": what the machine below costs or does wrong on purpose. */
 struct knobs {
-	uint64_t launch_depth; /* GPFIFO entries of a channel: a launch blocks when so many wait */
-	uint64_t kernel_us;    /* how long a kernel that the emulator does not know runs */
+	uint64_t kernel_us; /* how long a kernel that the emulator does not know runs */
 	uint64_t h2d_mbps, d2d_mbps;
 	uint64_t reserve_ns, map_ns; /* VMM calls that issue no ioctl; the server charges for the others */
 	uint64_t
@@ -151,7 +150,7 @@ struct context {
 	struct device *dev;
 	bool is_primary;
 	CUresult sticky; /* set by a fault: every later call returns it */
-	unsigned flags, next_stream;
+	unsigned flags, next_stream, peers;
 	uint64_t id;
 	uint32_t h_vaspace, h_group, h_share, h_copy_group[COPY_ENGINES], next_handle;
 	struct channel compute[MAX_COMPUTE], copy[COPY_ENGINES];

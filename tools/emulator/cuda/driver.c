@@ -68,9 +68,8 @@ static void read_knobs(struct knobs *knobs)
 		uint64_t value;
 	} table[] = {
 #define KNOB(name, value) {#name, offsetof(struct knobs, name), value}
-	        KNOB(launch_depth, 1024), KNOB(kernel_us, 10),    KNOB(h2d_mbps, 25000),
-	        KNOB(d2d_mbps, 1500000),  KNOB(reserve_ns, 2000), KNOB(map_ns, 1450),
-	        KNOB(unmap_waits, 0),     KNOB(exit_waits, 0),    KNOB(xfer, 0),
+	        KNOB(kernel_us, 10), KNOB(h2d_mbps, 25000), KNOB(d2d_mbps, 1500000), KNOB(reserve_ns, 2000),
+	        KNOB(map_ns, 1450),  KNOB(unmap_waits, 0),  KNOB(exit_waits, 0),     KNOB(xfer, 0),
 #undef KNOB
 	};
 	const char *text = getenv("VALVE_EMU_CUDA");

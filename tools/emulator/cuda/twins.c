@@ -66,3 +66,8 @@ CUAPI(cuLaunchKernelEx_ptsz, const CUlaunchConfig *config, CUfunction f, void **
 	own.stream = PER_THREAD(config->stream);
 	return cuLaunchKernelEx(&own, f, params, extra);
 }
+
+TWIN(cuMemAllocAsync, _ptsz, (CUdeviceptr * out, size_t n, CUstream s), (out, n, S))
+TWIN(cuMemAllocFromPoolAsync, _ptsz, (CUdeviceptr * out, size_t n, CUmemoryPool pool, CUstream s),
+     (out, n, pool, S))
+TWIN(cuMemFreeAsync, _ptsz, (CUdeviceptr address, CUstream s), (address, S))

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <sys/prctl.h>
 
+#define GPFIFO_DEPTH 1024u /* until somebody sets the knob */
+
 void *work_new(size_t size, work_fn *run)
 {
 	struct work *work = calloc(1, size);
@@ -69,11 +71,18 @@ static void add_default_stream_order(struct stream *stream, struct work *work)
 			deps_add(&work->deps, s->line, s->line->submitted);
 }
 
+static uint32_t gpfifo_depth(void)
+{
+	uint32_t depth = __atomic_load_n(&emu.board->gpfifo_depth, __ATOMIC_RELAXED);
+
+	return depth ? depth : GPFIFO_DEPTH;
+}
+
 uint64_t work_enqueue_locked(struct stream *stream, enum lane lane, struct work *work)
 {
 	struct channel *channel = lane == LANE_COPY ? stream->copy : stream->compute;
 
-	while (channel->queued >= emu.knobs.launch_depth && !channel->stop)
+	while (channel->queued >= gpfifo_depth() && !channel->stop)
 		pthread_cond_wait(&channel->has_space, &emu.lock);
 	work->line = timeline_ref(stream->line);
 	deps_copy(&work->deps, &stream->waits);

@@ -1,0 +1,209 @@
+"""filter, prioritize and bind for kube-scheduler, as its extender/v1 wire protocol says.
+
+Refusals of Valve all go to FailedAndUnresolvableNodes: preempting pods would cure none of them. A GPU set is
+chosen in bind, marked assumed, and written by one Binding that sets node and annotations together; what the
+API server did with it is settled before those GPUs are offered again."""
+
+import logging
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from valve_scheduler import metrics, names
+from valve_scheduler.errors import InvalidObject, NoPlace, NotReady
+from valve_scheduler.kube.client import ApiError, Json, Unreachable
+from valve_scheduler.objects import OfflinePod, offline_pod, pod_place
+from valve_scheduler.placement import REASON_TEXT, Fleet, Ranking, Reason, rank, scores
+from valve_scheduler.state import ClusterState
+
+log = logging.getLogger(__name__)
+
+# Pods between filter and bind; kube-scheduler works on one at a time and binds a few dozen at once.
+_REMEMBERED = 4096
+_TEXTS = ["", *(REASON_TEXT[Reason(code)] for code in range(1, len(Reason)))]
+
+
+class Api(Protocol):
+    """The part of the API client that bind needs."""
+
+    async def request(self, method: str, path: str, *, body: Any = None) -> Json: ...
+
+
+class Extender:
+    """Stateless but for what it remembers of pods on their way through; `now_s` is the wall clock."""
+
+    def __init__(
+        self, state: ClusterState, api: Api, *, now_s: Callable[[], float], can_answer: Callable[[], bool]
+    ) -> None:
+        self._state = state
+        self._api = api
+        self._now_s = now_s
+        self._can_answer = can_answer
+        self._pods: OrderedDict[str, OfflinePod] = OrderedDict()
+        self._last: tuple[object, Ranking, Fleet] | None = None
+
+    def filter(self, arguments: Json) -> Json:
+        self._check_ready()
+        wanted = arguments.get("NodeNames")
+        if wanted is None:
+            return _filter_error("NodeNames is missing: set nodeCacheCapable: true for this extender")
+        try:
+            pod = offline_pod(arguments["Pod"])
+        except InvalidObject as error:
+            metrics.invalid.labels("Pod").inc()
+            return _filter_error(f"valve: {error}")
+        self._remember(pod)
+        ranking, _ = self._rank(pod)
+        codes = self._codes(wanted, ranking)
+        pinned = self._state.holding(pod.uid)
+        if pinned is not None:  # an earlier bind is undecided: only the same place can still be right
+            codes = [int(Reason.NONE if name == pinned.node else Reason.NO_FREE_GPUS) for name in wanted]
+        passed = [name for name, code in zip(wanted, codes, strict=True) if code == Reason.NONE]
+        refused = {name: _TEXTS[code] for name, code in zip(wanted, codes, strict=True) if code != Reason.NONE}
+        metrics.accepted.inc(len(passed))
+        for code, count in Counter(codes).items():
+            if code != Reason.NONE:
+                metrics.refusals.labels(Reason(code).name.lower()).inc(count)
+
+        return {"NodeNames": passed, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
+
+    def prioritize(self, arguments: Json) -> list[Json]:
+        self._check_ready()
+        wanted = arguments.get("NodeNames") or []
+        ranking, _ = self._rank(offline_pod(arguments["Pod"]))
+        rows = [self._state.row(name) for name in wanted]
+        shares = ranking.share[[0 if row is None else row for row in rows]]
+        shares[[row is None for row in rows]] = 0.0
+
+        return [{"Host": name, "Score": score} for name, score in zip(wanted, scores(shares).tolist(), strict=True)]
+
+    async def bind(self, arguments: Json) -> Json:
+        """Never raises: every failure is an Error that puts the pod back into the queue."""
+        try:
+            self._check_ready()
+            await self._bind(arguments)
+        except (NotReady, NoPlace, InvalidObject, ApiError) as error:
+            metrics.binds.labels("refused").inc()
+            return self._bind_failed(arguments, error)
+        except Unreachable as error:
+            metrics.binds.labels("undecided").inc()
+            return self._bind_failed(arguments, error)
+        metrics.binds.labels("bound").inc()
+
+        return {"Error": ""}
+
+    async def _bind(self, arguments: Json) -> None:
+        uid, node = arguments["PodUID"], arguments["Node"]
+        pod = self._pods.get(uid) or await self._read(arguments)
+        held = self._state.holding(uid)
+        if held is not None and held.node != node:
+            raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
+        if held is not None and not held.assumed_until_s:
+            return  # the answer to an earlier call was lost; the Binding was not
+        gpus, share = (held.gpu_uuids, 0.0) if held else self._choose(pod, node)
+        # Synchronous up to here: no other request has seen these GPUs as free.
+        self._state.assume(uid, node, gpus, self._now_s())
+        await self._post(pod, node, gpus, share)
+        self._pods.pop(uid, None)
+
+    def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
+        """The best set on the node by what is known now, which may be more than when it was filtered."""
+        ranking, _ = self._rank(pod)
+        row = self._state.row(node)
+        reason = Reason.STALE if row is None else Reason(ranking.reason[row])
+        if row is None or reason is not Reason.NONE:
+            raise NoPlace(f"{node}: {REASON_TEXT[reason]}")
+        members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
+
+        return self._state.uuids(node, members.tolist()), float(ranking.share[row])
+
+    async def _post(self, pod: OfflinePod, node: str, gpus: tuple[str, ...], share: float) -> None:
+        annotations = {names.GPUS: ",".join(gpus), names.DECISION: uuid.uuid4().hex[:16]}
+        if share > 0:
+            annotations[names.PREDICTED] = f"{share:.3f}"
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {
+                "namespace": pod.namespace,
+                "name": pod.name,
+                "uid": pod.uid,
+                "annotations": annotations,
+            },
+            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+        }
+        try:
+            await self._api.request("POST", f"{_pod_path(pod)}/binding", body=binding)
+        except ApiError as error:
+            await self._settle(pod, node, gpus, error)
+        self._state.confirm(pod.uid)
+        log.info("bound", extra={"pod": f"{pod.namespace}/{pod.name}", "node": node, **annotations})
+
+    async def _settle(self, pod: OfflinePod, node: str, gpus: tuple[str, ...], error: ApiError) -> None:
+        """The server said no. A conflict may be our own Binding of an earlier try.
+
+        A 5xx may have happened.
+        """
+        if error.status >= 500:
+            raise Unreachable(str(error)) from error
+        if error.status == 409:
+            found = pod_place(await self._api.request("GET", _pod_path(pod)))
+            if found.uid == pod.uid and (found.node, found.gpu_uuids) == (node, gpus):
+                return
+            if found.uid == pod.uid and found.node:
+                self._state.put_pod(found)
+                raise error
+        self._state.release(pod.uid)
+        raise error
+
+    async def _read(self, arguments: Json) -> OfflinePod:
+        path = f"/api/v1/namespaces/{arguments['PodNamespace']}/pods/{arguments['PodName']}"
+        pod = offline_pod(await self._api.request("GET", path))
+        if pod.uid != arguments["PodUID"]:
+            raise NoPlace("the pod was replaced by another of its name")
+
+        return pod
+
+    def _rank(self, pod: OfflinePod) -> tuple[Ranking, Fleet]:
+        """filter and prioritize ask the same within milliseconds: one answer serves both."""
+        now_s = self._now_s()
+        job = self._state.job(pod, now_s)
+        key = (self._state.generation, job.gpus, job.sla, id(job.profile), job.avoid, int(now_s))
+        if self._last is None or self._last[0] != key:
+            fleet = self._state.fleet(now_s)
+            ranking = rank(fleet, self._state.sets(pod.gpus), job, self._state.settings)
+            self._last = (key, ranking, fleet)
+
+        return self._last[1], self._last[2]
+
+    def _codes(self, wanted: list[str], ranking: Ranking) -> list[int]:
+        """A Reason per asked node, as plain integers: a thousand enum members would cost a millisecond."""
+        reasons = ranking.reason.tolist()
+        rows = map(self._state.row, wanted)
+
+        return [int(Reason.STALE) if row is None else reasons[row] for row in rows]
+
+    def _remember(self, pod: OfflinePod) -> None:
+        self._pods[pod.uid] = pod
+        self._pods.move_to_end(pod.uid)
+        while len(self._pods) > _REMEMBERED:
+            self._pods.popitem(last=False)
+
+    def _check_ready(self) -> None:
+        if not self._can_answer():
+            raise NotReady("this replica does not lead, or its view of the cluster is not complete yet")
+
+    def _bind_failed(self, arguments: Json, error: Exception) -> Json:
+        pod = f"{arguments.get('PodNamespace')}/{arguments.get('PodName')}"
+        log.warning("bind failed", extra={"pod": pod, "node": arguments.get("Node"), "error": str(error)})
+
+        return {"Error": f"valve: {error}"}
+
+
+def _filter_error(text: str) -> Json:
+    return {"NodeNames": [], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": text}
+
+
+def _pod_path(pod: OfflinePod) -> str:
+    return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"

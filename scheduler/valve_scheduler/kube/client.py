@@ -1,0 +1,169 @@
+"""A small Kubernetes API client: requests over a pool of kept connections, watches as streams of events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from valve_scheduler import wire
+from valve_scheduler.errors import SchedulerError
+from valve_scheduler.kube.access import Access
+
+Json = dict[str, Any]
+
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
+PAGE = 500
+
+
+class ApiError(SchedulerError):
+    """The API server answered, and said no."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(SchedulerError):
+    """No answer: what was asked for may or may not have happened."""
+
+
+class KubeClient:
+    """One per process. At most `connections` requests are under way; watches use connections of their own."""
+
+    def __init__(self, access: Access, *, connections: int = 32, timeout_s: float = 10.0) -> None:
+        self._access = access
+        self._timeout_s = timeout_s
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._slots = asyncio.Semaphore(connections)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> Json:
+        """One call; raises ApiError for an answer of 400 or more, Unreachable when there is none in time."""
+        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        headers = {"Content-Type": content_type, "Accept": accept}
+        try:
+            async with self._slots:
+                call = self._exchange(method, _target(path, query), headers, data)
+                status, head, raw = await asyncio.wait_for(call, self._timeout_s)
+        except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
+            raise Unreachable(f"{method} {path}: {error!r}") from error
+        if status >= 400:
+            raise _api_error(status, head, raw)
+        answer: Json = json.loads(raw)
+
+        return answer
+
+    async def list(
+        self, path: str, query: Mapping[str, str] | None = None, accept: str = "application/json"
+    ) -> tuple[list[Json], str]:
+        """All items and the resourceVersion of one consistent (quorum) read, page by page."""
+        items: list[Json] = []
+        token = ""
+        while True:
+            page = {**(query or {}), "limit": str(PAGE)}
+            if token:
+                page["continue"] = token
+            answer = await self.request("GET", path, query=page, accept=accept)
+            items += answer.get("items") or []
+            metadata = answer["metadata"]
+            token = metadata.get("continue", "")
+            if not token:
+                return items, metadata["resourceVersion"]
+
+    async def watch(
+        self, path: str, query: Mapping[str, str], accept: str = "application/json", *, silence_s: float
+    ) -> AsyncIterator[Json]:
+        """Events from `resourceVersion` in the query until the server ends the stream."""
+        try:
+            reader, writer = await asyncio.wait_for(self._connect(), self._timeout_s)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise Unreachable(f"watch {path}: {error!r}") from error
+        try:
+            writer.write(self._message("GET", _target(path, {**query, "watch": "1"}), {"Accept": accept}, b""))
+            head = await asyncio.wait_for(wire.read_head(reader), self._timeout_s)
+            if head is None:
+                raise Unreachable(f"watch {path}: connection closed")
+            if int(head.start[1]) >= 400:
+                raise _api_error(int(head.start[1]), head, await wire.read_body(reader, head))
+            pending = b""
+            chunks = wire.read_chunks(reader, head)
+            while chunk := await asyncio.wait_for(anext(chunks, b""), silence_s):
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    if line:
+                        yield json.loads(line)
+        except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
+            raise Unreachable(f"watch {path}: {error!r}") from error
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _exchange(
+        self, method: str, target: str, headers: Mapping[str, str], data: bytes
+    ) -> tuple[int, wire.Head, bytes]:
+        kept = bool(self._idle)
+        reader, writer = self._idle.pop() if kept else await self._connect()
+        try:
+            writer.write(self._message(method, target, headers, data))
+            head = await wire.read_head(reader)
+            if head is None:
+                raise ConnectionResetError("connection closed without an answer")
+            raw = await wire.read_body(reader, head, limit=1 << 30)
+        except BaseException as error:
+            writer.close()
+            # The server may have closed a kept connection just as we took it. Only reads are safe to repeat.
+            if kept and method == "GET" and isinstance(error, ConnectionError):
+                return await self._exchange(method, target, headers, data)
+            raise
+        if head.keeps_alive:
+            self._idle.append((reader, writer))
+        else:
+            writer.close()
+
+        return int(head.start[1]), head, raw
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        access = self._access
+        reader, writer = await asyncio.open_connection(access.host, access.port, ssl=access.tls, limit=1 << 20)
+        wire.send_at_once(writer)
+
+        return reader, writer
+
+    def _message(self, method: str, target: str, headers: Mapping[str, str], data: bytes) -> bytes:
+        authorization = self._access.authorization()
+        extra = {"Authorization": authorization} if authorization else {}
+        host = f"{self._access.host}:{self._access.port}"
+
+        return wire.message(f"{method} {target} HTTP/1.1", {"Host": host, **extra, **headers}, data)
+
+
+def _target(path: str, query: Mapping[str, str] | None) -> str:
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _api_error(status: int, head: wire.Head, raw: bytes) -> ApiError:
+    try:
+        answer = json.loads(raw)
+        reason, text = str(answer.get("reason", "")), str(answer.get("message", ""))
+    except (ValueError, AttributeError):
+        reason, text = "", raw[:200].decode(errors="replace")
+    retry_after = head.headers.get("retry-after", "0")
+
+    return ApiError(status, reason, text, float(retry_after) if retry_after.isdigit() else 0.0)

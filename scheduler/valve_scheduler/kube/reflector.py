@@ -1,0 +1,130 @@
+"""Keeps a local view of one kind of object: a consistent list, then its watch, for ever.
+
+`sync` is one attempt after another: list (paged), replace, watch from there with bookmarks. A dropped watch
+goes on from the last version seen; 410 Gone, or a call of `relist`, starts from the list again."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from valve_scheduler.kube.client import ApiError, Json, KubeClient, Unreachable
+
+log = logging.getLogger(__name__)
+
+# client-go asks for 5 to 10 minutes; the server closes the stream then and we go on from the last bookmark.
+WATCH_S = 300
+# Bookmarks come about once a minute: a stream silent for longer is a connection that died unnoticed.
+SILENCE_S = 150.0
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """Where the objects go. `replace` gets a whole list, `put` and `drop` single changes."""
+
+    replace: Callable[[list[Json]], None]
+    put: Callable[[Json], None]
+    drop: Callable[[Json], None]
+
+
+class Reflector:
+    def __init__(
+        self,
+        client: KubeClient,
+        path: str,
+        sink: Sink,
+        *,
+        query: Mapping[str, str] | None = None,
+        accept: str = "application/json",
+    ) -> None:
+        self._client = client
+        self.path = path
+        self._sink = sink
+        self._query = dict(query or {})
+        self._accept = accept
+        self._version = ""
+        self._wanted = 0  # counts relists, so that a list begun before one does not answer it
+        self._watching: asyncio.Task[None] | None = None
+        self._listed = asyncio.Event()
+        self.lists = 0
+        self.live_at_s = float("-inf")  # loop time of the last proof that the view is current
+
+    @property
+    def synced(self) -> bool:
+        return self._listed.is_set()
+
+    async def wait_synced(self) -> None:
+        await self._listed.wait()
+
+    def relist(self) -> None:
+        """Forget the version: the next view rests on a new consistent read. Not synced until then."""
+        self._version = ""
+        self._wanted += 1
+        self._listed.clear()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def run(self) -> None:
+        """Until cancelled. Every failure is logged and retried with back-off."""
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            try:
+                while not self._version:
+                    await self._list()
+                backoff_s = BACKOFF_MIN_S
+                await self._watch_once()
+                continue
+            except ApiError as error:
+                if error.status == 410:
+                    self._version = ""
+                log.warning("watch refused", extra={"path": self.path, "error": str(error)})
+                backoff_s = max(backoff_s, error.retry_after_s)
+            except Unreachable as error:
+                log.warning("API server unreachable", extra={"path": self.path, "error": str(error)})
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    async def _list(self) -> None:
+        wanted = self._wanted
+        items, version = await self._client.list(self.path, self._query, self._accept)
+        if wanted != self._wanted:
+            return
+        self._sink.replace(items)
+        self._version = version
+        self.lists += 1
+        self._alive()
+        self._listed.set()
+
+    async def _watch_once(self) -> None:
+        """One stream, as a task of its own so that `relist` can end it without ending `run`."""
+        self._watching = asyncio.ensure_future(self._follow())
+        try:
+            await asyncio.wait({self._watching})
+        except asyncio.CancelledError:
+            self._watching.cancel()
+            raise
+        if not self._watching.cancelled():
+            self._watching.result()
+
+    async def _follow(self) -> None:
+        query = {
+            **self._query,
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_S),
+        }
+        async for event in self._client.watch(self.path, query, self._accept, silence_s=SILENCE_S):
+            self._alive()
+            kind, item = event["type"], event["object"]
+            if kind == "ERROR":
+                raise ApiError(item.get("code", 500), item.get("reason", ""), item.get("message", ""))
+            self._version = item["metadata"]["resourceVersion"]
+            if kind == "DELETED":
+                self._sink.drop(item)
+            elif kind != "BOOKMARK":
+                self._sink.put(item)
+        self._alive()
+
+    def _alive(self) -> None:
+        self.live_at_s = asyncio.get_running_loop().time()

@@ -1,0 +1,91 @@
+"""`valve-scheduler`: the extender beside kube-scheduler, the SLA controller, or the admission webhook."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from valve_scheduler.extender_service import ExtenderSettings, run_extender
+from valve_scheduler.kube.access import find
+from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.placement import PlacementSettings
+
+_STANDARD = set(vars(logging.makeLogRecord({})))
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: event name and what was bound to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        bound = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage(), **bound}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+
+        return json.dumps(line, default=str)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="valve-scheduler", description=__doc__)
+    top.add_argument("--kubeconfig", help="default: the pod's service account, else the user's kubeconfig")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    extender = commands.add_parser("extender", help="answer kube-scheduler's filter, prioritize and bind")
+    extender.add_argument("--port", type=int, default=8901, help="on 127.0.0.1, for kube-scheduler")
+    extender.add_argument("--probe-host", default="0.0.0.0")
+    extender.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
+    extender.add_argument("--lease-namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
+    extender.add_argument("--lease-name", default="valve-scheduler")
+    extender.add_argument("--no-leader-election", action="store_true", help="one scheduler only, which has no lease")
+    extender.add_argument(
+        "--alignment-threshold", type=float, default=PlacementSettings().theta, help="theta in (0, 1]"
+    )
+
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    client = KubeClient(find(dict(os.environ), options.kubeconfig))
+    asyncio.run(_until_signal(_service(client, options)))
+
+    return 0
+
+
+def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, Any, None]:
+    settings = ExtenderSettings(
+        port=options.port,
+        probe_host=options.probe_host,
+        probe_port=options.probe_port,
+        hostname="" if options.no_leader_election else socket.gethostname(),
+        lease_namespace=options.lease_namespace,
+        lease_name=options.lease_name,
+        placement=PlacementSettings(theta=options.alignment_threshold),
+    )
+    return run_extender(client, settings)
+
+
+async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM and SIGINT end the service in order.
+
+    Requests under way are given up, kube-scheduler asks again.
+    """
+    task = asyncio.ensure_future(service)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+if __name__ == "__main__":
+    sys.exit(main())

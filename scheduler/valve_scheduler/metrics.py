@@ -1,0 +1,56 @@
+"""Everything the cluster side counts, each described where it is defined."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+
+_LATENCY_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+requests = Histogram(
+    "valve_extender_request_seconds",
+    "Time to answer kube-scheduler, by verb and HTTP code; the promise is 20 ms for filter and prioritize",
+    ["verb", "code"],
+    buckets=_LATENCY_S,
+    registry=REGISTRY,
+)
+refusals = Counter(
+    "valve_extender_refused_nodes",
+    "Nodes refused in filter calls, by reason; with valve_extender_accepted_nodes they add up to all judged",
+    ["reason"],
+    registry=REGISTRY,
+)
+accepted = Counter("valve_extender_accepted_nodes", "Nodes that passed a filter call of Valve", registry=REGISTRY)
+binds = Counter(
+    "valve_extender_binds",
+    "Bind calls by outcome: bound, refused (no Binding exists), undecided (no answer from the API server)",
+    ["outcome"],
+    registry=REGISTRY,
+)
+invalid = Counter(
+    "valve_invalid_objects",
+    "Objects from the API that could not be used, by kind; the log names field and value",
+    ["kind"],
+    registry=REGISTRY,
+)
+assumed = Gauge("valve_extender_assumed_pods", "Pods with a bind under way or undecided", registry=REGISTRY)
+oldest_report = Gauge(
+    "valve_extender_oldest_report_seconds",
+    "Age of the oldest node report; above 90 s that node takes no new offline work",
+    registry=REGISTRY,
+)
+ready = Gauge("valve_extender_ready", "1 while this replica leads and its view is complete", registry=REGISTRY)
+evictions = Counter(
+    "valve_monitor_evictions",
+    "Evictions of offline pods that missed their SLA, by result: evicted, blocked (disruption budget), failed",
+    ["result"],
+    registry=REGISTRY,
+)
+violations = Gauge(
+    "valve_monitor_violating_pods", "Running offline pods that persistently miss their SLA", registry=REGISTRY
+)
+admissions = Counter(
+    "valve_webhook_admissions",
+    "Pods seen by the webhook, by role and result: changed, unchanged, refused, skipped",
+    ["role", "result"],
+    registry=REGISTRY,
+)

@@ -1,0 +1,33 @@
+"""Every name Valve uses in the Kubernetes API, from one domain."""
+
+import os
+
+# Set by the chart's `domain` value; everything below and the CRD group follow it.
+DOMAIN = os.environ.get("VALVE_DOMAIN", "valve.gpu")
+
+ROLE = f"{DOMAIN}/role"  # label or annotation: online | offline
+ONLINE, OFFLINE = "online", "offline"
+
+# Written by users, on pods.
+SLA = f"{DOMAIN}/sla-throughput"  # share of standalone throughput, (0, 1]
+PROFILE = f"{DOMAIN}/profile"  # OfflineProfile in the pod's namespace
+GPUS_REQUIRED = f"{DOMAIN}/gpus-required"  # only where it differs from the resource limit
+INJECT = f"{DOMAIN}/inject"  # "false": leave this pod alone
+
+# Written by Valve, on pods; users may not.
+GPUS = f"{DOMAIN}/gpus"  # UUIDs, in CUDA order
+PREDICTED = f"{DOMAIN}/predicted-throughput"
+DECISION = f"{DOMAIN}/decision-id"
+INJECTION = f"{DOMAIN}/injection"  # ok | skipped-<why>
+
+# On nodes.
+HARVEST = f"{DOMAIN}/harvest"  # label, the operator's switch
+EPOCH = f"{DOMAIN}/capacity-epoch"  # annotation, bumped so that kube-scheduler retries pending pods
+
+RESOURCE = f"{DOMAIN}/harvested-gpu"
+ONLINE_RESOURCE = "nvidia.com/gpu"
+SCHEDULER = "valve-scheduler"
+PRIORITY_CLASS = "valve-offline"
+PROFILE_GATE = f"{DOMAIN}/profile-ready"
+API_VERSION = f"{DOMAIN}/v1alpha1"
+API_PATH = f"/apis/{API_VERSION}"

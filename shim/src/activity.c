@@ -1,0 +1,144 @@
+/*
+ * activity.c - the slow path of a launch: claim a counter slot, ring the doorbell once per gate epoch, find the real
+ * call. In the flow: trampoline -> here (rarely) -> valved's listener, which gates offline channels.
+ *
+ * The launch itself is never delayed, except in an offline client that was told to hold its launches.
+ */
+#include "shim.h"
+
+#include <errno.h>
+#include <sys/stat.h>
+
+#define HOLD_RECHECK_NS \
+	100000000u /* a held launch looks again: pages may have been replaced under the futex */
+
+_Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
+
+static struct valve_slot *slot_at(uint32_t index)
+{
+	unsigned char *first = valve_pages + VALVE_CONTROL_BYTES + VALVE_SLOT_OFFSET;
+
+	return (struct valve_slot *)(void *)(first + (size_t)index * sizeof(struct valve_slot));
+}
+
+/* A slot whose thread has ended, once all were given out. Its count stays: the sum only ever rises. */
+static struct valve_slot *inherit_slot(uint32_t tid)
+{
+	long pid = syscall(SYS_getpid);
+
+	for (uint32_t i = 0; i < VALVE_SLOTS - 1; i++) {
+		struct valve_slot *slot = slot_at(i);
+		uint32_t owner = load_relaxed(&slot->tid);
+
+		if (syscall(SYS_tgkill, pid, owner, 0) == 0 || errno != ESRCH)
+			continue;
+		if (swap_if(&slot->tid, &owner, tid))
+			return slot;
+	}
+	return slot_at(VALVE_SLOTS - 1); /* shared: the lock prefix keeps the count right, only slower */
+}
+
+static struct valve_slot *claim_slot(void)
+{
+	uint32_t tid = (uint32_t)syscall(SYS_gettid);
+	uint32_t index = load_relaxed(&valve_shim.next_slot);
+
+	while (index < VALVE_SLOTS - 1)
+		if (swap_if(&valve_shim.next_slot, &index, index + 1)) {
+			struct valve_slot *slot = slot_at(index);
+
+			store_relaxed(&slot->tid, tid);
+			return slot;
+		}
+	return inherit_slot(tid);
+}
+
+uint64_t valve_submitted(void)
+{
+	uint64_t sum = load_acquire(&slot_at(VALVE_SLOTS - 1)->submitted);
+	uint32_t given = load_acquire(&valve_shim.next_slot);
+
+	for (uint32_t i = 0; i < given; i++)
+		sum += load_acquire(&slot_at(i)->submitted); /* pairs with the trampolines' lock inc */
+	return sum;
+}
+
+void valve_wake_watcher(void)
+{
+	futex_wake(&VALVE_REGION->busy, 1);
+}
+
+/* An application that closes all its fds may have taken the number: then it is not ours to write to. */
+static bool doorbell_is_ours(void)
+{
+	struct stat now;
+
+	if (valve_shim.doorbell_fd < 0 || syscall(SYS_fstat, valve_shim.doorbell_fd, &now))
+		return false;
+	return now.st_ino == valve_shim.doorbell_ino && now.st_dev == valve_shim.doorbell_dev;
+}
+
+void valve_ring(void)
+{
+	struct valve_region *region = VALVE_REGION;
+	uint32_t epoch = load_acquire(&VALVE_CONTROL->gate_epoch);
+	const uint64_t one = 1;
+
+	/* Cheap test first: while valved is slow or dead every launch comes here. */
+	if (!(epoch & 1) || load_relaxed(&region->rung_epoch) == epoch ||
+	    exchange_full(&region->rung_epoch, epoch) == epoch)
+		return;
+	store_relaxed(&region->launch_ns, now_ns());
+	store_release(&region->busy,
+	              1); /* valved reads launch_ns after it saw the bell, which is ordered by the kernel */
+	store_relaxed(&region->rings, load_relaxed(&region->rings) + 1);
+	if (doorbell_is_ours() && syscall(SYS_write, valve_shim.doorbell_fd, &one, sizeof(one)) < 0)
+		return; /* nobody listens: valved is gone, and then nobody is gated either */
+	valve_wake_watcher();
+}
+
+static void hold(void)
+{
+	while (VALVE_CONTROL->order == VALVE_ORDER_HOLD)
+		futex_wait(&VALVE_CONTROL->order, VALVE_ORDER_HOLD, HOLD_RECHECK_NS);
+}
+
+static CUresult missing(void)
+{
+	return CUDA_ERROR_NOT_FOUND;
+}
+
+/* First use of an exported name. Two threads may both do it: they store the same values. */
+static void *resolve(struct valve_entry *entry)
+{
+	void *real = valve_real_symbol(entry->name);
+
+	if (!real)
+		return (void *)(uintptr_t)missing; /* not kept: libcuda may come later */
+	return valve_bind(entry, real, valve_has_ptds_suffix(entry->name));
+}
+
+/*
+ * Precondition: called from a trampoline with the entry it belongs to. The call is counted, unless this thread has
+ * no slot yet. Returns the address to jump to.
+ */
+void *valve_launch_slow(struct valve_entry *entry)
+{
+	int saved_errno = errno;
+	void *real = load_acquire(&entry->real);
+
+	if (!valve_tls.slot) {
+		valve_tls.slot = claim_slot();
+		add_full(&valve_tls.slot->submitted, 1); /* count first, then the gate: see region.h */
+	}
+	if ((VALVE_CONTROL->gate_epoch & 1) && !valve_tls.inside) {
+		if (load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE)
+			hold();
+		else
+			valve_ring();
+	}
+	if (real == (void *)(uintptr_t)valve_slow)
+		real = resolve(entry);
+	errno = saved_errno;
+	return real;
+}

@@ -1,0 +1,281 @@
+/*
+ * capture.c - hooks on open, ioctl and close: which descriptors are the driver's, and what goes through them. libcuda
+ * reaches the kernel by these dynamic symbols; launches do not enter it, so nothing here costs anything at work.
+ *
+ * Each hook: guard, real call, record. Two exceptions, and why: a FREE (and a close) is recorded before the real call,
+ * because the handle may be in use again the moment it returns; a SCHEDULE of an offline process waits before, because
+ * valved must know the channels before they can run, and must not have a closed gate opened under it.
+ */
+#include "report.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#define FDS     1024 /* libcuda opens its few descriptors early: they are small numbers */
+#define OBJECTS 8192
+
+enum fd_kind { FD_OTHER, FD_CTL, FD_UVM };
+
+/* What a descriptor was when it was opened; inode and device tell whether the number is still that file. */
+struct watched_fd {
+	uint8_t kind;
+	uint64_t dev, ino;
+};
+
+static struct watched_fd watched[FDS];
+static uint32_t watched_count;
+static struct rm_object objects[OBJECTS]; /* untouched pages until a driver is opened */
+
+/* The kernel copies 8 aligned bytes from there before it refuses the impossible `how`; a fault says EFAULT instead. */
+static bool is_mapped(uintptr_t at)
+{
+	return syscall(SYS_rt_sigprocmask, ~0, at & ~(uintptr_t)7, NULL, 8) == 0 || errno != EFAULT;
+}
+
+static bool is_readable(const void *pointer, size_t bytes)
+{
+	uintptr_t first = (uintptr_t)pointer, last = first + bytes - 1;
+
+	if (last < first)
+		return false;
+	for (uintptr_t at = first; at < last; at += VALVE_PAGE)
+		if (!is_mapped(at))
+			return false;
+	return is_mapped(last);
+}
+
+struct rm_map valve_rm = {.objects = objects, .capacity = OBJECTS, .readable = is_readable};
+
+void valve_capture_reset(void)
+{
+	memset(watched, 0, sizeof(watched));
+	watched_count = 0;
+	rm_reset(&valve_rm);
+}
+
+/* ---- the real calls ---- */
+
+static struct {
+	int (*open)(const char *, int, ...);
+	int (*open64)(const char *, int, ...);
+	int (*openat)(int, const char *, int, ...);
+	int (*openat64)(int, const char *, int, ...);
+	int (*ioctl)(int, unsigned long, ...);
+	int (*close)(int);
+} real;
+
+#define FIND(name) ((void)(real.name || (real.name = (__typeof__(real.name))valve_next(#name))))
+
+/*
+ * dlsym may call back into open() (an allocator that reads /proc at its first use): such a nested call, and one in a
+ * world where the symbol cannot be found, goes to the kernel directly.
+ */
+static bool find_real(void)
+{
+	if (real.close)
+		return true;
+	if (valve_tls.inside)
+		return false;
+	valve_tls.inside++;
+	FIND(open);
+	FIND(open64);
+	FIND(openat);
+	FIND(openat64);
+	FIND(ioctl);
+	FIND(close);
+	valve_tls.inside--;
+	return real.close != NULL;
+}
+
+int valve_real_ioctl(int fd, unsigned long request, void *argument)
+{
+	return real.ioctl(fd, request, argument);
+}
+
+/* ---- open ---- */
+
+static enum fd_kind kind_of_path(const char *path)
+{
+	if (!path || strncmp(path, "/dev/nvidia", 11) != 0)
+		return FD_OTHER;
+	if (!strcmp(path + 11, "ctl"))
+		return FD_CTL;
+	return strcmp(path + 11, "-uvm") ? FD_OTHER : FD_UVM;
+}
+
+static void query_driver(int fd)
+{
+	struct nv_ioctl_rm_api_version query = {.cmd = '2'}; /* query: the driver fills in its own version */
+
+	if (valve_rm.branch)
+		return;
+	if (real.ioctl(fd, NV_IOWR(NV_ESC_CHECK_VERSION_STR, sizeof(query)), &query) == 0) {
+		query.versionString[sizeof(query.versionString) - 1] = 0;
+		rm_set_version(&valve_rm, query.versionString);
+	}
+	if (!valve_rm.branch) {
+		char text[32] = "";
+		int file = (int)syscall(SYS_openat, AT_FDCWD, "/sys/module/nvidia/version",
+		                        O_RDONLY | O_CLOEXEC);
+
+		if (file >= 0 && syscall(SYS_read, file, text, sizeof(text) - 1) > 0)
+			rm_set_version(&valve_rm, text);
+		if (file >= 0)
+			syscall(SYS_close, file);
+	}
+	valve_shim.driver = valve_rm.version;
+	if (!rm_is_known_branch(&valve_rm))
+		valve_note(VALVE_NOTE_UNKNOWN_DRIVER, 0, 0,
+		           "channels of this driver version are not captured");
+}
+
+static void watch_fd(int fd, const char *path)
+{
+	enum fd_kind kind = kind_of_path(path);
+	int saved_errno = errno;
+	struct stat file;
+
+	if (fd < 0 || fd >= FDS || kind == FD_OTHER || valve_tls.inside || syscall(SYS_fstat, fd, &file))
+		return;
+	valve_tls.inside++;
+	watched[fd] = (struct watched_fd){.kind = (uint8_t)kind, .dev = file.st_dev, .ino = file.st_ino};
+	store_release(&watched_count, 1); /* from now on ioctl and close look */
+	if (kind == FD_CTL) {
+		query_driver(fd);
+		valve_register();
+	}
+	valve_tls.inside--;
+	errno = saved_errno;
+}
+
+static enum fd_kind kind_of_fd(int fd)
+{
+	struct stat file;
+
+	if (!load_acquire(&watched_count) || valve_tls.inside || fd < 0 || fd >= FDS ||
+	    watched[fd].kind == FD_OTHER)
+		return FD_OTHER;
+	/* Closed behind our back (closefrom, dup2) and the number given to another file? */
+	if (syscall(SYS_fstat, fd, &file) || file.st_ino != watched[fd].ino || file.st_dev != watched[fd].dev)
+		return FD_OTHER;
+	return (enum fd_kind)watched[fd].kind;
+}
+
+static mode_t mode_argument(int flags, va_list *more)
+{
+	return (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE ? (mode_t)va_arg(*more, unsigned) : 0;
+}
+
+#define OPEN_BODY(call, fallback)                    \
+	va_list more;                                \
+	mode_t mode;                                 \
+	int fd;                                      \
+                                                     \
+	va_start(more, flags);                       \
+	mode = mode_argument(flags, &more);          \
+	va_end(more);                                \
+	fd = find_real() ? (call) : (int)(fallback); \
+	watch_fd(fd, path);                          \
+	return fd
+
+VALVE_EXPORT int open(const char *path, int flags, ...)
+{
+	OPEN_BODY(real.open(path, flags, mode), syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+
+VALVE_EXPORT int open64(const char *path, int flags, ...)
+{
+	OPEN_BODY((real.open64 ? real.open64 : real.open)(path, flags, mode),
+	          syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
+
+VALVE_EXPORT int openat(int folder, const char *path, int flags, ...)
+{
+	OPEN_BODY(real.openat(folder, path, flags, mode), syscall(SYS_openat, folder, path, flags, mode));
+}
+
+VALVE_EXPORT int openat64(int folder, const char *path, int flags, ...)
+{
+	OPEN_BODY((real.openat64 ? real.openat64 : real.openat)(folder, path, flags, mode),
+	          syscall(SYS_openat, folder, path, flags, mode));
+}
+
+/* What open() becomes in a caller that was compiled with fortification. */
+VALVE_EXPORT int __open_2(const char *path, int flags)
+{
+	return open(path, flags);
+}
+
+VALVE_EXPORT int __open64_2(const char *path, int flags)
+{
+	return open64(path, flags);
+}
+
+/* ---- ioctl ---- */
+
+static int watched_ioctl(int fd, enum fd_kind kind, unsigned long request, void *argument)
+{
+	struct rm_call call;
+	int result;
+
+	valve_tls.inside++;
+	if (kind == FD_UVM) {
+		result = real.ioctl(fd, request, argument);
+		if (result == 0)
+			valve_report_uvm((uint32_t)request, argument);
+		valve_tls.inside--;
+		return result;
+	}
+	valve_report_before((uint32_t)request, argument, &call);
+	result = real.ioctl(fd, request, argument);
+	valve_report_after(fd, &call, result == 0);
+	valve_tls.inside--;
+	return result;
+}
+
+VALVE_EXPORT int ioctl(int fd, unsigned long request, ...)
+{
+	enum fd_kind kind;
+	void *argument;
+	va_list more;
+
+	va_start(more, request);
+	argument = va_arg(more, void *);
+	va_end(more);
+	if (!find_real())
+		return (int)syscall(SYS_ioctl, fd, request, argument);
+	kind = kind_of_fd(fd);
+	if (kind == FD_OTHER)
+		return real.ioctl(fd, request, argument);
+	return watched_ioctl(fd, kind, request, argument);
+}
+
+/* ---- close ---- */
+
+/* Programs that close every number they may have inherited must not take our link with them. */
+static bool is_own_fd(int fd)
+{
+	return fd >= 0 && load_relaxed(&valve_shim.state) != VALVE_STATE_NEW &&
+	       (fd == valve_shim.link_fd || fd == valve_shim.doorbell_fd || fd == valve_shim.order_fd);
+}
+
+VALVE_EXPORT int close(int fd)
+{
+	if (!find_real())
+		return (int)syscall(SYS_close, fd);
+	if (is_own_fd(fd)) {
+		errno = EBADF;
+		return -1;
+	}
+	if (kind_of_fd(fd) != FD_OTHER) {
+		valve_tls.inside++;
+		if (watched[fd].kind == FD_CTL)
+			valve_report_closing(fd);
+		watched[fd].kind = FD_OTHER;
+		valve_tls.inside--;
+	}
+	return real.close(fd);
+}

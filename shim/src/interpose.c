@@ -1,0 +1,212 @@
+/*
+ * interpose.c - how calls come to us, and how we find the real ones.
+ *
+ * A program reaches the driver by four doors (measured with CUDA 13.0's runtime, static and shared alike):
+ *   1. dlopen("libcuda.so.1") and dlsym on that handle. Runtimes up to 11.2 fetch every function so, later ones only
+ *      cuGetProcAddress. Our dlopen answers with libvalve-cuda.so, an empty library that needs libvalve.so and
+ *      libcuda.so.1 in this order: dlsym on the handle finds a hooked name here and everything else in the driver. So
+ *      dlsym itself is not hooked, and with it go glibc's two versions of dlsym and every recursion through it.
+ *   2. cuGetProcAddress (11.3) and _v2 (12.0): getproc.c.
+ *   3. Direct link: the preload stands first in the global scope, so its exported names win.
+ *   4. cuGetExportTable: private tables, no launches. Not touched.
+ * RTLD_DEEPBIND would bind libcuda's open() and ioctl() past us, so it is taken off for libcuda. dlmopen escapes.
+ */
+#include "shim.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/auxv.h>
+
+/* dlsym moved from libdl to libc in 2.34 under a new version; the old one exists in both (README.md). */
+#if defined(__x86_64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+
+#define CUDA_PART "libvalve-cuda.so"
+
+struct valve_shim valve_shim = {.link_fd = -1, .doorbell_fd = -1, .order_fd = -1};
+
+VALVE_HIDDEN void *(*valve_real_dlopen)(const char *, int);
+
+struct redirect {
+	void *handle; /* non-NULL: the answer */
+	long flags;   /* for the real call */
+};
+VALVE_HIDDEN struct redirect valve_dlopen(const char *file, int flags);
+
+void *valve_next(const char *name)
+{
+	return dlsym(RTLD_NEXT, name);
+}
+
+bool valve_is_secure(void)
+{
+	return getauxval(AT_SECURE) != 0;
+}
+
+/* ---- door 1 ---- */
+
+static bool names_libcuda(const char *file)
+{
+	const char *slash = strrchr(file, '/');
+	const char *base = slash ? slash + 1 : file;
+
+	return !strcmp(base, "libcuda.so.1") || !strcmp(base, "libcuda.so");
+}
+
+/* The CUDA part lies beside the preload. Returns 0 or -errno. */
+static int cuda_part_path(char *path, size_t room)
+{
+	int (*address_info)(const void *, Dl_info *) = (int (*)(const void *, Dl_info *))valve_next("dladdr");
+	Dl_info self;
+	const char *slash;
+	size_t folder;
+
+	if (!address_info || !address_info(valve_pages, &self) || !self.dli_fname)
+		return -ENOENT;
+	slash = strrchr(self.dli_fname, '/');
+	folder = slash ? (size_t)(slash - self.dli_fname) + 1 : 0;
+	if (folder + sizeof(CUDA_PART) > room)
+		return -ENAMETOOLONG;
+	memcpy(path, self.dli_fname, folder);
+	memcpy(path + folder, CUDA_PART, sizeof(CUDA_PART));
+	return 0;
+}
+
+/* Opens the CUDA part; a path given with a slash is opened itself first, so that this very driver satisfies it. */
+static void *open_cuda_part(const char *file, int flags)
+{
+	char path[512];
+	void *driver = valve_real_dlopen(strchr(file, '/') ? file : "libcuda.so.1",
+	                                 strchr(file, '/') ? flags : RTLD_LAZY | RTLD_NOLOAD);
+
+	if (!driver && (strchr(file, '/') || (flags & RTLD_NOLOAD)))
+		return NULL;
+	if (cuda_part_path(path, sizeof(path)))
+		return NULL;
+	return valve_real_dlopen(path, flags & ~RTLD_NOLOAD);
+}
+
+/*
+ * NULL handle: the caller's own dlopen goes on, from the caller's own address, so that its RUNPATH counts. Only a
+ * driver that is found by nothing but the caller's RUNPATH ends up there, and its exported names are missed.
+ */
+struct redirect valve_dlopen(const char *file, int flags)
+{
+	struct redirect out = {NULL, flags};
+
+	if (!valve_real_dlopen)
+		valve_real_dlopen = (void *(*)(const char *, int))valve_next("dlopen");
+	if (!file || !valve_real_dlopen || valve_tls.inside || !names_libcuda(file))
+		return out;
+	out.flags = flags & ~RTLD_DEEPBIND;
+	valve_tls.inside++;
+	out.handle = open_cuda_part(file, (int)out.flags);
+	valve_tls.inside--;
+	return out;
+}
+
+/* ---- the real driver ---- */
+
+void *valve_real_symbol(const char *name)
+{
+	void *driver = NULL, *found;
+
+	valve_tls.inside++;
+	if (!valve_real_dlopen)
+		valve_real_dlopen = (void *(*)(const char *, int))valve_next("dlopen");
+	if (valve_real_dlopen)
+		driver = valve_real_dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+	/* Never dlsym(NULL): that is RTLD_DEFAULT and would find ourselves, for ever. */
+	found = driver ? dlsym(driver, name) : dlsym(RTLD_NEXT, name);
+	valve_tls.inside--;
+	return found;
+}
+
+bool valve_has_ptds_suffix(const char *name)
+{
+	size_t length = strlen(name);
+
+	return length > 5 && (!strcmp(name + length - 5, "_ptsz") || !strcmp(name + length - 5, "_ptds"));
+}
+
+/* From CUDA 12.5 one event covers a whole context; before, per-thread default streams are out of reach. */
+static bool must_mark_ptds(void)
+{
+	static uint32_t answer; /* 0 unknown, 1 no, 2 yes */
+
+	if (!load_relaxed(&answer))
+		store_relaxed(&answer, valve_real_symbol("cuCtxRecordEvent") ? 1 : 2);
+	return load_relaxed(&answer) == 2;
+}
+
+void *valve_bind(struct valve_entry *entry, void *real, bool ptds)
+{
+	void *jump = ptds && must_mark_ptds() ? (void *)(uintptr_t)valve_ptds_detour : real;
+
+	store_release(&entry->target, real); /* before `real`: the detour reads it */
+	store_release(&entry->real, jump);
+	return jump;
+}
+
+/* ---- fork, threads ---- */
+
+/*
+ * In a forked child. It keeps: bound entries (same addresses), descriptors that the application opened. It gives up:
+ * the parent's pages, link, map and threads. A CUDA context does not survive fork, so until the child opens
+ * nvidiactl itself (and becomes a client of its own) every hook passes through.
+ */
+void valve_reset_child(void)
+{
+	const int fds[] = {valve_shim.link_fd, valve_shim.doorbell_fd, valve_shim.order_fd};
+
+	if (valve_shim.state != VALVE_STATE_NEW)
+		valve_map_fresh();
+	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
+		if (fds[i] >= 0)
+			syscall(SYS_close,
+			        fds[i]); /* else the parent's end of file would wait for the child's */
+	memset(&valve_shim, 0, sizeof(valve_shim));
+	valve_shim.link_fd = valve_shim.doorbell_fd = valve_shim.order_fd = -1;
+	valve_tls.slot = NULL;
+	valve_tls.inside = 0;
+	valve_capture_reset();
+	valve_contexts_reset();
+}
+
+/* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */
+extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
+
+__attribute__((constructor)) static void valve_start(void)
+{
+	if (__register_atfork)
+		__register_atfork(NULL, NULL, valve_reset_child, NULL);
+}
+
+int valve_spawn(void *(*run)(void *))
+{
+	/* By name: before glibc 2.34 these live in libpthread, which a process with CUDA has and others need not. */
+	int (*create)(unsigned long *, const void *, void *(*)(void *), void *);
+	int (*detach)(unsigned long);
+	sigset_t all, before;
+	unsigned long thread;
+	int err;
+
+	create = (int (*)(unsigned long *, const void *, void *(*)(void *), void *))dlsym(RTLD_DEFAULT,
+	                                                                                  "pthread_create");
+	detach = (int (*)(unsigned long))dlsym(RTLD_DEFAULT, "pthread_detach");
+	if (!create || !detach)
+		return -ENOSYS;
+	sigfillset(&all);
+	sigprocmask(SIG_SETMASK, &all, &before); /* per thread on Linux; the new thread inherits it */
+	err = create(&thread, NULL, run, NULL);
+	sigprocmask(SIG_SETMASK, &before, NULL);
+	if (!err)
+		detach(thread);
+	return -err;
+}

@@ -1,0 +1,369 @@
+/*
+ * link.c - the link socket to valved (proto/abi/link.h). Sending never blocks and reading belongs to the keeper, so
+ * no application thread waits for valved except in valve_link_request, which offline processes alone use and which
+ * has a deadline. Every failure ends in "no link", and no link means pass-through.
+ */
+#include "shim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#ifndef VALVE_BUILD
+#define VALVE_BUILD "unreleased"
+#endif
+#define WELCOME_FDS 4 /* control, region, doorbell, order */
+
+/* ---- the way to the socket ---- */
+
+/* The order of valved/paths.py: VALVE_RUN_DIR, /run/valve, the user's run folder, and nothing else. */
+static int socket_path(struct sockaddr_un *address)
+{
+	static const char *const forms[] = {"%/link.sock", "/run/valve/link.sock", "%/valve/link.sock"};
+	const char *given[] = {getenv("VALVE_RUN_DIR"), "", getenv("XDG_RUNTIME_DIR")};
+	char *path = address->sun_path;
+
+	memset(address, 0, sizeof(*address));
+	address->sun_family = AF_UNIX;
+	for (size_t i = 0; i < sizeof(forms) / sizeof(forms[0]); i++) {
+		size_t folder = given[i] ? strlen(given[i]) : 0;
+		const char *tail = forms[i] + (*forms[i] == '%');
+
+		if (!given[i] || (valve_is_secure() && i != 1))
+			continue;
+		if (folder + strlen(tail) >= sizeof(address->sun_path))
+			return -ENAMETOOLONG;
+		memcpy(path, given[i], folder);
+		memcpy(path + folder, tail, strlen(tail) + 1);
+		if (i == 0 || !access(path, F_OK))
+			return 0;
+	}
+	return -ENOENT;
+}
+
+static int milliseconds_left(uint64_t deadline_ns)
+{
+	uint64_t now = now_ns();
+
+	return now >= deadline_ns ? 0 : (int)((deadline_ns - now) / 1000000u) + 1;
+}
+
+static int open_socket(uint64_t deadline_ns)
+{
+	struct sockaddr_un address;
+	int err = socket_path(&address);
+	int fd;
+
+	if (err)
+		return err;
+	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (fd < 0)
+		return -errno;
+	while (connect(fd, (struct sockaddr *)&address, sizeof(address))) {
+		err = -errno;
+		if (err != -EAGAIN ||
+		    milliseconds_left(deadline_ns) == 0) { /* EAGAIN: valved's backlog is full */
+			syscall(SYS_close, fd);
+			return err;
+		}
+		sleep_ns(1000000);
+	}
+	return fd;
+}
+
+/* ---- packets ---- */
+
+static int send_packet(int socket_fd, void *message, uint32_t bytes, int fd)
+{
+	_Alignas(struct cmsghdr) unsigned char room[CMSG_SPACE(sizeof(int))] = {0};
+	struct iovec part = {message, bytes};
+	struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1};
+
+	if (fd >= 0) {
+		struct cmsghdr *rights = (struct cmsghdr *)(void *)room;
+
+		packet.msg_control = room;
+		packet.msg_controllen = sizeof(room);
+		rights->cmsg_level = SOL_SOCKET;
+		rights->cmsg_type = SCM_RIGHTS;
+		rights->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(rights), &fd, sizeof(int));
+	}
+	return sendmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)bytes ? 0 : -errno;
+}
+
+/* Takes one packet. fds not asked for are closed. Returns its length, 0 at end of file, or -errno. */
+static int receive_packet(int socket_fd, void *message, size_t room, int *fds, int fds_wanted)
+{
+	_Alignas(struct cmsghdr) unsigned char control[CMSG_SPACE(16 * sizeof(int))];
+	struct iovec part = {message, room};
+	struct msghdr packet = {
+	        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof(control)};
+	ssize_t length = recvmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	int err = length < 0 ? -errno : 0, count = 0;
+
+	if (err)
+		return err;
+	for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head)) {
+		size_t passed = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+
+		for (size_t i = 0; head->cmsg_type == SCM_RIGHTS && i < passed; i++) {
+			int fd;
+
+			memcpy(&fd, CMSG_DATA(head) + i * sizeof(int), sizeof(int));
+			if (count < fds_wanted)
+				fds[count++] = fd;
+			else
+				syscall(SYS_close, fd);
+		}
+	}
+	if (packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC))
+		return -EPROTO;
+	return (int)length;
+}
+
+static void fill_header(struct valve_link_header *header, uint32_t bytes, uint16_t type)
+{
+	uint32_t seq = add_full(&valve_shim.next_seq, 1);
+
+	*header = (struct valve_link_header){.magic = VALVE_LINK_MAGIC,
+	                                     .abi = VALVE_LINK_ABI,
+	                                     .type = type,
+	                                     .length = bytes,
+	                                     .seq = seq ? seq : add_full(&valve_shim.next_seq, 1),
+	                                     .sent_ns = now_ns()};
+}
+
+static bool is_packet(const struct valve_link_header *header, int length, uint16_t type, size_t bytes)
+{
+	return length == (int)bytes && header->magic == VALVE_LINK_MAGIC && header->type == type &&
+	       header->length == (uint32_t)length;
+}
+
+/* ---- HELLO ---- */
+
+static int say_hello(int socket_fd, uint32_t wanted_role)
+{
+	struct valve_link_hello hello = {
+	        .abi_min = VALVE_LINK_ABI,
+	        .abi_max = VALVE_LINK_ABI,
+	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
+	                    VALVE_FEATURE_SCHEDULE_DONE,
+	        .wanted_role = wanted_role,
+	        .driver = valve_shim.driver,
+	        .build = VALVE_BUILD,
+	};
+
+	prctl(PR_GET_NAME, hello.comm);
+	fill_header(&hello.header, sizeof(hello), VALVE_LINK_HELLO);
+	return send_packet(socket_fd, &hello, sizeof(hello), -1);
+}
+
+static int refused(const struct valve_link_refused *answer)
+{
+	switch (answer->code) {
+	case VALVE_REFUSED_DRAINING:
+		return -EAGAIN; /* another valved may come */
+	case VALVE_REFUSED_VERSION:
+		valve_say("valved speaks another version of the link than this shim; passing through");
+		return -EPERM;
+	default:
+		return -EPERM;
+	}
+}
+
+static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_welcome *welcome, int *fds)
+{
+	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
+	struct pollfd waiting = {.fd = socket_fd, .events = POLLIN};
+	const struct valve_link_header *header = (const void *)packet;
+	int length;
+
+	while (poll(&waiting, 1, milliseconds_left(deadline_ns)) <= 0)
+		if (milliseconds_left(deadline_ns) == 0)
+			return -ETIMEDOUT;
+	length = receive_packet(socket_fd, packet, sizeof(packet), fds, WELCOME_FDS);
+	if (length <= 0)
+		return length ? length : -EPIPE;
+	if (is_packet(header, length, VALVE_LINK_REFUSED, sizeof(struct valve_link_refused)))
+		return refused((const void *)packet);
+	if (!is_packet(header, length, VALVE_LINK_WELCOME, sizeof(*welcome)))
+		return -EPROTO;
+	memcpy(welcome, packet, sizeof(*welcome));
+	return 0;
+}
+
+static bool is_welcome_sane(const struct valve_link_welcome *welcome, const int *fds)
+{
+	return welcome->abi == VALVE_LINK_ABI && welcome->control_bytes == VALVE_CONTROL_BYTES &&
+	       welcome->region_bytes == VALVE_REGION_BYTES && fds[WELCOME_FDS - 1] >= 0 &&
+	       (welcome->role == VALVE_ROLE_ONLINE || welcome->role == VALVE_ROLE_OFFLINE);
+}
+
+/* Descriptors keep their numbers for life: a launching thread may be about to write to the doorbell. */
+static void take_number(int *place, int fd)
+{
+	if (*place >= 0 && dup3(fd, *place, O_CLOEXEC) == *place)
+		syscall(SYS_close, fd);
+	else
+		*place = fd;
+}
+
+static void adopt(int socket_fd, const struct valve_link_welcome *welcome, const int *fds)
+{
+	struct stat bell = {0};
+
+	take_number(&valve_shim.doorbell_fd, fds[2]);
+	take_number(&valve_shim.order_fd, fds[3]);
+	syscall(SYS_fstat, valve_shim.doorbell_fd, &bell);
+	valve_shim.doorbell_dev = bell.st_dev;
+	valve_shim.doorbell_ino = bell.st_ino;
+	valve_shim.link_fd = socket_fd;
+	valve_shim.daemon_features = welcome->features;
+	store_release(&valve_shim.role, welcome->role);
+}
+
+/*
+ * -EPERM: refused, do not ask again. Other errors: no valved to be had now. Precondition: nobody else connects
+ * (the first open of nvidiactl, or the keeper).
+ */
+int valve_link_connect(uint32_t wanted_role, int timeout_ms)
+{
+	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
+	struct valve_link_welcome welcome = {0};
+	int fds[WELCOME_FDS] = {-1, -1, -1, -1};
+	int socket_fd = open_socket(deadline_ns);
+	int err;
+
+	if (socket_fd < 0)
+		return socket_fd;
+	err = say_hello(socket_fd, wanted_role);
+	if (!err)
+		err = await_welcome(socket_fd, deadline_ns, &welcome, fds);
+	if (!err && !is_welcome_sane(&welcome, fds))
+		err = -EPROTO;
+	if (!err) {
+		valve_lock(&valve_shim.probe_lock); /* capture_depth moves with the region */
+		err = valve_map_pages(fds[0], fds[1], welcome.role);
+		valve_unlock(&valve_shim.probe_lock);
+	}
+	if (!err) {
+		valve_lock(&valve_shim.link_lock);
+		adopt(socket_fd, &welcome, fds);
+		valve_unlock(&valve_shim.link_lock);
+		fds[2] = fds[3] = socket_fd = -1;
+	}
+	for (int i = 0; i < WELCOME_FDS; i++)
+		if (fds[i] >= 0)
+			syscall(SYS_close, fds[i]); /* mappings outlive their descriptors */
+	if (socket_fd >= 0)
+		syscall(SYS_close, socket_fd);
+	return err;
+}
+
+/* ---- after the welcome ---- */
+
+int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd)
+{
+	int err;
+
+	fill_header(message, bytes, type);
+	valve_lock(&valve_shim.link_lock);
+	err = valve_shim.link_fd < 0 ? -ENOTCONN : send_packet(valve_shim.link_fd, message, bytes, fd);
+	valve_unlock(&valve_shim.link_lock);
+	return err;
+}
+
+static struct valve_reply *take_reply(uint32_t seq)
+{
+	for (size_t i = 0; i < VALVE_REPLIES; i++) {
+		uint32_t free_seq = 0;
+
+		if (swap_if(&valve_shim.reply[i].seq, &free_seq, seq))
+			return &valve_shim.reply[i];
+	}
+	return NULL;
+}
+
+/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. */
+int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms)
+{
+	struct valve_link_header *header = message;
+	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
+	struct valve_reply *reply;
+	int err = -EAGAIN;
+
+	fill_header(header, bytes, type);
+	reply = take_reply(header->seq);
+	if (!reply)
+		return -EBUSY;
+	store_release(&reply->done, 0);
+	while (err == -EAGAIN) { /* a full socket: valved is slow, and offline may wait */
+		valve_lock(&valve_shim.link_lock);
+		err = valve_shim.link_fd < 0 ? -ENOTCONN
+		                             : send_packet(valve_shim.link_fd, message, bytes, fd);
+		valve_unlock(&valve_shim.link_lock);
+		if (err != -EAGAIN || milliseconds_left(deadline_ns) == 0)
+			break;
+		sleep_ns(1000000);
+	}
+	while (!err && !load_acquire(&reply->done)) {
+		if (milliseconds_left(deadline_ns) == 0)
+			err = -ETIMEDOUT;
+		else
+			futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
+	}
+	if (!err)
+		err = load_acquire(&reply->done) == 1 ? -(int)reply->status : -EPIPE;
+	store_release(&reply->seq, 0);
+	return err;
+}
+
+static void answer(uint32_t seq, uint32_t done, uint32_t status)
+{
+	for (size_t i = 0; i < VALVE_REPLIES; i++) {
+		struct valve_reply *reply = &valve_shim.reply[i];
+
+		if (!load_acquire(&reply->seq) || (seq && reply->seq != seq))
+			continue;
+		reply->status = status;
+		store_release(&reply->done, done);
+		futex_wake(&reply->done, 1);
+	}
+}
+
+int valve_link_receive(void)
+{
+	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
+	const struct valve_link_ack *ack = (const void *)packet;
+
+	for (;;) {
+		int length = receive_packet(valve_shim.link_fd, packet, sizeof(packet), NULL, 0);
+
+		if (length == -EAGAIN)
+			return 0;
+		if (length <= 0)
+			return length ? length : -EPIPE;
+		if (!is_packet(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
+			return -EPROTO; /* not our valved's words: better none than wrong ones */
+		answer(ack->header.seq, 1, ack->status);
+		if (ack->want_fd && !ack->status)
+			valve_capture_want_fd(ack->header.seq);
+	}
+}
+
+void valve_link_drop(void)
+{
+	valve_lock(&valve_shim.link_lock);
+	if (valve_shim.link_fd >= 0)
+		syscall(SYS_close, valve_shim.link_fd);
+	valve_shim.link_fd = -1;
+	valve_unlock(&valve_shim.link_lock);
+	answer(0, 2, 0);
+}

@@ -1,0 +1,60 @@
+/*
+ * note.c - things an operator should know, each once. Some are found before the link exists (the CUDA runtime asks
+ * for its functions before the driver opens a device), so they wait in a short list.
+ */
+#include "shim.h"
+
+#include <string.h>
+
+#define NOTES 32
+
+struct note {
+	uint32_t code, h_client, h_channel;
+	uint32_t sent;
+	char text[96];
+};
+
+static struct {
+	uint32_t count;
+	struct note note[NOTES];
+} notes;
+
+static bool is_same(const struct note *one, const struct note *other)
+{
+	return one->code == other->code && one->h_client == other->h_client &&
+	       one->h_channel == other->h_channel && !strcmp(one->text, other->text);
+}
+
+/* A list that is full drops: the first notes of a kind say what the later ones would. */
+void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text)
+{
+	struct note fresh = {.code = code, .h_client = h_client, .h_channel = h_channel};
+	uint32_t i = 0;
+
+	strncpy(fresh.text, text, sizeof(fresh.text) - 1);
+	valve_lock(&valve_shim.note_lock);
+	while (i < notes.count && !is_same(&notes.note[i], &fresh))
+		i++;
+	if (i == notes.count && i < NOTES)
+		notes.note[notes.count++] = fresh;
+	valve_unlock(&valve_shim.note_lock);
+	valve_note_flush();
+}
+
+void valve_note_flush(void)
+{
+	if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+		return;
+	valve_lock(&valve_shim.note_lock);
+	for (uint32_t i = 0; i < notes.count; i++) {
+		struct note *note = &notes.note[i];
+		struct valve_link_note message = {
+		        .code = note->code, .h_client = note->h_client, .h_channel = note->h_channel};
+
+		if (note->sent)
+			continue;
+		memcpy(message.text, note->text, sizeof(message.text));
+		note->sent = !valve_link_send(&message, sizeof(message), VALVE_LINK_NOTE, -1);
+	}
+	valve_unlock(&valve_shim.note_lock);
+}

@@ -1,0 +1,342 @@
+/*
+ * report.c - keeps the object map up to date and valved's picture of it. In the flow: ioctl hook -> map -> CHANNEL_ADD
+ * -> valved arms its disable list.
+ *
+ * An online process tells and goes on. An offline process waits for the ACK before its channels may run, at most
+ * ANSWER_MS each; without a valved it goes on unharvested.
+ */
+#include "report.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define ANSWER_MS     2000
+#define HOLD_SLICE_MS 10000 /* then asked again; a dead link ends the wait at once */
+#define HOLD_RETRY_NS 50000000u
+#define HOLD_DEAD_NS \
+	10000000000u /* how long a schedule call waits for a valved that died while it was held */
+
+/* An offline process's map counts only while its layouts are known. */
+static bool captures(void)
+{
+	return rm_is_known_branch(&valve_rm);
+}
+
+static bool is_linked(void)
+{
+	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED;
+}
+
+static bool is_offline(void)
+{
+	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
+}
+
+/* ---- what valved does not know yet: one message per call, chosen under the lock, sent outside ---- */
+
+enum report_kind { REPORT_NONE, REPORT_CLIENT, REPORT_CHANNEL, REPORT_NOTE };
+
+struct report {
+	enum report_kind kind;
+	uint32_t h_client, handle;
+	int fd;
+	union {
+		struct valve_link_note note;
+		struct valve_link_rm_client client;
+		struct valve_link_channel channel;
+	} body;
+};
+
+static void describe_client(struct rm_object *device, struct report *out)
+{
+	const struct rm_object *subdevice = rm_subdevice_of(&valve_rm, device);
+	const struct rm_object *client = rm_find(&valve_rm, device->h_client, device->h_client);
+
+	out->kind = REPORT_CLIENT;
+	out->fd = device->wants_fd && client ? client->fd : -1;
+	out->body.client = (struct valve_link_rm_client){.device_instance = device->instance,
+	                                                 .h_client = device->h_client,
+	                                                 .h_device = device->handle,
+	                                                 .h_subdevice = subdevice ? subdevice->handle : 0,
+	                                                 .has_fd = out->fd >= 0};
+	memcpy(out->body.client.gpu_uuid, device->uuid, sizeof(device->uuid));
+}
+
+static void describe_channel(const struct rm_object *channel, struct report *out)
+{
+	const struct rm_object *device = rm_device_of(&valve_rm, channel);
+
+	out->kind = REPORT_CHANNEL;
+	out->body.channel = (struct valve_link_channel){.device_instance = device ? device->instance : 0,
+	                                                .h_client = channel->h_client,
+	                                                .h_channel = channel->handle,
+	                                                .cid = channel->cid,
+	                                                .h_tsg = rm_group_of(&valve_rm, channel),
+	                                                .engine = rm_engine_of(&valve_rm, channel),
+	                                                .compute = rm_is_compute(&valve_rm, channel)};
+	if (device)
+		memcpy(out->body.channel.gpu_uuid, device->uuid, sizeof(device->uuid));
+}
+
+/* Marked as reported when chosen: two threads never send the same, and a change meanwhile makes it due again. */
+static bool choose(struct rm_object *object, struct report *out)
+{
+	struct rm_object *device;
+
+	if (object->kind == RM_DEVICE && object->wants_fd && !object->reported) {
+		object->reported = 1;
+		describe_client(object, out);
+	} else if (object->kind != RM_CHANNEL) {
+		return false;
+	} else if (object->due && !object->reported && !object->unregistered) {
+		device = rm_device_of(&valve_rm, object);
+		if (is_offline() && device && !device->reported) {
+			device->reported = 1;
+			describe_client(device, out);
+			object = device;
+		} else {
+			object->reported = 1;
+			describe_channel(object, out);
+		}
+	} else if (object->note_due) {
+		object->note_due = 0;
+		out->kind = REPORT_NOTE;
+		out->body.note = (struct valve_link_note){
+		        .code = object->app_disabled ? VALVE_NOTE_APP_DISABLED : VALVE_NOTE_APP_ENABLED,
+		        .h_client = object->h_client,
+		        .h_channel = object->handle};
+	} else {
+		return false;
+	}
+	out->h_client = object->h_client;
+	out->handle = object->handle;
+	return true;
+}
+
+static bool next_report(struct report *out)
+{
+	bool found = false;
+
+	*out = (struct report){.kind = REPORT_NONE, .fd = -1};
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; !found && i < valve_rm.used; i++)
+		found = !valve_rm.objects[i].dying && choose(&valve_rm.objects[i], out);
+	valve_unlock(&valve_shim.capture_lock);
+	return found;
+}
+
+/* Only what was not sent: an answer that is late, or a refusal, is valved's last word on it. */
+static bool was_not_sent(int err)
+{
+	return err == -EAGAIN || err == -ENOTCONN || err == -EPIPE || err == -EBUSY;
+}
+
+static void take_back(const struct report *report)
+{
+	struct rm_object *object;
+
+	valve_lock(&valve_shim.capture_lock);
+	object = rm_find(&valve_rm, report->h_client, report->handle);
+	if (object && report->kind == REPORT_NOTE)
+		object->note_due = 1;
+	else if (object)
+		object->reported = 0;
+	valve_unlock(&valve_shim.capture_lock);
+}
+
+static void remember_seq(const struct report *report, uint32_t seq)
+{
+	struct rm_object *device;
+
+	valve_lock(&valve_shim.capture_lock);
+	device = rm_find(&valve_rm, report->h_client, report->handle);
+	if (device && device->kind == RM_DEVICE)
+		device->report_seq = seq;
+	valve_unlock(&valve_shim.capture_lock);
+}
+
+static int send_report(struct report *report, bool wait)
+{
+	if (report->kind == REPORT_NOTE)
+		return valve_link_send(&report->body.note, sizeof(report->body.note), VALVE_LINK_NOTE, -1);
+	if (report->kind == REPORT_CLIENT) {
+		/* Never waited for; the keeper reads the ACK, which may ask for the fd (valve_capture_want_fd). */
+		int err = valve_link_send(&report->body.client, sizeof(report->body.client),
+		                          VALVE_LINK_RM_CLIENT, report->fd);
+
+		remember_seq(report, report->body.client.header.seq);
+		return err;
+	}
+	if (!wait)
+		return valve_link_send(&report->body.channel, sizeof(report->body.channel),
+		                       VALVE_LINK_CHANNEL_ADD, -1);
+	return valve_link_request(&report->body.channel, sizeof(report->body.channel), VALVE_LINK_CHANNEL_ADD,
+	                          -1, ANSWER_MS);
+}
+
+void valve_capture_report(bool wait)
+{
+	struct report report;
+
+	while (is_linked() && captures() && next_report(&report)) {
+		int err = send_report(&report, wait);
+
+		if (was_not_sent(err)) {
+			take_back(&report);
+			break;
+		}
+	}
+	if (valve_rm.incomplete)
+		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "a driver call could not be decoded");
+	if (valve_rm.is_mps)
+		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
+	if (load_relaxed(&valve_shim.self_stopped))
+		valve_self_gate(true, VALVE_GATE_ALL); /* channels that came while we are stopped */
+}
+
+void valve_capture_forget_reports(void)
+{
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; i < valve_rm.used; i++) {
+		struct rm_object *object = &valve_rm.objects[i];
+
+		object->reported = object->wants_fd = 0;
+		object->note_due = object->app_disabled;
+	}
+	valve_unlock(&valve_shim.capture_lock);
+}
+
+void valve_capture_want_fd(uint32_t seq)
+{
+	bool wanted = false;
+
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; i < valve_rm.used; i++) {
+		struct rm_object *device = &valve_rm.objects[i];
+
+		if (device->kind != RM_DEVICE || device->report_seq != seq || device->wants_fd)
+			continue;
+		device->wants_fd = 1;
+		device->reported = 0;
+		wanted = true;
+	}
+	valve_unlock(&valve_shim.capture_lock);
+	if (wanted)
+		valve_capture_report(false);
+}
+
+/* ---- ends ---- */
+
+static void tell_end(const struct rm_object *object)
+{
+	struct valve_link_channel message = {
+	        .h_client = object->h_client, .h_channel = object->handle, .cid = object->cid};
+	const struct rm_object *device = rm_device_of(&valve_rm, object);
+
+	message.device_instance = device ? device->instance : 0;
+	if (device)
+		memcpy(message.gpu_uuid, device->uuid, sizeof(device->uuid));
+	if (is_linked())
+		valve_link_send(&message, sizeof(message), VALVE_LINK_CHANNEL_DEL, -1);
+}
+
+/* Precondition: capture_lock is held. */
+static void tell_ends(uint32_t free_number)
+{
+	for (uint32_t i = 0; free_number && i < valve_rm.used; i++) {
+		struct rm_object *object = &valve_rm.objects[i];
+
+		if (object->dying != free_number || object->kind != RM_CHANNEL || !object->reported)
+			continue;
+		object->reported = 0;
+		tell_end(object);
+	}
+}
+
+void valve_report_closing(int fd)
+{
+	uint32_t free_number;
+
+	valve_lock(&valve_shim.capture_lock);
+	free_number = rm_closing(&valve_rm, fd);
+	tell_ends(free_number);
+	rm_bury(&valve_rm, free_number);
+	valve_unlock(&valve_shim.capture_lock);
+}
+
+/* ---- the ioctl hook's two halves ---- */
+
+/* Until valved lets it. A valved that dies meanwhile is waited for only while online work shares the GPU. */
+static void wait_for_gate(const struct rm_call *call)
+{
+	uint64_t dead_since = 0;
+
+	for (;;) {
+		struct valve_link_schedule message = {.h_client = call->h_client, .h_object = call->h_object};
+		int err = is_linked() ? valve_link_request(&message, sizeof(message),
+		                                           VALVE_LINK_SCHEDULE_WAIT, -1, HOLD_SLICE_MS)
+		                      : -ENOTCONN;
+
+		if (err == -ETIMEDOUT || err == -EBUSY || err == -EAGAIN)
+			continue; /* the gate is closed: ask again, the answer may have been lost */
+		if (err != -EPIPE && err != -ENOTCONN)
+			return; /* let through, or refused by a valved that does not know us: not ours to hold then */
+		if (!VALVE_CONTROL->online_registered || VALVE_CONTROL->draining ||
+		    load_relaxed(&valve_shim.state) == VALVE_STATE_OFF)
+			return;
+		if (!dead_since)
+			dead_since = now_ns();
+		if (now_ns() - dead_since > HOLD_DEAD_NS)
+			return;
+		sleep_ns(HOLD_RETRY_NS);
+	}
+}
+
+void valve_report_before(uint32_t request, const void *argument, struct rm_call *call)
+{
+	int saved_errno = errno;
+
+	valve_lock(&valve_shim.capture_lock);
+	rm_before(&valve_rm, request, argument, call);
+	tell_ends(call->free_number);
+	valve_unlock(&valve_shim.capture_lock);
+	if (call->is_enable && captures()) {
+		valve_capture_report(is_offline());
+		if (is_offline() && is_linked())
+			wait_for_gate(call);
+	}
+	errno = saved_errno;
+}
+
+void valve_report_after(int fd, const struct rm_call *call, bool ok)
+{
+	int saved_errno = errno;
+
+	if (!call->nr)
+		return;
+	valve_lock(&valve_shim.capture_lock);
+	rm_after(&valve_rm, fd, call, ok);
+	valve_unlock(&valve_shim.capture_lock);
+	if (call->is_enable && is_offline() && is_linked() &&
+	    (valve_shim.daemon_features & VALVE_FEATURE_SCHEDULE_DONE)) {
+		struct valve_link_schedule message = {.h_client = call->h_client, .h_object = call->h_object};
+
+		valve_link_send(&message, sizeof(message), VALVE_LINK_SCHEDULE_DONE, -1);
+	}
+	if (valve_shim.state != VALVE_STATE_NEW)
+		valve_capture_report(is_offline());
+	errno = saved_errno;
+}
+
+void valve_report_uvm(uint32_t request, const void *argument)
+{
+	int saved_errno = errno;
+
+	if (request != UVM_REGISTER_CHANNEL && request != UVM_UNREGISTER_CHANNEL)
+		return;
+	valve_lock(&valve_shim.capture_lock);
+	rm_after_uvm(&valve_rm, request, argument);
+	valve_unlock(&valve_shim.capture_lock);
+	valve_capture_report(is_offline());
+	errno = saved_errno;
+}

@@ -1,0 +1,187 @@
+/*
+ * shim.h - what the parts of the shim share. One process, one `struct valve_shim`, three kinds of memory:
+ *
+ *   valve_pages   control page and client region. Zero bytes of our own until valved answered, then its two memfds
+ *                 mapped over the same addresses. So the hot path reads a constant address, and a daemon that comes,
+ *                 goes or is replaced never moves a word under a launching thread.
+ *   valve_tls     this thread's counter slot and re-entry guard (initial-exec: one instruction away)
+ *   valve_shim    everything else
+ *
+ * Threads: the application's own; `keeper` (link.c, keeper.c) once the process opened nvidiactl; `watcher` (watcher.c)
+ * once an online process has a CUDA context. Lock order: capture (rm map) before link before nothing; probe (contexts)
+ * alone. Nothing here allocates from the application's heap.
+ */
+#ifndef VALVE_SHIM_H
+#define VALVE_SHIM_H
+
+/* The hooks define open() and ioctl() by name: no large-file renaming, no fortified twins (they need a new glibc). */
+#if !defined(_GNU_SOURCE) || defined(_FILE_OFFSET_BITS) || _FORTIFY_SOURCE > 0
+#error "compile with the flags of shim/meson.build"
+#endif
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "atomics.h"
+#include "cuda.h"
+#include "hooks.h"
+#include "link.h"
+#include "region.h"
+
+#define VALVE_EXPORT           __attribute__((visibility("default")))
+#define VALVE_HIDDEN           __attribute__((visibility("hidden")))
+#define VALVE_TRAMPOLINE_BYTES 64u /* of the pool in trampoline.S */
+#pragma GCC visibility push(hidden)
+
+/* ---- per thread ---- */
+struct valve_tls {
+	struct valve_slot *slot; /* first: the trampolines read it */
+	uint32_t inside;         /* > 0: a hook of ours runs on this thread, nested ones pass through */
+};
+extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
+
+/* ---- the shared pages ---- */
+extern unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES];
+#define VALVE_CONTROL ((const volatile struct valve_control *)(const void *)valve_pages)
+#define VALVE_REGION  ((struct valve_region *)(void *)(valve_pages + VALVE_CONTROL_BYTES))
+
+/* ---- entries of interposed names: trampoline.S lays them out, so its offsets are checked below ---- */
+struct valve_entry {
+	void *real;       /* where the trampoline jumps; valve_slow until the first call */
+	const char *name; /* exported name; NULL in the pools */
+	void *handler;    /* observers only: runs instead of the real call and calls it itself */
+	void *target;     /* the real call, also while `real` is a detour (valve_ptds_detour) */
+};
+_Static_assert(sizeof(struct valve_entry) == 32, "trampoline.S");
+typedef CUresult (*valve_call)(uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t);
+typedef CUresult (*valve_handler)(uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
+                                  struct valve_entry *);
+
+/* ---- locks: a word each, so that a forked child can reset them ---- */
+struct valve_lock {
+	uint32_t word; /* 0 free, 1 held, 2 held and waited for. Futex word */
+};
+void valve_lock(struct valve_lock *lock);
+void valve_unlock(struct valve_lock *lock);
+
+/* ---- the shim's state ---- */
+enum valve_state {
+	VALVE_STATE_NEW,      /* nvidiactl never opened: nothing exists */
+	VALVE_STATE_UNLINKED, /* no daemon: everything passes through, the keeper tries again */
+	VALVE_STATE_LINKED,   /* registered */
+	VALVE_STATE_OFF,      /* refused, or something failed for good: pass through for ever */
+};
+
+struct valve_reply {
+	uint32_t seq;  /* 0: free */
+	uint32_t done; /* 1: answered, 2: the link broke. Futex word */
+	uint32_t status;
+};
+
+#define VALVE_REPLIES 32 /* threads that may wait for an answer at once */
+
+struct valve_shim {
+	uint32_t
+	        ptds; /* first: trampoline.S sets it. Work may sit in per-thread default streams, which nobody can query */
+	uint32_t state; /* valve_state. Writer: whoever holds link_lock */
+	uint32_t role;  /* valve_role that valved gave */
+	uint32_t features;
+	uint32_t daemon_features;
+	uint32_t driver; /* as in valve_link_hello */
+	int link_fd, doorbell_fd, order_fd;
+	uint64_t doorbell_dev, doorbell_ino;
+	uint32_t next_seq;
+	struct valve_reply reply[VALVE_REPLIES];
+	uint32_t keeper_runs, watcher_runs;
+	struct valve_lock link_lock;    /* link_fd, sending */
+	struct valve_lock capture_lock; /* the rm map */
+	struct valve_lock
+	        probe_lock; /* contexts, streams, capture depth: held around the watcher's records */
+	struct valve_lock entry_lock; /* pools of trampolines */
+	struct valve_lock note_lock;  /* notes not sent yet */
+	struct valve_lock gate_lock;  /* path C's buffer; before capture_lock */
+	uint32_t next_slot;
+	uint32_t
+	        self_stopped; /* path C holds this process's channels off, also those that are still to come */
+	uint32_t stopping;    /* the process exits: the watcher leaves the driver alone */
+};
+extern struct valve_shim valve_shim;
+
+/* trampoline.S */
+void valve_slow(void);
+void valve_ptds_detour(void);
+extern unsigned char valve_trampolines_begin[], valve_trampolines_end[];
+extern struct valve_entry valve_pool_entries[];
+extern unsigned char valve_pool_submit[], valve_pool_observe[];
+
+/* interpose.c */
+void *valve_real_symbol(const char *name); /* in the real libcuda, whatever the scope; NULL when absent */
+void *valve_next(const char *name);        /* RTLD_NEXT */
+void valve_reset_child(void);              /* after fork, in the child */
+int valve_spawn(void *(*run)(void *));     /* a detached thread with all signals blocked */
+
+void *valve_bind(struct valve_entry *entry, void *real,
+                 bool ptds); /* returns where the trampoline jumps now */
+bool valve_has_ptds_suffix(const char *name);
+bool valve_is_secure(void);
+
+/* activity.c */
+void *valve_launch_slow(struct valve_entry *entry); /* from the trampolines: returns where to jump */
+void valve_ring(void);
+uint64_t valve_submitted(void);
+void valve_wake_watcher(void);
+
+/* getproc.c and contexts.c: observers, one per base name of VALVE_OBSERVE_BASES */
+CUresult valve_observe(uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
+                       struct valve_entry *);
+#define VALVE_DECLARE_OBSERVER(twin, base)                                                         \
+	CUresult valve_on_##base(uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, \
+	                         struct valve_entry *);
+VALVE_OBSERVE_BASES(VALVE_DECLARE_OBSERVER)
+#undef VALVE_DECLARE_OBSERVER
+void valve_contexts_reset(void);
+
+/* region.c */
+int valve_map_pages(int control_fd, int region_fd, uint32_t role);
+void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control page gives way to our own */
+void valve_map_fresh(void);                            /* both pages, zero: a forked child */
+
+/* link.c: the socket. All but valve_link_request never block */
+int valve_link_connect(uint32_t wanted_role, int timeout_ms); /* HELLO, WELCOME, map the pages; 0 or -errno */
+int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd);
+int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms);
+int valve_link_receive(void); /* keeper: everything that has come; -errno when the link is no more */
+void valve_link_drop(void);
+void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
+void valve_note_flush(void);
+
+/* keeper.c */
+void valve_register(void); /* the process opened nvidiactl */
+
+/* capture.c: exported hooks that no header declares without large-file renaming, and the ioctl below them */
+VALVE_EXPORT int open64(const char *path, int flags, ...);
+VALVE_EXPORT int openat64(int folder, const char *path, int flags, ...);
+VALVE_EXPORT int __open_2(const char *path, int flags);
+VALVE_EXPORT int __open64_2(const char *path, int flags);
+VALVE_EXPORT int ioctl(int fd, unsigned long request, ...);
+int valve_real_ioctl(int fd, unsigned long request, void *argument);
+
+/* report.c */
+void valve_capture_report(bool wait); /* tells valved what it does not know yet */
+void valve_capture_forget_reports(void);
+void valve_capture_want_fd(uint32_t seq); /* valved asked for the fd of the client it was told of under seq */
+void valve_capture_reset(void);
+
+/* selfgate.c: path C. Returns the RM status of the worst call, 0 when all is well */
+enum valve_gate_set { VALVE_GATE_HELD, VALVE_GATE_ALL };
+uint32_t valve_self_gate(bool disable, enum valve_gate_set set);
+
+/* watcher.c */
+void valve_watcher_start(void);
+
+/* say.c */
+void valve_say(const char *text); /* one line on stderr, once per text */
+
+#pragma GCC visibility pop
+#endif

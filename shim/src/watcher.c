@@ -1,0 +1,301 @@
+/*
+ * watcher.c - proves that an online process left the GPU idle. In the flow: launches count; valved asks (control.watch);
+ * after some quiet this thread records one event per context, waits until all completed, and if nobody counted
+ * meanwhile publishes "everything up to this count is done".
+ *
+ * It errs towards busy: an error, an open capture, an unknown context or a dead watcher all mean "not proven", and
+ * then offline work waits. It never spins: 1 ms naps while a proof is wanted, else it sleeps on a futex.
+ */
+#include "contexts.h"
+
+#include <stdlib.h>
+
+#define NAP_NS       1000000u  /* period while a proof is wanted: the busy-to-idle edge may be that coarse */
+#define IDLE_NAP_NS  10000000u /* longest nap while idle with the gate closed: bounds the error of a gap */
+#define SLEEP_NS     1000000000u /* heartbeat while nobody asks; also finds a page that was replaced meanwhile */
+#define QUERY_NS     50000u
+#define ERROR_NAP_NS 100000000u
+#define QUIET_US     500u /* when the daemon names none */
+
+enum verdict { IDLE, RUNNING, MOVED, CAPTURING, NO_CONTEXT, FAILED };
+
+static struct {
+	CUresult (*set_current)(CUcontext);
+	CUresult (*event_create)(CUevent *, unsigned);
+	CUresult (*event_query)(CUevent);
+	CUresult (*record)(CUcontext, CUevent); /* NULL before CUDA 12.5 */
+	CUresult (*stream_query)(CUstream);
+} cuda;
+
+static bool load_driver(void)
+{
+	CUresult (*exchange_mode)(int *) =
+	        (CUresult(*)(int *))valve_real_symbol("cuThreadExchangeStreamCaptureMode");
+	int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+
+	cuda.set_current = (CUresult(*)(CUcontext))valve_real_symbol("cuCtxSetCurrent");
+	cuda.event_create = (CUresult(*)(CUevent *, unsigned))valve_real_symbol("cuEventCreate");
+	cuda.event_query = (CUresult(*)(CUevent))valve_real_symbol("cuEventQuery");
+	cuda.record = (CUresult(*)(CUcontext, CUevent))valve_real_symbol("cuCtxRecordEvent");
+	cuda.stream_query = (CUresult(*)(CUstream))valve_real_symbol("cuStreamQuery");
+	/* Else another thread's capture in GLOBAL mode would make our calls illegal. */
+	if (!exchange_mode || exchange_mode(&mode) != CUDA_SUCCESS)
+		return false;
+	return cuda.set_current &&
+	       (cuda.record ? cuda.event_create && cuda.event_query : cuda.stream_query != NULL);
+}
+
+/* ---- one probe. Precondition of all: probe_lock is held ---- */
+
+static enum verdict can_probe(void)
+{
+	bool any = false;
+
+	if (valve_shim.stopping || valve_contexts.overflow)
+		return FAILED;
+	if (VALVE_REGION->capture_depth)
+		return CAPTURING;
+	for (size_t i = 0; i < VALVE_CONTEXTS; i++) {
+		if (valve_contexts.context[i].state == CONTEXT_GOING)
+			return RUNNING;
+		any |= valve_contexts.context[i].state == CONTEXT_LIVE;
+	}
+	return any ? IDLE : NO_CONTEXT;
+}
+
+static CUresult record_on(struct valve_context *context)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (!context->event) {
+		result = cuda.set_current(context->context);
+		if (result == CUDA_SUCCESS)
+			result = cuda.event_create(&context->event, CU_EVENT_DISABLE_TIMING);
+		cuda.set_current(NULL);
+	}
+	return result == CUDA_SUCCESS ? cuda.record(context->context, context->event) : result;
+}
+
+static enum verdict record_all(void)
+{
+	if (!cuda.record)
+		return IDLE;
+	for (size_t i = 0; i < VALVE_CONTEXTS; i++)
+		if (valve_contexts.context[i].state == CONTEXT_LIVE &&
+		    record_on(&valve_contexts.context[i]) != CUDA_SUCCESS)
+			return FAILED;
+	return IDLE;
+}
+
+static enum verdict verdict_of(CUresult result)
+{
+	if (result == CUDA_SUCCESS)
+		return IDLE;
+	return result == CUDA_ERROR_NOT_READY ? RUNNING : FAILED;
+}
+
+/* Before 12.5: every known stream and each context's legacy stream, asked one by one. */
+static enum verdict query_streams(CUcontext context)
+{
+	enum verdict verdict;
+
+	if (valve_contexts.stream_overflow || load_relaxed(&valve_shim.ptds))
+		return FAILED; /* work may sit in streams that nobody can ask */
+	if (cuda.set_current(context) != CUDA_SUCCESS)
+		return FAILED;
+	verdict = verdict_of(cuda.stream_query(NULL));
+	for (size_t i = 0; verdict == IDLE && i < VALVE_STREAMS; i++)
+		if (valve_contexts.stream[i])
+			verdict = valve_contexts.stream[i] == VALVE_STREAM_GOING
+			                  ? RUNNING
+			                  : verdict_of(cuda.stream_query(valve_contexts.stream[i]));
+	cuda.set_current(NULL);
+	return verdict;
+}
+
+static enum verdict query_all(void)
+{
+	enum verdict verdict = IDLE;
+
+	for (size_t i = 0; verdict == IDLE && i < VALVE_CONTEXTS; i++) {
+		struct valve_context *context = &valve_contexts.context[i];
+
+		if (context->state != CONTEXT_LIVE)
+			continue;
+		verdict = cuda.record ? verdict_of(cuda.event_query(context->event))
+		                      : query_streams(context->context);
+	}
+	return verdict;
+}
+
+/* Records, then polls until done or until somebody submits. Returns what is proven about the count `sum`. */
+static enum verdict probe(uint64_t sum)
+{
+	uint64_t nap_ns = QUERY_NS;
+	uint32_t generation;
+	enum verdict verdict;
+
+	valve_lock(&valve_shim.probe_lock);
+	generation = valve_contexts.generation;
+	verdict = can_probe();
+	if (verdict == IDLE)
+		verdict = record_all();
+	valve_unlock(&valve_shim.probe_lock);
+	store_relaxed(&VALVE_REGION->probes, VALVE_REGION->probes + 1);
+	while (verdict == IDLE) {
+		valve_lock(&valve_shim.probe_lock);
+		verdict = generation == valve_contexts.generation ? can_probe() : MOVED;
+		if (verdict == IDLE || (verdict == CAPTURING && cuda.record))
+			verdict = query_all();
+		valve_unlock(&valve_shim.probe_lock);
+		if (verdict != RUNNING)
+			break;
+		if (valve_submitted() != sum)
+			return MOVED;
+		sleep_ns(nap_ns);
+		nap_ns = nap_ns * 2 < NAP_NS ? nap_ns * 2 : NAP_NS;
+		verdict = IDLE;
+	}
+	return verdict == IDLE && valve_submitted() != sum ? MOVED : verdict;
+}
+
+/* ---- what valved reads ---- */
+
+static void write_idle(uint64_t sum, uint64_t idle_ns, uint64_t beat_ns)
+{
+	struct valve_region *region = VALVE_REGION;
+	uint32_t seq = region->idle_seq;
+
+	store_relaxed(&region->idle_seq, seq + 1); /* odd: readers wait */
+	__atomic_thread_fence(__ATOMIC_RELEASE);
+	store_relaxed(&region->idle_submitted, sum);
+	store_relaxed(&region->idle_ns, idle_ns);
+	store_relaxed(&region->watcher_ns, beat_ns);
+	store_release(&region->idle_seq, seq + 2);
+}
+
+static void beat(enum valve_watcher state)
+{
+	struct valve_region *region = VALVE_REGION;
+
+	store_relaxed(&region->watcher_state, (uint32_t)state);
+	write_idle(region->idle_submitted, region->idle_ns, now_ns());
+}
+
+/*
+ * busy falls after the proof is out, and rises again if somebody counted in between: that launch may have rung before
+ * we cleared the word, and it rings once per epoch only. Pairs with "count, then busy" of the slow path.
+ */
+static void publish_idle(uint64_t sum)
+{
+	uint64_t now = now_ns();
+
+	write_idle(sum, now, now);
+	store_release(&VALVE_REGION->busy, 0);
+	full_fence();
+	if (valve_submitted() != sum)
+		store_release(&VALVE_REGION->busy, 1);
+	else
+		store_relaxed(&VALVE_REGION->watcher_state, VALVE_WATCHER_IDLE);
+}
+
+static void note_gap(void)
+{
+	struct valve_region *region = VALVE_REGION;
+	struct valve_gap *ring = (struct valve_gap *)(void *)((unsigned char *)region + VALVE_GAP_OFFSET);
+	uint64_t idle_ns = region->idle_ns, now = now_ns();
+	uint64_t launch_ns = load_relaxed(&region->launch_ns);
+	uint64_t end_ns = load_relaxed(&region->busy) && launch_ns > idle_ns ? launch_ns : now;
+
+	if (!idle_ns)
+		return; /* born busy: that is no gap */
+	ring[region->gaps % VALVE_GAPS] = (struct valve_gap){.end_ns = end_ns, .gap_ns = end_ns - idle_ns};
+	store_release(&region->gaps, region->gaps + 1);
+}
+
+static bool is_proven(void)
+{
+	return !load_relaxed(&VALVE_REGION->busy) && VALVE_REGION->idle_ns &&
+	       valve_submitted() == VALVE_REGION->idle_submitted;
+}
+
+/* Proven idle: with the gate open a launch wakes us, with the gate closed nobody does, so naps grow to 10 ms. */
+static void stay_idle(void)
+{
+	uint64_t nap_ns = NAP_NS;
+
+	while (is_proven() && VALVE_CONTROL->watch && !valve_shim.stopping) {
+		futex_wait(&VALVE_REGION->busy, 0, (VALVE_CONTROL->gate_epoch & 1) ? SLEEP_NS : nap_ns);
+		nap_ns = nap_ns * 2 < IDLE_NAP_NS ? nap_ns * 2 : IDLE_NAP_NS;
+		beat(VALVE_WATCHER_IDLE);
+	}
+	if (!is_proven() && !valve_shim.stopping)
+		note_gap();
+}
+
+/* One attempt; returns how long to rest. */
+static uint64_t try_to_prove(void)
+{
+	static const enum valve_watcher state_of[] = {[RUNNING] = VALVE_WATCHER_WATCHING,
+	                                              [MOVED] = VALVE_WATCHER_WATCHING,
+	                                              [CAPTURING] = VALVE_WATCHER_CAPTURE,
+	                                              [NO_CONTEXT] = VALVE_WATCHER_NO_CONTEXT,
+	                                              [FAILED] = VALVE_WATCHER_ERROR};
+	uint32_t quiet_us = VALVE_CONTROL->quiet_us ? VALVE_CONTROL->quiet_us : QUIET_US;
+	uint64_t sum = valve_submitted();
+	enum verdict verdict = MOVED;
+
+	sleep_ns((uint64_t)quiet_us * 1000u);
+	if (valve_submitted() == sum)
+		verdict = probe(sum);
+	if (verdict == IDLE) {
+		publish_idle(sum);
+		return 0;
+	}
+	beat(state_of[verdict]);
+	return verdict == FAILED ? ERROR_NAP_NS : NAP_NS;
+}
+
+static void *watch(void *unused)
+{
+	bool works = load_driver();
+
+	(void)unused;
+	while (!valve_shim.stopping) {
+		if (!VALVE_CONTROL->watch || load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE) {
+			beat(VALVE_WATCHER_ASLEEP);
+			futex_wait(&VALVE_CONTROL->watch, 0, SLEEP_NS);
+		} else if (!works) {
+			beat(VALVE_WATCHER_ERROR);
+			sleep_ns(SLEEP_NS);
+		} else if (is_proven()) {
+			stay_idle();
+		} else {
+			sleep_ns(try_to_prove());
+		}
+	}
+	return NULL;
+}
+
+/* At exit the driver is torn down under us: let the last probe end, begin no other. */
+static void stop(void)
+{
+	store_relaxed(&valve_shim.stopping, 1);
+	valve_lock(&valve_shim.probe_lock);
+	valve_unlock(&valve_shim.probe_lock);
+}
+
+/* Called when a context appears and when valved made us online; whichever comes second starts the thread. */
+void valve_watcher_start(void)
+{
+	uint32_t no = 0;
+
+	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE || !load_relaxed(&valve_contexts.generation))
+		return;
+	if (!swap_if(&valve_shim.watcher_runs, &no, 1))
+		return;
+	if (valve_spawn(watch))
+		valve_say("cannot start the watcher thread; this process counts as busy for ever");
+	else
+		atexit(stop);
+}

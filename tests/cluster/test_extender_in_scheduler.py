@@ -1,0 +1,218 @@
+"""Valve's extender behind a stock kube-scheduler and a real API server."""
+
+import json
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from valve_scheduler import names
+from valve_scheduler.placement import REASON_TEXT, Reason
+from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import (
+    bound_pods,
+    create_nodes,
+    delete_nodes,
+    delete_pods,
+    gpu_uuids,
+    node_name,
+    offline_pod,
+    report,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+PODS = "/api/v1/namespaces/default/pods"
+BINDING = {"apiVersion": "v1", "kind": "Binding", "target": {"apiVersion": "v1", "kind": "Node"}}
+
+
+@pytest.fixture(scope="module")
+def nodes(control_plane: ControlPlane) -> Iterator[int]:
+    create_nodes(control_plane.api, 40)
+    yield 40
+    delete_nodes(control_plane.api)
+
+
+@pytest.fixture(scope="module")
+def scheduling(control_plane: ControlPlane, nodes: int) -> Iterator[ControlPlane]:
+    port, probes = control_plane.start_extender()
+    wait_for("the extender", lambda: ready(probes))
+    control_plane.start_scheduler(port)
+    yield control_plane
+    control_plane.kill("kube-scheduler")
+    control_plane.kill("extender")
+
+
+@pytest.fixture(autouse=True)
+def no_pods_left(control_plane: ControlPlane) -> Iterator[None]:
+    yield
+    delete_pods(control_plane.api)
+
+
+def ready(probes: int) -> bool:
+    return bool(urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz").status == 200)
+
+
+def submit(api: Api, count: int, **options: object) -> None:
+    api.each(("POST", PODS, offline_pod(f"p{index}", **options)) for index in range(count))
+
+
+def wait_bound(api: Api, count: int) -> list[dict[str, dict[str, object]]]:
+    def all_bound() -> list[dict[str, dict[str, object]]]:
+        found = list(bound_pods(api))
+        return found if len(found) >= count else []
+
+    return list(wait_for(f"{count} pods bound", all_bound, 120))
+
+
+def held_gpus(pods: list[dict[str, dict[str, object]]]) -> Counter[tuple[str, str]]:
+    """How often each GPU was given; every pod that has a node must have its GPUs on that very node."""
+    given: Counter[tuple[str, str]] = Counter()
+    for pod in pods:
+        node = str(pod["spec"]["nodeName"])
+        uuids = str(pod["metadata"]["annotations"][names.GPUS]).split(",")
+        assert set(uuids) <= set(gpu_uuids(int(node.rpartition("-")[2])))
+        given.update((node, uuid) for uuid in uuids)
+
+    return given
+
+
+def test_node_and_annotation_appear_together_in_one_version(control_plane: ControlPlane) -> None:
+    """The Binding of a pod is atomic: no watcher ever sees a node without GPUs."""
+    api = control_plane.api
+    for index in range(100):
+        api.post(PODS, offline_pod(f"p{index}"))
+    versions = api.watch_lines(f"{PODS}?watch=1&resourceVersion=0&timeoutSeconds=3")
+
+    def bind(index: int) -> None:
+        target = BINDING["target"] | {"name": "anywhere"}
+        annotations = {names.GPUS: f"GPU-{index}"}
+        api.post(f"{PODS}/p{index}/binding", BINDING | {"target": target} | meta(index, annotations))
+
+    def meta(index: int, annotations: dict[str, str]) -> dict[str, object]:
+        return {"metadata": {"name": f"p{index}", "annotations": annotations}}
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(bind, range(100)))
+    seen = [json.loads(line)["object"] for line in versions]
+
+    with_node = [pod for pod in seen if pod["spec"].get("nodeName")]
+    assert len({pod["metadata"]["name"] for pod in with_node}) == 100
+    assert all(names.GPUS in pod["metadata"]["annotations"] for pod in with_node)
+
+
+def test_a_second_binding_is_a_conflict_and_changes_nothing(control_plane: ControlPlane) -> None:
+    api = control_plane.api
+    api.post(PODS, offline_pod("p0"))
+    first = {"metadata": {"name": "p0", "annotations": {names.GPUS: "GPU-a"}}}
+    second = {"metadata": {"name": "p0", "annotations": {names.GPUS: "GPU-b"}}}
+    api.post(f"{PODS}/p0/binding", BINDING | first | {"target": BINDING["target"] | {"name": "one"}})
+
+    with pytest.raises(Refused) as refused:
+        api.post(f"{PODS}/p0/binding", BINDING | second | {"target": BINDING["target"] | {"name": "two"}})
+
+    pod = api.get(f"{PODS}/p0")
+    assert refused.value.status == 409
+    assert (pod["spec"]["nodeName"], pod["metadata"]["annotations"][names.GPUS]) == ("one", "GPU-a")
+
+
+def test_a_binding_for_a_pod_that_was_replaced_is_refused_by_its_uid(control_plane: ControlPlane) -> None:
+    api = control_plane.api
+    api.post(PODS, offline_pod("p0"))
+    stale = {"metadata": {"name": "p0", "uid": "11111111-2222-3333-4444-555555555555"}}
+
+    with pytest.raises(Refused) as refused:
+        api.post(f"{PODS}/p0/binding", BINDING | stale | {"target": BINDING["target"] | {"name": "n"}})
+
+    assert refused.value.status == 409
+
+
+def test_every_gpu_of_the_fleet_is_given_exactly_once(scheduling: ControlPlane, nodes: int) -> None:
+    submit(scheduling.api, nodes * 8)
+
+    pods = wait_bound(scheduling.api, nodes * 8)
+
+    assert set(held_gpus(pods).values()) == {1}
+    assert len(held_gpus(pods)) == nodes * 8
+
+
+def test_gang_sized_pods_get_aligned_sets_of_one_node(scheduling: ControlPlane) -> None:
+    for size in (1, 2, 4, 8):
+        scheduling.api.post(PODS, offline_pod(f"size-{size}", gpus=size))
+
+    pods = wait_bound(scheduling.api, 4)
+
+    sizes = sorted(len(str(pod["metadata"]["annotations"][names.GPUS]).split(",")) for pod in pods)
+    assert sizes == [1, 2, 4, 8]
+    assert set(held_gpus(pods).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sla": "1.7"}, "must be a number in (0, 1]"),
+        ({"sla": "0.5", "profile": "nobody-has-it"}, REASON_TEXT[Reason.PROFILE]),
+    ],
+)
+def test_a_pod_that_cannot_be_placed_says_why_in_its_condition(
+    scheduling: ControlPlane, options: dict[str, str], text: str
+) -> None:
+    submit(scheduling.api, 1, **options)
+
+    def explained() -> bool:
+        conditions = scheduling.api.get(f"{PODS}/p0")["status"].get("conditions") or []
+        return any(text in condition.get("message", "") for condition in conditions)
+
+    wait_for("the explanation", explained, 30)
+
+
+def test_a_capacity_epoch_on_a_node_brings_a_refused_pod_back(scheduling: ControlPlane, nodes: int) -> None:
+    """The fleet was too busy; one node's report improves, which is no cluster event.
+
+    The bump of its epoch is.
+    """
+    api = scheduling.api
+    create_nodes(api, 1, first=900)  # a node nobody else uses, the only one with profile model L40S
+    random = np.random.default_rng(5)
+    busy = report(900, random, idle=0.05) | {"gpuModel": "L40S"}
+    path = f"{names.API_PATH}/gpuharvestnodes/{node_name(900)}/status"
+    api.patch(path, {"status": busy})
+    profile = {
+        "apiVersion": names.API_VERSION,
+        "kind": "OfflineProfile",
+        "metadata": {"name": "small"},
+        "spec": {
+            "workload": {"model": "small", "gpuModel": "L40S"},
+            "standaloneTokensPerSecond": 100,
+            "curve": [{"freeMiB": 0, "tokensPerSecond": 100}],
+        },
+    }
+    profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
+    api.post(profiles, profile)
+    api.patch(f"{profiles}/small/status", {"status": {"phase": "Ready"}})
+    submit(api, 1, sla="0.5", profile="small")
+    wait_for("the refusal", lambda: REASON_TEXT[Reason.SLA] in json.dumps(api.get(f"{PODS}/p0")["status"]))
+
+    api.patch(path, {"status": report(900, random, idle=0.95) | {"gpuModel": "L40S"}})
+    api.patch(f"/api/v1/nodes/{node_name(900)}", {"metadata": {"annotations": {names.EPOCH: "2"}}})
+
+    (pod,) = wait_bound(api, 1)
+    assert pod["spec"]["nodeName"] == node_name(900)
+    api.delete(f"{profiles}/small")
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_an_extender_killed_while_it_binds_loses_and_doubles_nothing(
+    scheduling: ControlPlane, nodes: int, round_number: int
+) -> None:
+    submit(scheduling.api, nodes * 8)
+    wait_for("binding to begin", lambda: len(list(bound_pods(scheduling.api))) > 20 * (1 + round_number))
+
+    scheduling.kill("extender")
+    scheduling.restart("extender")
+
+    pods = wait_bound(scheduling.api, nodes * 8)
+    assert set(held_gpus(pods).values()) == {1}

@@ -1,0 +1,46 @@
+/*
+ * fake_rm.h - a driver in one table of functions, for struct valve_os: channels of any number of clients, enable
+ * state, refusals and delays on demand. It checks what the real one checks (sizes, owners of files, handles).
+ */
+#ifndef VALVE_TESTS_FAKE_RM_H
+#define VALVE_TESTS_FAKE_RM_H
+
+#include "gate.h"
+
+#include <stdint.h>
+
+struct fake_rules {
+	char version[64];
+	uint32_t gpus;
+	uint32_t deny_foreign; /* status for lists that name other clients' channels; 0: allowed */
+	uint32_t fail_disable; /* status of every disable */
+	uint32_t interrupts;   /* that many ioctls come back with EINTR first */
+	uint32_t hang;         /* disables wait while this is 1 */
+	uint32_t work_us;      /* time that a switch takes */
+};
+
+struct fake_counts {
+	uint64_t disables, enables, queries, open_files, clients;
+	uint64_t largest;    /* channels in one call */
+	uint64_t gate_words; /* disables that found the watched gate word open */
+	uint64_t hanging;    /* disables that wait now */
+};
+
+extern struct fake_rules fake_rules;
+extern struct fake_counts fake_counts;
+/* The table itself: a struct valve_os *. */
+const void *fake_machine(void);
+
+void fake_reset(void);
+/* A workload's RM client and a channel of it, as a shim would report them. */
+uint32_t fake_client(int *fd, uint32_t *h_subdevice, uint32_t gpu);
+uint32_t fake_channel(uint32_t h_client, uint32_t h_channel, uint32_t gpu);
+void fake_free_channel(uint32_t h_client, uint32_t h_channel);
+/* 1 on, 0 off, -1 not there */
+int fake_is_on(uint32_t h_client, uint32_t h_channel);
+uint32_t fake_off_count(void);
+/* Every disable looks at this word and counts if it is odd (open). */
+void fake_watch_word(const uint32_t *word);
+void fake_set_between(void (*between)(int point));
+
+#endif

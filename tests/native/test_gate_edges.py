@@ -1,0 +1,296 @@
+"""One edge at a time: ring, gate, wake, and the words that go with them."""
+
+from __future__ import annotations
+
+import os
+
+from gates import Rig
+
+from valved.mechanism import region
+from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.model.ids import GpuIndex, Reach, ServiceId
+
+SERVICE = ServiceId(7)
+
+
+def woken(rig: Rig, service: int = 7) -> None:
+    assert rig.gate.wake(ServiceId(service)) is WakeOutcome.WOKEN
+
+
+def test_a_service_holds_from_birth_so_that_no_launch_precedes_its_gate(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add(3)
+
+    online = rig.online(7, {0})
+    rig.wait_gated(0)
+
+    assert workload.on() == 0
+    assert online.control["gate_epoch"] % 2 == 0
+    assert not online.launch()
+
+
+def test_a_ring_stops_every_compute_channel_and_a_wake_lets_them_run(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add(8)
+    woken(rig)
+    rig.wait_gated(0, False)
+    assert workload.on() == 8
+
+    assert online.launch()
+    rig.wait_gated(0)
+    assert workload.on() == 0
+
+    online.finish()
+    woken(rig)
+    rig.wait_gated(0, False)
+    assert workload.on() == 8
+
+
+def test_the_word_is_closed_before_the_driver_is_called(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    woken(rig)
+    rig.wait_gated(0, False)
+    page = rig.driver.ffi.from_buffer("uint32_t[]", online.control.memory)
+    rig.driver.lib.fake_watch_word(page + region.CONTROL["gate_epoch"].offset // 4)
+
+    online.launch()
+    rig.wait_gated(0)
+    rig.driver.lib.fake_watch_word(rig.driver.ffi.NULL)
+    rig.driver.ffi.release(page)
+
+    assert rig.driver.counts.gate_words == 0
+
+
+def test_the_word_rises_by_one_at_each_edge_and_a_client_rings_once_per_epoch(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    start = online.control["gate_epoch"]
+    woken(rig)
+    assert online.control["gate_epoch"] == start + 1
+
+    assert online.launch()
+    assert not online.launch()
+    rig.wait_gated(0)
+
+    assert online.control["gate_epoch"] == start + 2
+
+
+def test_stamps_of_a_gate_are_in_the_order_of_its_journey(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add(5)
+    woken(rig)
+    rig.wait_gated(0, False)
+    online.launch()
+
+    stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
+
+    assert 0 < stamp.launch_ns <= stamp.seen_ns <= stamp.ioctl_ns <= stamp.done_ns
+    assert (stamp.service, stamp.gpu, stamp.channels, stamp.status) == (7, 0, 5, 0)
+    assert stamp.epoch == online.control["gate_epoch"]
+
+
+def test_a_gpu_runs_again_only_when_the_last_of_its_services_lets_go(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add()
+    first, second = rig.online(1, {0}), rig.online(2, {0, 1})
+    woken(rig, 1)
+    woken(rig, 2)
+    rig.wait_gated(0, False)
+
+    first.launch()
+    rig.wait_gated(0)
+    second.launch()
+    held = rig.wait_stamp(lambda stamp: stamp.client == second.client and stamp.gpu == 1)
+    first.finish()
+    woken(rig, 1)
+
+    assert held.kind is StampKind.GATE  # GPU 1 closed; GPU 0 was closed already
+    assert rig.gate.is_gated(GpuIndex(0))
+    assert workload.on() == 0
+
+    second.finish()
+    woken(rig, 2)
+    rig.wait_gated(0, False)
+
+    assert workload.on() == 1
+
+
+def test_a_ring_on_gpus_that_others_hold_is_a_hold_and_no_gate(rig: Rig) -> None:
+    first, second = rig.online(1, {0}), rig.online(2, {0})
+    woken(rig, 1)
+    woken(rig, 2)
+    rig.wait_gated(0, False)
+    first.launch()
+    rig.wait_gated(0)
+
+    second.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == second.client)
+
+    assert stamp.kind is StampKind.HOLD
+
+
+def test_wake_is_refused_while_a_launch_is_not_proven_done(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    woken(rig)
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert rig.gate.wake(SERVICE) is WakeOutcome.REFUSED
+    assert online.control["gate_epoch"] % 2 == 0
+    assert rig.gate.is_gated(GpuIndex(0))
+
+    online.finish()
+    woken(rig)
+
+
+def test_wake_of_a_service_that_does_not_hold_changes_nothing(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    woken(rig)
+    before = online.control["gate_epoch"]
+
+    assert rig.gate.wake(SERVICE) is WakeOutcome.NOT_HOLDING
+    assert online.control["gate_epoch"] == before
+
+
+def test_a_launch_between_open_word_and_re_read_refuses_the_wake(rig: Rig) -> None:
+    """The client saw the closed word or the wake sees its count: never neither."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+
+    @rig.driver.ffi.callback("void(int)")
+    def slip_in(point: int) -> None:
+        if point == 1:
+            online.launch()
+
+    rig.driver.lib.fake_set_between(slip_in)
+    outcome = rig.gate.wake(SERVICE)
+
+    assert outcome is WakeOutcome.REFUSED
+    assert workload.on() == 0
+    assert rig.gate.is_gated(GpuIndex(0))
+    assert rig.driver.counts.enables == 1  # the self-test's own, before the service came
+
+
+def test_a_ring_after_the_proof_keeps_the_gpu_closed_without_an_enable(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    enables = rig.driver.counts.enables
+
+    @rig.driver.ffi.callback("void(int)")
+    def slip_in(point: int) -> None:
+        if point == 2:
+            online.launch()
+            rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    rig.driver.lib.fake_set_between(slip_in)
+    outcome = rig.gate.wake(SERVICE)
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+
+    assert outcome is WakeOutcome.REFUSED
+    assert rig.driver.counts.enables == enables
+    online.finish()
+    woken(rig)
+    rig.wait_gated(0, False)
+    assert workload.on() == 1
+
+
+def test_a_gpu_added_to_a_service_is_held_and_one_taken_away_is_let_go(rig: Rig) -> None:
+    zero, one = rig.offline(gpu=0), rig.offline(gpu=1)
+    zero.add()
+    one.add()
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    rig.gate.put_service(SERVICE, frozenset({GpuIndex(1)}))
+    rig.wait_gated(1)
+    rig.wait_gated(0, False)
+
+    assert (zero.on(), one.on()) == (1, 0)
+
+
+def test_a_removed_service_lets_its_gpus_go(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+
+    rig.gate.remove_client(online.client)
+    rig.gate.remove_service(SERVICE)
+    rig.wait_gated(0, False)
+
+    assert workload.on() == 1
+
+
+def test_hold_takes_the_hold_as_a_ring_would(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    woken(rig)
+    rig.wait_gated(0, False)
+
+    rig.gate.hold(SERVICE, reason=1)
+    rig.wait_gated(0)
+
+    assert online.control["gate_epoch"] % 2 == 0
+    assert rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.channels == 1).client == 0
+
+
+def test_a_client_that_joins_an_open_service_gets_an_open_word(rig: Rig) -> None:
+    first = rig.online(7, {0})
+    woken(rig)
+
+    second = rig.online(7, {0})
+
+    assert second.control["gate_epoch"] == first.control["gate_epoch"]
+    assert second.launch()
+    rig.wait_gated(0)
+    assert first.control["gate_epoch"] % 2 == 0
+
+
+def test_observe_sees_and_stamps_rings_and_disables_nothing(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    rig.gate.set_observe(True)
+    rig.wait_gated(0, False)
+    woken(rig)
+    disables = rig.driver.counts.disables
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert (stamp.kind, stamp.channels) == (StampKind.GATE, 0)
+    assert rig.driver.counts.disables == disables
+    assert workload.on() == 1
+
+    rig.gate.set_observe(False)
+    rig.wait_gated(0)
+
+    assert workload.on() == 0
+
+
+def test_draining_enables_everything_and_tells_every_client(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add(3)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    rig.gate.set_draining(True)
+
+    assert rig.gate.enable_all() == ()
+    assert workload.on() == 3
+    assert workload.control["draining"] == 1
+    assert rig.gate.disabled() == ()
+
+
+def test_a_storm_on_one_doorbell_leaves_the_others_audible(rig: Rig) -> None:
+    noisy, quiet = rig.online(1, {0}), rig.online(2, {1})
+    woken(rig, 2)
+    rig.wait_gated(1, False)
+
+    for _ in range(5000):
+        os.eventfd_write(noisy.fds.doorbell, 1)
+    quiet.launch()
+    rig.wait_gated(1)
+
+    assert rig.gate.reach(GpuIndex(1))[0] is Reach.CHANNEL_OWN

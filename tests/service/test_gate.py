@@ -1,0 +1,350 @@
+"""The busy-to-idle edge and its accounts, on virtual time over a fake gate."""
+
+from __future__ import annotations
+
+import pytest
+from fake_gate import STOP_NS
+from node_world import MS, SECOND, World
+
+from valved.mechanism.ports import Stamp, StampKind
+from valved.model.events import EventKind
+from valved.model.ids import Mode
+from valved.policy.wake import WakeReason
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    world.check()
+
+
+def test_a_service_holds_from_birth_so_that_no_launch_precedes_its_gate(world):
+    offline = world.offline()
+
+    online = world.online()
+
+    assert world.state(online).holding
+    assert world.gate.clients[offline].channels.keys() == world.gate.off.keys()
+
+
+def test_offline_runs_again_one_cooldown_after_the_last_work(world):
+    world.offline()
+    online = world.online()
+    world.work(online, ms=3)
+    cooldown_ms = world.state(online).cooldown.cooldown_ns / MS
+
+    world.run(cooldown_ms - 1)
+    still_off = bool(world.gate.off)
+    world.run(2)
+
+    assert still_off
+    assert not world.gate.off
+
+
+def test_the_first_launch_afterwards_stops_offline_and_is_one_preemption(world):
+    world.offline()
+    online = world.online()
+    world.run(100)
+
+    rang = world.gate.launch(online)
+    world.run(1)
+
+    assert rang
+    assert world.gate.off
+    assert world.state(online).preemptions == 1
+    assert world.state(online).delay_ns == STOP_NS
+
+
+def test_a_preemption_over_two_gpus_is_counted_once(world):
+    world.offline(gpus=(0, 1))
+    online = world.online(gpus=(0, 1))
+    world.run(100)
+
+    world.gate.launch(online)
+    world.run(1)
+
+    assert world.state(online).preemptions == 1
+    assert [account.gates for account in world.keeper.gpus.values()] == [1, 1]
+    assert world.state(online).delay_ns == STOP_NS
+
+
+def test_launches_inside_the_hold_neither_ring_nor_count(world):
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.work(online, ms=5)
+
+    rang = [world.work(online, ms=5) for _ in range(10)]
+
+    assert not any(rang)
+    assert world.state(online).preemptions == 1
+
+
+def test_a_gap_inside_the_hold_stretches_the_cooldown(world):
+    world.offline()
+    online = world.online()
+    world.work(online, ms=5)
+    world.run(15)
+    world.work(online, ms=5)
+    world.run(20)
+
+    assert world.state(online).cooldown.cooldown_ns == pytest.approx(30 * MS, rel=0.01)
+
+
+def test_idle_time_between_requests_teaches_nothing(world):
+    world.offline()
+    online = world.online()
+    for _ in range(5):
+        world.work(online, ms=5)
+        world.run(300)
+
+    assert world.state(online).cooldown.cooldown_ns <= 20 * MS
+
+
+def test_a_launch_that_slips_into_a_wake_refuses_it_and_the_service_holds_on(world):
+    world.offline()
+    online = world.online()
+    world.gate.between = lambda: world.gate.launch(online)
+
+    world.run(25)
+
+    assert world.keeper.counters.wake_refused >= 1
+    assert world.gate.off
+    world.gate.between = lambda: None
+    world.gate.finish(online)
+    world.run(100)
+
+    assert not world.gate.off
+
+
+def test_no_wake_and_no_timer_while_no_offline_work_shares_the_gpus(world):
+    """Else every request would ring for nothing, and an idle node would not sleep."""
+    online = world.online()
+    world.work(online, ms=5)
+    world.run(1000)
+
+    assert world.state(online).holding
+    assert world.state(online).decision.reason is WakeReason.NO_OFFLINE
+    assert not world.gate.clients[online].watch
+    assert world.clock.waiting == 0
+
+
+def test_offline_work_that_arrives_is_let_in_after_the_cooldown(world):
+    online = world.online()
+    world.run(1000)
+
+    world.offline()
+    world.run(100)
+
+    assert not world.state(online).holding
+    assert not world.gate.off
+
+
+def test_offline_work_on_another_gpu_does_not_concern_the_service(world):
+    online = world.online(gpus=(0,))
+
+    world.offline(gpus=(1,))
+    world.run(1000)
+
+    assert world.state(online).holding
+    assert not world.gate.off
+
+
+def test_two_services_on_one_gpu_both_have_to_let_go(world):
+    world.offline()
+    first, second = world.online(name="one"), world.online(name="two")
+    world.run(100)
+    world.gate.launch(first)
+    world.run(1)
+    world.gate.launch(second)
+    world.run(1)
+
+    world.gate.finish(first)
+    world.run(100)
+    one_is_not_enough = bool(world.gate.off)
+    world.gate.finish(second)
+    world.run(100)
+
+    assert one_is_not_enough
+    assert not world.gate.off
+    assert [world.state(c).preemptions for c in (first, second)] == [1, 0]
+
+
+def test_the_watcher_watches_only_while_a_proof_is_wanted(world):
+    world.offline()
+    online = world.online()
+    world.run(1)
+    while_held = world.gate.clients[online].watch
+
+    world.run(100)
+
+    assert while_held
+    assert not world.gate.clients[online].watch
+
+
+def test_a_silent_watcher_holds_the_service(world):
+    world.offline()
+    online = world.online()
+    world.gate.launch(online)
+
+    world.run(10_000)
+
+    assert world.state(online).holding
+    assert world.state(online).decision.reason is WakeReason.WATCHER_DEAD
+
+
+def test_zero_open_requests_wake_without_a_cooldown(world):
+    world.offline()
+    online = world.online()
+    hook = world.hook(online)
+    world.run(100)
+    world.gate.hint(hook, 1, 0)
+    world.work(online, ms=5)
+    world.gate.hint(hook, 1, 1)
+
+    world.run(4)
+
+    assert not world.gate.off
+
+
+def test_an_open_request_holds_through_a_stall_of_any_length(world):
+    world.offline()
+    online = world.online()
+    hook = world.hook(online)
+    world.gate.hint(hook, 1, 0)
+    world.work(online, ms=5)
+    for _ in range(20):
+        world.run(500)
+        world.gate.hint(hook, 1, 0)
+        world.gate.beat(online)
+
+    assert world.gate.off
+
+
+def test_a_stale_report_of_open_requests_does_not_hold_for_ever(world):
+    world.offline()
+    online = world.online()
+    hook = world.hook(online)
+    world.gate.hint(hook, 1, 0)
+    world.work(online, ms=5)
+    for _ in range(4):
+        world.run(500)
+        world.gate.beat(online)
+
+    assert not world.gate.off
+
+
+def test_harvested_and_gated_time_add_up(world):
+    world.offline()
+    online = world.online()
+    started_ns = world.clock.now_ns()
+    for _ in range(10):
+        world.work(online, ms=30)
+        world.run(170)
+
+    account = world.keeper.gpus[0]
+    account.advance(world.clock.now_ns())
+
+    assert account.harvest_ns + account.gated_ns == world.clock.now_ns() - started_ns
+    assert account.harvest_ns == pytest.approx(10 * 150 * MS, rel=0.1)
+
+
+def test_an_offline_owner_is_credited_what_its_gpus_were_open(world):
+    offline = world.offline(gpus=(0, 1))
+    world.online(gpus=(0,))
+
+    world.run(1000)
+
+    got = world.register.harvest.harvest_ns(world.service_of(offline), world.clock.now_ns())
+    assert got == pytest.approx(2000 * MS, rel=0.03)
+
+
+def test_a_lost_stamp_is_found_by_the_resync(world):
+    """The native ring is bounded. A hold that nobody booked would never be woken."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.gate.launch(online)
+    world.gate.stamps.clear()
+    world.gate.finish(online)
+
+    world.keeper.resync()
+    world.run(200)
+
+    assert not world.gate.off
+
+
+def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
+    """A slow issuer may report after the wake that undid its work."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    late = Stamp(
+        kind=StampKind.GATE,
+        service=world.service_of(online),
+        client=online,
+        gpu=0,
+        epoch=world.gate.services[world.service_of(online)].epoch - 1,
+        channels=1,
+        status=0,
+        launch_ns=world.clock.now_ns(),
+        seen_ns=world.clock.now_ns(),
+        ioctl_ns=world.clock.now_ns(),
+        done_ns=world.clock.now_ns(),
+    )
+    world.gate.stamps.append(late)
+
+    world.keeper.drain()
+
+    assert not world.state(online).holding
+
+
+def test_observing_counts_and_predicts_but_stops_nothing(world):
+    world.brake.set_mode(Mode.OBSERVE, "test")
+    world.offline()
+    online = world.online()
+    world.run(100)
+
+    world.gate.launch(online)
+    world.run(1)
+
+    assert not world.gate.off
+    assert world.state(online).holding
+
+
+def test_the_breaker_rests_a_service_that_is_delayed_beyond_its_budget(world):
+    """Requests of 1 ms: 0.4 ms of delay each is a price nobody agreed to."""
+    world.offline()
+    online = world.online()
+    hook = world.hook(online)
+    count = 0
+    while not world.events(EventKind.BREAKER) and count < 500:
+        count += 1
+        world.gate.hint(hook, count, count - 1)
+        world.work(online, ms=1)
+        world.gate.hint(hook, count, count)
+        world.run(9)
+
+    assert len(world.events(EventKind.BREAKER)) == 1
+    world.run(60_000)
+    assert world.gate.off
+    world.beat_all()
+    world.clock.advance(600 * SECOND)
+    world.beat_all()
+    world.run(5000)
+    assert not world.gate.off
+
+
+def test_gates_and_decisions_are_on_record_with_their_times(world):
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.gate.launch(online)
+    world.run(1)
+
+    gate = world.events(EventKind.GATE)[-1]
+
+    assert gate.service == world.service_of(online)
+    assert gate.detail["done_ns"] - gate.detail["launch_ns"] == STOP_NS
+    assert [event.reason for event in world.events(EventKind.DECIDED)][:2] == ["cooling", "cooldown-over"]

@@ -1,0 +1,315 @@
+"""A GatePort without C: the contract of mechanism/ports.py on virtual time, for tests of the services.
+
+Tests play the clients: `launch` counts and rings as a shim would, `finish` is the watcher's proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from valved.mechanism.ports import (
+    ArmResult,
+    ClientFds,
+    ClientView,
+    Gap,
+    GpuInfo,
+    Stamp,
+    StampKind,
+    WakeOutcome,
+)
+from valved.model.ids import GpuIndex, Reach, Role
+
+STOP_NS = 400_000  # launch to channels off on one GPU, as the paper measures it
+EMPTY = ClientView(
+    submitted=0,
+    idle_submitted=0,
+    idle_ns=0,
+    busy=False,
+    launch_ns=0,
+    rings=0,
+    watcher_ns=0,
+    open_requests=0,
+    hint_ns=0,
+    requests_started=0,
+    requests_ended=0,
+    useful_tokens=0,
+    self_stops=0,
+    order_done=0,
+    order_status=0,
+    gaps=(),
+)
+
+
+@dataclasses.dataclass
+class Service:
+    gpus: frozenset = frozenset()
+    epoch: int = 0  # even: holds
+
+    @property
+    def holds(self):
+        return self.epoch % 2 == 0
+
+
+@dataclasses.dataclass
+class Client:
+    role: Role
+    service: int
+    fds: ClientFds
+    view: ClientView = EMPTY
+    channels: dict = dataclasses.field(default_factory=dict)
+    app_disabled: set = dataclasses.field(default_factory=set)
+    watch: bool = False
+    online_registered: bool | None = None
+
+
+class FakeGate:
+    def __init__(self, clock, gpus=2):
+        self.clock = clock
+        self.services = {}
+        self.clients = {}
+        self.off = {}  # (h_client, h_channel) -> ChannelRef
+        self.foreign_enabled = []
+        self.foreign_known = None  # what enable_foreign says; None: all of them
+        self.stamps = []
+        self.observe = self.draining = self.closed = False
+        self.on_stamps = lambda: None
+        self.between = lambda: None  # a wake was opened, counters not re-read yet
+        self.next_arm = None  # an ArmResult to hand out instead
+        self.create_error = None
+        self.calls = []
+        self._infos = [
+            GpuInfo(
+                index=GpuIndex(i),
+                minor=i,
+                gpu_id=0x100 + i,
+                device_instance=i,
+                uuid=bytes([i + 1]) * 16,
+                name="Fake",
+                total_bytes=1 << 30,
+            )
+            for i in range(gpus)
+        ]
+
+    # What clients do
+
+    def launch(self, client, count=1):
+        """A launch: counted, then the gate word is read; an odd one rings."""
+        entry = self.clients[client]
+        now = self.clock.now_ns()
+        self._note_gap(entry, now)
+        entry.view = dataclasses.replace(entry.view, submitted=entry.view.submitted + count, busy=True)
+        service = self.services[entry.service]
+        if service.holds:
+            return False
+        entry.view = dataclasses.replace(entry.view, launch_ns=now, rings=entry.view.rings + 1)
+        self._take_hold(entry.service, client, now)
+        return True
+
+    def _note_gap(self, entry, now):
+        if entry.watch and entry.view.is_idle and entry.view.idle_ns:
+            gap = Gap(end_ns=now, gap_ns=now - entry.view.idle_ns)
+            entry.view = dataclasses.replace(entry.view, gaps=(*entry.view.gaps, gap)[-64:])
+
+    def finish(self, client):
+        """The watcher proves everything done."""
+        now, entry = self.clock.now_ns(), self.clients[client]
+        entry.view = dataclasses.replace(
+            entry.view, idle_submitted=entry.view.submitted, idle_ns=now, watcher_ns=now, busy=False
+        )
+
+    def beat(self, client):
+        self.clients[client].view = dataclasses.replace(self.clients[client].view, watcher_ns=self.clock.now_ns())
+
+    def hint(self, client, started, ended, tokens=0):
+        self.clients[client].view = dataclasses.replace(
+            self.clients[client].view,
+            open_requests=started - ended,
+            hint_ns=self.clock.now_ns(),
+            requests_started=started,
+            requests_ended=ended,
+            useful_tokens=tokens,
+        )
+
+    # GatePort
+
+    def gpus(self):
+        return self._infos
+
+    def driver_version(self):
+        return "580.159.04"
+
+    def create_client(self, client, role, service):
+        if self.create_error:
+            raise self.create_error
+        fds = ClientFds(*(), **{name: os.eventfd(0) for name in ("control", "region", "doorbell", "order")})
+        if role is not Role.OFFLINE:
+            self.services.setdefault(service, Service())
+        self.clients[client] = Client(role=role, service=service, fds=fds)
+        return fds
+
+    def remove_client(self, client):
+        entry = self.clients.pop(client)
+        for fd in dataclasses.astuple(entry.fds):
+            os.close(fd)
+        was_off = tuple(ref for key, ref in entry.channels.items() if self.off.pop(key, None) is not None)
+        self.calls.append(("remove_client", client))
+        return was_off
+
+    def put_service(self, service, gpus):
+        entry = self.services.setdefault(service, Service())
+        if gpus != entry.gpus:
+            if not entry.holds:
+                self._take_hold(service, 0, 0)
+            entry.gpus = gpus
+        self._apply()
+
+    def remove_service(self, service):
+        members = [
+            c for c, entry in self.clients.items() if entry.service == service and entry.role is not Role.OFFLINE
+        ]
+        assert not members, f"service {service} still has clients"
+        self.services.pop(service, None)
+        self._apply()
+
+    def hold(self, service, reason):
+        if not self.services[service].holds:
+            self._take_hold(service, 0, 0)
+
+    def wake(self, service):
+        entry = self.services[service]
+        if not entry.holds:
+            return WakeOutcome.NOT_HOLDING
+        entry.epoch += 1
+        self.between()
+        members = [c for c in self.clients.values() if c.service == service and c.role is Role.ONLINE]
+        if not entry.holds and all(member.view.is_idle for member in members):
+            self._apply()
+            self._stamp(StampKind.WAKE, service, 0, epoch=entry.epoch)
+            return WakeOutcome.WOKEN
+        if not entry.holds:
+            entry.epoch += 1
+        self._apply()
+        self._stamp(StampKind.WAKE_REFUSED, service, 0, epoch=entry.epoch)
+        return WakeOutcome.REFUSED
+
+    def add_channel(self, client, channel):
+        self.calls.append(("add_channel", channel.h_channel))
+        if self.next_arm is not None:
+            result, self.next_arm = self.next_arm, None
+            return result
+        self.clients[client].channels[(channel.h_client, channel.h_channel)] = channel
+        self._apply()
+        return ArmResult(status=0, reach=Reach.CHANNEL_OWN, want_fd=False, gated=self.is_gated(channel.gpu))
+
+    def remove_channel(self, client, h_client, h_channel):
+        self.clients[client].channels.pop((h_client, h_channel), None)
+        self.off.pop((h_client, h_channel), None)
+
+    def give_rm_client(self, client, gpu, h_client, h_device, h_subdevice, fd):
+        self.calls.append(("give_rm_client", h_client, fd))
+        if fd >= 0:
+            os.close(fd)
+
+    def note_app_disabled(self, client, h_client, h_channel, disabled):
+        switched = self.clients[client].app_disabled
+        (switched.add if disabled else switched.discard)((h_client, h_channel))
+        self.off.pop((h_client, h_channel), None)
+        self._apply()
+
+    def view(self, client):
+        entry = self.clients[client]
+        view, entry.view = entry.view, dataclasses.replace(entry.view, gaps=())
+        return view
+
+    def is_gated(self, gpu):
+        return not (self.observe or self.draining) and any(s.holds and gpu in s.gpus for s in self.services.values())
+
+    def reach(self, gpu):
+        return Reach.CHANNEL_OWN, ""
+
+    def set_watch(self, client, on):
+        self.clients[client].watch = on
+
+    def set_online_registered(self, client, on):
+        self.clients[client].online_registered = on
+
+    def set_observe(self, on):
+        self.observe = on
+        self._apply()
+
+    def set_draining(self, on):
+        self.draining = on
+        self._apply()
+
+    def enable_all(self):
+        self.off.clear()
+        return ()
+
+    def enable_foreign(self, channels):
+        self.foreign_enabled.extend(channels)
+        return len(channels) if self.foreign_known is None else self.foreign_known
+
+    def disabled(self):
+        return tuple(self.off.values())
+
+    def stamps_fd(self):
+        return -1
+
+    def drain_stamps(self):
+        stamps, self.stamps = self.stamps, []
+        return stamps
+
+    def close(self):
+        self.closed = True
+
+    # Inside
+
+    def _take_hold(self, service, client, launch_ns):
+        entry = self.services[service]
+        newly = [gpu for gpu in sorted(entry.gpus) if not self.is_gated(gpu)]
+        entry.epoch += 1
+        counts = {gpu: self._channels_on(gpu) for gpu in newly}
+        self._apply()
+        for gpu in newly:
+            self._stamp(StampKind.GATE, service, client, launch_ns, gpu, entry.epoch, counts[gpu])
+        if not newly:
+            self._stamp(StampKind.HOLD, service, client, launch_ns, epoch=entry.epoch)
+
+    def _channels_on(self, gpu):
+        return sum(ref.gpu == gpu and ref.compute for c in self.clients.values() for ref in c.channels.values())
+
+    def _apply(self):
+        """Channels are off exactly where their GPU is gated and the application leaves them alone."""
+        for client in self.clients.values():
+            if client.role is not Role.OFFLINE:
+                continue
+            for key, ref in client.channels.items():
+                if self.is_gated(ref.gpu) and ref.compute and key not in client.app_disabled:
+                    self.off[key] = ref
+                else:
+                    self.off.pop(key, None)
+
+    def _stamp(self, kind, service, client, launch_ns=0, gpu=0, epoch=0, channels=0, status=0):
+        now = self.clock.now_ns()
+        took = STOP_NS if kind is StampKind.GATE else 0
+        self.stamps.append(
+            Stamp(
+                kind=kind,
+                service=service,
+                client=client,
+                gpu=GpuIndex(gpu),
+                epoch=epoch,
+                channels=channels,
+                status=status,
+                launch_ns=launch_ns,
+                seen_ns=now,
+                ioctl_ns=now,
+                done_ns=now + took,
+            )
+        )
+        self.clock.call_at_ns(now + took, self.on_stamps)
+
+    def fail(self, gpu, service=0, status=0x65):
+        """The driver refused a disable."""
+        self._stamp(StampKind.GATE_FAILED, service, 0, gpu=gpu, status=status)

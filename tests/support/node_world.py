@@ -1,0 +1,306 @@
+"""A whole node of services on virtual time: fake gate, fake processes, connections that record what they are sent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from fake_gate import FakeGate
+from virtual import VirtualClock
+
+from valved.config import Config
+from valved.mechanism.link import Channel, Feature, Hello, LinkType, Packet, Refused, Schedule
+from valved.mechanism.stats import NodeCounters
+from valved.model.ids import Role
+from valved.model.states import DriverState
+from valved.service.books import Books
+from valved.service.brake import Brake
+from valved.service.gate import GateService, GateSettings
+from valved.service.handover import Handover
+from valved.service.journal import Journal
+from valved.service.ladder import Ladder
+from valved.service.node import Node
+from valved.service.register import Register
+from valved.service.report import Reporter
+
+MS = 1_000_000
+SECOND = 1_000_000_000
+DRIVER = DriverState(version="580.159.04", branch=580, known=True, open_modules=True, device_only_lock=False)
+
+
+class FakeProcesses:
+    """A ProcessPort over a made-up process table. Pidfds are eventfds that nobody writes to."""
+
+    def __init__(self, reactor):
+        self.table = {1: (0, 0, "/", "init")}
+        self._reactor = reactor
+        self._fds = {}
+
+    def add(self, pid, parent=1, start=None, cgroup="/login", comm="work"):
+        self.table[pid] = (start if start is not None else pid * 10, parent, cgroup, comm)
+        return pid
+
+    def end(self, pid):
+        """The process ends: its pidfds become readable."""
+        self.table.pop(pid, None)
+        for fd in self._fds.pop(pid, []):
+            callback = self._reactor.readers.get(fd)
+            if callback is not None:
+                callback()
+
+    def start_time(self, pid):
+        return self.table[pid][0] if pid in self.table else None
+
+    def ancestors(self, pid):
+        chain = []
+        while pid in self.table and pid > 0:
+            chain.append(pid)
+            pid = self.table[pid][1]
+        return chain
+
+    def cgroup(self, pid):
+        return self.table[pid][2] if pid in self.table else None
+
+    def comm(self, pid):
+        return self.table[pid][3] if pid in self.table else ""
+
+    def open_pidfd(self, pid):
+        if pid not in self.table:
+            return -1
+        fd = os.eventfd(0)
+        self._fds.setdefault(pid, []).append(fd)
+        return fd
+
+
+class FakeReactor:
+    def __init__(self):
+        self.readers = {}
+
+    def add_reader(self, fd, callback):
+        self.readers[fd] = callback
+
+    def remove_reader(self, fd):
+        return self.readers.pop(fd, None) is not None
+
+
+class FakeConnection:
+    def __init__(self, pid, uid=1000):
+        self.pid, self.uid = pid, uid
+        self.sent = []
+        self.is_open = True
+
+    def send(self, kind, body, seq, fds=()):
+        self.sent.append((kind, body, seq, fds))
+
+    def close(self):
+        self.is_open = False
+
+    @property
+    def last(self):
+        return self.sent[-1][1]
+
+    def acks(self):
+        return [(seq, body.status) for kind, body, seq, _ in self.sent if kind is LinkType.ACK]
+
+
+class World:
+    """Everything main.build makes, with the outside replaced. `folder` holds the state and the pause file."""
+
+    def __init__(self, folder: Path, gpus=2, config=None, gate=None, clock=None, processes=None, boot="boot"):
+        self.folder = folder
+        self.config = config or Config()
+        self.clock = clock or VirtualClock()
+        self.reactor = FakeReactor()
+        self.processes = processes or FakeProcesses(self.reactor)
+        self.processes._reactor = self.reactor
+        self.gate = gate or FakeGate(self.clock, gpus)
+        self.journal = Journal(self.clock, self.config.ring_events)
+        self.books = Books()
+        settings = GateSettings(
+            cooldown=self.config.cooldown_settings(),
+            wake=self.config.wake_settings(),
+            breaker=self.config.breaker_settings(),
+        )
+        self.keeper = GateService(self.gate, self.books, self.journal, self.clock, settings, NodeCounters())
+        self.gate.on_stamps = self.keeper.drain
+        self.register = Register(
+            self.gate,
+            self.books,
+            self.keeper,
+            self.journal,
+            self.clock,
+            self.processes,
+            self.reactor,
+            self.config.quota,
+            self.config.link,
+        )
+        self.signals = []
+        self.ladder = Ladder(
+            self.books, self.keeper, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
+        )
+        self.brake = Brake(self.gate, self.keeper, self.register, self.ladder, self.journal, folder / "pause")
+        self.handover = Handover(
+            folder / "state.json",
+            self.gate,
+            self.books,
+            self.keeper,
+            self.register,
+            self.journal,
+            self.clock,
+            self.processes,
+            boot,
+        )
+        self.reporter = Reporter(
+            self.gate,
+            self.books,
+            self.keeper,
+            self.register,
+            self.brake,
+            self.journal,
+            self.clock,
+            version="test",
+            run_dir=folder,
+            lease_ns=self.config.lease_ns,
+            driver=DRIVER,
+        )
+        self.stopped = False
+        self.node = Node(
+            self.keeper,
+            self.register,
+            self.brake,
+            self.reporter,
+            self.handover,
+            self.journal,
+            lease_ns=self.config.lease_ns,
+            stop=self._stop,
+        )
+        self.brake.set_mode(self.config.mode, "test")
+        self.connections = {}
+        self._seq = 0
+
+    def _signal(self, process, number):
+        self.signals.append((process.pid, signal.Signals(number).name))
+        return True
+
+    def _stop(self):
+        self.stopped = True
+
+    # Playing clients
+
+    def packet(self, kind, body):
+        self._seq += 1
+        return Packet(type=kind, seq=self._seq, sent_ns=0, body=body)
+
+    def hello(self, pid, wanted=Role.OFFLINE, uid=1000, features=Feature.GAPS, abi=(1, 1)):
+        """Connect a process. Returns its connection; its client id, or None, is in `connection.client`."""
+        connection = FakeConnection(pid, uid)
+        hello = Hello(
+            abi_min=abi[0],
+            abi_max=abi[1],
+            features=int(features),
+            wanted_role=int(wanted),
+            driver=580159004,
+            build="test",
+            comm="work",
+        )
+        connection.client = self.register.hello(connection, self.packet(LinkType.HELLO, hello))
+        if connection.client is not None:
+            self.connections[connection.client] = connection
+        return connection
+
+    def online(self, pid=None, name="chat", gpus=(0,), parent=1):
+        """A claimed online process with a channel on each GPU. Returns its client id."""
+        pid = pid or 100 + len(self.processes.table)
+        if pid not in self.processes.table:
+            self.processes.add(pid, parent)
+        if self.books.find_claim(self._chain(pid), "") is None:
+            assert self.node.launch(pid, self.processes.start_time(pid), Role.ONLINE, name)
+        client = self.hello(pid, Role.ONLINE).client
+        for gpu in gpus:
+            self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
+        return client
+
+    def offline(self, pid=None, name="batch", gpus=(0,), claimed=True):
+        pid = pid or 100 + len(self.processes.table)
+        if pid not in self.processes.table:
+            self.processes.add(pid)
+        if claimed:
+            self.node.launch(pid, self.processes.start_time(pid), Role.OFFLINE, name)
+        client = self.hello(pid, Role.OFFLINE).client
+        for gpu in gpus:
+            self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
+        return client
+
+    def hook(self, client):
+        """The engine hook in the process of another client."""
+        pid = self.books.clients[client].process.pid
+        hook = self.hello(pid, Role.HOOK, features=Feature.HINT).client
+        self.gate.hint(hook, 0, 0)
+        return hook
+
+    def _chain(self, pid):
+        from valved.service.identity import identify
+
+        return identify(pid, 1000, self.processes).chain
+
+    def channel(self, gpu=0, h_client=0xC1D00001, h_channel=0xCAF00001, cid=7, compute=True):
+        return Channel(
+            gpu_uuid=bytes([gpu + 1]) * 16,
+            device_instance=gpu,
+            h_client=h_client,
+            h_channel=h_channel,
+            cid=cid,
+            h_tsg=0xCAF00000,
+            engine=1,
+            compute=compute,
+        )
+
+    def add_channel(self, client, **fields):
+        fields.setdefault("h_channel", 0xCAF00001 + fields.get("gpu", 0))
+        packet = self.packet(LinkType.CHANNEL_ADD, self.channel(**fields))
+        self.register.handle(client, packet, -1)
+        return packet.seq
+
+    def schedule(self, client, h_client, kind=LinkType.SCHEDULE_WAIT):
+        packet = self.packet(kind, Schedule(h_client=h_client, h_object=0xCAF00000))
+        self.register.handle(client, packet, -1)
+        return packet.seq
+
+    def refusal(self, connection):
+        assert isinstance(connection.last, Refused)
+        return connection.last.code
+
+    def run(self, ms):
+        self.clock.advance(int(ms * MS))
+
+    def work(self, client, ms):
+        """One burst of GPU work: launch, run, proven done. Returns whether the launch rang."""
+        rang = self.gate.launch(client)
+        self.run(ms)
+        self.gate.finish(client)
+        return rang
+
+    def beat_all(self):
+        for client, entry in self.gate.clients.items():
+            if entry.role is Role.ONLINE:
+                self.gate.beat(client)
+
+    def service_of(self, client):
+        return self.books.clients[client].service
+
+    def state(self, client):
+        """The online service of a client, at run time."""
+        return self.keeper.online[self.service_of(client)]
+
+    def events(self, *kinds):
+        return list(self.journal.recent(lambda e: e.kind in kinds, 10_000))
+
+    def check(self):
+        """Books balance, and no channel is off on a GPU that nobody holds."""
+        self.books.check_integrity()
+        for ref in self.gate.off.values():
+            assert self.gate.is_gated(ref.gpu)
+        for gpu, account in self.keeper.gpus.items():
+            holders = {s for s, entry in self.gate.services.items() if entry.holds and gpu in entry.gpus}
+            assert account.holders == holders, f"GPU {gpu}: booked {account.holders}, held by {holders}"

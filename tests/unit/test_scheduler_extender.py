@@ -1,0 +1,235 @@
+"""The extender keeps kube-scheduler's wire protocol and never gives one GPU to two pods."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from reports import NOW_S, harvest_node, pod, uuids
+from valve_scheduler import names
+from valve_scheduler.errors import NotReady
+from valve_scheduler.extender import Extender
+from valve_scheduler.kube.client import ApiError, Unreachable
+from valve_scheduler.objects import node_report, pod_place
+from valve_scheduler.placement import REASON_TEXT, PlacementSettings, Reason
+from valve_scheduler.state import ClusterState
+
+Json = dict[str, Any]
+
+
+class World:
+    """A state, an API server that keeps bindings as the real one does, and scripted failures of it."""
+
+    def __init__(self, *nodes: Json) -> None:
+        self.state = ClusterState(PlacementSettings())
+        self.pods: dict[str, Json] = {}
+        self.failures: list[Exception] = []
+        self.commits_before_failing = False
+        self.ready = True
+        for node in nodes or (harvest_node("n1"),):
+            self.state.put_report(node_report(node), NOW_S)
+        self.extender = Extender(self.state, self, now_s=lambda: NOW_S, can_answer=lambda: self.ready)
+
+    async def request(self, method: str, path: str, *, body: Any = None) -> Json:
+        await asyncio.sleep(0)
+        name = path.removesuffix("/binding").rpartition("/")[2]
+        failure = self.failures.pop(0) if self.failures else None
+        if method == "POST" and (failure is None or self.commits_before_failing):
+            self._commit(self.pods[name], body)
+        if failure is not None:
+            raise failure
+
+        return self.pods[name]
+
+    def _commit(self, found: Json, binding: Json) -> None:
+        if found["spec"]["nodeName"]:
+            raise ApiError(409, "Conflict", f"pod {found['metadata']['name']} is already assigned")
+        found["spec"]["nodeName"] = binding["target"]["name"]
+        found["metadata"]["annotations"] |= binding["metadata"]["annotations"]
+
+    def submit(self, name: str = "p1", **more: Any) -> Json:
+        self.pods[name] = pod(name, **more)
+        return self.pods[name]
+
+    def filter(self, name: str = "p1", nodes: tuple[str, ...] = ("n1",)) -> Json:
+        return self.extender.filter({"Pod": self.pods[name], "Nodes": None, "NodeNames": list(nodes)})
+
+    def bind(self, name: str = "p1", node: str = "n1") -> str:
+        arguments = {"PodName": name, "PodNamespace": "default", "PodUID": f"uid-{name}", "Node": node}
+        error: str = asyncio.run(self.extender.bind(arguments))["Error"]
+
+        return error
+
+    def gpus(self, name: str = "p1") -> str:
+        found: str = self.pods[name]["metadata"]["annotations"].get(names.GPUS, "")
+        return found
+
+
+def test_filter_answers_every_node_with_a_place_or_a_reason() -> None:
+    world = World(harvest_node("n1"), harvest_node("off", phase="Off"))
+    world.submit()
+
+    answer = world.filter(nodes=("n1", "off", "unknown"))
+
+    assert answer == {
+        "NodeNames": ["n1"],
+        "FailedNodes": {},
+        "FailedAndUnresolvableNodes": {"off": REASON_TEXT[Reason.OFF], "unknown": REASON_TEXT[Reason.STALE]},
+        "Error": "",
+    }
+
+
+def test_a_pod_that_cannot_be_read_fails_with_its_field_and_value() -> None:
+    world = World()
+    world.submit(annotations={names.SLA: "2"})
+
+    assert "sla-throughput is '2'" in world.filter()["Error"]
+
+
+def test_whole_nodes_instead_of_names_are_a_configuration_error() -> None:
+    world = World()
+    world.submit()
+
+    answer = world.extender.filter({"Pod": world.pods["p1"], "Nodes": {"items": []}, "NodeNames": None})
+
+    assert "nodeCacheCapable" in answer["Error"]
+
+
+def test_prioritize_gives_the_best_node_ten() -> None:
+    world = World(harvest_node("n1", idle=0.2), harvest_node("n2", idle=0.8))
+    arguments = {"Pod": world.submit(), "NodeNames": ["n1", "n2", "unknown"]}
+
+    scores = world.extender.prioritize(arguments)
+
+    assert scores == [
+        {"Host": "n1", "Score": 2},
+        {"Host": "n2", "Score": 10},
+        {"Host": "unknown", "Score": 0},
+    ]
+
+
+def test_bind_writes_node_and_gpus_in_one_binding() -> None:
+    world = World()
+    world.submit(gpus=2)
+    world.filter()
+
+    assert world.bind() == ""
+    assert world.gpus() == ",".join(uuids("n1")[:2])
+    assert world.pods["p1"]["spec"]["nodeName"] == "n1"
+    assert float(world.pods["p1"]["metadata"]["annotations"][names.PREDICTED]) == pytest.approx(0.5, abs=0.01)
+
+
+def test_bind_without_an_earlier_filter_reads_the_pod() -> None:
+    world = World()
+    world.submit()
+
+    assert world.bind() == ""
+
+
+def test_pods_bound_one_after_another_never_share_a_gpu() -> None:
+    world = World()
+    for number in range(9):
+        world.submit(f"p{number}")
+
+    errors = [world.bind(f"p{number}") for number in range(9)]
+
+    assert errors[:8] == [""] * 8
+    assert REASON_TEXT[Reason.NO_FREE_GPUS] in errors[8]
+    assert len({world.gpus(f"p{number}") for number in range(8)}) == 8
+    world.state.check_integrity()
+
+
+def test_binds_that_race_never_share_a_gpu() -> None:
+    world = World()
+    calls = []
+    for number in range(9):
+        world.submit(f"p{number}")
+        calls.append({"PodName": f"p{number}", "PodNamespace": "default", "PodUID": f"uid-p{number}", "Node": "n1"})
+
+    async def together() -> list[Json]:
+        return await asyncio.gather(*map(world.extender.bind, calls))
+
+    failed = [answer for answer in asyncio.run(together()) if answer["Error"]]
+
+    assert len(failed) == 1
+    world.state.check_integrity()
+
+
+def test_a_refused_binding_frees_its_gpus_at_once() -> None:
+    world = World()
+    world.submit()
+    world.filter()
+    world.failures = [ApiError(404, "NotFound", "pod p1 not found")]
+
+    assert "NotFound" in world.bind()
+    assert world.state.holdings() == []
+
+
+@pytest.mark.parametrize("failure", [Unreachable("timed out"), ApiError(500, "InternalError", "etcd")])
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_undecided_binding_keeps_its_gpus_and_is_repeated_with_the_same(failure: Exception, commits: bool) -> None:
+    """Whether the lost answer was yes or no, the second try ends with the same set, held once."""
+    world = World()
+    world.submit()
+    world.filter()
+    world.failures, world.commits_before_failing = [failure], commits
+
+    assert world.bind() != ""
+    assert [holding.assumed_until_s > 0 for holding in world.state.holdings()] == [True]
+
+    assert world.bind() == ""
+    assert world.gpus() == uuids("n1")[0]
+    assert [holding.assumed_until_s for holding in world.state.holdings()] == [0.0]
+    world.state.check_integrity()
+
+
+def test_while_a_bind_is_undecided_only_its_node_passes_the_filter() -> None:
+    world = World(harvest_node("n1"), harvest_node("n2"))
+    world.submit()
+    world.failures = [Unreachable("timed out")]
+    world.filter(nodes=("n1", "n2"))
+    world.bind()
+
+    assert world.filter(nodes=("n1", "n2"))["NodeNames"] == ["n1"]
+    assert "undecided" in world.bind(node="n2")
+
+
+def test_a_pod_bound_by_another_scheduler_is_refused_and_its_truth_kept() -> None:
+    world = World(harvest_node("n1"), harvest_node("n2"))
+    world.submit()
+    world.filter(nodes=("n1", "n2"))
+    world.pods["p1"]["spec"]["nodeName"] = "n2"
+    world.pods["p1"]["metadata"]["annotations"][names.GPUS] = uuids("n2")[3]
+
+    assert "already assigned" in world.bind()
+    assert [(h.node, h.gpu_uuids) for h in world.state.holdings()] == [("n2", (uuids("n2")[3],))]
+
+
+def test_a_node_that_filled_up_since_the_filter_is_refused_in_bind() -> None:
+    world = World(harvest_node("n1", cards=1))
+    world.submit()
+    world.filter()
+    world.state.put_pod(pod_place(pod("other", node="n1", held=uuids("n1")[0])))
+
+    assert REASON_TEXT[Reason.NO_FREE_GPUS] in world.bind()
+    assert len(world.state.holdings()) == 1
+
+
+def _filter(world: World) -> None:
+    world.filter()
+
+
+def _prioritize(world: World) -> None:
+    world.extender.prioritize({"Pod": world.pods["p1"], "NodeNames": ["n1"]})
+
+
+@pytest.mark.parametrize("call", [_filter, _prioritize])
+def test_nothing_is_answered_before_the_view_is_complete(call: Callable[[World], None]) -> None:
+    world = World()
+    world.submit()
+    world.ready = False
+
+    with pytest.raises(NotReady):
+        call(world)
+    assert "does not lead" in world.bind()
+    assert world.gpus() == ""

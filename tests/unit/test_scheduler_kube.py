@@ -1,0 +1,181 @@
+"""The API client and its reflector.
+
+What is seen stays true through pages, dropped watches, 410 and refusals.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from fakeapi import GONE, HANG_UP, FakeApi, event, item, until
+from valve_scheduler.kube.client import ApiError, KubeClient, Unreachable
+from valve_scheduler.kube.reflector import Reflector, Sink
+
+
+class View:
+    """Names by version as a sink sees them."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def sink(self) -> Sink:
+        return Sink(
+            replace=self._replace,
+            put=self._put,
+            drop=lambda one: self.found.pop(one["metadata"]["name"], None),
+        )
+
+    def _replace(self, items: list[dict[str, dict[str, str]]]) -> None:
+        self.found = {}
+        for one in items:
+            self._put(one)
+
+    def _put(self, one: dict[str, dict[str, str]]) -> None:
+        self.found[one["metadata"]["name"]] = one["metadata"]["resourceVersion"]
+
+
+def follow(api: FakeApi, story: Callable[[View, Reflector], Awaitable[None]]) -> None:
+    """Run a reflector against the fake server while the story is told."""
+
+    async def run() -> None:
+        async with api as access:
+            client, view = KubeClient(access), View()
+            reflector = Reflector(client, "/things", view.sink())
+            task = asyncio.create_task(reflector.run())
+            try:
+                await story(view, reflector)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                client.close()
+
+    asyncio.run(run())
+
+
+def call(api: FakeApi, method: str = "GET", timeout_s: float = 5.0) -> dict[str, object]:
+    async def run() -> dict[str, object]:
+        async with api as access:
+            client = KubeClient(access, timeout_s=timeout_s)
+            try:
+                return await client.request(method, "/things", body={"a": 1} if method == "POST" else None)
+            finally:
+                client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_list_is_read_page_by_page_then_followed() -> None:
+    api = FakeApi()
+    api.items, api.version = [item(name, 1) for name in "abcde"], 7
+    api.watches = [[event("MODIFIED", "a", 8), event("ADDED", "f", 9), event("DELETED", "b", 10), None]]
+
+    async def story(view: View, reflector: Reflector) -> None:
+        await until(lambda: view.found == {"a": "8", "c": "1", "d": "1", "e": "1", "f": "9"})
+        assert reflector.synced
+        assert api.seen[3][1]["resourceVersion"] == "7"
+
+    follow(api, story)
+
+
+@pytest.mark.parametrize("ending", [[], [HANG_UP]], ids=["in order", "cut off"])
+def test_a_watch_that_ends_goes_on_from_the_last_bookmark_without_a_new_list(ending: list[str]) -> None:
+    api = FakeApi()
+    api.watches = [[event("ADDED", "a", 5), event("BOOKMARK", "", 6), *ending]]
+
+    async def story(view: View, reflector: Reflector) -> None:
+        await until(lambda: len(api.seen) == 3)
+        assert api.seen[2][1]["resourceVersion"] == "6"
+        assert (reflector.lists, view.found) == (1, {"a": "5"})
+
+    follow(api, story)
+
+
+def test_gone_leads_to_a_new_list_and_what_vanished_meanwhile_is_dropped() -> None:
+    api = FakeApi()
+    api.items = [item("a", 1)]
+    api.watches = [[event("ADDED", "lost", 5), GONE]]
+
+    async def story(view: View, reflector: Reflector) -> None:
+        await until(lambda: reflector.lists == 2)
+        assert view.found == {"a": "1"}
+
+    follow(api, story)
+
+
+def test_a_relist_is_not_synced_until_a_new_consistent_list_was_read() -> None:
+    api = FakeApi()
+
+    async def story(view: View, reflector: Reflector) -> None:
+        await reflector.wait_synced()
+        await until(lambda: len(api.seen) == 2)
+        api.items = [item("new", 3)]
+
+        reflector.relist()
+
+        assert not reflector.synced
+        await reflector.wait_synced()
+        assert view.found == {"new": "3"}
+        assert "resourceVersion" not in api.seen[2][1]
+
+    follow(api, story)
+
+
+def test_a_refused_list_is_tried_again() -> None:
+    api = FakeApi()
+    api.answers = [(403, {"reason": "Forbidden"}, {}), (500, {}, {}), (429, {}, {})]
+    api.items = [item("a", 1)]
+
+    async def story(view: View, reflector: Reflector) -> None:
+        await until(lambda: view.found == {"a": "1"})
+
+    follow(api, story)
+
+
+def test_a_refusal_carries_reason_message_and_when_to_come_back() -> None:
+    api = FakeApi()
+    api.answers = [(429, {"reason": "TooManyRequests", "message": "slow down"}, {"Retry-After": "3"})]
+
+    with pytest.raises(ApiError) as refused:
+        call(api)
+
+    error = refused.value
+    assert (error.status, error.reason, error.message, error.retry_after_s) == (
+        429,
+        "TooManyRequests",
+        "slow down",
+        3.0,
+    )
+
+
+def test_no_answer_is_told_from_a_refusal() -> None:
+    api = FakeApi()
+    api.answers = [(0, {}, {})]
+
+    with pytest.raises(Unreachable):
+        call(api, "POST")
+    assert len(api.seen) == 1  # a write is never repeated on its own
+
+
+def test_a_kept_connection_that_was_closed_is_replaced_for_reads() -> None:
+    async def run() -> None:
+        api = FakeApi()
+        async with api as access:
+            client = KubeClient(access)
+            await client.request("GET", "/things")
+            api.answers = [(0, {}, {})]
+            await client.request("GET", "/things")
+            assert len(api.seen) == 3
+            client.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_there_is_unreachable() -> None:
+    async def run() -> None:
+        api = FakeApi()
+        async with api as access:
+            pass
+        with pytest.raises(Unreachable):
+            await KubeClient(access).request("GET", "/things")
+
+    asyncio.run(run())

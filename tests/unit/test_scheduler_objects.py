@@ -1,0 +1,114 @@
+"""What users and nodes write: read where it can be used, refused by field and value where not."""
+
+import re
+
+import pytest
+from reports import harvest_node, pod
+from valve_scheduler import names
+from valve_scheduler.errors import InvalidObject
+from valve_scheduler.objects import node_report, offline_pod, pod_place, workload_profile
+
+
+def test_a_pod_is_read_with_its_owner_and_wishes() -> None:
+    wish = offline_pod(pod(gpus=2, annotations={names.SLA: "0.30", names.PROFILE: "llama"}, owner="job-1"))
+
+    assert (wish.gpus, wish.sla, wish.profile, wish.owner_uid) == (2, 0.3, "llama", "job-1")
+
+
+def test_a_pod_without_sla_is_best_effort_and_its_own_owner() -> None:
+    wish = offline_pod(pod())
+
+    assert (wish.sla, wish.owner_uid) == (0.0, "uid-p1")
+
+
+@pytest.mark.parametrize("text", ["0", "-0.1", "1.01", "30%", "nan", "inf", "", " "])
+def test_an_sla_outside_its_range_is_refused_with_its_value(text: str) -> None:
+    given = pod(annotations={names.SLA: text})
+    if not text:
+        assert offline_pod(given).sla == 0.0
+        return
+
+    with pytest.raises(InvalidObject, match=re.escape(f"is {text!r}, must be a number in (0, 1]")):
+        offline_pod(given)
+
+
+@pytest.mark.parametrize("gpus", ["0", "9", "x", "-1", "1.5"])
+def test_a_gpu_count_no_node_can_serve_is_refused(gpus: str) -> None:
+    with pytest.raises(InvalidObject, match=names.RESOURCE):
+        offline_pod(pod(gpus=gpus))
+
+
+def test_init_containers_count_by_the_largest_and_containers_by_the_sum() -> None:
+    given = pod(gpus=2)
+    limits = {"resources": {"limits": {names.RESOURCE: "3"}}}
+    given["spec"]["initContainers"] = [limits, limits]
+
+    assert offline_pod(given).gpus == 3
+
+
+def test_a_place_is_read_whatever_else_the_pod_says() -> None:
+    place = pod_place(pod(gpus="x", annotations={names.SLA: "9"}, node="n1", held="GPU-a,GPU-b"))
+
+    assert (place.node, place.gpu_uuids, place.finished) == ("n1", ("GPU-a", "GPU-b"), False)
+
+
+def test_a_report_is_read_into_rows() -> None:
+    report = node_report(harvest_node(idle=0.25, cards=2))
+
+    assert report.idle.tolist() == [0.25, 0.25] + [0.0] * 6
+    assert report.alignment[0, 1] == 1.0
+    assert report.alignment[2, 3] == 0.0  # no such GPUs, so never a set
+    assert report.histogram[0].sum() == 1.0
+
+
+def test_the_longest_window_of_idle_time_is_taken() -> None:
+    given = harvest_node()
+    given["status"]["gpus"][0]["idle"] = {"1m": 0.1, "10m": 0.2}
+
+    assert node_report(given).idle[0] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alignment", [1.0]),
+        ("alignment", [2.0] * 28),
+        ("observedAt", "yesterday"),
+        ("memoryMiB", None),
+        ("gpus", [{"uuid": "GPU-a"}]),
+        ("gpus", [{"uuid": "GPU-a", "idle": {"1h": 1.5}, "freeMemory": [1.0] * 32}]),
+        ("gpus", [{"uuid": "GPU-a", "idle": {"1h": 0.5}, "freeMemory": [1.0] * 31}]),
+        ("gpus", [{"uuid": "GPU-a", "idle": {"1h": 0.5}, "freeMemory": [-1.0] * 32}]),
+        ("gpus", [{"uuid": f"GPU-{gpu}", "idle": {}, "freeMemory": [1.0] * 32} for gpu in range(9)]),
+    ],
+)
+def test_a_report_with_an_impossible_part_is_refused_as_a_whole(field: str, value: object) -> None:
+    with pytest.raises(InvalidObject, match="GPUHarvestNode n1"):
+        node_report(harvest_node(**{field: value}))
+
+
+def test_a_profile_is_of_use_once_it_is_ready() -> None:
+    spec = {
+        "workload": {"model": "llama", "gpuModel": "H100"},
+        "standaloneTokensPerSecond": 900,
+        "curve": [{"freeMiB": 40_000, "tokensPerSecond": 900}, {"freeMiB": 20_000, "tokensPerSecond": 500}],
+        "fitMiB": 18_000,
+    }
+
+    ready = workload_profile({"spec": spec, "status": {"phase": "Ready"}})
+
+    assert ready is not None
+    assert (ready.curve.free_mib, ready.fit_mib, ready.gpu_model) == ((20_000, 40_000), 18_000, "H100")
+    assert workload_profile({"spec": spec, "status": {"phase": "Profiling"}}) is None
+
+
+def test_a_curve_that_falls_is_refused_with_the_name_of_the_profile() -> None:
+    curve = [{"freeMiB": 1, "tokensPerSecond": 9}, {"freeMiB": 2, "tokensPerSecond": 1}]
+    profile = {
+        "metadata": {"name": "odd"},
+        "spec": {"standaloneTokensPerSecond": 9, "curve": curve},
+        "status": {"phase": "Ready"},
+    }
+
+    with pytest.raises(InvalidObject, match="OfflineProfile odd: curve must rise"):
+        workload_profile(profile)

@@ -1,0 +1,140 @@
+"""The HTTP server: one write per answer, and no request that harms the next."""
+
+import asyncio
+import json
+
+import pytest
+from valve_scheduler.extender_service import ExtenderService, ExtenderSettings
+from valve_scheduler.kube.access import Access
+from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.leadership import Leadership
+from valve_scheduler.server import Answer, serve, text_answer
+
+
+async def handler(method: str, path: str, body: bytes) -> Answer:
+    if path == "/raise":
+        raise RuntimeError("a bug")
+    return text_answer(f"{method} {path} {len(body)}")
+
+
+def talk(*pieces: bytes) -> bytes:
+    """What the server sends until it closes, for pieces that arrive one after another."""
+
+    async def run() -> bytes:
+        server = await serve(handler, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+        server.close()
+
+        return answer
+
+    return asyncio.run(run())
+
+
+def test_requests_on_one_connection_are_answered_in_order_with_their_length() -> None:
+    answer = talk(b"GET /a HTTP/1.1\r\n\r\nPOST /b?x=1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+
+    heads = answer.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert [head.split(b"\r\n\r\n")[1] for head in heads] == [b"GET /a 0\n", b"POST /b 3\n"]
+    assert all(b"Content-Length: 9\r\n" in head or b"Content-Length: 10\r\n" in head for head in heads)
+
+
+def test_a_chunked_body_is_put_together() -> None:
+    head = b"POST /b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    assert b"POST /b 5\n" in talk(head, b"3\r\nabc\r\n", b"2\r\nde\r\n0\r\n\r\n")
+
+
+def test_a_failing_handler_costs_its_own_request_only() -> None:
+    answer = talk(b"GET /raise HTTP/1.1\r\n\r\nGET /a HTTP/1.1\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert answer.endswith(b"GET /a 0\n")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nno colon\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /a HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc",
+        b"GET /" + b"a" * 70_000,
+    ],
+)
+def test_what_is_not_http_closes_the_connection_without_an_answer(garbage: bytes) -> None:
+    assert talk(garbage) == b""
+
+
+def service(hostname: str = "") -> ExtenderService:
+    access = Access(host="127.0.0.1", port=1, tls=None, authorization=str)
+    return ExtenderService(KubeClient(access), ExtenderSettings(hostname=hostname))
+
+
+def answer(path: str, body: bytes = b"{}", method: str = "POST") -> Answer:
+    return asyncio.run(service().answer(method, path, body))
+
+
+def test_calls_before_the_first_list_are_503_and_readyz_names_what_is_missing() -> None:
+    assert answer("/scheduler/filter").status == 503
+    assert json.loads(answer("/scheduler/bind").body)["Error"].startswith("valve: this replica does not lead")
+
+    probe = asyncio.run(service().probe("GET", "/readyz", b""))
+
+    assert probe.status == 503
+    assert b"/api/v1/pods" in probe.body
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"null", b"\xff"])
+def test_a_body_that_is_no_request_is_a_400(body: bytes) -> None:
+    ready = service()
+    for view in ready.views:
+        view._listed.set()
+
+    assert asyncio.run(ready.answer("POST", "/scheduler/filter", body)).status == 400
+
+
+def test_unknown_calls_are_404() -> None:
+    assert answer("/scheduler/preempt").status == 404
+    assert answer("/scheduler/filter", method="GET").status == 404
+
+
+def test_metrics_are_served_with_their_descriptions() -> None:
+    probe = asyncio.run(service().probe("GET", "/metrics", b""))
+
+    assert b"# HELP valve_extender_request_seconds Time to answer" in probe.body
+    assert b"valve_extender_ready 0.0" in probe.body
+
+
+def lease(holder: str) -> dict[str, dict[str, str]]:
+    return {"spec": {"holderIdentity": holder}}
+
+
+def test_each_gain_of_the_lease_asks_for_one_new_list() -> None:
+    gains: list[str] = []
+    leadership = Leadership("pod-a", lambda: gains.append("gain"))
+
+    holders = ["pod-b_1", "pod-a_1", "pod-a_1", "pod-a_2", "pod-b_2"]
+    leads = []
+    for holder in holders:
+        leadership.put(lease(holder))
+        leads.append(leadership.leads)
+
+    assert leads == [False, True, True, True, False]
+    assert len(gains) == 2  # a restarted scheduler of our own pod is a new leader
+
+
+@pytest.mark.parametrize("holder", ["", "pod-a", "pod-ab_1", "xpod-a_1"])
+def test_a_lease_of_someone_else_never_leads(holder: str) -> None:
+    leadership = Leadership("pod-a", lambda: None)
+
+    leadership.put(lease(holder))
+
+    assert not leadership.leads

@@ -1,0 +1,110 @@
+"""Trace input: what is read, what is skipped, what is refused and with which words."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from valve_tools.sim.traces import NS, Lengths, Trace, TraceError, read_file, read_folder
+
+GOOD = "t_s,in_tok,out_tok\n0.5,10,3\n1.25,20,1\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def test_a_plain_and_a_compressed_trace_read_alike(tmp_path):
+    plain = read_file(write(tmp_path, "a.csv", GOOD))
+    packed = read_file(write(tmp_path, "b.csv.gz", GOOD))
+
+    assert isinstance(plain, Trace)
+    assert isinstance(packed, Trace)
+    assert [NS // 2, NS + NS // 4] == plain.arrive_ns.tolist() == packed.arrive_ns.tolist()
+    assert plain.in_tok.tolist() == [10, 20]
+    assert plain.out_tok.tolist() == [3, 1]
+
+
+def test_further_columns_and_their_order_do_not_matter(tmp_path):
+    found = read_file(write(tmp_path, "a.csv", "reuse,out_tok,t_s,in_tok\n7,3,0.5,10\n"))
+
+    assert isinstance(found, Trace)
+    assert (found.in_tok[0], found.out_tok[0]) == (10, 3)
+
+
+def test_a_row_with_a_blank_cell_is_a_missing_sample(tmp_path):
+    found = read_file(write(tmp_path, "a.csv", "t_s,in_tok,out_tok\n0,1,1\n1,,2\n2,3,3\n"))
+
+    assert isinstance(found, Trace)
+    assert (found.requests, found.skipped) == (2, 1)
+
+
+def test_lengths_without_times_are_a_batch_job(tmp_path):
+    found = read_file(write(tmp_path, "a.csv", "in_tok,out_tok\n100,5\n"))
+
+    assert isinstance(found, Lengths)
+    assert found.in_tok.tolist() == [100]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("x,1,1", "t_s is 'x', not a number"),
+        ("1,1.5,1", "in_tok is 1.5, it must be a whole number"),
+        ("1,0,1", "in_tok is 0, it must be a whole number"),
+        ("1,1,-4", "out_tok is -4, it must be finite and not negative"),
+        ("nan,1,1", "t_s is nan, it must be finite"),
+        ("0.2,1,1", "t_s 0.2 is before the row above"),
+        ("1,1", "2 cells where the header has 3"),
+    ],
+)
+def test_a_malformed_row_is_refused_with_file_and_line(tmp_path, row, words):
+    path = write(tmp_path, "bad.csv", f"t_s,in_tok,out_tok\n0.5,1,1\n{row}\n")
+
+    with pytest.raises(TraceError) as refused:
+        read_file(path)
+
+    assert str(refused.value).startswith(f"{path}:3: ")
+    assert words in str(refused.value)
+
+
+def test_a_truncated_archive_is_refused_by_name(tmp_path):
+    path = tmp_path / "cut.csv.gz"
+    path.write_bytes(gzip.compress((GOOD * 50).encode())[:40])
+
+    with pytest.raises(TraceError, match=r"cut\.csv\.gz: unreadable"):
+        read_file(path)
+
+
+def test_a_folder_keeps_traces_and_lengths_and_names_what_it_ignored(tmp_path):
+    write(tmp_path, "one.csv", GOOD)
+    write(tmp_path, "lengths.csv", "in_tok,out_tok\n1,1\n")
+    write(tmp_path, "rates.csv", "t,client,rate\n0,1,2\n")
+    write(tmp_path, "README.md", "words")
+
+    folder = read_folder(tmp_path)
+
+    assert [trace.name for trace in folder.traces] == ["one"]
+    assert [one.name for one in folder.lengths] == ["lengths"]
+    assert folder.ignored == ("README.md", "rates.csv")
+
+
+def test_a_folder_without_a_request_trace_is_refused(tmp_path):
+    write(tmp_path, "rates.csv", "t,client,rate\n0,1,2\n")
+
+    with pytest.raises(TraceError, match="holds no request trace"):
+        read_folder(tmp_path)
+
+
+def test_thinning_keeps_every_kth_request(tmp_path):
+    found = read_file(write(tmp_path, "a.csv", "t_s,in_tok,out_tok\n" + "".join(f"{i},{i + 1},1\n" for i in range(6))))
+
+    assert isinstance(found, Trace)
+    assert found.thinned(3).in_tok.tolist() == [1, 4]
+    assert found.thinned(3).label == "a/3"

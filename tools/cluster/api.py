@@ -1,0 +1,115 @@
+"""A blocking API client for scripts and tests: plain JSON in, plain JSON out, any user by impersonation."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import local
+from typing import Any
+
+Json = dict[str, Any]
+MERGE_PATCH = "application/merge-patch+json"
+
+
+class Refused(Exception):
+    """The API server said no."""
+
+    def __init__(self, status: int, answer: Json) -> None:
+        super().__init__(f"{status} {answer.get('reason')}: {answer.get('message')}")
+        self.status = status
+        self.answer = answer
+
+
+class Api:
+    """One connection per thread, kept. The server's certificate is its own and not checked.
+
+    It is on loopback.
+    """
+
+    def __init__(self, port: int, token: str, impersonate: str = "", groups: Iterable[str] = ()) -> None:
+        self._port = port
+        self._token = token
+        self._impersonate = impersonate
+        self._groups = tuple(groups)
+        self._tls = ssl._create_unverified_context()
+        self._local = local()
+
+    def user(self, name: str, *groups: str) -> Api:
+        return Api(self._port, self._token, name, groups)
+
+    def call(self, method: str, path: str, body: Any = None, *, content_type: str = "application/json") -> Json:
+        data = None if body is None else json.dumps(body)
+        try:
+            status, raw = self._exchange(method, path, data, content_type)
+        except (OSError, http.client.HTTPException):
+            self._local.connection = None  # half-used: the next call starts afresh
+            raise
+        try:
+            answer = json.loads(raw)
+        except ValueError:
+            answer = {"message": raw.decode(errors="replace")}
+        if status >= 400:
+            raise Refused(status, answer)
+
+        return dict(answer)
+
+    def _exchange(self, method: str, path: str, data: str | None, content_type: str) -> tuple[int, bytes]:
+        connection = self._connection()
+        connection.putrequest(method, path)
+        connection.putheader("Authorization", f"Bearer {self._token}")
+        connection.putheader("Content-Type", content_type)
+        if self._impersonate:
+            connection.putheader("Impersonate-User", self._impersonate)
+        for group in self._groups:
+            connection.putheader("Impersonate-Group", group)
+        if data is not None:
+            connection.putheader("Content-Length", str(len(data.encode())))
+        connection.endheaders(data.encode() if data is not None else None)
+        response = connection.getresponse()
+
+        return response.status, response.read()
+
+    def get(self, path: str) -> Json:
+        return self.call("GET", path)
+
+    def post(self, path: str, body: Any) -> Json:
+        return self.call("POST", path, body)
+
+    def put(self, path: str, body: Any) -> Json:
+        return self.call("PUT", path, body)
+
+    def patch(self, path: str, body: Any) -> Json:
+        return self.call("PATCH", path, body, content_type=MERGE_PATCH)
+
+    def delete(self, path: str, body: Any = None) -> Json:
+        return self.call("DELETE", path, body)
+
+    def watch_lines(self, path: str) -> Iterator[bytes]:
+        """Lines of a watch that ends by its own timeoutSeconds; it has begun when this returns."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
+        response = connection.getresponse()
+
+        return iter(response.readline, b"")
+
+    def each(self, calls: Iterable[tuple[str, str, Any]], threads: int = 8) -> None:
+        """Many calls of (method, path, body) at once; PATCH is a merge patch. The first failure is raised."""
+
+        def one(call: tuple[str, str, Any]) -> None:
+            method, path, body = call
+            kind = MERGE_PATCH if method == "PATCH" else "application/json"
+            self.call(method, path, body, content_type=kind)
+
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(one, call) for call in calls]:
+                done.result()
+
+    def _connection(self) -> http.client.HTTPSConnection:
+        if getattr(self._local, "connection", None) is None:
+            self._local.connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=self._tls, timeout=60)
+        connection: http.client.HTTPSConnection = self._local.connection
+
+        return connection

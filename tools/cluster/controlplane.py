@@ -1,0 +1,258 @@
+"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler with Valve's extender, all on loopback.
+
+The binaries come from `make cluster-tools`, or from KUBEBUILDER_ASSETS as envtest users have them. Every
+process is a child of this one and dies with it."""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from valve_tools.cluster.api import Api, Refused
+
+TOKEN = "administrator-of-a-test"
+PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class NotBuilt(Exception):
+    """The control plane's programs are not here."""
+
+
+def binaries(root: Path) -> Path:
+    """Where they are; raises NotBuilt with the command that makes them."""
+    script = root / "tests/cluster/build_tools.sh"
+    found = subprocess.run([str(script), "--where"], capture_output=True, text=True, check=True)
+    folder = Path(found.stdout.strip())
+    missing = [name for name in PROGRAMS if not (folder / name).exists()]
+    if missing:
+        raise NotBuilt(f"no {', '.join(missing)}: build them once with `make cluster-tools` (Go 1.26, 6 minutes)")
+
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+
+    return port
+
+
+def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+    """The first true answer; a refusal or no connection counts as not yet.
+
+    The deadline only ends a hung run.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            if found := check():
+                return found
+            last: object = "not yet"
+        except (OSError, http.client.HTTPException, Refused) as error:
+            last = error
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: {last}")
+        time.sleep(0.05)
+
+
+class ControlPlane:
+    """Start with `start`, add a scheduler with `start_scheduler`, end with `stop`."""
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self.folder = folder
+        self.programs = programs
+        self.port = free_port()
+        self.api = Api(self.port, TOKEN)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._arguments: dict[str, list[str]] = {}
+        self.kubeconfig = folder / "kubeconfig"
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        self._write_identity()
+        etcd, peers = free_port(), free_port()
+        self.spawn("etcd", *self._etcd_flags(etcd, peers))
+        self.spawn("kube-apiserver", *self._apiserver_flags(etcd))
+        wait_for("the API server", lambda: self.api.get("/version"))
+        self.spawn(
+            "kube-controller-manager",
+            f"--kubeconfig={self.kubeconfig}",
+            "--use-service-account-credentials",
+            f"--service-account-private-key-file={self.folder}/accounts.key",
+            "--leader-elect=false",
+            # Nobody renews the leases of made-up nodes.
+            "--controllers=*,-nodelifecycle,-taint-eviction-controller",
+            f"--secure-port={free_port()}",
+            "--bind-address=127.0.0.1",
+            f"--cert-dir={self.folder}/manager",
+        )
+        wait_for(
+            "the default service account", lambda: self.api.get("/api/v1/namespaces/default/serviceaccounts/default")
+        )
+
+    def spawn(self, name: str, *arguments: str, program: str | None = None) -> subprocess.Popen[bytes]:
+        """Start or restart a process under a name; its output goes to NAME.log in the folder."""
+        command = program or str(self.programs / name)
+        self._arguments[name] = [command, *arguments]
+        return self.restart(name)
+
+    def restart(self, name: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                self._arguments[name],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - two system calls, nothing that locks
+            )
+        self.processes[name] = process
+
+        return process
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        """In reverse order of start, so that nothing waits for what is already gone."""
+        for name in reversed(list(self.processes)):
+            process = self.processes.pop(name)
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start_extender(self, *, name: str = "extender", arguments: tuple[str, ...] = ()) -> tuple[int, int]:
+        """Returns its port for kube-scheduler and its port for probes."""
+        port, probes = free_port(), free_port()
+        flags = ["-m", "valve_scheduler.main", f"--kubeconfig={self.kubeconfig}", "extender", f"--port={port}"]
+        flags += ["--probe-host=127.0.0.1", f"--probe-port={probes}", *(arguments or ("--no-leader-election",))]
+        self.spawn(name, *flags, program=sys.executable)
+
+        return port, probes
+
+    def start_scheduler(self, extender_port: int, *, name: str = "kube-scheduler", lease: bool = False) -> int:
+        """A stock kube-scheduler with the configuration of the chart; returns its secure port."""
+        configuration = self.folder / f"{name}.json"
+        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, lease)))
+        port = free_port()
+        self.spawn(
+            name,
+            f"--config={configuration}",
+            f"--authentication-kubeconfig={self.kubeconfig}",
+            f"--authorization-kubeconfig={self.kubeconfig}",
+            "--authorization-always-allow-paths=/healthz,/readyz,/metrics",
+            f"--secure-port={port}",
+            "--bind-address=127.0.0.1",
+            f"--cert-dir={self.folder}/{name}",
+            program=str(self.programs / "kube-scheduler"),
+        )
+
+        return port
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def _scheduler_configuration(self, extender_port: int, lease: bool) -> dict[str, Any]:
+        election: dict[str, Any] = {"leaderElect": lease}
+        if lease:
+            election |= {"resourceName": "valve-scheduler", "resourceNamespace": "default"}
+            election |= {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}
+        return {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "clientConnection": {"kubeconfig": str(self.kubeconfig), "qps": 500, "burst": 1000},
+            "leaderElection": election,
+            "percentageOfNodesToScore": 100,
+            "podInitialBackoffSeconds": 1,
+            "podMaxBackoffSeconds": 30,
+            "profiles": [{"schedulerName": "valve-scheduler"}],
+            "extenders": [
+                {
+                    "urlPrefix": f"http://127.0.0.1:{extender_port}/scheduler",
+                    "filterVerb": "filter",
+                    "prioritizeVerb": "prioritize",
+                    "bindVerb": "bind",
+                    "weight": 10,
+                    "nodeCacheCapable": True,
+                    "httpTimeout": "2s",
+                    "ignorable": False,
+                    "managedResources": [{"name": "valve.gpu/harvested-gpu", "ignoredByScheduler": False}],
+                }
+            ],
+        }
+
+    def _etcd_flags(self, port: int, peers: int) -> list[str]:
+        return [
+            f"--data-dir={self.folder}/etcd",
+            f"--listen-client-urls=http://127.0.0.1:{port}",
+            f"--advertise-client-urls=http://127.0.0.1:{port}",
+            f"--listen-peer-urls=http://127.0.0.1:{peers}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peers}",
+            f"--initial-cluster=default=http://127.0.0.1:{peers}",
+            "--unsafe-no-fsync",
+            "--log-level=error",
+        ]
+
+    def _apiserver_flags(self, etcd: int) -> list[str]:
+        key = self.folder / "accounts.key"
+        return [
+            f"--etcd-servers=http://127.0.0.1:{etcd}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self.port}",
+            f"--cert-dir={self.folder}/apiserver",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={key}",
+            f"--service-account-signing-key-file={key}",
+            "--authorization-mode=RBAC",
+            f"--token-auth-file={self.folder}/tokens.csv",
+            "--endpoint-reconciler-type=none",
+            "--allow-privileged",
+            "--service-cluster-ip-range=10.0.0.0/24",
+        ]
+
+    def _write_identity(self) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        pem = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.TraditionalOpenSSL,
+            serialization.NoEncryption(),
+        )
+        (self.folder / "accounts.key").write_bytes(pem)
+        (self.folder / "tokens.csv").write_text(f"{TOKEN},administrator,1,system:masters\n")
+        cluster = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+        self.kubeconfig.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": "test",
+                    "clusters": [{"name": "test", "cluster": cluster}],
+                    "users": [{"name": "test", "user": {"token": TOKEN}}],
+                    "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+                }
+            )
+        )
+
+
+def _die_with_parent() -> None:
+    os.setpgid(0, 0)  # a Ctrl-C is for us; we end them in order
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""The demo: an online service and an offline job share one emulated GPU."""

@@ -1,0 +1,144 @@
+"""A whole Valve node on the emulated GPU, in a folder of its own: server, valved, and whatever runs on it.
+
+The product's own binaries run here exactly as on a real node; only the driver behind them is a stand-in. The demo, the
+node benchmarks and tests/node share this one way of bringing it up and taking it down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from valve_tools.emulator import node as emulated
+from valve_tools.emulator.client import Emulator
+
+from valved.cli.client import Node, is_running
+
+Seen = TypeVar("Seen")
+
+PATIENCE_S = 30.0  # only ends a hung run; nothing is judged by it
+VALVE = Path(sys.executable).parent / "valve"
+
+
+class NodeError(Exception):
+    """The node did not do what was waited for; the message holds what is known."""
+
+
+class EmulatedNode:
+    """Use as a context manager. Everything started through it is gone afterwards."""
+
+    def __init__(
+        self, folder: Path, *, options: emulated.Options | None = None, mode: str = "harvest", config: str = ""
+    ) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.mode = mode
+        self.config = config
+        self.valved: subprocess.Popen[bytes] | None = None
+        self._options = options or emulated.Options()
+        self._server: subprocess.Popen[str] | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._emulator: Emulator | None = None
+
+    def __enter__(self) -> EmulatedNode:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._server = emulated.start(self.folder / "emu", self._options)
+        self._emulator = Emulator(self.folder / "emu")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in [*self._children, *([self.valved] if self.valved else [])]:
+            if child.poll() is None:
+                child.send_signal(signal.SIGCONT)
+                child.kill()
+            child.wait()
+        if self._emulator:
+            self._emulator.close()
+        if self._server:
+            emulated.stop(self._server)
+
+    @property
+    def emulator(self) -> Emulator:
+        assert self._emulator is not None, "enter the node first"
+        return self._emulator
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a process on this node finds: the stand-in driver and the run folder."""
+        env = emulated.environment(self.folder / "emu", os.environ)
+        return {**env, "VALVE_RUN_DIR": str(self.run_dir), **(extra or {})}
+
+    # valved
+
+    def start_valved(self, *flags: str) -> subprocess.Popen[bytes]:
+        """Start valved and return once it answers. Its log is `valved.log` in the node's folder."""
+        argv = [sys.executable, "-m", "valved.main", "--run-dir", str(self.run_dir), "--mode", self.mode, *flags]
+        if self.config:
+            path = self.folder / "valve.toml"
+            path.write_text(self.config)
+            argv += ["--config", str(path)]
+        with (self.folder / "valved.log").open("ab") as log:
+            self.valved = subprocess.Popen(
+                argv, env=self.environment(), stdout=log, stderr=log, cwd="/", start_new_session=True
+            )
+        self.wait_for(self._is_answering, "valved answers")
+        return self.valved
+
+    def _is_answering(self) -> bool:
+        if self.valved is not None and self.valved.poll() is not None:
+            log = (self.folder / "valved.log").read_text(errors="replace")[-2000:]
+            raise NodeError(f"valved ended with {self.valved.returncode}:\n{log}")
+        return is_running(self.run_dir)
+
+    def stop_valved(self, how: signal.Signals = signal.SIGTERM) -> int:
+        assert self.valved is not None, "start valved first"
+        self.valved.send_signal(how)
+        return self.valved.wait(PATIENCE_S)
+
+    def status(self) -> Any:
+        """One answer of GetStatus."""
+        connection = Node(self.run_dir)
+        try:
+            return connection.status()
+        finally:
+            connection.close()
+
+    # workloads
+
+    def run(
+        self,
+        role: str,
+        argv: Sequence[str | Path],
+        *,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        out: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a program: role "online" or "offline" through `valve run`, "" without Valve."""
+        command = [str(part) for part in argv]
+        if role:
+            command = [str(VALVE), "run", f"--{role}", *(["--name", name] if name else []), "--", *command]
+        sink = out.open("wb") if out else (self.folder / f"{name or 'program'}.log").open("ab")
+        with sink:
+            child = subprocess.Popen(command, env=self.environment(env), stdout=sink, stderr=subprocess.STDOUT, cwd="/")
+        self._children.append(child)
+        return child
+
+    def wait_for(self, look: Callable[[], Seen], what: str, patience_s: float = PATIENCE_S) -> Seen:
+        """The first truthy answer of `look`. The patience ends only a hung run."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            seen = look()
+            if seen:
+                return seen
+            if time.monotonic() > deadline:
+                raise NodeError(f"never happened: {what}")
+            time.sleep(0.005)

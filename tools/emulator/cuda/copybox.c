@@ -1,0 +1,127 @@
+/* copybox.c - the memcpy forms that copy boxes, and lists of copies. Arrays are not emulated. */
+#include "copy.h"
+
+static bool side2d(const struct copy2d_side *side, uint64_t *address, size_t *pitch)
+{
+	bool is_host = side->type == CU_MEMORYTYPE_HOST;
+
+	if (side->type == CU_MEMORYTYPE_ARRAY)
+		return false;
+	*pitch = side->pitch;
+	*address = (is_host ? (uintptr_t)side->host : side->device) + side->y * side->pitch + side->x;
+	return true;
+}
+
+static CUresult copy2d(const CUDA_MEMCPY2D *copy, CUstream stream, bool wait)
+{
+	struct box box = {.depth = 1};
+
+	if (!copy)
+		return CUDA_ERROR_INVALID_VALUE;
+	box.width = copy->width;
+	box.height = copy->height;
+	if (!side2d(&copy->src, &box.from, &box.from_pitch) || !side2d(&copy->dst, &box.to, &box.to_pitch))
+		return CUDA_ERROR_NOT_SUPPORTED;
+	if (box.height > 1 && (box.from_pitch < box.width || box.to_pitch < box.width))
+		return CUDA_ERROR_INVALID_VALUE;
+	return copy_box(&box, stream, wait);
+}
+
+static bool side3d(const struct copy3d_side *side, uint64_t *address, size_t *pitch, size_t *slice)
+{
+	bool is_host = side->type == CU_MEMORYTYPE_HOST;
+
+	if (side->type == CU_MEMORYTYPE_ARRAY)
+		return false;
+	*pitch = side->pitch;
+	*slice = side->pitch * side->height;
+	*address = (is_host ? (uintptr_t)side->host : side->device) + side->z * *slice +
+	           side->y * side->pitch + side->x;
+	return true;
+}
+
+static CUresult copy3d(const CUDA_MEMCPY3D *copy, CUstream stream, bool wait)
+{
+	struct box box = {0};
+
+	if (!copy)
+		return CUDA_ERROR_INVALID_VALUE;
+	box.width = copy->width;
+	box.height = copy->height;
+	box.depth = copy->depth;
+	if (!side3d(&copy->src, &box.from, &box.from_pitch, &box.from_slice) ||
+	    !side3d(&copy->dst, &box.to, &box.to_pitch, &box.to_slice))
+		return CUDA_ERROR_NOT_SUPPORTED;
+	return copy_box(&box, stream, wait);
+}
+
+#define BOX(name, type, copy)                                    \
+	CUAPI(name, const type *params)                          \
+	{                                                        \
+		return copy(params, NULL, true);                 \
+	}                                                        \
+	CUAPI(name##_ptds, const type *params)                   \
+	{                                                        \
+		return copy(params, CU_STREAM_PER_THREAD, true); \
+	}
+#define BOX_ASYNC(name, type, copy)                             \
+	CUAPI(name, const type *params, CUstream stream)        \
+	{                                                       \
+		return copy(params, stream, false);             \
+	}                                                       \
+	CUAPI(name##_ptsz, const type *params, CUstream stream) \
+	{                                                       \
+		return copy(params, PER_THREAD(stream), false); \
+	}
+BOX(cuMemcpy2D_v2, CUDA_MEMCPY2D, copy2d)
+BOX(cuMemcpy2DUnaligned_v2, CUDA_MEMCPY2D, copy2d)
+BOX(cuMemcpy3D_v2, CUDA_MEMCPY3D, copy3d)
+BOX(cuMemcpy3DPeer, CUDA_MEMCPY3D, copy3d)
+BOX_ASYNC(cuMemcpy2DAsync_v2, CUDA_MEMCPY2D, copy2d)
+BOX_ASYNC(cuMemcpy3DAsync_v2, CUDA_MEMCPY3D, copy3d)
+BOX_ASYNC(cuMemcpy3DPeerAsync, CUDA_MEMCPY3D, copy3d)
+
+static CUresult batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes, size_t count,
+                      size_t *failed, CUstream stream)
+{
+	if (!to || !from || !bytes || !count || (uintptr_t)stream <= 1)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < count; i++) {
+		CUresult result = copy_flat(to[i], from[i], bytes[i], stream, false);
+		if (!result)
+			continue;
+		if (failed)
+			*failed = i;
+		return result;
+	}
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemcpyBatchAsync, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes, size_t count,
+      const void *attributes, const size_t *indexes, size_t attribute_count, size_t *failed, CUstream stream)
+{
+	(void)attributes, (void)indexes, (void)attribute_count;
+	return batch(to, from, bytes, count, failed, stream);
+}
+
+CUAPI(cuMemcpyBatchAsync_v2, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+      size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, CUstream stream)
+{
+	(void)attributes, (void)indexes, (void)attribute_count;
+	return batch(to, from, bytes, count, NULL, stream);
+}
+
+CUAPI(cuMemcpyBatchAsync_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+      size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, size_t *failed,
+      CUstream stream)
+{
+	(void)attributes, (void)indexes, (void)attribute_count;
+	return batch(to, from, bytes, count, failed, PER_THREAD(stream));
+}
+
+CUAPI(cuMemcpyBatchAsync_v2_ptsz, const CUdeviceptr *to, const CUdeviceptr *from, const size_t *bytes,
+      size_t count, const void *attributes, const size_t *indexes, size_t attribute_count, CUstream stream)
+{
+	(void)attributes, (void)indexes, (void)attribute_count;
+	return batch(to, from, bytes, count, NULL, PER_THREAD(stream));
+}

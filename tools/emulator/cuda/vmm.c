@@ -1,0 +1,239 @@
+/*
+ * vmm.c - physical handles: create, release, retain, export, import. Rules and refusals as in the facts on CUDA virtual
+ * memory (cuda-interposition 3.1): sizes are whole granules, exporting must have been asked for at creation, importing
+ * pairs with a release of its own.
+ */
+#include "vmm.h"
+#include "rm.h"
+#include "wire.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define IMPORT_TYPE_RM_OBJECT 1u
+#define HANDLE_TYPES_KNOWN    (CU_MEM_HANDLE_POSIX_FD)
+
+struct vmm_handle *handle_from(CUmemGenericAllocationHandle value)
+{
+	struct vmm_handle *handle = (struct vmm_handle *)(uintptr_t)value;
+
+	return handle && handle->magic == MAGIC_HANDLE ? handle : NULL;
+}
+
+struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *prop, uint64_t bytes,
+                              uint32_t h_memory)
+{
+	struct vmm_handle *handle = calloc(1, sizeof(*handle));
+
+	if (!handle)
+		abort();
+	handle->magic = MAGIC_HANDLE;
+	handle->dev = dev;
+	handle->prop = *prop;
+	handle->bytes = bytes;
+	handle->h_memory = h_memory;
+	handle->refs = 1;
+	return handle;
+}
+
+void handle_drop(struct vmm_handle *handle, bool is_mapping)
+{
+	pthread_mutex_lock(&memory.lock);
+	if (is_mapping)
+		handle->mappings--;
+	else
+		handle->refs--;
+	bool is_last = !handle->refs && !handle->mappings;
+	if (is_last)
+		handle->magic = 0;
+	pthread_mutex_unlock(&memory.lock);
+	if (!is_last)
+		return;
+	rm_free(handle->dev->h_device, handle->h_memory);
+	free(handle);
+}
+
+/* Where the memory is asked for; host memory hangs off the first device, as everything in RM hangs off one. */
+static CUresult check_prop(const CUmemAllocationProp *prop, struct device **dev, uint32_t *cls)
+{
+	if (!prop || prop->type != CU_MEM_TYPE_PINNED || (prop->requested_handles & ~HANDLE_TYPES_KNOWN))
+		return CUDA_ERROR_INVALID_VALUE;
+	if (prop->location.type == CU_MEM_LOCATION_DEVICE) {
+		*cls = NV01_MEMORY_LOCAL_USER;
+		*dev = device_at(prop->location.id);
+		return *dev ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+	}
+	if (prop->location.type < CU_MEM_LOCATION_HOST || prop->location.type > 4)
+		return CUDA_ERROR_INVALID_VALUE;
+	*cls = NV01_MEMORY_SYSTEM;
+	*dev = device_at(0);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *prop, int option)
+{
+	struct device *dev;
+	uint32_t cls;
+	CUresult result = driver_check();
+
+	if (!result)
+		result = check_prop(prop, &dev, &cls);
+	if (result)
+		return result;
+	if (!out || option < 0 || option > 1)
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = LARGE_PAGE;
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
+      unsigned long long flags)
+{
+	struct device *dev;
+	uint32_t cls, h_memory;
+	CUresult result = driver_check();
+
+	if (!result)
+		result = check_prop(prop, &dev, &cls);
+	if (result)
+		return result;
+	if (!out || flags || !bytes || bytes % LARGE_PAGE)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (memory_object_new(dev, cls, bytes, &h_memory))
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*out = (uintptr_t)handle_new(dev, prop, bytes, h_memory);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
+{
+	struct vmm_handle *handle = handle_from(value);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!handle || !handle->refs)
+		return CUDA_ERROR_INVALID_VALUE;
+	handle_drop(handle, false);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
+	const struct range *mapping = book_find(&memory.mappings, (uintptr_t)address);
+	if (mapping) {
+		mapping->handle->refs++;
+		*out = (uintptr_t)mapping->handle;
+	}
+	pthread_mutex_unlock(&memory.lock);
+	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGenericAllocationHandle value)
+{
+	const struct vmm_handle *handle = handle_from(value);
+
+	if (!out || !handle)
+		return CUDA_ERROR_INVALID_VALUE;
+	*out = handle->prop;
+	return CUDA_SUCCESS;
+}
+
+/* An export is a control file of its own that holds the memory until its last close (nvidia-rm 7). */
+CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
+      unsigned long long flags)
+{
+	const struct vmm_handle *handle = handle_from(value);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out || !handle || flags || type != CU_MEM_HANDLE_POSIX_FD ||
+	    !(handle->prop.requested_handles & CU_MEM_HANDLE_POSIX_FD))
+		return CUDA_ERROR_INVALID_VALUE;
+	int fd = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	struct nv0000_export_object_to_fd p = {
+	        .type = IMPORT_TYPE_RM_OBJECT,
+	        .hDevice = handle->dev->h_device,
+	        .hParent = handle->dev->h_device,
+	        .hObject = handle->h_memory,
+	        .fd = fd,
+	};
+	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_EXPORT_OBJECT_TO_FD, &p, sizeof(p))) {
+		close(fd);
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	}
+	*(int *)out = fd;
+	return CUDA_SUCCESS;
+}
+
+/* How large an imported object is: the file behind it knows. */
+static uint64_t object_bytes(uint32_t h_memory)
+{
+	struct sockaddr_un name = {0};
+	socklen_t length = sizeof(name);
+	unsigned nonce, kind, minor;
+	unsigned long long file;
+	struct stat info = {0};
+	char path[96];
+
+	if (getsockname(emu.ctl, (struct sockaddr *)&name, &length) ||
+	    sscanf(name.sun_path + 1, EMU_NAME_FORMAT, &nonce, &kind, &minor, &file) != 4)
+		return 0;
+	snprintf(path, sizeof(path), "/dev/nvidia-emu-mem/%llu/%u/%u", file, emu.h_client, h_memory);
+	int fd = open(path, O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return 0;
+	if (fstat(fd, &info))
+		info.st_size = 0;
+	close(fd);
+	return (uint64_t)info.st_size;
+}
+
+CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
+{
+	int fd = (int)(intptr_t)os_handle;
+	struct nv0000_export_object_info info = {.fd = fd};
+	struct device *dev = device_at(0);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out || type != CU_MEM_HANDLE_POSIX_FD || fd < 0)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, &info, sizeof(info)))
+		return CUDA_ERROR_INVALID_VALUE;
+	for (int i = 0; i < emu.devices; i++)
+		if (emu.device[i].instance == info.deviceInstance)
+			dev = &emu.device[i];
+	struct nv0000_import_object_from_fd p = {
+	        .fd = fd,
+	        .type = IMPORT_TYPE_RM_OBJECT,
+	        .hDevice = dev->h_device,
+	        .hParent = dev->h_device,
+	        .hObject = rm_new_handle(),
+	};
+	if (rm_control(emu.h_client, NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, &p, sizeof(p)))
+		return CUDA_ERROR_INVALID_VALUE;
+	CUmemAllocationProp prop = {
+	        .type = CU_MEM_TYPE_PINNED,
+	        .requested_handles = CU_MEM_HANDLE_POSIX_FD,
+	        .location = {CU_MEM_LOCATION_DEVICE, dev->ordinal},
+	};
+	*out = (uintptr_t)handle_new(dev, &prop, object_bytes(p.hObject), p.hObject);
+	return CUDA_SUCCESS;
+}

@@ -1,0 +1,256 @@
+/*
+ * vmm_map.c - reservations, mappings and access. A reservation is one external range of UVM; cuMemMap only writes in the
+ * books, cuMemSetAccess is what maps pages, cuMemUnmap what removes them. A mapping cannot be replaced in place, cut, or
+ * made at an offset, and comes without access: so remapping is unmap + map + set access, with a hole in between.
+ */
+#include "capture.h"
+#include "rm.h"
+#include "vmm.h"
+
+#include <stdlib.h>
+
+static bool is_granular(uint64_t address, uint64_t bytes)
+{
+	return bytes && address % LARGE_PAGE == 0 && bytes % LARGE_PAGE == 0 && address + bytes > address;
+}
+
+CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
+      unsigned long long flags)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (alignment < LARGE_PAGE)
+		alignment = LARGE_PAGE;
+	if (!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1))
+		return CUDA_ERROR_INVALID_VALUE;
+	struct range *area = area_take(bytes, alignment, wanted);
+	if (!area)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	area->kind = RANGE_RESERVED;
+	sleep_model_ns(emu.knobs.reserve_ns);
+	if (uvm_create_range(area->base, area->bytes)) {
+		area_give(area);
+		return CUDA_ERROR_OPERATING_SYSTEM;
+	}
+	*out = area->base;
+	return CUDA_SUCCESS;
+}
+
+static struct range *reservation(uint64_t address, uint64_t bytes)
+{
+	struct range *area = book_find(&memory.areas, address);
+
+	if (!area || area->kind != RANGE_RESERVED || address + bytes > area->base + area->bytes)
+		return NULL;
+	return area;
+}
+
+CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	pthread_mutex_lock(&memory.lock);
+	struct range *area = reservation(address, bytes);
+	if (area && (area->base != address || area->bytes != bytes ||
+	             book_overlaps(&memory.mappings, address, bytes)))
+		area = NULL;
+	pthread_mutex_unlock(&memory.lock);
+	if (!area)
+		return CUDA_ERROR_INVALID_VALUE;
+	uvm_free_range(address);
+	area_give(area);
+	return CUDA_SUCCESS;
+}
+
+CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
+      unsigned long long flags)
+{
+	struct vmm_handle *handle = handle_from(value);
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
+		return CUDA_ERROR_INVALID_VALUE;
+	struct range *mapping = calloc(1, sizeof(*mapping));
+	if (!mapping)
+		return CUDA_ERROR_OUT_OF_MEMORY;
+	*mapping = (struct range){
+	        .base = address, .bytes = bytes, .kind = RANGE_MAPPING, .dev = handle->dev, .handle = handle};
+	pthread_mutex_lock(&memory.lock);
+	if (!reservation(address, bytes)) {
+		result = CUDA_ERROR_INVALID_VALUE;
+	} else if (book_overlaps(&memory.mappings, address, bytes)) {
+		result = CUDA_ERROR_ALREADY_MAPPED;
+	} else {
+		handle->mappings++;
+		mapping->id = ++memory.next_id;
+		book_add(&memory.mappings, mapping);
+	}
+	pthread_mutex_unlock(&memory.lock);
+	if (result)
+		free(mapping);
+	else
+		sleep_model_ns(emu.knobs.map_ns);
+	return result;
+}
+
+/* The index after the last of the whole mappings that exactly cover the range; 0 when they do not. */
+static unsigned covered_until(uint64_t address, uint64_t bytes)
+{
+	unsigned i = book_index(&memory.mappings, address);
+
+	for (uint64_t at = address; at < address + bytes; i++) {
+		if (i == memory.mappings.count || memory.mappings.at[i]->base != at)
+			return 0;
+		at += memory.mappings.at[i]->bytes;
+		if (at > address + bytes)
+			return 0;
+	}
+	return i;
+}
+
+static bool has_access(const struct range *mapping)
+{
+	for (int i = 0; i < emu.devices; i++)
+		if (mapping->access[i])
+			return true;
+	return false;
+}
+
+static CUresult wait_for_contexts(void)
+{
+	struct dependencies all = {0};
+
+	pthread_mutex_lock(&emu.lock);
+	for (struct context *ctx = emu.contexts; ctx; ctx = ctx->next)
+		context_work_locked(ctx, &all);
+	pthread_mutex_unlock(&emu.lock);
+	deps_wait(&all);
+	pthread_mutex_lock(&emu.lock);
+	deps_clear(&all);
+	pthread_mutex_unlock(&emu.lock);
+	return CUDA_SUCCESS;
+}
+
+/* The next mapping to go, out of the book; NULL when none begins in the range any more. */
+static struct range *take_first(uint64_t address, uint64_t bytes)
+{
+	pthread_mutex_lock(&memory.lock);
+	unsigned i = book_index(&memory.mappings, address);
+	struct range *mapping = i < memory.mappings.count ? memory.mappings.at[i] : NULL;
+	if (mapping && mapping->base < address + bytes)
+		book_remove(&memory.mappings, mapping);
+	else
+		mapping = NULL;
+	pthread_mutex_unlock(&memory.lock);
+	return mapping;
+}
+
+CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
+{
+	CUresult result = driver_check();
+
+	if (!result)
+		result = capture_forbids_unsafe();
+	if (result)
+		return result;
+	if (!is_granular(address, bytes))
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
+	bool is_whole = covered_until(address, bytes) != 0;
+	pthread_mutex_unlock(&memory.lock);
+	if (!is_whole)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (emu.knobs.unmap_waits)
+		wait_for_contexts();
+	for (struct range *mapping; (mapping = take_first(address, bytes));) {
+		if (has_access(mapping))
+			uvm_unmap(mapping->dev, mapping->base, mapping->bytes);
+		handle_drop(mapping->handle, true);
+		free(mapping);
+	}
+	return CUDA_SUCCESS;
+}
+
+static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
+{
+	if (!descs || !count)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < count; i++) {
+		int flags = descs[i].flags;
+		if (flags != CU_ACCESS_NONE && flags != CU_ACCESS_READ && flags != CU_ACCESS_READWRITE)
+			return CUDA_ERROR_INVALID_VALUE;
+		if (descs[i].location.type == CU_MEM_LOCATION_DEVICE && !device_at(descs[i].location.id))
+			return CUDA_ERROR_INVALID_DEVICE;
+	}
+	return CUDA_SUCCESS;
+}
+
+/* One UVM call per mapping and GPU whose access changes. */
+static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
+{
+	uint32_t status = NV_OK;
+
+	if (desc->location.type != CU_MEM_LOCATION_DEVICE)
+		return CUDA_SUCCESS;
+	struct device *dev = device_at(desc->location.id);
+	int before = mapping->access[dev->ordinal];
+	if (before == desc->flags)
+		return CUDA_SUCCESS;
+	mapping->access[dev->ordinal] = desc->flags;
+	if (desc->flags && !before)
+		status = uvm_map(dev, mapping->base, mapping->bytes, 0, mapping->handle->h_memory);
+	else if (!desc->flags && !has_access(mapping))
+		status = uvm_unmap(dev, mapping->base, mapping->bytes);
+	if (status)
+		mapping->access[dev->ordinal] = before;
+	return status ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+}
+
+CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
+{
+	CUresult result = driver_check();
+
+	if (!result)
+		result = check_descs(descs, count);
+	if (result)
+		return result;
+	if (!is_granular(address, bytes))
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
+	bool is_whole = covered_until(address, bytes) != 0;
+	pthread_mutex_unlock(&memory.lock);
+	if (!is_whole)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (uint64_t at = address; at < address + bytes && !result;) {
+		pthread_mutex_lock(&memory.lock);
+		struct range *mapping = book_find(&memory.mappings, at);
+		pthread_mutex_unlock(&memory.lock);
+		if (!mapping) /* unmapped by another thread meanwhile */
+			return CUDA_ERROR_INVALID_VALUE;
+		for (size_t i = 0; i < count && !result; i++)
+			result = grant(mapping, &descs[i]);
+		at += mapping->bytes;
+	}
+	return result;
+}
+
+CUAPI(cuMemGetAccess, unsigned long long *out, const CUmemLocation *location, CUdeviceptr address)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out || !location || location->type != CU_MEM_LOCATION_DEVICE || !device_at(location->id))
+		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
+	const struct range *mapping = book_find(&memory.mappings, address);
+	*out = mapping ? (unsigned long long)mapping->access[location->id] : 0;
+	pthread_mutex_unlock(&memory.lock);
+	return mapping ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}

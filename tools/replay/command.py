@@ -1,0 +1,120 @@
+"""`valve replay EXPERIMENT`: run it, write its JSON, table and page, and say by the exit code whether its claims hold.
+
+0: all claims hold; 3: one is missed; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Shown
+from valve_tools.replay import pairs
+from valve_tools.replay.report import Report, Table, claims_table, text, write
+from valve_tools.replay.work import Progress, bars, silent
+from valve_tools.replay.work import Shown as Bars
+from valve_tools.sim.generator import generate
+from valve_tools.sim.traces import Folder, TraceError, read_folder
+
+EXIT_MISSED = 3
+EXIT_BAD_INPUT = 2
+GENERATOR_SEED = 1
+Experiment = Callable[[argparse.Namespace, Progress], Report]
+
+
+def _pairs(options: argparse.Namespace, progress: Progress) -> Report:
+    return pairs.run(folder_of(options), seeds_of(options), progress, options.jobs)
+
+
+EXPERIMENTS: dict[str, Experiment] = {"pairs": _pairs}
+HELP = {"pairs": "ten online/offline pairs under every combination of policies"}
+
+
+def folder_of(options: argparse.Namespace) -> Folder:
+    """The operator's traces, or the seeded ones; `--hours` cuts both."""
+    folder = read_folder(options.traces) if options.traces else generate(GENERATOR_SEED)
+    if options.hours is None:
+        return folder
+    return replace(folder, traces=tuple(trace.first(options.hours * 3600) for trace in folder.traces))
+
+
+def seeds_of(options: argparse.Namespace) -> list[int]:
+    return list(range(1, options.seeds + 1))
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="valve replay", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
+    for name in (*EXPERIMENTS, "all"):
+        command = commands.add_parser(name, help=HELP.get(name, "every experiment"))
+        command.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces (default: generated)")
+        command.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.html there")
+        command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
+        command.add_argument("--hours", type=float, metavar="H", help="only the first H hours of every trace")
+        command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
+        command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
+    return top
+
+
+def _positive(words: str) -> int:
+    value = int(words)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
+    held = True
+    for name in names:
+        try:
+            report = _run(EXPERIMENTS[name], options)
+        except (TraceError, ValueError) as error:
+            print(f"valve replay {name}: {error}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        held &= report.ok
+        _deliver(report, options)
+    return 0 if held else EXIT_MISSED
+
+
+def _run(experiment: Experiment, options: argparse.Namespace) -> Report:
+    if options.json:
+        return experiment(options, silent)
+    with bars() as shown:
+        return experiment(options, Bars(shown))
+
+
+def _deliver(report: Report, options: argparse.Namespace) -> None:
+    if options.json:
+        for claim in report.claims:
+            print(claim.line(), flush=True)
+    else:
+        _show(report)
+    if options.out:
+        paths = write(report, options.out)
+        print("wrote " + ", ".join(str(path) for path in paths), file=sys.stderr)
+
+
+def _show(report: Report) -> None:
+    console = Console()
+    console.rule(report.title)
+    for paragraph in report.summary:
+        console.print(paragraph)
+    tables: Sequence[Table] = [*report.tables, *([claims_table(report.claims)] if report.claims else [])]
+    for table in tables:
+        shown = Shown(title=table.title, title_justify="left")
+        for column in table.columns:
+            shown.add_column(column)
+        for i, row in enumerate(table.rows):
+            cells = [text(cell) for cell in row]
+            shown.add_row(*(f"[red]{cell}[/]" if (i, j) in table.marks else cell for j, cell in enumerate(cells)))
+        console.print(shown)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

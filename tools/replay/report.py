@@ -1,0 +1,142 @@
+"""What an experiment hands over: claims, tables, charts and raw figures; written as JSON, text and one HTML page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from valve_tools.bench.command import commit, machine
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One pass mark, judged by the worse end of its interval."""
+
+    claim: str
+    pair: str
+    value: float
+    bound: float
+    ok: bool
+    note: str = ""
+
+    def line(self) -> str:
+        """The line that `--json` prints."""
+        return json.dumps(
+            {"claim": self.claim, "pair": self.pair, "value": round(self.value, 4), "bound": self.bound, "ok": self.ok}
+        )
+
+
+def at_most(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
+    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value <= bound, note=note)
+
+
+def at_least(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
+    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value >= bound, note=note)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+    marks: frozenset[tuple[int, int]] = frozenset()
+    """(row, column) of cells that miss a pass mark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    title: str
+    svg: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    name: str
+    title: str
+    summary: tuple[str, ...]
+    claims: tuple[Claim, ...] = ()
+    tables: tuple[Table, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(claim.ok for claim in self.claims)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "experiment": self.name,
+            "commit": commit(),
+            "machine": machine(),
+            "seeds": list(self.seeds),
+            "summary": list(self.summary),
+            "claims": [asdict(claim) for claim in self.claims],
+            "data": self.data,
+        }
+
+
+def text(value: Cell) -> str:
+    """A figure as the tables show it: about three significant digits."""
+    if isinstance(value, str):
+        return value
+    if value is None or math.isnan(value):
+        return "–"
+    if isinstance(value, int) or value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    places = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.095 else 3
+    return f"{value:.{places}f}"
+
+
+def markdown(tables: Sequence[Table]) -> str:
+    """The tables as plain text that reads in a terminal and on a code host."""
+    parts = []
+    for table in tables:
+        parts.append(f"## {table.title}\n")
+        parts.append("| " + " | ".join(table.columns) + " |")
+        parts.append("|" + "---|" * len(table.columns))
+        parts += ["| " + " | ".join(text(cell) for cell in row) + " |" for row in table.rows]
+        parts.append(f"\n{table.note}\n" if table.note else "")
+    return "\n".join(parts)
+
+
+def claims_table(claims: Sequence[Claim]) -> Table:
+    rows = tuple(
+        (claim.claim, claim.pair, claim.value, claim.bound, "holds" if claim.ok else "MISSED", claim.note)
+        for claim in claims
+    )
+    return Table(
+        title="Claims",
+        columns=("claim", "pair", "worse end", "bound", "verdict", "note"),
+        rows=rows,
+        note=f"{sum(claim.ok for claim in claims)} of {len(claims)} hold.",
+        marks=frozenset((i, 4) for i, claim in enumerate(claims) if not claim.ok),
+    )
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """NAME.json, NAME.md and NAME.html in `folder`."""
+    from valve_tools.replay.page import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    document = report.document()
+    head = [f"# {report.title}\n", *(f"{paragraph}\n" for paragraph in report.summary)]
+    tables = [claims_table(report.claims), *report.tables] if report.claims else list(report.tables)
+    foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n"
+    written = {
+        "json": json.dumps(document, indent=1, sort_keys=True) + "\n",
+        "md": "\n".join([*head, markdown(tables), foot]),
+        "html": page(report, document),
+    }
+    paths = [folder / f"{report.name}.{suffix}" for suffix in written]
+    for path, content in zip(paths, written.values(), strict=True):
+        path.write_text(content, encoding="utf-8")
+    return paths

@@ -1,0 +1,187 @@
+"""Charts as inline SVG, written by hand: no script, no web font, values on hover and in the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+PALETTE = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#5b5f97", "#a1662f", "#7d8491", "#2e4057", "#c08497")
+BAD, INK, FAINT = "#d1495b", "#24292f", "#d8dee4"
+LEGEND_COLUMNS, LEGEND_WIDTH = 3, 235
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 11, colour: str = INK) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+    return f"<text {place}>{escape(words)}</text>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str = FAINT, dash: str = "") -> str:
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dashes}/>'
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, title: str = "", opacity: float = 1.0) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.8):.1f}" height="{max(height, 0.8):.1f}"'
+    shade = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
+    return f'<rect {place} fill="{colour}"{shade}><title>{escape(title)}</title></rect>'
+
+
+def _wrap(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    face = f'role="img" aria-label="{escape(label)}" font-family="system-ui,sans-serif"'
+    return f"<svg {size} {face}>{''.join(parts)}</svg>"
+
+
+def _legend(names: Sequence[str], left: float) -> tuple[list[str], float]:
+    """The legend and the height that it takes."""
+    parts = []
+    for i, name in enumerate(names):
+        x, y = left + (i % LEGEND_COLUMNS) * LEGEND_WIDTH, 12 + 16 * (i // LEGEND_COLUMNS)
+        parts += [_rect(x, y - 9, 10, 10, PALETTE[i % len(PALETTE)], name), _text(x + 15, y, name)]
+    return parts, 26 + 16 * math.ceil(len(names) / LEGEND_COLUMNS)
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers inside [low, high]."""
+    span = (high - low) or 1.0
+    step = 10 ** math.floor(math.log10(span / wanted))
+    step = next(step * factor for factor in (1, 2, 5, 10) if span / (step * factor) <= wanted)
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def grouped_bars(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    unit: str,
+    bound: float | None = None,
+    cap: float | None = None,
+) -> str:
+    """Bars side by side for every group; one that exceeds `cap` is cut and carries its value."""
+    finite = [value for values in series.values() for value in values if value is not None]
+    top = max([*finite, bound or 0.0, 1e-9])
+    top = 1.08 * (min(top, cap) if cap is not None else top)
+    low = max(min([0.0, *finite]), -top)
+    bar, gap, left, plot = 11, 16, 52, 220
+    group_width = bar * len(series) + gap
+    parts, base = _legend(list(series), left)
+    width = max(left + group_width * len(groups) + 16, left + LEGEND_COLUMNS * LEGEND_WIDTH)
+
+    def at(value: float) -> float:
+        return base + plot * (1 - (min(max(value, low), top) - low) / (top - low))
+
+    parts.append(_text(4, base - 6, unit, size=10))
+    for tick in ticks(low, top):
+        parts += [_line(left, at(tick), width - 8, at(tick)), _text(left - 5, at(tick) + 3, figure(tick), "end", 10)]
+    for g, group in enumerate(groups):
+        x0 = left + g * group_width + gap / 2
+        parts.append(_text(x0 + bar * len(series) / 2, base + plot + 16, group, "middle"))
+        for s, (name, values) in enumerate(series.items()):
+            value = values[g]
+            if value is None:
+                continue
+            x, title = x0 + s * bar, f"{group}, {name}: {value:.4g} {unit}"
+            y = min(at(value), at(0))
+            parts.append(_rect(x, y, bar - 2, abs(at(value) - at(0)), PALETTE[s % len(PALETTE)], title))
+            if value > top:
+                turn = f'transform="translate({x + 1.5:.1f} {base + 4:.1f}) rotate(90)"'
+                parts.append(f'<text {turn} font-size="9" fill="#fff">{figure(value)}</text>')
+    parts.append(_line(left, at(0), width - 8, at(0), INK))
+    if bound is not None:
+        parts.append(_line(left, at(bound), width - 8, at(bound), BAD, "5 3"))
+        parts.append(_text(width - 10, at(bound) - 3, f"bound {figure(bound)}", "end", 10, BAD))
+    return _wrap(width, base + plot + 30, parts, unit)
+
+
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]], *, x_unit: str, y_unit: str, log_x: bool = False
+) -> str:
+    """Curves over one axis."""
+    left, plot_w, plot = 60, 640, 230
+    parts, base = _legend(list(series), left)
+    points = [point for values in series.values() for point in values]
+    scale = math.log10 if log_x else float
+    x_low, x_high = min(scale(x) for x, _ in points), max(scale(x) for x, _ in points)
+    y_low, y_high = min(0.0, *(y for _, y in points)), max(1e-9, *(y for _, y in points)) * 1.05
+
+    def px(x: float) -> float:
+        return left + plot_w * (scale(x) - x_low) / ((x_high - x_low) or 1.0)
+
+    def py(y: float) -> float:
+        return base + plot * (1 - (y - y_low) / (y_high - y_low))
+
+    parts.append(_text(4, base - 6, y_unit, size=10))
+    for tick in ticks(y_low, y_high):
+        parts += [
+            _line(left, py(tick), left + plot_w, py(tick)),
+            _text(left - 5, py(tick) + 3, figure(tick), "end", 10),
+        ]
+    distinct = sorted({x for x, _ in points})
+    for tick in distinct if log_x or len(distinct) <= 8 else ticks(x_low, x_high, 8):
+        parts.append(_text(px(tick), base + plot + 15, figure(tick), "middle", 10))
+    parts.append(_text(left + plot_w, base + plot + 30, x_unit, "end", 10))
+    for s, values in enumerate(series.values()):
+        colour = PALETTE[s % len(PALETTE)]
+        path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in values)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len(values) <= 24:
+            parts += [f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6" fill="{colour}"/>' for x, y in values]
+    return _wrap(left + plot_w + 60, base + plot + 36, parts, f"{y_unit} over {x_unit}")
+
+
+def tornado(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, centre: float, unit: str) -> str:
+    """How far a figure moves from `centre`: for every parameter its settings and the figure at each."""
+    values = [centre, *(value for _, settings in rows for _, value in settings)]
+    pad = (max(values) - min(values)) * 0.2 or abs(centre) * 0.1 or 1.0
+    low, high = min(values) - pad, max(values) + pad
+    left, plot_w, step, base = 190, 560, 26, 16
+
+    def px(value: float) -> float:
+        return left + plot_w * (value - low) / (high - low)
+
+    def reach(row: tuple[str, Sequence[tuple[str, float]]]) -> float:
+        return max(abs(value - centre) for _, value in row[1])
+
+    bottom = base + step * len(rows)
+    parts = []
+    for tick in ticks(low, high, 6):
+        parts += [_line(px(tick), base, px(tick), bottom), _text(px(tick), bottom + 15, figure(tick), "middle", 10)]
+    for i, (name, settings) in enumerate(sorted(rows, key=reach, reverse=True)):
+        y = base + i * step + 5
+        parts.append(_text(left - 8, y + 12, name, "end"))
+        ends = {min(settings, key=lambda one: one[1]), max(settings, key=lambda one: one[1])}
+        for s, (label, value) in enumerate(settings):
+            x = min(px(centre), px(value))
+            title = f"{name} = {label}: {value:.4g} {unit}"
+            parts.append(_rect(x, y, abs(px(value) - px(centre)), 15, PALETTE[s % 4], title, 0.55))
+            if (label, value) in ends and value != centre:
+                side = 1 if value > centre else -1
+                parts.append(_text(px(value) + 4 * side, y + 11, label, "start" if side > 0 else "end", 10))
+    parts.append(_line(px(centre), base - 4, px(centre), bottom, INK))
+    parts.append(_text(left + plot_w, bottom + 29, unit, "end", 10))
+    return _wrap(left + plot_w + 50, bottom + 36, parts, f"tornado of {unit}")
+
+
+def heatmap(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *, unit: str) -> str:
+    """A grid of figures, darker for larger."""
+    cell_w, cell_h, left, base = 78, 26, 110, 24
+    finite = [value for row in values for value in row if value is not None]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    parts = [_text(left + (j + 0.5) * cell_w, base - 7, name, "middle", 10) for j, name in enumerate(columns)]
+    for i, name in enumerate(rows):
+        y = base + i * cell_h
+        parts.append(_text(left - 8, y + 17, name, "end"))
+        for j, value in enumerate(values[i]):
+            if value is None:
+                continue
+            share = (value - low) / ((high - low) or 1.0)
+            colour = "#fff" if share > 0.55 else INK
+            parts.append(_rect(left + j * cell_w, y, cell_w - 2, cell_h - 2, PALETTE[0], "", 0.08 + 0.8 * share))
+            parts.append(_text(left + (j + 0.5) * cell_w - 1, y + 17, figure(value), "middle", 11, colour))
+    parts.append(_text(left, base + len(rows) * cell_h + 14, unit, size=10))
+    return _wrap(left + cell_w * len(columns) + 10, base + cell_h * len(rows) + 22, parts, unit)

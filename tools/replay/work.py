@@ -1,0 +1,63 @@
+"""Runs independent tasks over a few processes, with a progress bar; results come back in the order of the tasks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Protocol, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Progress(Protocol):
+    """Told how far a named piece of work is."""
+
+    def __call__(self, label: str, done: int, of: int) -> None: ...
+
+
+def silent(label: str, done: int, of: int) -> None:
+    """For machines and tests."""
+
+
+class Shown:
+    """A progress bar on the error stream, so that results on the output stay clean."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, object] = {}
+
+    def __call__(self, label: str, done: int, of: int) -> None:
+        if label not in self._tasks:
+            self._tasks[label] = self._bars.add_task(label, total=of)
+        self._bars.update(self._tasks[label], completed=done, total=of)  # type: ignore[arg-type]
+
+
+def bars() -> Bars:
+    from rich.console import Console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Bars(*columns, console=Console(stderr=True))
+
+
+def spread(
+    work: Callable[[A], B], tasks: Sequence[A], progress: Progress, processes: int, label: str = "runs"
+) -> list[B]:
+    """`work` on every task. Spawned processes: the C core's state and rich's threads do not survive a fork."""
+    results: list[B] = []
+    progress(label, 0, len(tasks))
+    if processes <= 1 or len(tasks) == 1:
+        for task in tasks:
+            results.append(work(task))
+            progress(label, len(results), len(tasks))
+        return results
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(tasks)), mp_context=context) as pool:
+        for result in pool.map(work, tasks):
+            results.append(result)
+            progress(label, len(results), len(tasks))
+    return results

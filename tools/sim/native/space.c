@@ -1,0 +1,113 @@
+/* A range of handle-sized slots: which are backed, how many blocks of each are used. Says nothing about who waits. */
+#include <stdlib.h>
+
+#include "core.h"
+
+int space_init(struct space *sp, int32_t slots, int32_t per_slot)
+{
+	size_t n = (size_t)slots + 1;
+
+	sp->slots = slots;
+	sp->per_slot = per_slot;
+	sp->used = calloc(n, sizeof(*sp->used));
+	sp->handle = malloc(n * sizeof(*sp->handle));
+	sp->ready_ns = calloc(n, sizeof(*sp->ready_ns));
+	if (!sp->used || !sp->handle || !sp->ready_ns)
+		return -1;
+	for (size_t i = 0; i < n; i++)
+		sp->handle[i] = NO_SLOT;
+	return 0;
+}
+
+void space_free(struct space *sp)
+{
+	free(sp->used);
+	free(sp->handle);
+	free(sp->ready_ns);
+}
+
+void space_back(struct space *sp, int32_t slot, int32_t handle, int64_t ready_ns)
+{
+	sp->handle[slot] = handle;
+	sp->ready_ns[slot] = ready_ns;
+	sp->used[slot] = 0;
+	sp->backed++;
+	sp->free_blocks += sp->per_slot;
+	if (slot < sp->hint)
+		sp->hint = slot;
+}
+
+/* The slot must be empty: whoever takes it dealt with its blocks before. */
+int32_t space_unback(struct space *sp, int32_t slot)
+{
+	int32_t handle = sp->handle[slot];
+
+	sp->handle[slot] = NO_SLOT;
+	sp->backed--;
+	sp->free_blocks -= sp->per_slot;
+	return handle;
+}
+
+int32_t space_lowest_unbacked(const struct space *sp)
+{
+	for (int32_t i = 0; i < sp->slots; i++)
+		if (sp->handle[i] == NO_SLOT)
+			return i;
+	return NO_SLOT;
+}
+
+int32_t space_highest_empty(const struct space *sp)
+{
+	for (int32_t i = sp->slots; i-- > 0;)
+		if (sp->handle[i] != NO_SLOT && sp->used[i] == 0)
+			return i;
+	return NO_SLOT;
+}
+
+int32_t space_lowest_with_room(struct space *sp)
+{
+	if (sp->free_blocks == 0)
+		return NO_SLOT;
+	for (int32_t i = sp->hint; i < sp->slots; i++) {
+		if (sp->handle[i] != NO_SLOT && sp->used[i] < sp->per_slot) {
+			sp->hint = i;
+			return i;
+		}
+	}
+	return NO_SLOT;
+}
+
+/* The column with most free blocks, lowest first: a request that starts there seldom shares it. */
+int32_t space_emptiest(const struct space *sp)
+{
+	int32_t best = NO_SLOT;
+	int32_t least = sp->per_slot;
+
+	if (sp->free_blocks == 0)
+		return NO_SLOT;
+	for (int32_t i = 0; i < sp->slots; i++) {
+		if (sp->handle[i] == NO_SLOT || sp->used[i] >= least)
+			continue;
+		best = i;
+		least = sp->used[i];
+		if (least == 0)
+			break;
+	}
+	return best;
+}
+
+void space_put(struct space *sp, int32_t slot)
+{
+	if (sp->used[slot]++ == 0)
+		sp->busy++;
+	sp->free_blocks--;
+}
+
+void space_drop(struct space *sp, int32_t slot)
+{
+	if (--sp->used[slot] == 0)
+		sp->busy--;
+	sp->free_blocks++;
+	if (slot < sp->hint)
+		sp->hint = slot;
+}

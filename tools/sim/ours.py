@@ -1,0 +1,170 @@
+"""Valve's side of the simulation: the product's own policies behind the core's callbacks. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+from valve_tools.sim.machine import blocks_per_handle, timing
+from valve_tools.sim.world import Memory
+
+from valved.model.memory import OnlineMemory, ReservationAction, ReservationState
+from valved.policy import reservation
+from valved.policy.columns import ColumnMap, uniform_columns
+from valved.policy.cooldown import (
+    CooldownObservation,
+    CooldownSettings,
+    CooldownState,
+    first_cooldown,
+    step_cooldown,
+)
+from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
+from valved.policy.reservation import ReservationSettings
+from valved.policy.wake import HintView, LauncherView, WakeAction, WakeObservation, WakeSettings, WakeState, decide_wake
+
+SECOND_NS = 1_000_000_000
+
+
+@lru_cache(maxsize=8)
+def _columns(columns: int, per_column: int, block_tokens: int) -> ColumnMap:
+    return uniform_columns(columns, per_column, block_tokens)
+
+
+def take(memory: Memory, handles: int) -> int:
+    """Free handles first, then offline's columns in the order of the product's selective eviction."""
+    if handles <= 0:
+        return 0
+    taken = memory.take_free(handles)
+    if taken == handles:
+        return taken
+    return taken + memory.take_columns(_victims(memory, handles - taken))
+
+
+def _victims(memory: Memory, handles: int) -> list[int]:
+    job, settings = memory.world.job, memory.world.settings
+    if job is None:
+        return []
+    per_column = blocks_per_handle(job.model, job.tp, settings)
+    shape = _columns(memory.handles, per_column, settings.block_tokens)
+    backed, _ = memory.columns()
+    reclaimable = np.zeros(memory.handles, dtype=np.bool_)
+    reclaimable[backed] = True
+    ptr, columns, tokens = memory.block_tables()
+    engine = timing(job.model, job.tp, settings, budget_tokens=1, max_seqs=1)
+    index = index_requests(
+        replace(shape, is_reclaimable=reclaimable),
+        BlockTables(ptr=ptr, blocks=_block_ids(columns, per_column), tokens=tokens),
+        EvictionSettings(
+            token_ns=round(engine.prefill_token_ns),
+            attention_ps_per_pair=round(engine.attention_pair_ns * 1000),
+        ),
+    )
+    return [int(column) for column in select(index, handles).columns]
+
+
+def _block_ids(columns: np.ndarray[tuple[int], np.dtype[np.int64]], per_column: int) -> np.ndarray:
+    """Any distinct ids inside each block's column: eviction looks at columns only."""
+    order = np.argsort(columns, kind="stable")
+    ranked = columns[order]
+    rank = np.arange(len(ranked)) - np.searchsorted(ranked, ranked)
+    ids = np.empty_like(columns)
+    ids[order] = ranked * per_column + rank
+    return ids
+
+
+@dataclass(slots=True, kw_only=True)
+class OurMemory:
+    """Reservation (MIAD) decides how much, selective eviction decides which."""
+
+    settings: ReservationSettings = field(default_factory=ReservationSettings)
+    name: str = "ours"
+    online_elastic: bool = False
+    online_reserve: int = 0
+    offline_elastic: bool = False
+    pressure_ratio: float = 0.9
+    uvm: bool = False
+    _memory: Memory = field(init=False)
+    _state: ReservationState = field(init=False)
+
+    def begin(self, memory: Memory) -> None:
+        self._memory = memory
+        self._state = reservation.start(0, self.settings)
+        memory.take_free(self.settings.headroom_min_handles)
+        memory.back_offline(memory.handles)
+        self._arm(0)
+
+    def on_pressure(self, now_ns: int, unmet_handles: int) -> None:
+        self._decide(now_ns, unmet_handles)
+
+    def on_tick(self, now_ns: int) -> None:
+        self._decide(now_ns, 0)
+
+    def _decide(self, now_ns: int, unmet_handles: int) -> None:
+        memory, view = self._memory, self._memory.view()
+        online = OnlineMemory(
+            used_handles=view.online_busy,
+            mapped_handles=view.online_backed,
+            unmet_handles=unmet_handles,
+            # A column that no offline request holds a block of is as free as a handle of the pool.
+            free_handles=view.free + view.offline_backed - view.offline_busy,
+            pool_handles=memory.handles,
+        )
+        self._state, decision = reservation.decide(self._state, online, now_ns, self.settings)
+        if decision.action is ReservationAction.TAKE:
+            take(memory, decision.handles)
+        elif decision.action is ReservationAction.GIVE:
+            memory.give(decision.handles)
+            memory.back_offline(memory.handles)
+        if decision.is_reclaim:
+            memory.reclaims.append(now_ns)
+        self._arm(now_ns)
+
+    def _arm(self, now_ns: int) -> None:
+        wake_ns = reservation.next_wake_ns(self._state, self.settings)
+        self._memory.tick_at(max(wake_ns, now_ns + self.settings.tau_min_ns))
+
+
+@dataclass(slots=True, kw_only=True)
+class ProductWake:
+    """valved's wake and cooldown policies for one service of one client."""
+
+    hinted: bool
+    cooldown: CooldownSettings = field(default_factory=CooldownSettings)
+    wake: WakeSettings = field(default_factory=WakeSettings)
+    _memory: Memory = field(init=False)
+    _cooldown: CooldownState = field(init=False)
+    _wake: WakeState = field(default_factory=WakeState)
+    _cooldown_ns: int = 0
+
+    def begin(self, memory: Memory) -> None:
+        self._memory = memory
+        self._cooldown = first_cooldown(0, self.cooldown)
+        self._step(0, ())
+
+    def on_gap(self, now_ns: int, gap_ns: int) -> None:
+        """A gap inside one hold, large enough to matter: the core keeps smaller ones to itself."""
+        self._step(now_ns, (gap_ns,))
+
+    def on_wake(self, now_ns: int, open_requests: int, quiet_ns: int) -> int:
+        """0 to wake now, else when to ask again."""
+        idle_ns = now_ns - quiet_ns
+        self._step(now_ns, ())
+        observation = WakeObservation(
+            held_since_ns=idle_ns,
+            cooldown_ns=self._cooldown_ns,
+            launchers=(LauncherView(is_idle=True, idle_ns=idle_ns, watcher_ns=now_ns),),
+            hints=(HintView(open_requests=open_requests, hint_ns=now_ns),) if self.hinted else (),
+        )
+        self._wake, decision = decide_wake(self._wake, observation, now_ns, self.wake)
+        if decision.action is WakeAction.WAKE:
+            return 0
+        return decision.look_again_ns or now_ns + SECOND_NS
+
+    def _step(self, now_ns: int, gaps_ns: tuple[int, ...]) -> None:
+        self._cooldown, read = step_cooldown(
+            self._cooldown, CooldownObservation(gaps_ns=gaps_ns), now_ns, self.cooldown
+        )
+        self._cooldown_ns = read.cooldown_ns
+        # Half the mark: a smaller gap can set it only after 90 s of held time, and larger ones come far more often.
+        self._memory.set_cooldown(read.cooldown_ns, read.gap_ns // 2)

@@ -1,0 +1,186 @@
+"""Trace input: any folder of CSV files (plain or gzip) with a header line.
+
+A request trace has the columns `t_s,in_tok,out_tok` (more may follow), sorted by time; a length file has
+`in_tok,out_tok` and no time. Every other file is ignored. A row with a blank cell is a missing sample and is skipped;
+a malformed value is refused with file and line, for a silent guess would change every figure after it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+TIMED = ("t_s", "in_tok", "out_tok")
+LENGTHS = ("in_tok", "out_tok")
+MAX_TOKENS = 10_000_000
+NS = 1_000_000_000
+
+IntArray = npt.NDArray[np.int64]
+
+
+class TraceError(ValueError):
+    """Input that cannot be a trace; the message names the file, the line and what to correct."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """Requests of one service, times in ns from the start of the slice."""
+
+    name: str
+    arrive_ns: IntArray
+    in_tok: IntArray
+    out_tok: IntArray
+    thin: int = 1
+    skipped: int = 0
+    """Rows with a blank cell."""
+
+    @property
+    def requests(self) -> int:
+        return int(self.arrive_ns.size)
+
+    @property
+    def duration_s(self) -> float:
+        return float(self.arrive_ns[-1]) / NS if self.requests else 0.0
+
+    @property
+    def label(self) -> str:
+        return self.name if self.thin == 1 else f"{self.name}/{self.thin}"
+
+    def thinned(self, thin: int) -> Trace:
+        """Every thin-th request: the share of one of `thin` replicas behind a round-robin balancer."""
+        return replace(
+            self,
+            arrive_ns=self.arrive_ns[::thin],
+            in_tok=self.in_tok[::thin],
+            out_tok=self.out_tok[::thin],
+            thin=self.thin * thin,
+        )
+
+    def first(self, seconds: float) -> Trace:
+        keep = self.arrive_ns < int(seconds * NS)
+        return replace(self, arrive_ns=self.arrive_ns[keep], in_tok=self.in_tok[keep], out_tok=self.out_tok[keep])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lengths:
+    """Prompt and answer lengths of a batch job."""
+
+    name: str
+    in_tok: IntArray
+    out_tok: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Folder:
+    """What a trace folder holds."""
+
+    traces: tuple[Trace, ...]
+    lengths: tuple[Lengths, ...]
+    ignored: tuple[str, ...]
+
+
+def read_folder(path: Path) -> Folder:
+    """Every request trace and length file of `path`, by name; raises TraceError when there is no request trace."""
+    if not path.is_dir():
+        raise TraceError(f"{path} is not a folder; pass a folder of CSV files with columns {','.join(TIMED)}")
+    traces: list[Trace] = []
+    lengths: list[Lengths] = []
+    ignored: list[str] = []
+    for file in sorted(entry for entry in path.iterdir() if entry.is_file()):
+        found = read_file(file)
+        if isinstance(found, Trace):
+            traces.append(found)
+        elif isinstance(found, Lengths):
+            lengths.append(found)
+        else:
+            ignored.append(file.name)
+    if not traces:
+        raise TraceError(f"{path} holds no request trace: no file has the columns {','.join(TIMED)}")
+    return Folder(traces=tuple(traces), lengths=tuple(lengths), ignored=tuple(ignored))
+
+
+def read_file(file: Path) -> Trace | Lengths | None:
+    """The trace or the lengths in a file, or None when it is neither."""
+    if not file.name.endswith((".csv", ".csv.gz")):
+        return None
+    name = file.name.removesuffix(".gz").removesuffix(".csv")
+    lines = _lines(file)
+    header = next(lines, (0, []))[1]
+    columns = [column.strip() for column in header]
+    if set(TIMED) <= set(columns):
+        return _read_trace(file, name, lines, columns)
+    if tuple(columns) == LENGTHS:
+        rows, _ = _read_rows(file, lines, columns, LENGTHS)
+        return Lengths(name=name, in_tok=_tokens(rows, 0), out_tok=_tokens(rows, 1))
+    return None
+
+
+def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line number, cells), blank lines left out; unreadable bytes are refused by name."""
+    number = 0
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as stream:
+            for number, cells in enumerate(csv.reader(stream), 1):
+                if cells:
+                    yield number, cells
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
+        raise TraceError(f"{file}: unreadable after line {number}: {error}") from error
+
+
+def _read_trace(file: Path, name: str, lines: Iterator[tuple[int, list[str]]], columns: list[str]) -> Trace:
+    rows, skipped = _read_rows(file, lines, columns, TIMED)
+    return Trace(
+        name=name,
+        arrive_ns=np.asarray([round(row[0] * NS) for row in rows], dtype=np.int64),
+        in_tok=_tokens(rows, 1),
+        out_tok=_tokens(rows, 2),
+        skipped=skipped,
+    )
+
+
+def _tokens(rows: list[tuple[float, ...]], index: int) -> IntArray:
+    return np.asarray([row[index] for row in rows], dtype=np.int64)
+
+
+def _read_rows(
+    file: Path, lines: Iterator[tuple[int, list[str]]], columns: list[str], wanted: tuple[str, ...]
+) -> tuple[list[tuple[float, ...]], int]:
+    """The wanted columns of every complete row, and how many rows had a blank cell."""
+    where = [columns.index(column) for column in wanted]
+    rows: list[tuple[float, ...]] = []
+    skipped = 0
+    last_s = 0.0
+    for number, cells in lines:
+        if len(cells) != len(columns):
+            raise TraceError(f"{file}:{number}: {len(cells)} cells where the header has {len(columns)}")
+        picked = [cells[index].strip() for index in where]
+        if not all(picked):
+            skipped += 1
+            continue
+        row = tuple(_value(file, number, column, text) for column, text in zip(wanted, picked, strict=True))
+        if wanted[0] == "t_s":
+            if row[0] < last_s:
+                raise TraceError(f"{file}:{number}: t_s {row[0]} is before the row above ({last_s}); sort the file")
+            last_s = row[0]
+        rows.append(row)
+    return rows, skipped
+
+
+def _value(file: Path, number: int, column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise TraceError(f"{file}:{number}: {column} is {text!r}, not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise TraceError(f"{file}:{number}: {column} is {text}, it must be finite and not negative")
+    if column != "t_s" and (value != int(value) or not 1 <= value <= MAX_TOKENS):
+        raise TraceError(f"{file}:{number}: {column} is {text}, it must be a whole number from 1 to {MAX_TOKENS}")
+    return value

@@ -1,0 +1,106 @@
+"""`valve record FILE`: write every event and decision from now on, and a timeline that people can look at.
+
+FILE gets one JSON object per line (proto/trace). At the end FILE.perfetto.json is written beside it, in the trace-event
+form that https://ui.perfetto.dev and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import grpc
+from valve.v1 import node_pb2
+
+from valved.cli.client import Node, explain_error, node
+from valved.cli.exits import FAILED, OK, CliError
+from valved.mechanism.trace import read_lines, to_trace_events
+
+SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launches
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("record", help="record events and a timeline for Perfetto")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--for", dest="seconds", type=float, default=0.0, help="end after this long (default: Ctrl-C)")
+    parser.set_defaults(run=record)
+
+
+def record(options: argparse.Namespace) -> int:
+    if options.file.is_dir():
+        raise CliError(f"{options.file} is a folder", FAILED, "name a file")
+    samples: list[dict[str, Any]] = []
+    with node() as connection:
+        connection.status()  # says at once when nobody answers
+        done = threading.Event()
+        sampler = threading.Thread(target=sample, args=(connection, samples, done), daemon=True)
+        sampler.start()
+        with options.file.open("w", encoding="utf-8") as out:
+            count = follow(connection, out, options.seconds)
+        done.set()
+        sampler.join()
+    timeline = options.file.with_name(options.file.name + ".perfetto.json")
+    document = to_trace_events(read_lines(options.file))
+    document["traceEvents"] += samples
+    timeline.write_text(json.dumps(document))
+    print(f"{count} events in {options.file}; timeline for ui.perfetto.dev: {timeline}")
+    return OK
+
+
+def follow(connection: Node, out: TextIO, seconds: float) -> int:
+    """Write events until the time is over or the user stops; returns how many."""
+    stream = connection.stub.Watch(node_pb2.WatchRequest(), timeout=seconds or None)
+    count = 0
+    try:
+        for event in stream:
+            out.write(json.dumps(as_record(event), separators=(",", ":")) + "\n")
+            count += 1
+            if event.lost:
+                print(f"valve: {event.lost} events were lost: this reader was too slow")
+    except KeyboardInterrupt:
+        stream.cancel()
+    except grpc.RpcError as error:
+        if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+            raise explain_error(error, connection.folder) from None
+    return count
+
+
+def as_record(event: Any) -> dict[str, Any]:
+    """One event as a line of proto/trace. Numbers in `detail` travel as text and become numbers again."""
+    detail = {name: int(value) if value.lstrip("-").isdigit() else value for name, value in event.detail.items()}
+    return {
+        "seq": event.seq,
+        "t_ns": event.t_ns,
+        "kind": event.kind,
+        "service": event.service,
+        "client": event.client,
+        "gpus": list(event.gpus),
+        "reason": event.reason,
+        "detail": detail,
+    }
+
+
+def sample(connection: Node, samples: list[dict[str, Any]], done: threading.Event) -> None:
+    """Launch rate and busy state per process, as counter tracks of the timeline."""
+    last: dict[int, tuple[int, int]] = {}
+    while not done.wait(SAMPLE_S):
+        try:
+            status = connection.status()
+        except CliError:
+            return
+        samples.extend(tracks(status, last))
+
+
+def tracks(status: Any, last: dict[int, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    now_ns = status.monotonic_ns
+    for client in status.clients:
+        then_ns, before = last.get(client.id, (now_ns, client.submitted))
+        rate = 1e9 * (client.submitted - before) / (now_ns - then_ns) if now_ns > then_ns else 0.0
+        last[client.id] = (now_ns, client.submitted)
+        name = f"{client.comm} {client.pid}"
+        for what, value in (("launches/s", round(rate)), ("busy", int(client.busy))):
+            yield {"ph": "C", "name": f"{name}: {what}", "pid": 3, "tid": 0, "ts": now_ns / 1e3, "args": {what: value}}

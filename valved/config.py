@@ -1,0 +1,192 @@
+"""Every setting of valved, with unit, default and reason. The file is TOML; a flag on the command line wins.
+
+An unknown key or a value out of range stops the start: a daemon that ignores half of its configuration is worse than
+one that does not run. docs/configuration.md lists the same settings for operators.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from valved.errors import ConfigError
+from valved.model.ids import Mode
+from valved.policy.breaker import BreakerSettings
+from valved.policy.cooldown import MS, SECOND, CooldownSettings
+from valved.policy.wake import WakeSettings
+
+
+class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[cooldown]: how long a service without hints must be quiet (valved/policy/cooldown.py has the reasons)."""
+
+    start_ms: float = 20.0
+    floor_ms: float = 5.0
+    ceiling_ms: float = 500.0
+    factor: float = 2.0
+    window_s: float = 600.0
+
+
+class WakeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[wake]: whose word counts, and for how long."""
+
+    watcher_lease_s: float = 2.0  # a watcher silent for longer is dead: its service holds on
+    hint_lease_s: float = 1.0  # a report of open requests older than this is not believed
+
+
+class BreakerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[breaker]: stops harvesting beside a service that Valve delays too much."""
+
+    budget_share: float = 0.05  # delay over time held; promise P5 is 2.5 % of mean time to first token, doubled
+    least_gates: int = 50  # a verdict needs this many preemptions in the window
+    window_s: float = 60.0
+    rest_s: float = 600.0  # doubles each time it trips again, up to six times this
+
+
+class QuotaTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[quota]: what one user of the link socket may take. A hostile user must not starve the others."""
+
+    clients_per_uid: int = 256  # 8 GPUs x 32 processes
+    root_clients: int = 4096
+    channels_per_client: int = 1024  # a CUDA process has 8 to 64 per GPU
+    notes_per_client: int = 32
+    hello_s: float = 5.0  # a connection that says nothing for this long is closed
+
+
+class LinkTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[link]: the conversation with shims."""
+
+    schedule_hold_s: float = 30.0  # a SCHEDULE call is held no longer while its GPU is gated; then EAGAIN
+    come_back_s: float = 2.0  # after a take-over, clients of the predecessor have this long to reconnect
+
+
+class LadderTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[ladder]: what happens to an offline process that no longer can be gated."""
+
+    freeze: bool = True  # stop it by signal while online holds its GPU
+    kill_after_s: float = 30.0  # frozen for longer: its channels are enabled, then it is killed. 0: never
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file. Top level: paths and how far Valve may go."""
+
+    mode: Mode = Mode.HARVEST
+    run_dir: str = ""  # empty: /run/valve for root, XDG_RUNTIME_DIR/valve otherwise
+    metrics_port: int = 0  # HTTP port on loopback for Prometheus; 0: off
+    metrics_host: str = "127.0.0.1"
+    trace_file: str = ""  # record every event and decision there, one JSON line each; empty: off
+    trace_bytes: int = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
+    audit_bytes: int = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file
+    ring_events: int = 4096  # events kept in memory for `valve explain` and new watchers
+    lease_ms: float = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
+    hang_ms: float = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
+    spin_us: float = 0.0  # native threads spin this long before they sleep; needs a core to itself
+    quiet_us: int = 500  # quiet time before a watcher probes the GPU (facts/cuda-interposition 2.5)
+    fifo_priority: int = 10  # real-time priority of the native threads where permitted; 0: none
+    log_level: str = "info"
+    cooldown: CooldownTable = msgspec.field(default_factory=CooldownTable)
+    wake: WakeTable = msgspec.field(default_factory=WakeTable)
+    breaker: BreakerTable = msgspec.field(default_factory=BreakerTable)
+    quota: QuotaTable = msgspec.field(default_factory=QuotaTable)
+    link: LinkTable = msgspec.field(default_factory=LinkTable)
+    ladder: LadderTable = msgspec.field(default_factory=LadderTable)
+
+    def cooldown_settings(self) -> CooldownSettings:
+        table = self.cooldown
+        return CooldownSettings(
+            start_ns=round(table.start_ms * MS),
+            floor_ns=round(table.floor_ms * MS),
+            ceiling_ns=round(table.ceiling_ms * MS),
+            factor=table.factor,
+            window_ns=round(table.window_s * SECOND),
+        )
+
+    def wake_settings(self) -> WakeSettings:
+        return WakeSettings(
+            watcher_lease_ns=round(self.wake.watcher_lease_s * SECOND),
+            hint_lease_ns=round(self.wake.hint_lease_s * SECOND),
+        )
+
+    def breaker_settings(self) -> BreakerSettings:
+        return BreakerSettings(
+            budget_share=self.breaker.budget_share,
+            least_gates=self.breaker.least_gates,
+            window_ns=round(self.breaker.window_s * SECOND),
+            rest_ns=round(self.breaker.rest_s * SECOND),
+        )
+
+    @property
+    def lease_ns(self) -> int:
+        return round(self.lease_ms * MS)
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
+    """Read the file, lay the flags over it (None means not given), and check everything."""
+    table: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = _read_toml(path)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}", field="--config") from None
+        except ValueError as error:
+            raise ConfigError(f"{path} is not TOML: {error}", field="--config") from None
+    table.update({key: value for key, value in flags.items() if value is not None})
+    try:
+        config = msgspec.convert(table, Config)
+        check(config)
+    except msgspec.ValidationError as error:
+        where = f"{path}: " if path is not None else ""
+        raise ConfigError(f"{where}{error}", next_step="see docs/configuration.md for the names and units") from None
+    return config
+
+
+def check(config: Config) -> None:
+    """Ranges that types cannot say."""
+    for make in (config.cooldown_settings, config.wake_settings, config.breaker_settings):
+        try:
+            make()
+        except ValueError as error:
+            raise ConfigError(str(error), next_step="see docs/configuration.md") from None
+    positive = {
+        "lease_ms": config.lease_ms,
+        "hang_ms": config.hang_ms,
+        "ring_events": config.ring_events,
+        "quota.clients_per_uid": config.quota.clients_per_uid,
+        "quota.channels_per_client": config.quota.channels_per_client,
+        "quota.hello_s": config.quota.hello_s,
+        "wake.hint_lease_s": config.wake.hint_lease_s,
+        "wake.watcher_lease_s": config.wake.watcher_lease_s,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ConfigError(f"{name} = {value}: must be greater than 0", field=name)
+    if not 0 <= config.metrics_port <= 65535:
+        raise ConfigError(f"metrics_port = {config.metrics_port}: must be 0 to 65535", field="metrics_port")
+    if not 0 <= config.fifo_priority <= 98:
+        raise ConfigError(f"fifo_priority = {config.fifo_priority}: must be 0 to 98", field="fifo_priority")
+    if config.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"log_level = {config.log_level!r}: debug, info, warning or error", field="log_level")
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """Every setting as it applies, flat, for the first log line."""
+    flat: dict[str, Any] = {}
+    for name, value in msgspec.to_builtins(config).items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # the reader became part of Python in 3.11
+        import tomli as tomllib  # type: ignore[import-not-found,no-redef]
+    with path.open("rb") as file:
+        table: dict[str, Any] = tomllib.load(file)
+    return table

@@ -1,0 +1,36 @@
+"""What can go wrong, by what the reader must do. The RPC layer and the command line translate these in one place."""
+
+from __future__ import annotations
+
+
+class ValveError(Exception):
+    """Root of Valve's own errors: what happened, in which field, and the next step."""
+
+    def __init__(self, message: str, *, field: str = "", next_step: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.next_step = next_step
+
+
+class ConfigError(ValveError):
+    """A setting is unknown, unreadable or out of range: correct it and start again."""
+
+
+class InvalidRequest(ValveError):
+    """An argument makes no sense: correct the call."""
+
+
+class NotFound(ValveError):
+    """The thing named is not here (any more)."""
+
+
+class NotNow(ValveError):
+    """The request is fine, the state of the node is not: do the next step first."""
+
+
+class AlreadyRunning(ValveError):
+    """Another valved owns the run folder."""
+
+
+class DriverMismatch(ValveError):
+    """The driver is not one whose layouts are known: observe only."""

@@ -1,0 +1,292 @@
+"""valved: the composition root. The only file that constructs things; read it to see what the daemon is made of.
+
+Order of the start: folder and lock, native gate, books, what a predecessor left, link socket, API. Order of the end:
+API and link close, the state is written, and gates stay as they are: a successor takes them over, and until it comes
+the shims act on the expired lease. Only `valve drain` lets everything go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from valved import logs, paths
+from valved.config import Config, effective, load_config
+from valved.errors import ValveError
+from valved.mechanism import signals, state
+from valved.mechanism.clock import LoopClock
+from valved.mechanism.ports import GatePort, ProcessPort
+from valved.mechanism.stats import NodeCounters
+from valved.mechanism.trace import LineFile
+from valved.mechanism.watch import FolderWatch
+from valved.model.events import EventKind
+from valved.model.ids import Mode
+from valved.model.states import DriverState
+from valved.policy.cooldown import CooldownSettings
+from valved.service.books import Books
+from valved.service.brake import Brake
+from valved.service.gate import GateService, GateSettings
+from valved.service.handover import Handover
+from valved.service.journal import Journal
+from valved.service.ladder import Ladder
+from valved.service.link_server import LinkServer
+from valved.service.node import Node
+from valved.service.register import Register
+from valved.service.report import Reporter
+
+log = logging.getLogger("valved")
+
+EXIT_FAILED, EXIT_CONFIG = 1, 78  # EX_CONFIG of sysexits.h: a restart would not help
+KNOWN_BRANCHES = range(535, 596)  # NV_BRANCH_FIRST to NV_BRANCH_LAST of proto/abi/nvrm.h
+TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes: nothing that is in a hurry
+SAVE_EVERY_TICKS = 30
+
+
+@dataclass(slots=True, kw_only=True)
+class Daemon:
+    """Everything that lives as long as the process does."""
+
+    loop: asyncio.AbstractEventLoop
+    gate: GatePort
+    journal: Journal
+    keeper: GateService
+    register: Register
+    handover: Handover
+    brake: Brake
+    ladder: Ladder
+    node: Node
+    link: LinkServer
+    stop: asyncio.Event
+
+
+def build(
+    config: Config, run_dir: Path, gate: GatePort, processes: ProcessPort, loop: asyncio.AbstractEventLoop
+) -> Daemon:
+    clock = LoopClock(loop)
+    stop = asyncio.Event()
+    journal = Journal(clock, config.ring_events, _files(config, run_dir))
+    books = Books()
+    settings = GateSettings(
+        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
+    )
+    keeper = GateService(gate, books, journal, clock, settings, NodeCounters())
+    register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link)
+    ladder = Ladder(
+        books,
+        keeper,
+        journal,
+        clock,
+        config.ladder,
+        lambda process, number: signals.send(process, number, processes),
+        register.leave,
+    )
+    brake = Brake(gate, keeper, register, ladder, journal, run_dir / paths.PAUSE_FILE)
+    handover = Handover(
+        run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
+    )
+    reporter = Reporter(
+        gate,
+        books,
+        keeper,
+        register,
+        brake,
+        journal,
+        clock,
+        version=_version(),
+        run_dir=run_dir,
+        lease_ns=config.lease_ns,
+        driver=_driver(gate.driver_version()),
+    )
+    node = Node(keeper, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
+    link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s)
+    return Daemon(
+        loop=loop,
+        gate=gate,
+        journal=journal,
+        keeper=keeper,
+        register=register,
+        handover=handover,
+        brake=brake,
+        ladder=ladder,
+        node=node,
+        link=link,
+        stop=stop,
+    )
+
+
+def take_over(daemon: Daemon, config: Config, run_dir: Path) -> None:
+    """Pick up what a predecessor left, then apply mode and pause."""
+    saved, problem = state.load(run_dir / state.STATE_FILE)
+    if problem:
+        daemon.journal.emit(EventKind.NOTED, reason=problem)
+    mode = config.mode
+    if saved is not None:
+        daemon.handover.restore(saved, config.link.come_back_s)
+        mode = saved.policy.mode or mode
+        if saved.policy.cooldown is not None:
+            start, floor, ceiling, factor, window = saved.policy.cooldown
+            daemon.keeper.settings.cooldown = CooldownSettings(
+                start_ns=start, floor_ns=floor, ceiling_ns=ceiling, factor=factor, window_ns=window
+            )
+    daemon.brake.set_mode(mode, "start")
+    daemon.brake.look_at_file()
+
+
+async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessPort) -> None:
+    from valved.rpc.server import serve  # grpc is the heaviest import: only a daemon that really starts pays for it
+
+    loop = asyncio.get_running_loop()
+    daemon = build(config, run_dir, gate, processes, loop)
+    loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
+    take_over(daemon, config, run_dir)
+    watch = FolderWatch(run_dir)
+    if watch.fd >= 0:
+        loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
+    daemon.link.start()
+    server = await serve(daemon.node, run_dir / paths.API_SOCKET)
+    metrics = await _start_metrics(config, daemon)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stop.set)
+    daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
+    ticking = asyncio.create_task(_tick(daemon, has_watch=watch.fd >= 0))
+    await daemon.stop.wait()
+    ticking.cancel()
+    daemon.journal.emit(
+        EventKind.STOPPED, reason="drained" if daemon.brake.is_draining else "gates stay for a successor"
+    )
+    await server.stop(grace=0.5)
+    if metrics is not None:
+        metrics.close()
+    daemon.handover.save()
+    daemon.link.stop()
+    daemon.register.close()
+    daemon.journal.close()
+    loop.remove_reader(gate.stamps_fd())
+    if daemon.brake.is_draining:
+        gate.close()
+
+
+def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:
+    watch.clear()
+    brake.look_at_file()
+
+
+async def _tick(daemon: Daemon, *, has_watch: bool) -> None:
+    ticks = 0
+    while True:
+        await asyncio.sleep(TICK_S)
+        ticks += 1
+        daemon.keeper.resync()
+        daemon.handover.settle(patience_over=True)
+        if not has_watch:
+            daemon.brake.look_at_file()
+        if ticks % SAVE_EVERY_TICKS == 0:
+            daemon.handover.save()
+
+
+async def _start_metrics(config: Config, daemon: Daemon) -> Any:
+    if not config.metrics_port:
+        return None
+    from valved.metrics import serve_metrics
+
+    return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status)
+
+
+def _files(config: Config, run_dir: Path) -> list[tuple[LineFile, bool]]:
+    files = []
+    if config.audit_bytes:
+        files.append((LineFile(run_dir / "audit.jsonl", config.audit_bytes), False))
+    if config.trace_file:
+        files.append((LineFile(Path(config.trace_file), config.trace_bytes), True))
+    return files
+
+
+def _driver(version: str) -> DriverState:
+    first = version.partition(".")[0]
+    branch = int(first) if first.isdigit() else 0
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    return DriverState(
+        version=version,
+        branch=branch,
+        known=branch in KNOWN_BRANCHES,
+        open_modules="Open Kernel" in text,
+        device_only_lock=False,
+    )
+
+
+def _version() -> str:
+    try:
+        return version_of("valve")
+    except PackageNotFoundError:
+        return "0"
+
+
+def native_gate(config: Config) -> GatePort:
+    from valved.mechanism.gate import GateSettings as NativeSettings
+    from valved.mechanism.gate import NativeGate
+
+    return NativeGate(
+        NativeSettings(
+            lease_ns=config.lease_ns,
+            hang_ns=round(config.hang_ms * 1e6),
+            spin_ns=round(config.spin_us * 1e3),
+            quiet_us=config.quiet_us,
+            fifo_priority=config.fifo_priority,
+        )
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="valved", description="Valve's node daemon")
+    parser.add_argument("--run-dir", type=Path, help="sockets and state (default: /run/valve, or the user's own)")
+    parser.add_argument("--config", type=Path, help="TOML file (docs/configuration.md)")
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], help="how far it may go")
+    parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port of loopback; 0: off")
+    parser.add_argument("--trace-file", help="record every event and decision there")
+    parser.add_argument("--replace", action="store_true", help="take over from the valved that runs here now")
+    parser.add_argument("--foreground", action="store_true", help="accepted for units: valved never forks")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    flags = {"mode": options.mode, "metrics_port": options.metrics_port, "trace_file": options.trace_file}
+    if options.run_dir is not None:
+        flags["run_dir"] = str(options.run_dir)
+    try:
+        config = load_config(options.config, flags)
+        logs.set_up(config.log_level)
+        folder = state.RunFolder(Path(config.run_dir) if config.run_dir else paths.run_dir())
+        folder.take(replace=options.replace)
+    except (ValveError, OSError) as error:
+        next_step = getattr(error, "next_step", "")
+        print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
+    log.info("settings", extra={"facts": {**effective(config), "run_dir": str(folder.path)}})
+    folder.sign()
+    from valved.mechanism.process import LinuxProcesses
+
+    try:
+        asyncio.run(run(config, folder.path, native_gate(config), LinuxProcesses()))
+    except OSError as error:
+        log.error("failed", extra={"facts": {"error": str(error)}})
+        return EXIT_FAILED
+    finally:
+        folder.release()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""ProcessPort: who a process is and whether it still exists, from /proc and pidfds. A process that is gone is an empty
+value, never an error: it may vanish between any two lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_FIELD_STATE = 3
+_FIELD_PARENT = 4
+_FIELD_START = 22
+_DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
+
+
+class LinuxProcesses:
+    """Processes as this machine's /proc shows them. `root` lets tests build a world of their own."""
+
+    def __init__(self, root: Path = Path("/proc")) -> None:
+        self._root = root
+
+    def _read(self, pid: int, name: str) -> str | None:
+        try:
+            return (self._root / str(pid) / name).read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return None
+
+    def _stat(self, pid: int) -> list[str] | None:
+        """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own."""
+        text = self._read(pid, "stat")
+        if text is None or ")" not in text:
+            return None
+        return text[text.rindex(")") + 1 :].split()
+
+    def start_time(self, pid: int) -> int | None:
+        """None also for a zombie: nothing of it runs any more."""
+        fields = self._stat(pid)
+        if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE or fields[0] in ("Z", "X"):
+            return None
+        return int(fields[_FIELD_START - _FIELD_STATE])
+
+    def ancestors(self, pid: int) -> Sequence[int]:
+        chain: list[int] = []
+        while pid > 0 and len(chain) < _DEPTH:
+            fields = self._stat(pid)
+            if fields is None or len(fields) <= _FIELD_PARENT - _FIELD_STATE:
+                break
+            chain.append(pid)
+            pid = int(fields[_FIELD_PARENT - _FIELD_STATE])
+        return chain
+
+    def cgroup(self, pid: int) -> str | None:
+        """The unified (v2) path, else that of the first v1 controller."""
+        text = self._read(pid, "cgroup")
+        lines = [line.split(":", 2) for line in (text or "").splitlines() if line.count(":") >= 2]
+        unified = [path for hierarchy, _, path in lines if hierarchy == "0"]
+        return next(iter(unified or [path for _, _, path in lines]), None)
+
+    def comm(self, pid: int) -> str:
+        return (self._read(pid, "comm") or "").rstrip("\n")
+
+    def open_pidfd(self, pid: int) -> int:
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+        return -1

@@ -1,0 +1,173 @@
+"""What a successor must know, in one file; and the lock that says whose run folder this is.
+
+Handles of channels mean something only within one boot and one driver: the file names both, and a reader that finds
+others keeps the counters and forgets the rest. Written whole to a new file and renamed: a torn file cannot exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from valved.errors import AlreadyRunning
+from valved.model.ids import Mode
+
+VERSION = 1
+STATE_FILE = "state.json"
+LOCK_FILE = "valved.lock"
+PID_FILE = "valved.pid"
+REPLACE_S = 10.0
+
+
+class SavedChannel(msgspec.Struct, frozen=True, array_like=True):
+    gpu: int
+    h_client: int
+    h_channel: int
+    cid: int
+    h_tsg: int
+    engine: int
+    compute: bool
+
+
+class SavedClient(msgspec.Struct, frozen=True, kw_only=True):
+    pid: int
+    start_time: int
+    role: int
+    service: int
+    channels: list[SavedChannel]  # of an offline client, less those that the application switched itself
+
+
+class SavedService(msgspec.Struct, frozen=True, kw_only=True):
+    id: int
+    name: str
+    role: int
+    root: tuple[int, int] | None  # pid and start time of the claimed process
+    cgroup: str = ""
+    gpus: list[int] = []
+    cooldown: tuple[int, int, int] | None = None  # mark_ns, age_ns, gaps
+    preemptions: int = 0
+    delay_ns: int = 0
+    held_ns: int = 0
+    harvest_ns: int = 0
+    useful_tokens: int = 0
+    requests: int = 0
+    most_preempted: int = 0
+    preempted: list[int] = []
+
+
+class SavedGpu(msgspec.Struct, frozen=True, kw_only=True):
+    uuid: str
+    harvest_ns: int
+    gated_ns: int
+    gates: int
+    latency: list[int]
+    latency_sum_ns: int
+
+
+class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody set while valved ran: it outlives a restart."""
+
+    mode: Mode | None = None
+    cooldown: tuple[int, int, int, float, int] | None = None  # start, floor, ceiling, factor, window
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    boot_id: str
+    driver: str
+    counters: dict[str, int]
+    refusals: dict[str, int]
+    gpus: list[SavedGpu]
+    services: list[SavedService]
+    clients: list[SavedClient]
+    next_client: int
+    next_service: int
+    policy: SavedPolicy = SavedPolicy()
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def save(path: Path, state: SavedState) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(msgspec.json.encode(state))
+    fresh.replace(path)
+
+
+def load(path: Path) -> tuple[SavedState | None, str]:
+    """The predecessor's state, or why there is none. An unreadable file is set aside, never a reason not to start."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None, ""
+    except OSError as error:
+        return None, f"{path}: {error.strerror}"
+    try:
+        state = msgspec.json.decode(data, type=SavedState)
+    except msgspec.MsgspecError as error:
+        with contextlib.suppress(OSError):
+            path.replace(path.with_name(path.name + ".bad"))
+        return None, f"{path} is unreadable and was set aside: {error}"
+    if state.version != VERSION:
+        return None, f"{path} is of version {state.version}, this valved reads {VERSION}"
+    return state, ""
+
+
+class RunFolder:
+    """The run folder and its lock, held for the life of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self, *, replace: bool) -> None:
+        """Become the valved of this folder; `replace` ends the present one first (it hands over its state)."""
+        if self._try_lock():
+            return
+        pid = self._owner()
+        if not replace:
+            raise AlreadyRunning(
+                f"valved {pid or ''} already runs in {self.path}",
+                field="--run-dir",
+                next_step="use it, or start with --replace to take over from it",
+            )
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + REPLACE_S
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                raise AlreadyRunning(f"valved {pid} did not leave {self.path} within {REPLACE_S:.0f} s")
+            time.sleep(0.01)
+
+    def sign(self) -> None:
+        (self.path / PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / PID_FILE).unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _owner(self) -> int:
+        try:
+            return int((self.path / PID_FILE).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return 0

@@ -1,0 +1,87 @@
+"""Figures that live on: a latency histogram, time accounts of a GPU, and the node's counters."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+# Upper bounds in us. The promise is 1 ms (P1) and 50 us for our own share, so the resolution is around those.
+BOUNDS_US = (5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400, 500, 650, 800, 1000, 1500, 2000, 5000, 10000, 100000)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bound, the last one beyond every bound."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_US) + 1))
+    sum_ns: int = 0
+
+    def add(self, value_ns: int) -> None:
+        self.counts[bisect_left(BOUNDS_US, value_ns / 1000)] += 1
+        self.sum_ns += value_ns
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class GpuAccount:
+    """Time of one GPU, split by whether offline work is there and whether it may run.
+
+    `open_ns` runs whether offline work is there or not: two readings of it tell how long an offline job, which came
+    and went between them, was allowed to run.
+    """
+
+    channels: int = 0  # offline compute channels known
+    holders: set[int] = field(default_factory=set)
+    harvest_ns: int = 0
+    gated_ns: int = 0
+    open_ns: int = 0
+    gates: int = 0  # preemptions by a launch
+    latency: Histogram = field(default_factory=Histogram)
+    since_ns: int = 0
+
+    def advance(self, now_ns: int) -> None:
+        """Book the time since the last change. Stamps may lie a little in the past: time never runs backwards."""
+        elapsed_ns = max(0, now_ns - self.since_ns)
+        self.since_ns = max(now_ns, self.since_ns)
+        if self.holders:
+            self.gated_ns += elapsed_ns if self.channels else 0
+        else:
+            self.open_ns += elapsed_ns
+            self.harvest_ns += elapsed_ns if self.channels else 0
+
+    def hold(self, service: int, at_ns: int) -> None:
+        if service not in self.holders:
+            self.advance(at_ns)
+            self.holders.add(service)
+
+    def release(self, service: int, at_ns: int) -> None:
+        if service in self.holders:
+            self.advance(at_ns)
+            self.holders.discard(service)
+
+    def set_channels(self, channels: int, at_ns: int) -> None:
+        self.advance(at_ns)
+        self.channels = channels
+
+
+@dataclass(slots=True)
+class NodeCounters:
+    """Counts that survive restarts. Names are those of message Counters in node.proto."""
+
+    gates: int = 0
+    wakes: int = 0
+    wake_refused: int = 0
+    gate_failures: int = 0
+    clients: int = 0  # welcomed in all
+    refused: int = 0
+    malformed: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    restarts: int = 0
+    channels_enabled_on_exit: int = 0
+
+    def refuse(self, why: str) -> None:
+        self.refused += 1
+        self.refusals[why] = self.refusals.get(why, 0) + 1

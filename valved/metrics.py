@@ -1,0 +1,215 @@
+"""Prometheus metrics, made from one snapshot at each scrape: nothing is counted twice, nothing costs between scrapes.
+
+Scraped through a few lines of HTTP on the one asyncio loop; the port is off unless configured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from valved.model.ids import Mode, Role
+from valved.model.states import GpuState, NodeState, ServiceState
+
+REQUEST_BYTES = 8192
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class NodeCollector(Collector):
+    """Turns a snapshot into metric families. The descriptions are the documentation."""
+
+    def __init__(self, look: Callable[[], NodeState]) -> None:
+        self._look = look
+
+    def describe(self) -> Sequence[Metric]:
+        """Nothing: otherwise registration would take a snapshot of a node that is not running yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._look()
+        yield from _node(status)
+        yield from _gpus(status.gpus)
+        yield from _online([service for service in status.services if service.role is Role.ONLINE])
+        yield from _offline([service for service in status.services if service.role is Role.OFFLINE])
+        yield from _counts(status)
+
+
+def _gauge(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in rows.items():
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in rows.items():
+        family.add_metric(values, value)
+    return family
+
+
+def _node(status: NodeState) -> Iterator[Metric]:
+    modes: dict[tuple[str, ...], float] = {(mode.value,): float(mode is status.mode) for mode in Mode}
+    yield _gauge("valve_mode", "1 for the mode in force: off, observe or harvest", modes, ["mode"])
+    yield _gauge("valve_paused", "1 while harvesting is paused on this node", {(): float(status.paused)})
+    yield _gauge("valve_draining", "1 while valved lets everything go", {(): float(status.draining)})
+    clients: dict[tuple[str, ...], float] = {(role.name.lower(),): 0.0 for role in Role if role is not Role.NONE}
+    for client in status.clients:
+        clients[(client.role.name.lower(),)] += 1
+    yield _gauge("valve_clients", "Connected processes by role", clients, ["role"])
+
+
+def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
+    rows = {(str(gpu.index), gpu.uuid): gpu for gpu in gpus}
+    labels = ["gpu", "uuid"]
+
+    def each(value: Callable[[GpuState], float]) -> dict[tuple[str, ...], float]:
+        return {key: value(gpu) for key, gpu in rows.items()}
+
+    yield _gauge(
+        "valve_gate_closed", "1 while offline channels of the GPU are off", each(lambda g: float(g.gated)), labels
+    )
+    yield _gauge("valve_gate_holders", "Online services that hold the GPU", each(lambda g: g.holders), labels)
+    yield _gauge("valve_offline_channels", "Offline compute channels known", each(lambda g: g.channels), labels)
+    yield _counter(
+        "valve_harvest_seconds",
+        "Time in which offline work was present and allowed to run",
+        each(lambda g: g.harvest_ns / 1e9),
+        labels,
+    )
+    yield _counter(
+        "valve_gated_seconds",
+        "Time in which offline work was present and stopped",
+        each(lambda g: g.gated_ns / 1e9),
+        labels,
+    )
+    yield _counter(
+        "valve_preemptions",
+        "Times a launch of online work found offline work running and stopped it",
+        each(lambda g: g.preemptions),
+        labels,
+    )
+    latency = HistogramMetricFamily(
+        "valve_preemption_latency_seconds",
+        "From the first online launch to offline channels off (promise P1: p99 < 1 ms)",
+        labels=labels,
+    )
+    for key, gpu in rows.items():
+        latency.add_metric(list(key), _buckets(gpu), gpu.preempt_latency.sum_us / 1e6)
+    yield latency
+
+
+def _buckets(gpu: GpuState) -> list[tuple[str, float]]:
+    total, buckets = 0, []
+    bounds = [*(str(bound / 1e6) for bound in gpu.preempt_latency.bound_us), "+Inf"]
+    for bound, count in zip(bounds, gpu.preempt_latency.count, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets
+
+
+def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
+    rows = {(str(service.id), service.name): service for service in services}
+    labels = ["service", "name"]
+
+    def each(value: Callable[[ServiceState], float]) -> dict[tuple[str, ...], float]:
+        return {key: value(service) for key, service in rows.items()}
+
+    yield _gauge("valve_service_busy", "1 while the service holds its GPUs", each(lambda s: float(s.busy)), labels)
+    yield _gauge("valve_service_cooldown_seconds", "Cooldown in force", each(lambda s: s.cooldown_ns / 1e9), labels)
+    yield _gauge(
+        "valve_service_open_requests", "Requests its engine reports open", each(lambda s: s.open_requests), labels
+    )
+    yield _counter(
+        "valve_service_preemptions",
+        "Preemptions that its launches caused, each counted once over all its GPUs",
+        each(lambda s: s.preemptions),
+        labels,
+    )
+    yield _counter(
+        "valve_service_delay_seconds",
+        "What Valve cost it: launch to channels off, summed over its preemptions",
+        each(lambda s: s.delay_ns / 1e9),
+        labels,
+    )
+    per_request = CounterMetricFamily(
+        "valve_requests_by_preemptions",
+        "Ended requests by how often each was preempted (promise P2: at most once)",
+        labels=[*labels, "preemptions"],
+    )
+    for key, service in rows.items():
+        last = len(service.preemptions_per_request) - 1
+        for index, count in enumerate(service.preemptions_per_request):
+            per_request.add_metric([*key, f"{index}+" if index == last else str(index)], count)
+    yield per_request
+    yield _gauge(
+        "valve_service_max_preemptions_per_request",
+        "Most preemptions of one request, an upper bound",
+        each(lambda s: s.max_preemptions_per_request),
+        labels,
+    )
+
+
+def _offline(services: Sequence[ServiceState]) -> Iterator[Metric]:
+    rows = {(str(service.id), service.name): service for service in services}
+    yield _counter(
+        "valve_owner_harvest_seconds",
+        "What an offline owner got: GPU time in which its channels were allowed to run",
+        {key: service.harvest_ns / 1e9 for key, service in rows.items()},
+        ["service", "name"],
+    )
+    yield _counter(
+        "valve_owner_useful_tokens",
+        "Tokens that the owner's engines report, each counted once",
+        {key: service.useful_tokens for key, service in rows.items()},
+        ["service", "name"],
+    )
+
+
+def _counts(status: NodeState) -> Iterator[Metric]:
+    counters = status.counters
+    yield _counter("valve_gates", "GPU gates closed, by launches and by valved itself", {(): counters.gates})
+    yield _counter("valve_wakes", "Holds dropped", {(): counters.wakes})
+    yield _counter("valve_wakes_refused", "Wakes given up: a launch slipped in", {(): counters.wake_refused})
+    yield _counter("valve_gate_failures", "Disable calls that failed or hung", {(): counters.gate_failures})
+    yield _counter("valve_clients_welcomed", "Clients welcomed in all", {(): counters.clients})
+    refusals: dict[tuple[str, ...], float] = {(why,): float(count) for why, count in counters.refusals.items()}
+    yield _counter("valve_refusals", "Clients and channels refused, by reason", refusals, ["reason"])
+    yield _counter("valve_malformed_packets", "Link packets that made no sense", {(): counters.malformed})
+    yield _counter("valve_restarts", "Take-overs from a predecessor's state", {(): counters.restarts})
+    yield _counter(
+        "valve_channels_enabled_on_exit",
+        "Channels that were off when their process ended",
+        {(): counters.channels_enabled_on_exit},
+    )
+
+
+def render(look: Callable[[], NodeState]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(NodeCollector(look))
+    return generate_latest(registry)
+
+
+async def serve_metrics(host: str, port: int, look: Callable[[], NodeState]) -> asyncio.Server:
+    """GET /metrics; anything else is 404. One request per connection."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), timeout=5)
+            found = head.startswith((b"GET /metrics ", b"GET /metrics?"))
+            body = render(look) if found else b"not here; try /metrics\n"
+            status = "200 OK" if found else "404 Not Found"
+            writer.write(
+                f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
+                "Connection: close\r\n\r\n".encode()
+                + body
+            )
+            await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES)

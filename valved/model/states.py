@@ -1,0 +1,131 @@
+"""A look at the whole node: what `valve status`, the metrics and the API show. Field names are those of node.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from valved.model.events import Event
+from valved.model.ids import Mode, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistogramState:
+    bound_us: tuple[float, ...]
+    count: tuple[int, ...]
+    sum_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverState:
+    version: str
+    branch: int
+    known: bool
+    open_modules: bool
+    device_only_lock: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    index: int
+    uuid: str
+    name: str
+    gated: bool
+    channels: int
+    reach: str
+    reach_reason: str
+    holders: int
+    gated_ns: int
+    harvest_ns: int
+    preemptions: int
+    preempt_latency: HistogramState
+    total_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceState:
+    id: int
+    name: str
+    role: Role
+    gpus: tuple[int, ...]
+    busy: bool
+    since_ns: int
+    cooldown_ns: int
+    hinted: bool
+    open_requests: int
+    preemptions: int
+    requests: int
+    max_preemptions_per_request: int
+    delay_ns: int
+    harvest_ns: int
+    useful_tokens: int
+    pids: tuple[int, ...]
+    state: str
+    preemptions_per_request: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientState:
+    id: int
+    pid: int
+    comm: str
+    role: Role
+    service: int
+    abi: int
+    build: str
+    channels: int
+    notes: tuple[str, ...]
+    watcher_alive: bool
+    submitted: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountersState:
+    gates: int
+    wakes: int
+    wake_refused: int
+    gate_failures: int
+    clients: int
+    refused: int
+    malformed: int
+    refusals: Mapping[str, int]
+    restarts: int
+    channels_enabled_on_exit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    version: str
+    pid: int
+    monotonic_ns: int
+    mode: Mode
+    paused: bool
+    paused_by: str
+    draining: bool
+    driver: DriverState
+    gpus: tuple[GpuState, ...]
+    services: tuple[ServiceState, ...]
+    clients: tuple[ClientState, ...]
+    counters: CountersState
+    lease_ns: int
+    run_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    mode: Mode
+    cooldown_start_ns: int
+    cooldown_floor_ns: int
+    cooldown_ceiling_ns: int
+    cooldown_factor: float
+    cooldown_window_ns: int
+    lease_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    summary: str
+    facts: tuple[str, ...]
+    decisions: tuple[Event, ...]

@@ -1,0 +1,298 @@
+/*
+ * client.c - one connected process: its two shared pages, its doorbell and its order line. Caller thread only, but
+ * for client_is_idle's data, which the client itself writes at any time and in any way it likes: every offset that a
+ * region states is checked against the size that we gave it, each time.
+ */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+static uint32_t free_slot(struct valve_gate *gate)
+{
+	for (uint32_t i = 0; i < MAX_CLIENTS; i++) {
+		if (!gate->client[i])
+			return i;
+	}
+	return MAX_CLIENTS;
+}
+
+static void *map(int fd, size_t bytes, int protection)
+{
+	void *at = mmap(NULL, bytes, protection, MAP_SHARED, fd, 0);
+
+	return at == MAP_FAILED ? NULL : at;
+}
+
+static void unmap(struct valve_client *client)
+{
+	if (client->control)
+		munmap(client->control, VALVE_CONTROL_BYTES);
+	if (client->region)
+		munmap(client->region, VALVE_REGION_BYTES);
+}
+
+static void fill_control(struct valve_gate *gate, struct valve_client *client, uint64_t service_id)
+{
+	struct valve_control *control = client->control;
+
+	control->abi = VALVE_REGION_ABI;
+	control->bytes = VALVE_CONTROL_BYTES;
+	control->features =
+	        VALVE_FEATURE_GAPS | VALVE_FEATURE_HINT | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD;
+	control->role = client->role;
+	control->service = service_id;
+	control->lease_ns = gate->config.lease_ns;
+	control->quiet_us = gate->config.quiet_us;
+	store_relaxed(&control->heartbeat_ns, now_ns());
+	store_release(&control->magic, VALVE_CONTROL_MAGIC); /* last: a page with a magic is a whole page */
+}
+
+/* Put the client into its service's list or take it out, by swapping the list. The gate word follows the epoch: a
+ * ring while we write may have moved it on, so look again after the list is public. */
+void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in)
+{
+	struct service *service = &gate->service[client->service];
+	struct client_list *old = service->clients;
+	uint32_t count = old ? old->count : 0, kept = 0;
+	struct client_list *list = calloc(1, sizeof *list + (count + 1) * sizeof *list->client);
+
+	if (!list)
+		abort(); /* a few bytes: the process is lost anyway, and its successor takes over */
+	for (uint32_t i = 0; i < count; i++) {
+		if (old->client[i] != client)
+			list->client[kept++] = old->client[i];
+	}
+	if (in)
+		list->client[kept++] = client;
+	list->count = kept;
+	if (in)
+		store_release(&client->control->gate_epoch, load_full(&service->epoch));
+	store_full(&service->clients,
+	           list); /* pairs with raise_words: the listener walks this one from now on */
+	if (in)
+		word_raise(&client->control->gate_epoch, load_full(&service->epoch));
+	listener_quiesce(gate);
+	free(old);
+}
+
+/* On success doorbell and order are the gate's to close; the memfds stay the caller's. */
+struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
+                                      uint64_t service_id, int control, int region, int doorbell, int order)
+{
+	uint32_t slot = free_slot(gate);
+	struct valve_client *client = slot < MAX_CLIENTS ? calloc(1, sizeof *client) : NULL;
+
+	if (!client)
+		return NULL;
+	client->control = map(control, VALVE_CONTROL_BYTES, PROT_READ | PROT_WRITE);
+	client->region = map(region, VALVE_REGION_BYTES, PROT_READ);
+	if (!client->control || !client->region) {
+		unmap(client);
+		free(client);
+		return NULL;
+	}
+	client->id = id;
+	client->role = role;
+	client->slot = slot;
+	client->generation = ++gate->generation;
+	client->service = service;
+	client->doorbell = doorbell;
+	client->order = order;
+	memset(client->passed, -1, sizeof client->passed);
+	fill_control(gate, client, service_id);
+	if (service >= 0)
+		service_enlist(gate, client, true);
+	pthread_mutex_lock(&gate->roster_lock);
+	store_full(&gate->client[slot], client);
+	pthread_mutex_unlock(&gate->roster_lock);
+	if (service >= 0 && listener_add(gate, client) != 0) {
+		client->doorbell = client->order = -1; /* still the caller's */
+		valve_client_free(gate, client);
+		return NULL;
+	}
+	return client;
+}
+
+/* Free what is left of a dropped client once no plan names it. */
+void client_reap(struct valve_client *client)
+{
+	if (!client->dropped || client->refs)
+		return;
+	for (uint32_t i = 0; i < MAX_PASSED; i++) {
+		if (client->passed[i] >= 0)
+			close(client->passed[i]);
+	}
+	close(client->doorbell);
+	close(client->order);
+	unmap(client);
+	free(client);
+}
+
+/* A passed fd keeps the workload's channels and memory alive, so it goes now, even if an ioctl on it still hangs: the
+ * number stays ours (the plan may yet use it, and finds ENOTTY) until the last plan that names it is gone. */
+static void give_up_passed(struct valve_client *client)
+{
+	int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+
+	for (uint32_t i = 0; i < MAX_PASSED; i++) {
+		if (client->passed[i] < 0)
+			continue;
+		if (nothing < 0 || dup3(nothing, client->passed[i], O_CLOEXEC) < 0) {
+			close(client->passed[i]);
+			client->passed[i] = -1;
+		}
+	}
+	if (nothing >= 0)
+		close(nothing);
+}
+
+void valve_client_free(struct valve_gate *gate, struct valve_client *client)
+{
+	pthread_mutex_lock(&gate->roster_lock);
+	store_full(&gate->client[client->slot], NULL);
+	pthread_mutex_unlock(&gate->roster_lock);
+	if (client->service >= 0) {
+		listener_remove(gate, client);
+		service_enlist(gate, client, false); /* waits until the listener is out of this client, too */
+	}
+	give_up_passed(client);
+	client->dropped = true;
+	client_reap(client);
+}
+
+/* From here on the fd is the gate's to close. */
+int valve_client_take_fd(struct valve_client *client, int fd)
+{
+	for (uint32_t i = 0; i < MAX_PASSED; i++) {
+		if (client->passed[i] < 0) {
+			client->passed[i] = fd;
+			return 0;
+		}
+	}
+	close(fd);
+	return -EMFILE;
+}
+
+/* A region that its client has not yet filled in (magic 0) has launched nothing. One that is filled in wrongly is
+ * nobody we understand: never idle. */
+static int region_state(const struct valve_region *region)
+{
+	uint64_t magic = load_acquire(&region->magic);
+	uint64_t slots, gaps;
+
+	if (magic == 0)
+		return 0;
+	slots = (uint64_t)load_relaxed(&region->slot_offset) + load_relaxed(&region->slot_count) * 64ull;
+	gaps = (uint64_t)load_relaxed(&region->gap_offset) + load_relaxed(&region->gap_count) * 16ull;
+	if (magic != VALVE_REGION_MAGIC || slots > VALVE_REGION_BYTES || gaps > VALVE_REGION_BYTES ||
+	    load_relaxed(&region->slot_offset) % 64 || load_relaxed(&region->gap_offset) % 16)
+		return -EPROTO;
+	return 1;
+}
+
+static uint64_t sum_submitted(const struct valve_region *region)
+{
+	uint32_t offset = load_relaxed(&region->slot_offset), count = load_relaxed(&region->slot_count);
+	uint64_t sum = 0;
+
+	if (count > VALVE_SLOTS || offset % 64 || offset + count * 64ull > VALVE_REGION_BYTES)
+		return UINT64_MAX; /* changed since it was checked: a liar, and so never idle */
+	for (uint32_t i = 0; i < count; i++) {
+		const char *at = (const char *)region + offset + i * sizeof(struct valve_slot);
+
+		sum += load_full((const uint64_t *)(const void *)at);
+	}
+	return sum;
+}
+
+/* All that was ever submitted is proven done. The proof is read before the counters, which only grow: if they agree,
+ * they agreed at one instant. */
+bool client_is_idle(const struct valve_client *client)
+{
+	const struct valve_region *region = client->region;
+	uint64_t idle;
+
+	switch (region_state(region)) {
+	case 0:
+		return true;
+	case 1:
+		idle = load_full(&region->idle_submitted);
+		return sum_submitted(region) == idle;
+	default:
+		return false;
+	}
+}
+
+static void read_gaps(struct valve_client *client, struct valve_view *out)
+{
+	const struct valve_region *region = client->region;
+	uint32_t offset = load_relaxed(&region->gap_offset), ring = load_relaxed(&region->gap_count);
+	uint64_t total = load_acquire(&region->gaps); /* pairs with the watcher's release after the entry */
+	uint64_t from = client->gaps_seen;
+
+	if (ring == 0 || ring > VALVE_GAPS || offset % 16 || offset + ring * 16ull > VALVE_REGION_BYTES)
+		return;
+	if (from > total || total - from > ring)
+		from = total > ring ? total - ring : 0;
+	for (; from < total; from++) {
+		const char *at = (const char *)region + offset + (from % ring) * sizeof(struct valve_gap);
+		const struct valve_gap *gap = (const struct valve_gap *)(const void *)at;
+
+		out->gaps[out->gap_count].end_ns = load_relaxed(&gap->end_ns);
+		out->gaps[out->gap_count++].gap_ns = load_relaxed(&gap->gap_ns);
+	}
+	client->gaps_seen = total;
+}
+
+/* One look. 0, or -EPROTO for a region that makes no sense (out is zero then). */
+int valve_client_view(struct valve_client *client, struct valve_view *out)
+{
+	const struct valve_region *region = client->region;
+	int state = region_state(region);
+	uint32_t seq, tries = 0;
+
+	memset(out, 0, sizeof *out);
+	if (state <= 0)
+		return state;
+	do { /* the watcher's seqlock; a client that leaves it odd gets a torn look at its own words */
+		seq = load_acquire(&region->idle_seq);
+		out->idle_submitted = load_relaxed(&region->idle_submitted);
+		out->idle_ns = load_relaxed(&region->idle_ns);
+		out->watcher_ns = load_relaxed(&region->watcher_ns);
+		__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	} while ((seq % 2 || seq != load_relaxed(&region->idle_seq)) && ++tries < 100);
+	out->submitted = sum_submitted(region);
+	out->launch_ns = load_relaxed(&region->launch_ns);
+	out->rings = load_relaxed(&region->rings);
+	out->busy = load_relaxed(&region->busy);
+	out->features = load_relaxed(&region->features);
+	out->open_requests = load_relaxed(&region->open_requests);
+	out->hint_ns = load_relaxed(&region->hint_ns);
+	out->requests_started = load_relaxed(&region->requests_started);
+	out->requests_ended = load_relaxed(&region->requests_ended);
+	out->useful_tokens = load_relaxed(&region->useful_tokens);
+	out->self_stops = load_relaxed(&region->self_stops);
+	out->order_done = load_relaxed(&region->order_done);
+	out->order_status = load_relaxed(&region->order_status);
+	read_gaps(client, out);
+	return 0;
+}
+
+void valve_client_watch(struct valve_client *client, uint32_t on)
+{
+	store_release(&client->control->watch, on); /* the watcher sleeps on this word */
+	futex_wake_shared(&client->control->watch);
+}
+
+void valve_client_online(struct valve_client *client, uint32_t on)
+{
+	store_release(&client->control->online_registered, on);
+}
+
+void valve_client_draining(struct valve_client *client, uint32_t on)
+{
+	store_release(&client->control->draining, on);
+}

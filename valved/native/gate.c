@@ -1,0 +1,231 @@
+/*
+ * gate.c - opens and closes the gate: driver version, cards, threads; and the few calls about a whole GPU. Caller
+ * thread only.
+ */
+#include "internal.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+
+#define CLOSE_NS 2000000000u /* how long close waits for a thread that hangs in the driver */
+
+static int real_open(const char *path, int flags)
+{
+	return open(path, flags);
+}
+
+static int real_ioctl(int fd, unsigned long request, void *argument)
+{
+	return ioctl(fd, request, argument);
+}
+
+/* Native threads take no signals (those are Python's), and run in real time where that is permitted: on a busy host
+ * a normal thread waits for a time slice before it sees a doorbell. */
+int thread_start(struct valve_gate *gate, pthread_t *thread, void *(*body)(void *), void *argument,
+                 bool real_time)
+{
+	struct sched_param param = {.sched_priority = (int)gate->config.fifo_priority};
+	sigset_t all, before;
+	int rc;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	rc = pthread_create(thread, NULL, body, argument);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	/* A spinning thread in real time would meet the kernel's throttling: 50 ms without CPU every second. */
+	if (rc == 0 && real_time && param.sched_priority && gate->config.spin_ns == 0)
+		pthread_setschedparam(*thread, SCHED_FIFO, &param); /* EPERM: as a normal thread, then */
+	return -rc;
+}
+
+enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
+{
+	if (holders_count(holders) == 0)
+		return VALVE_GPU_RUNNING;
+	return load_acquire(&gpu->gate->brakes) ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
+}
+
+static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve_gpu_info *info)
+{
+	struct gpu *gpu = &gate->gpu[index];
+
+	gpu->gate = gate;
+	gpu->index = index;
+	gpu->info = *info;
+	gpu->hot = gpu->cold = (struct rm_client){.ctl = -1, .node = -1};
+	if (!gate->branch) {
+		gpu->info.status = -ENOTSUP;
+		return;
+	}
+	gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->hot);
+	if (gpu->info.status == 0)
+		gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->cold);
+}
+
+static void open_driver(struct valve_gate *gate)
+{
+	struct valve_gpu_info cards[MAX_GPUS];
+	int rc = rm_read_version(&gate->os, gate->version);
+
+	if (rc) {
+		snprintf(gate->refusal, sizeof gate->refusal, "no driver answers on /dev/nvidiactl (%d)", rc);
+		return;
+	}
+	gate->branch = rm_branch(gate->version);
+	if (!gate->branch)
+		snprintf(gate->refusal, sizeof gate->refusal,
+		         "driver %.20s is unknown: branches %u to %u are supported", gate->version,
+		         NV_BRANCH_FIRST, NV_BRANCH_LAST);
+	gate->gpu_count = rm_list_cards(&gate->os, cards, MAX_GPUS);
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		open_gpu(gate, i, &cards[i]);
+}
+
+static int start_threads(struct valve_gate *gate)
+{
+	int rc = listener_start(gate);
+
+	for (uint32_t i = 0; i < gate->gpu_count && rc == 0; i++)
+		rc = issuer_start(&gate->gpu[i]);
+	return rc ? rc : keeper_start(gate);
+}
+
+struct valve_gate *valve_gate_open(const struct valve_config *config, const struct valve_os *os)
+{
+	struct valve_gate *gate = aligned_alloc(64, sizeof *gate); /* a multiple of 64: it has such members */
+
+	if (!gate)
+		return NULL;
+	memset(gate, 0, sizeof *gate);
+	gate->config = *config;
+	gate->os = os ? *os : (struct valve_os){0};
+	gate->os.open = gate->os.open ? gate->os.open : real_open;
+	gate->os.ioctl = gate->os.ioctl ? gate->os.ioctl : real_ioctl;
+	pthread_mutex_init(&gate->roster_lock, NULL);
+	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
+	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	if (gate->epoll < 0 || gate->wake < 0 || stamps_open(&gate->stamps) != 0) {
+		free(gate); /* out of fds at the very start: valved does not come up */
+		return NULL;
+	}
+	open_driver(gate);
+	if (start_threads(gate) != 0) {
+		valve_gate_close(gate);
+		return NULL;
+	}
+	return gate;
+}
+
+const char *valve_gate_version(struct valve_gate *gate)
+{
+	return gate->version;
+}
+
+const char *valve_gate_refusal(struct valve_gate *gate)
+{
+	return gate->refusal;
+}
+
+uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max)
+{
+	uint32_t count = gate->gpu_count < max ? gate->gpu_count : max;
+
+	for (uint32_t i = 0; i < count; i++)
+		out[i] = gate->gpu[i].info;
+	return count;
+}
+
+void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear)
+{
+	store_full(&gate->brakes, (gate->brakes & ~clear) | set);
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		issuer_kick(&gate->gpu[i]);
+}
+
+/* Wait until every issuer has done what it should. Returns the GPUs that have not within the time. */
+uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns)
+{
+	uint64_t until = now_ns() + timeout_ns;
+	uint32_t waiting = 0;
+
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		struct gpu *gpu = &gate->gpu[i];
+
+		while (gpu_target(gpu, load_full(&gpu->holders)) != load_acquire(&gpu->state)) {
+			if (now_ns() > until) {
+				waiting |= 1u << i;
+				break;
+			}
+			sleep_ns(20000);
+		}
+	}
+	return waiting;
+}
+
+uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu)
+{
+	return load_acquire(&gate->gpu[gpu].state);
+}
+
+/* Stopped, or about to be. */
+uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t index)
+{
+	struct gpu *gpu = &gate->gpu[index];
+
+	return gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED ||
+	       load_acquire(&gpu->state) == VALVE_GPU_STOPPED;
+}
+
+static bool join(pthread_t thread)
+{
+	struct timespec until;
+
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec += (time_t)(CLOSE_NS / 1000000000u);
+	return pthread_timedjoin_np(thread, NULL, &until) == 0;
+}
+
+static void free_gpu(struct valve_gate *gate, struct gpu *gpu)
+{
+	mail_discard(gpu);
+	plan_free(gpu->plan);
+	rm_close(&gate->os, &gpu->hot);
+	rm_close(&gate->os, &gpu->cold);
+}
+
+/* Precondition: no client and no service is left. -EBUSY: a thread hangs in the driver; its memory is left alone. */
+int valve_gate_close(struct valve_gate *gate)
+{
+	uint64_t one = 1;
+	bool joined = true;
+
+	store_full(&gate->quit, 1);
+	futex_wake(&gate->quit);
+	if (write(gate->wake, &one, sizeof one) < 0)
+		joined = true; /* counter full: readable already */
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		issuer_kick(&gate->gpu[i]);
+		joined &= !gate->gpu[i].started || join(gate->gpu[i].thread);
+	}
+	joined &= !gate->keeper || join(gate->keeper);
+	joined &= !gate->listener || join(gate->listener);
+	if (!joined)
+		return -EBUSY;
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		free_gpu(gate, &gate->gpu[i]);
+	for (uint32_t i = 0; i < MAX_SERVICES; i++)
+		free(gate->service[i].clients);
+	stamps_close(&gate->stamps);
+	close(gate->wake);
+	close(gate->epoll);
+	pthread_mutex_destroy(&gate->roster_lock);
+	free(gate);
+	return 0;
+}

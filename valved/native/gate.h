@@ -1,0 +1,136 @@
+/*
+ * gate.h - what Python may ask of the native gate. Also the text that cffi reads (build.py drops the lines that
+ * start with #), so it holds declarations only.
+ *
+ * Every function here is called from valved's one Python thread; none is called by the native threads. Functions
+ * that return int give 0, a positive RM status (proto/abi/nvrm.h), or -errno.
+ */
+#ifndef VALVE_NATIVE_GATE_H
+#define VALVE_NATIVE_GATE_H
+
+#include <stdint.h>
+
+/* The machine, as a table: tests put a fake driver here. NULL entries mean the real call. */
+struct valve_os {
+	int (*open)(const char *path, int flags);
+	int (*ioctl)(int fd, unsigned long request, void *argument);
+	void (*between)(int point); /* called at valve_point, so that a test can act exactly there */
+};
+
+enum valve_point {
+	VALVE_POINT_WAKE_OPENED = 1, /* wake: words are open, counters not yet re-read */
+	VALVE_POINT_WAKE_PROVEN = 2, /* wake: all clients were idle, the hold not yet dropped */
+};
+
+struct valve_config {
+	uint64_t lease_ns;      /* control.lease_ns; the heartbeat is written every fifth of it */
+	uint64_t hang_ns;       /* a disable that takes longer is reported and the next rung used */
+	uint64_t order_ns;      /* how long an in-process order may take */
+	uint64_t spin_ns;       /* listener and issuers spin this long after their last work; 0: sleep mode */
+	uint32_t quiet_us;      /* control.quiet_us */
+	uint32_t fifo_priority; /* SCHED_FIFO where permitted; 0: never ask */
+};
+
+struct valve_gpu_info {
+	uint32_t minor, gpu_id, device_instance;
+	uint32_t domain, bus, slot;
+	uint8_t uuid[16];
+	int32_t status; /* 0: own RM client is open. Else why not: this GPU cannot be reached from here */
+};
+
+enum valve_stamp_kind {
+	VALVE_STAMP_GATE = 1,
+	VALVE_STAMP_HOLD = 2,
+	VALVE_STAMP_WAKE = 3,
+	VALVE_STAMP_WAKE_REFUSED = 4,
+	VALVE_STAMP_GATE_FAILED = 5,
+};
+
+struct valve_stamp {
+	uint64_t service, client;
+	uint64_t launch_ns, seen_ns, ioctl_ns, done_ns;
+	uint32_t kind, gpu, epoch, channels;
+	int32_t status;
+	uint32_t pad0;
+};
+
+struct valve_gap_view {
+	uint64_t end_ns, gap_ns;
+};
+
+struct valve_view {
+	uint64_t submitted, idle_submitted, idle_ns, launch_ns, rings, watcher_ns;
+	uint64_t hint_ns, requests_started, requests_ended, useful_tokens, self_stops;
+	uint32_t busy, open_requests, order_done, order_status, features;
+	uint32_t gap_count; /* of the entries below: new ones since the last look */
+	struct valve_gap_view gaps[64];
+};
+
+enum valve_reach {
+	VALVE_REACH_OWN = 0,  /* valved's own RM client names the workload's channels */
+	VALVE_REACH_FD = 1,   /* the same call on the workload's passed nvidiactl fd */
+	VALVE_REACH_SELF = 2, /* order STOP: the shim switches its own channels */
+	VALVE_REACH_HOLD = 3, /* order HOLD: the shim holds launches */
+};
+
+/* One channel to arm. Entries of one plan come sorted by (reach, client, h_target). */
+struct valve_entry {
+	struct valve_client *client;
+	uint32_t reach;
+	uint32_t h_client, h_channel;
+	int32_t fd;                     /* VALVE_REACH_FD: the passed fd; else -1 */
+	uint32_t h_target, h_subdevice; /* VALVE_REACH_FD: whose name the call is made in; else 0 */
+};
+
+enum valve_gpu_state {
+	VALVE_GPU_RUNNING = 0,
+	VALVE_GPU_WATCHED = 1, /* held, but a brake (observe, drain) keeps the channels on */
+	VALVE_GPU_STOPPED = 2,
+};
+
+enum valve_brake {
+	VALVE_BRAKE_OBSERVE = 1,
+	VALVE_BRAKE_DRAIN = 2,
+	VALVE_BRAKE_ENABLED = 4, /* enable_all was asked for; lifted with either of the others */
+};
+
+enum valve_wake_outcome { VALVE_WOKEN = 0, VALVE_WAKE_REFUSED = 1, VALVE_NOT_HOLDING = 2 };
+
+struct valve_gate *valve_gate_open(const struct valve_config *config, const struct valve_os *os);
+int valve_gate_close(struct valve_gate *gate);
+const char *valve_gate_version(struct valve_gate *gate);
+const char *valve_gate_refusal(struct valve_gate *gate);
+uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
+void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear);
+uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
+int valve_stamps_fd(struct valve_gate *gate);
+uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uint32_t max);
+uint64_t valve_stamps_dropped(struct valve_gate *gate);
+
+int32_t valve_service_new(struct valve_gate *gate, uint64_t id);
+void valve_service_free(struct valve_gate *gate, int32_t service);
+void valve_service_gpus(struct valve_gate *gate, int32_t service, uint32_t mask);
+int valve_hold(struct valve_gate *gate, int32_t service);
+int valve_wake(struct valve_gate *gate, int32_t service);
+uint32_t valve_service_epoch(struct valve_gate *gate, int32_t service);
+
+struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
+                                      uint64_t service_id, int control, int region, int doorbell, int order);
+void valve_client_free(struct valve_gate *gate, struct valve_client *client);
+int valve_client_take_fd(struct valve_client *client, int fd);
+int valve_client_view(struct valve_client *client, struct valve_view *out);
+void valve_client_watch(struct valve_client *client, uint32_t on);
+void valve_client_online(struct valve_client *client, uint32_t on);
+void valve_client_draining(struct valve_client *client, uint32_t on);
+
+uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);
+uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t gpu);
+int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
+                  uint32_t *cid);
+int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel);
+int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
+              const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
+              uint32_t run_count);
+
+#endif

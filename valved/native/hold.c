@@ -1,0 +1,284 @@
+/*
+ * hold.c - who holds which GPU. A service's epoch is even while it holds and odd while its gate is open; each control
+ * page carries a copy, the word that the launch hooks read.
+ *
+ *   ring   (listener)  epoch odd -> even by compare-and-swap: the winner closes all words, counts the hold on each
+ *                      GPU of the service, and kicks the issuers of those that nobody held.
+ *   wake   (caller)    epoch even -> odd, open all words, full fence, re-read every client's counters. All idle:
+ *                      drop the hold. Not idle: swap back to even; if that fails a ring has already taken a new hold.
+ *
+ * Every odd -> even transition adds one hold and every wake that opened removes exactly one, the one it found. So a
+ * ring between "opened" and "dropped" leaves the GPUs held throughout: they are never enabled for an instant.
+ * The epoch opens before the words and words only ever rise: a client that saw an open word finds the epoch open (or
+ * already retaken), and a slow writer cannot undo a later close.
+ */
+#include "internal.h"
+
+uint32_t holders_count(uint64_t holders)
+{
+	return (uint32_t)(holders & 0xFFFFu);
+}
+
+uint32_t holders_closer(uint64_t holders)
+{
+	return (uint32_t)(holders >> 16 & 0xFFFFu);
+}
+
+/* Count one more hold. True if nobody held this GPU before. */
+static bool gpu_hold(struct gpu *gpu, uint32_t service)
+{
+	uint64_t old = load_relaxed(&gpu->holders), next; /* the swap decides */
+
+	do {
+		next = old + 1;
+		if (holders_count(old) == 0)
+			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | 1u;
+	} while (!compare_swap(&gpu->holders, &old, next));
+	if (holders_count(old) != 0)
+		return false;
+	issuer_kick(gpu);
+	return true;
+}
+
+static void gpu_drop(struct gpu *gpu)
+{
+	uint64_t old = load_relaxed(&gpu->holders);
+
+	while (!compare_swap(&gpu->holders, &old, old - 1))
+		;
+	if (holders_count(old) == 1)
+		issuer_kick(gpu);
+}
+
+/* Store `epoch` unless the word is already there or beyond. Listener and caller both write words; see the top. */
+void word_raise(uint32_t *word, uint32_t epoch)
+{
+	uint32_t old = load_relaxed(word);
+
+	while (is_later(epoch, old)) {
+		if (compare_swap(word, &old,
+		                 epoch)) /* full order: pairs with the launch hook's fence (region.h) */
+			return;
+	}
+}
+
+static void raise_words(const struct service *service, uint32_t epoch)
+{
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
+
+	for (uint32_t i = 0; list && i < list->count; i++)
+		word_raise(&list->client[i]->control->gate_epoch, epoch);
+}
+
+/* Take the hold. False if the service holds already. Listener, or caller with cause NULL. */
+bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
+                  uint64_t launch_ns, uint64_t seen_ns)
+{
+	struct service *service = &gate->service[index];
+	uint32_t epoch = load_full(&service->epoch), mask;
+	bool closed = false;
+
+	do {
+		if (epoch % 2 == 0)
+			return false;
+	} while (!compare_swap(&service->epoch, &epoch, epoch + 1));
+	epoch++;
+	raise_words(service, epoch); /* before any ioctl: whoever launches from here on need not ring */
+	store_relaxed(&service->cause_client, cause ? cause->id : 0);
+	store_relaxed(&service->launch_ns, launch_ns);
+	store_relaxed(&service->seen_ns, seen_ns);
+	mask = load_acquire(&service->mask);
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		if (mask & 1u << i)
+			closed |= gpu_hold(&gate->gpu[i], index);
+	}
+	if (!closed) {
+		struct valve_stamp stamp = {
+		        .kind = VALVE_STAMP_HOLD,
+		        .service = load_relaxed(&service->id),
+		        .client = cause ? cause->id : 0,
+		        .gpu = mask ? (uint32_t)__builtin_ctz(mask) : 0,
+		        .epoch = epoch,
+		        .launch_ns = launch_ns,
+		        .seen_ns = seen_ns,
+		        .done_ns = now_ns(),
+		};
+
+		store_relaxed(&service->stamped, epoch);
+		stamp_push(&gate->stamps, &stamp);
+	}
+	store_release(&service->settled, epoch); /* pairs with the acquire in settle: all holds are counted */
+	return true;
+}
+
+/* Called by an issuer after each closing of its GPU: no hold may stay without a stamp, even where the walk that would
+ * have carried it was not needed (held again before the GPU was ever enabled). */
+void service_owe(struct gpu *gpu)
+{
+	struct valve_gate *gate = gpu->gate;
+
+	for (uint32_t i = 0; i < MAX_SERVICES; i++) {
+		struct service *service = &gate->service[i];
+		uint32_t epoch = load_acquire(&service->epoch), stamped = load_acquire(&service->stamped);
+		struct valve_stamp stamp = {.kind = VALVE_STAMP_HOLD, .gpu = gpu->index, .epoch = epoch};
+
+		if (!load_relaxed(&service->live) || epoch % 2 || stamped == epoch)
+			continue;
+		if (!(load_acquire(&service->mask) & 1u << gpu->index))
+			continue;
+		if (!compare_swap(&service->stamped, &stamped, epoch))
+			continue;
+		stamp.service = load_relaxed(&service->id);
+		stamp.client = load_relaxed(&service->cause_client);
+		stamp.launch_ns = load_relaxed(&service->launch_ns);
+		stamp.seen_ns = load_relaxed(&service->seen_ns);
+		stamp.done_ns = now_ns();
+		stamp_push(&gate->stamps, &stamp);
+	}
+}
+
+/* The epoch, once no ring is half way through counting its hold. Caller only; the listener is short and never waits. */
+static uint32_t settle(const struct service *service)
+{
+	for (;;) {
+		uint32_t epoch = load_full(&service->epoch);
+
+		if (epoch % 2 || load_acquire(&service->settled) == epoch)
+			return epoch;
+		sleep_ns(5000);
+	}
+}
+
+static void drop_hold(struct valve_gate *gate, const struct service *service)
+{
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		if (service->mask & 1u << i)
+			gpu_drop(&gate->gpu[i]);
+	}
+}
+
+static bool all_idle(const struct service *service)
+{
+	const struct client_list *list = service->clients;
+
+	for (uint32_t i = 0; list && i < list->count; i++) {
+		if (!client_is_idle(list->client[i]))
+			return false;
+	}
+	return true;
+}
+
+static void at_point(struct valve_gate *gate, enum valve_point point)
+{
+	if (gate->os.between)
+		gate->os.between((int)point);
+}
+
+static void stamp_wake(struct valve_gate *gate, const struct service *service, enum valve_stamp_kind kind,
+                       uint32_t epoch)
+{
+	struct valve_stamp stamp = {
+	        .kind = kind,
+	        .service = service->id,
+	        .epoch = epoch,
+	        .gpu = service->mask ? (uint32_t)__builtin_ctz(service->mask) : 0,
+	        .done_ns = now_ns(),
+	};
+
+	stamp_push(&gate->stamps, &stamp);
+}
+
+int valve_wake(struct valve_gate *gate, int32_t index)
+{
+	struct service *service = &gate->service[index];
+	uint32_t epoch = settle(service), open = epoch + 1;
+	bool retaken;
+
+	if (epoch % 2)
+		return VALVE_NOT_HOLDING;
+	store_full(&service->epoch, open);
+	raise_words(service,
+	            open); /* each a full fence: launches counted before are seen below, later ones ring */
+	at_point(gate, VALVE_POINT_WAKE_OPENED);
+	if (!all_idle(service)) {
+		uint32_t expect = open;
+
+		if (compare_swap(&service->epoch, &expect, open + 1)) { /* our hold simply goes on */
+			raise_words(service, open + 1);
+			store_relaxed(&service->stamped, open + 1);
+			store_release(&service->settled, open + 1);
+		} else { /* a ring took a hold of its own: ours is one too many */
+			settle(service);
+			drop_hold(gate, service);
+		}
+		stamp_wake(gate, service, VALVE_STAMP_WAKE_REFUSED, open);
+		return VALVE_WAKE_REFUSED;
+	}
+	at_point(gate, VALVE_POINT_WAKE_PROVEN);
+	retaken = settle(service) != open;
+	drop_hold(gate, service);
+	stamp_wake(gate, service, retaken ? VALVE_STAMP_WAKE_REFUSED : VALVE_STAMP_WAKE, open);
+	return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
+}
+
+int valve_hold(struct valve_gate *gate, int32_t index)
+{
+	bool taken = service_hold(gate, (uint32_t)index, NULL, 0, now_ns());
+
+	settle(&gate->service[index]);
+	return taken ? 0 : -EALREADY;
+}
+
+uint32_t valve_service_epoch(struct valve_gate *gate, int32_t index)
+{
+	return load_full(&gate->service[index].epoch);
+}
+
+/* A service without GPUs yet, and holding: no launch precedes its gate. */
+int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
+{
+	for (uint32_t i = 0; i < MAX_SERVICES; i++) {
+		struct service *service = &gate->service[i];
+
+		if (service->live)
+			continue;
+		/* Epochs go on from the slot's former owner, so that no late reader takes the new one for the old. */
+		store_relaxed(&service->id, id);
+		store_relaxed(&service->cause_client, 0);
+		store_relaxed(&service->launch_ns, 0);
+		store_relaxed(&service->stamped, service->epoch);
+		store_relaxed(&service->settled, service->epoch);
+		store_release(&service->live, 1);
+		return (int32_t)i;
+	}
+	return -1;
+}
+
+void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
+{
+	struct service *service = &gate->service[index];
+	uint32_t old = service->mask;
+
+	if (mask == old)
+		return;
+	valve_hold(gate, index); /* while it holds, only this thread changes it: no ring sees half a mask */
+	store_relaxed(&service->seen_ns, now_ns());
+	store_release(&service->mask, mask);
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		if (mask & ~old & 1u << i)
+			gpu_hold(&gate->gpu[i], (uint32_t)index);
+		else if (old & ~mask & 1u << i)
+			gpu_drop(&gate->gpu[i]);
+	}
+}
+
+/* Its clients must be gone (or detached): nobody rings for it any more. */
+void valve_service_free(struct valve_gate *gate, int32_t index)
+{
+	struct service *service = &gate->service[index];
+
+	valve_hold(gate, index);
+	drop_hold(gate, service);
+	store_release(&service->mask, 0);
+	store_release(&service->live, 0);
+}

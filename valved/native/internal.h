@@ -1,0 +1,247 @@
+/*
+ * internal.h - the state of the gate, and who may touch what.
+ *
+ * Threads
+ *   listener   one: doorbells in, holds taken, words closed, issuers kicked. Real time where permitted.
+ *   issuer     one per GPU: the only thread that switches that GPU's channels. Real time where permitted.
+ *   keeper     one: heartbeat of all control pages, and the watchdog over the issuers.
+ *   caller     valved's Python thread: everything in gate.h.
+ *
+ * Nothing between the doorbell and the ioctl allocates, locks, logs or formats. What the caller changes reaches
+ *   the listener  through slots and client lists that are swapped whole; the caller waits until the listener has
+ *                 left the batch of events it was in before it frees the old one (listener_quiesce);
+ *   an issuer     as mail: a list of plans that the issuer takes over between two edges and hands back used.
+ * The one mutex (roster_lock) is between caller and keeper; neither hot thread takes it.
+ */
+#ifndef VALVE_NATIVE_INTERNAL_H
+#define VALVE_NATIVE_INTERNAL_H
+
+#include "gate.h"
+#include "nvrm.h"
+#include "region.h"
+#include "words.h"
+
+#include <pthread.h>
+
+enum {
+	MAX_GPUS = 32,
+	MAX_SERVICES = 1024,
+	MAX_CLIENTS = 4096,
+	MAX_PASSED = 16, /* nvidiactl fds that one client may hand over */
+	STAMPS = 4096,
+	CHUNK = NV2080_DISABLE_CHANNELS_MAX,
+};
+
+/* One RM client of our own: root, device and subdevice behind one nvidiactl fd. */
+struct rm_client {
+	int ctl, node;
+	uint32_t h_client, h_device, h_subdevice;
+};
+
+struct gpu;
+struct plan_step;
+
+/* A way to stop and run the channels of one step. begin starts it, finish waits for what begin left open, so that
+ * several processes can carry out their orders side by side. Both return 0, an RM status or -errno. */
+struct reach_ops {
+	const char *name;
+	int (*begin)(struct gpu *gpu, struct plan_step *step, bool stop);
+	int (*finish)(struct gpu *gpu, struct plan_step *step, bool stop);
+};
+
+/* Up to 64 channels that one call (or one order) reaches, with both argument blocks built ahead of the edge. */
+struct plan_step {
+	const struct reach_ops *ops;
+	int fd;
+	uint32_t h_client, h_subdevice; /* in whose name, on which subdevice the call is made */
+	uint32_t order_seq;             /* orders: what order_done must reach */
+	uint32_t owners; /* entries built in; the lists get shorter when stale ones are dropped */
+	struct valve_client *owner[CHUNK];
+	struct nv2080_fifo_disable_channels off, on;
+};
+
+/* What an edge walks. Built by the caller, owned by the issuer from the mail on, freed by the caller. The issuer
+ * only ever drops stale channels from it: enable walks the very list that was disabled. */
+struct plan {
+	uint32_t generation, steps;
+	struct plan_step step[];
+};
+
+struct mail {
+	struct mail *next;
+	struct plan *plan, *stop_now, *run_now; /* the deltas count only while the GPU is stopped */
+	struct plan *old;                       /* out: the plan that this one replaced */
+	int status;                             /* out: of stop_now */
+	uint32_t done;                          /* futex: issuer sets 1 when the mail was carried out */
+};
+
+/* A flight is one walk of disables, as the watchdog sees it: the word is (number << 2 | state). */
+enum flight_state { FLIGHT_NONE = 0, FLIGHT_OUT = 1, FLIGHT_LOST = 2, FLIGHT_HELD = 3 };
+
+struct gpu {
+	struct valve_gate *gate;
+	uint32_t index;
+	struct valve_gpu_info info;
+	struct rm_client hot,
+	        cold; /* hot: the issuer's alone. cold: the caller's, for tests at registration */
+	pthread_t thread;
+	bool started;
+
+	_Alignas(64) uint32_t kick; /* futex: anyone increments and wakes it when the issuer must look */
+
+	/* Who holds: closings << 32 | closer << 16 | count. Listener and caller, by compare-and-swap. The closer is
+	 * the service that made the count leave 0; closings rises each time that happens. */
+	_Alignas(64) uint64_t holders;
+
+	_Alignas(64) struct mail *mail; /* caller pushes, issuer takes all */
+
+	_Alignas(64) uint32_t state; /* issuer writes, caller reads: valve_gpu_state */
+	uint32_t flight;             /* issuer and keeper */
+	uint64_t flight_ns;
+	struct plan *flight_plan;
+	struct valve_stamp flight_stamp;
+	struct plan *plan;  /* issuer's alone */
+	struct mail *spent; /* issuer pushes, caller takes all */
+};
+
+struct client_list {
+	uint32_t count;
+	struct valve_client *client[];
+};
+
+/* An online service: one gate word for all its clients. Slots are never freed, so any thread may look at any. */
+struct service {
+	uint64_t id;
+	uint32_t live;
+	uint32_t mask;               /* GPUs; the caller changes it only while the hold is settled */
+	struct client_list *clients; /* caller swaps, listener walks */
+
+	/* Odd: open. Odd to even (the hold is taken) by whoever wins the swap; even to odd by the caller alone. */
+	_Alignas(64) uint32_t epoch;
+	uint32_t settled; /* last even epoch whose hold was counted on all GPUs */
+	uint32_t stamped; /* last even epoch that a GATE or HOLD stamp reported */
+	uint64_t cause_client, launch_ns,
+	        seen_ns; /* of the present hold; written before the hold is counted */
+};
+
+struct valve_client {
+	uint64_t id;
+	uint32_t role, slot, generation;
+	int32_t service; /* index, -1 for none; listener reads it */
+	struct valve_control *control;
+	struct valve_region *region;
+	int doorbell, order;
+	uint64_t orders; /* GPUs that want it held << 32 | GPUs that want it stopped */
+
+	uint32_t muted;      /* listener sets it for a doorbell that rings for nothing; keeper clears it */
+	uint32_t idle_rings; /* listener's alone: rings that changed nothing since window_ns */
+	uint64_t window_ns;
+
+	uint32_t refs; /* caller's alone: plan entries that name this client */
+	bool dropped;
+	int passed[MAX_PASSED]; /* caller's alone */
+	uint64_t gaps_seen;
+};
+
+struct stamp_cell {
+	uint64_t turn;
+	struct valve_stamp stamp;
+};
+
+struct stamp_ring {
+	_Alignas(64) uint64_t head; /* producers */
+	uint64_t dropped;
+	_Alignas(64) uint64_t tail; /* caller's alone */
+	int fd;
+	struct stamp_cell cell[STAMPS];
+};
+
+struct valve_gate {
+	struct valve_config config;
+	struct valve_os os;
+	char version[64];
+	char refusal[96]; /* why nothing may be issued; empty when something may */
+	const struct nv_branch *branch;
+	uint32_t brakes; /* valve_brake bits */
+	uint32_t quit;   /* futex */
+	uint32_t gpu_count;
+	struct gpu gpu[MAX_GPUS];
+
+	pthread_t listener, keeper;
+	int epoll, wake; /* wake: an eventfd that makes the listener look at quit */
+	_Alignas(64) uint64_t
+	        listener_turn; /* odd while the listener handles events; listener writes, caller reads */
+	struct valve_client *client[MAX_CLIENTS];
+	uint32_t generation;
+	pthread_mutex_t roster_lock; /* keeper against caller: client[] and their control pages */
+
+	struct service service[MAX_SERVICES];
+	struct stamp_ring stamps;
+	struct plan *leftover; /* nothing is freed under a thread that hangs */
+};
+
+/* rm.c: RM sequences */
+int rm_read_version(const struct valve_os *os, char version[64]);
+const struct nv_branch *rm_branch(const char *version);
+uint32_t rm_list_cards(const struct valve_os *os, struct valve_gpu_info *out, uint32_t max);
+int rm_open(const struct valve_os *os, struct valve_gpu_info *info, struct rm_client *out);
+void rm_close(const struct valve_os *os, struct rm_client *client);
+int rm_control(const struct valve_os *os, const struct rm_client *client, uint32_t h_object, uint32_t cmd,
+               void *params, uint32_t bytes);
+int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,
+                 uint32_t h_channel, uint32_t *cid);
+bool rm_is_stale(int status);
+
+/* reach_rm.c, reach_order.c */
+extern const struct reach_ops reach_own, reach_fd, reach_self, reach_hold;
+uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again);
+int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns);
+void order_release(struct gpu *gpu, struct plan *plan);
+void order_hold_all(struct gpu *gpu, struct plan_step *step);
+
+/* plan.c */
+struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
+void plan_free(struct plan *plan);
+uint32_t plan_channels(const struct plan *plan);
+
+/* issuer.c */
+int issuer_start(struct gpu *gpu);
+void issuer_kick(struct gpu *gpu);
+
+/* listener.c */
+int listener_start(struct valve_gate *gate);
+void listener_quiesce(struct valve_gate *gate);
+int listener_add(struct valve_gate *gate, struct valve_client *client);
+void listener_remove(struct valve_gate *gate, const struct valve_client *client);
+void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute);
+
+/* keeper.c */
+int keeper_start(struct valve_gate *gate);
+
+/* hold.c */
+bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
+                  uint64_t launch_ns, uint64_t seen_ns);
+void service_owe(struct gpu *gpu);
+uint32_t holders_count(uint64_t holders);
+uint32_t holders_closer(uint64_t holders);
+void word_raise(uint32_t *word, uint32_t epoch);
+
+/* client.c */
+void client_reap(struct valve_client *client);
+bool client_is_idle(const struct valve_client *client);
+void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in);
+
+/* stamps.c */
+int stamps_open(struct stamp_ring *ring);
+void stamps_close(struct stamp_ring *ring);
+void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp);
+
+/* arm.c */
+void mail_discard(struct gpu *gpu);
+
+/* gate.c */
+int thread_start(struct valve_gate *gate, pthread_t *thread, void *(*body)(void *), void *argument,
+                 bool real_time);
+enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders);
+
+#endif

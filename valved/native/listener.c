@@ -1,0 +1,122 @@
+/*
+ * listener.c - one thread sleeps on the doorbells of all online clients: one epoll, edge-triggered, never read (one
+ * eventfd in many epolls costs 30 us a ring, and a read is a system call that nobody needs).
+ *
+ * Events carry slot and generation, not a pointer: an event of a client that has just been removed finds an empty
+ * slot, or a stranger of another generation.
+ */
+#include "internal.h"
+
+#include <sys/epoll.h>
+
+#define BATCH 64
+#define SELF  UINT64_MAX
+#define WINDOW_NS \
+	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
+#define MAX_IDLE  64u /* ... is not listened to until the keeper's next round */
+#define PLAUSIBLE 1000000000u
+
+/* Odd while events are being handled. Full order: either the caller, having unpublished something, sees odd here and
+ * waits, or what follows sees that it is unpublished. */
+static void turn_page(struct valve_gate *gate)
+{
+	store_full(&gate->listener_turn, load_relaxed(&gate->listener_turn) + 1); /* nobody else writes it */
+}
+
+static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns)
+{
+	struct valve_client *client = load_full(&gate->client[name & 0xFFFFFFFFu]);
+	uint64_t launch_ns;
+
+	if (!client || client->generation != (uint32_t)(name >> 32))
+		return;
+	launch_ns = load_relaxed(&client->region->launch_ns); /* a claim: used for a statistic only */
+	if (launch_ns > seen_ns || seen_ns - launch_ns > PLAUSIBLE)
+		launch_ns = 0;
+	if (service_hold(gate, (uint32_t)client->service, client, launch_ns, seen_ns))
+		return;
+	if (seen_ns - client->window_ns > WINDOW_NS) {
+		client->window_ns = seen_ns;
+		client->idle_rings = 0;
+	}
+	if (++client->idle_rings > MAX_IDLE)
+		listener_mute(gate, client, true);
+}
+
+static void *listener_main(void *argument)
+{
+	struct valve_gate *gate = argument;
+	struct epoll_event events[BATCH];
+	uint64_t spin_until = 0;
+
+	while (!load_acquire(&gate->quit)) {
+		int timeout = spin_until ? 0 : -1;
+		uint64_t seen_ns;
+		int count;
+
+		count = epoll_wait(gate->epoll, events, BATCH, timeout);
+		seen_ns = now_ns();
+		if (count > 0)
+			turn_page(gate);
+		for (int i = 0; i < count; i++) {
+			uint64_t one;
+
+			if (events[i].data.u64 != SELF)
+				ring(gate, events[i].data.u64, seen_ns);
+			else if (read(gate->wake, &one, sizeof one) < 0)
+				continue;
+		}
+		if (count > 0) {
+			turn_page(gate);
+			spin_until = gate->config.spin_ns ? seen_ns + gate->config.spin_ns : 0;
+		} else if (seen_ns > spin_until) {
+			spin_until = 0;
+		}
+	}
+	return NULL;
+}
+
+/* Wait until the listener has left the batch it is in now: it holds no pointer that was unpublished before. */
+void listener_quiesce(struct valve_gate *gate)
+{
+	uint64_t turn = load_full(&gate->listener_turn);
+
+	while (turn % 2 && load_full(&gate->listener_turn) == turn)
+		sleep_ns(5000);
+}
+
+static int control(struct valve_gate *gate, struct valve_client *client, int op, uint32_t events)
+{
+	struct epoll_event event = {
+	        .events = events,
+	        .data.u64 = (uint64_t)client->generation << 32 | client->slot,
+	};
+
+	return epoll_ctl(gate->epoll, op, client->doorbell, &event) < 0 ? -errno : 0;
+}
+
+int listener_add(struct valve_gate *gate, struct valve_client *client)
+{
+	return control(gate, client, EPOLL_CTL_ADD, EPOLLIN | EPOLLET);
+}
+
+void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute)
+{
+	store_relaxed(&client->muted, mute);
+	control(gate, client, EPOLL_CTL_MOD, mute ? 0 : EPOLLIN | EPOLLET);
+}
+
+/* The client holds a copy of the eventfd, so closing ours would leave it in the epoll set. */
+void listener_remove(struct valve_gate *gate, const struct valve_client *client)
+{
+	epoll_ctl(gate->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);
+}
+
+int listener_start(struct valve_gate *gate)
+{
+	struct epoll_event event = {.events = EPOLLIN, .data.u64 = SELF};
+
+	if (epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &event) < 0)
+		return -errno;
+	return thread_start(gate, &gate->listener, listener_main, gate, true);
+}

@@ -1,0 +1,108 @@
+/*
+ * plan.c - builds what an edge walks, while nothing is at stake: argument blocks for disable and enable in chunks of
+ * 64 (the driver's list size), grouped by the call that reaches them. Caller thread only.
+ */
+#include "internal.h"
+
+#include <stdlib.h>
+
+static const struct reach_ops *const ops_of[] = {
+        [VALVE_REACH_OWN] = &reach_own,
+        [VALVE_REACH_FD] = &reach_fd,
+        [VALVE_REACH_SELF] = &reach_self,
+        [VALVE_REACH_HOLD] = &reach_hold,
+};
+
+static bool shares_step(const struct valve_entry *a, const struct valve_entry *b)
+{
+	if (a->reach != b->reach)
+		return false;
+	if (a->reach == VALVE_REACH_OWN)
+		return true;
+	if (a->reach == VALVE_REACH_FD)
+		return a->fd == b->fd && a->h_target == b->h_target;
+	return a->client == b->client; /* an order: one per process */
+}
+
+static void step_open(struct gpu *gpu, struct plan_step *step, const struct valve_entry *entry)
+{
+	bool own = entry->reach == VALVE_REACH_OWN;
+
+	step->ops = ops_of[entry->reach];
+	step->fd = own ? gpu->hot.ctl : entry->fd;
+	step->h_client = own ? gpu->hot.h_client : entry->h_target;
+	step->h_subdevice = own ? gpu->hot.h_subdevice : entry->h_subdevice;
+	step->off.bDisable = 1; /* everything else stays 0: see the field comments in nvrm.h */
+}
+
+static void step_add(struct plan_step *step, const struct valve_entry *entry)
+{
+	uint32_t at = step->off.numChannels;
+
+	step->owner[at] = entry->client;
+	step->owners = at + 1;
+	entry->client->refs++;
+	step->off.hClientList[at] = step->on.hClientList[at] = entry->h_client;
+	step->off.hChannelList[at] = step->on.hChannelList[at] = entry->h_channel;
+	step->off.numChannels = step->on.numChannels = at + 1;
+}
+
+static uint32_t count_steps(const struct valve_entry *entries, uint32_t count)
+{
+	uint32_t steps = 0, in_step = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		if (i == 0 || in_step == CHUNK || !shares_step(&entries[i - 1], &entries[i])) {
+			steps++;
+			in_step = 0;
+		}
+		in_step++;
+	}
+	return steps;
+}
+
+/* A plan for the entries (sorted as gate.h says); NULL for none or without memory. */
+struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
+{
+	uint32_t steps = count_steps(entries, count);
+	struct plan *plan;
+	struct plan_step *step;
+
+	if (steps == 0)
+		return NULL;
+	plan = calloc(1, sizeof *plan + steps * sizeof *plan->step);
+	if (!plan)
+		return NULL;
+	step = plan->step;
+	step_open(gpu, step, &entries[0]);
+	for (uint32_t i = 0; i < count; i++) {
+		if (i > 0 && (step->off.numChannels == CHUNK || !shares_step(&entries[i - 1], &entries[i])))
+			step_open(gpu, ++step, &entries[i]);
+		step_add(step, &entries[i]);
+	}
+	plan->steps = steps;
+	plan->generation = ++gpu->gate->generation;
+	return plan;
+}
+
+void plan_free(struct plan *plan)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		struct plan_step *step = &plan->step[i];
+
+		for (uint32_t k = 0; k < step->owners; k++) {
+			step->owner[k]->refs--;
+			client_reap(step->owner[k]);
+		}
+	}
+	free(plan);
+}
+
+uint32_t plan_channels(const struct plan *plan)
+{
+	uint32_t channels = 0;
+
+	for (uint32_t i = 0; plan && i < plan->steps; i++)
+		channels += plan->step[i].off.numChannels;
+	return channels;
+}

@@ -1,0 +1,114 @@
+/*
+ * reach_order.c - the two rungs that the offline process carries out itself: STOP (its keeper thread switches its own
+ * channels) and HOLD (its launches wait). An order is a word in the control page, a sequence number, and a ring of
+ * the order eventfd; the client answers with order_done in its region, and is believed for no longer than a bound.
+ *
+ * A process may use several GPUs, each with an issuer of its own, and the watchdog may add a hold: so each side only
+ * sets or clears its GPU's bit, and the word is derived from all bits.
+ */
+#include "internal.h"
+
+#define POLL_NS 20000u /* order_done is not a futex: the client would need write access to a word of ours */
+
+static enum valve_order order_of(uint64_t bits)
+{
+	if (bits >> 32)
+		return VALVE_ORDER_HOLD; /* the weaker order wins: it is asked for when STOP did not work */
+	return (uint32_t)bits ? VALVE_ORDER_STOP : VALVE_ORDER_RUN;
+}
+
+/* Say the order that the bits mean, until nobody changed them meanwhile. Two threads may say it side by side: the
+ * last one to look sees the final bits, and says those. */
+static uint32_t publish(struct valve_client *client, bool again)
+{
+	struct valve_control *control = client->control;
+	uint32_t seq = load_relaxed(&control->order_seq);
+	uint64_t bits, one = 1;
+
+	do {
+		uint32_t order;
+
+		bits = load_full(&client->orders);
+		order = order_of(bits);
+		if (!again && load_relaxed(&control->order) == order)
+			continue;
+		store_release(&control->order, order); /* the client reads order_seq, then order */
+		seq = add_fetch(&control->order_seq, 1);
+		if (write(client->order, &one, sizeof one) < 0)
+			break; /* counter full: readable already */
+		again = false;
+	} while (load_full(&client->orders) != bits);
+	return seq;
+}
+
+/* Set or clear this GPU's wish. `again`: say it even if it stands already (channels were added since). */
+uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again)
+{
+	uint64_t bit = 1ull << (order == VALVE_ORDER_HOLD ? gpu + 32 : gpu);
+
+	if (on)
+		__atomic_fetch_or(&client->orders, bit, __ATOMIC_SEQ_CST);
+	else
+		__atomic_fetch_and(&client->orders, ~bit, __ATOMIC_SEQ_CST);
+	return publish(client, again);
+}
+
+/* Wait until the client has carried out order `seq`: its own RM status, or -ETIMEDOUT. */
+int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns)
+{
+	uint64_t until = now_ns() + timeout_ns;
+
+	/* Pairs with the client's release of order_done, after order_status. */
+	while (is_later(seq, load_acquire(&client->region->order_done))) {
+		if (now_ns() > until)
+			return -ETIMEDOUT;
+		sleep_ns(POLL_NS);
+	}
+	return (int)(load_relaxed(&client->region->order_status) &
+	             0xFFFFu); /* a claim: never taken for an errno */
+}
+
+static int begin_self(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	step->order_seq = order_set(step->owner[0], gpu->index, VALVE_ORDER_STOP, stop, stop);
+	return 0;
+}
+
+static int begin_hold(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	step->order_seq = order_set(step->owner[0], gpu->index, VALVE_ORDER_HOLD, stop, false);
+	return 0;
+}
+
+/* Nobody waits for RUN: a client that is late to resume harms only itself. */
+static int finish_order(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	return stop ? order_wait(step->owner[0], step->order_seq, gpu->gate->config.order_ns) : 0;
+}
+
+const struct reach_ops reach_self = {"channel-self", begin_self, finish_order};
+const struct reach_ops reach_hold = {"launch-gate", begin_hold, finish_order};
+
+/* The next rung for everyone in a step whose stop failed. */
+void order_hold_all(struct gpu *gpu, struct plan_step *step)
+{
+	for (uint32_t i = 0; i < step->off.numChannels; i++)
+		order_set(step->owner[i], gpu->index, VALVE_ORDER_HOLD, true, false);
+}
+
+/* After an enable: take back the holds that failures or the watchdog added for this GPU. */
+void order_release(struct gpu *gpu, struct plan *plan)
+{
+	uint64_t bits = 1ull << gpu->index | 1ull << (gpu->index + 32);
+
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		struct plan_step *step = &plan->step[i];
+
+		for (uint32_t k = 0; k < step->owners; k++) {
+			if (!(load_full(&step->owner[k]->orders) & bits))
+				continue;
+			__atomic_fetch_and(&step->owner[k]->orders, ~bits, __ATOMIC_SEQ_CST);
+			publish(step->owner[k], false);
+		}
+	}
+}

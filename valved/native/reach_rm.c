@@ -1,0 +1,98 @@
+/*
+ * reach_rm.c - the two rungs that are one ioctl from valved: with our own RM client, whose lists name foreign
+ * channels, and on the workload's own nvidiactl file, passed over the link. Both are the same control,
+ * NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS; only fd, client and subdevice differ.
+ *
+ * Partial failure. What the driver has done with the rest of a list when it refuses one pair is not documented, and
+ * may differ between firmware versions. So nothing is assumed: disable and enable are idempotent, a refused list is
+ * issued again in halves until the pairs that are refused alone are found, and those that are merely stale (freed
+ * between arm and gate) are dropped from the plan. A refusal that is not staleness ends the search at once, because
+ * it concerns every pair alike. One stale channel among 64 costs 13 calls, once.
+ */
+#include "internal.h"
+
+#include <string.h>
+
+typedef struct nv2080_fifo_disable_channels lists;
+
+static int issue(struct gpu *gpu, const struct plan_step *step, lists *params)
+{
+	struct rm_client as = {.ctl = step->fd, .h_client = step->h_client};
+
+	return rm_control(&gpu->gate->os, &as, step->h_subdevice, NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS,
+	                  params, sizeof *params);
+}
+
+/* Precondition: [from, from + count) was refused as a whole. Marks stale pairs in *stale, switches the others. */
+static int search(struct gpu *gpu, const struct plan_step *step, const lists *all, uint32_t from,
+                  uint32_t count, uint64_t *stale)
+{
+	uint32_t half[2] = {count / 2, count - count / 2};
+
+	for (int side = 0; side < 2; side++) {
+		lists part = {.bDisable = all->bDisable, .numChannels = half[side]};
+		int rc;
+
+		if (half[side] == 0)
+			continue;
+		memcpy(part.hClientList, all->hClientList + from, half[side] * sizeof *part.hClientList);
+		memcpy(part.hChannelList, all->hChannelList + from, half[side] * sizeof *part.hChannelList);
+		rc = issue(gpu, step, &part);
+		if (rc && half[side] > 1)
+			rc = search(gpu, step, all, from, half[side], stale);
+		else if (rm_is_stale(rc)) {
+			*stale |= 1ull << from;
+			rc = 0;
+		}
+		if (rc)
+			return rc;
+		from += half[side];
+	}
+	return 0;
+}
+
+static void drop(struct plan_step *step, uint32_t at)
+{
+	uint32_t last = --step->off.numChannels;
+	struct valve_client *owner = step->owner[at];
+
+	step->on.numChannels = last;
+	step->off.hClientList[at] = step->on.hClientList[at] = step->off.hClientList[last];
+	step->off.hChannelList[at] = step->on.hChannelList[at] = step->off.hChannelList[last];
+	step->owner[at] = step->owner[last];
+	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
+}
+
+static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	lists *params = stop ? &step->off : &step->on;
+	uint32_t count = params->numChannels;
+	uint64_t stale = 0;
+	int rc;
+
+	if (count == 0)
+		return 0;
+	rc = issue(gpu, step, params);
+	if (rc == 0)
+		return 0;
+	if (count > 1) {
+		rc = search(gpu, step, params, 0, count, &stale);
+	} else if (rm_is_stale(rc)) {
+		stale = 1;
+		rc = 0;
+	}
+	for (uint32_t at = count; at-- > 0;) {
+		if (stale & 1ull << at)
+			drop(step, at);
+	}
+	return rc;
+}
+
+static int nothing_left(struct gpu *gpu, struct plan_step *step, bool stop)
+{
+	(void)gpu, (void)step, (void)stop;
+	return 0;
+}
+
+const struct reach_ops reach_own = {"channel-own", switch_channels, nothing_left};
+const struct reach_ops reach_fd = {"channel-fd", switch_channels, nothing_left};

@@ -1,0 +1,1 @@
+"""gRPC servicers: message to model, one service call, model to message."""

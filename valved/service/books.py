@@ -1,0 +1,195 @@
+"""Who is here: claims, services, clients and their channels. Plain books without effects; `check_integrity` adds up.
+
+A claim says what a process, and everything it starts, may be. It is made over the API (`valve run`), never by the
+process's environment. A service is what one claim stands for: the gate domain if online, the owner if offline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
+
+BRAKE_SERVICE = ServiceId(1)  # holds every GPU while the node is paused; it has no clients
+FIRST_SERVICE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    root: ProcessId
+    role: Role
+    service: ServiceId
+    cgroup: str = ""  # a control group of the claimed process's own: whoever is inside belongs to it
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientEntry:
+    """One connection: the shim or the engine hook of one process."""
+
+    id: ClientId
+    process: ProcessId
+    uid: int
+    role: Role
+    service: ServiceId
+    comm: str = ""
+    abi: int = 0
+    build: str = ""
+    features: int = 0
+    driver: int = 0
+    joined_ns: int = 0
+    channels: dict[tuple[int, int], ChannelRef] = field(default_factory=dict)
+    rm_gpus: dict[int, GpuIndex] = field(default_factory=dict)  # h_client -> GPU
+    notes: list[str] = field(default_factory=list)
+    app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
+    lease_flag: bool | None = None  # what set_online_registered was last told
+
+    def gpus(self) -> set[GpuIndex]:
+        return {channel.gpu for channel in self.channels.values()}
+
+
+@dataclass(slots=True, kw_only=True)
+class ServiceEntry:
+    id: ServiceId
+    name: str
+    role: Role
+    root: ProcessId | None  # None: an unclaimed offline process's own service
+    clients: set[ClientId] = field(default_factory=set)
+    gpus: frozenset[GpuIndex] = frozenset()  # where it has channels, or had under a predecessor (kept_gpus)
+    kept_gpus: frozenset[GpuIndex] = frozenset()  # of a predecessor's book, until its clients are back
+    channels_on: Counter[GpuIndex] = field(default_factory=Counter)
+    compute_on: Counter[GpuIndex] = field(default_factory=Counter)
+
+    def refresh_gpus(self) -> bool:
+        """True if the set changed."""
+        before, self.gpus = self.gpus, self.kept_gpus.union(self.channels_on)
+        return self.gpus != before
+
+
+class Books:
+    def __init__(self) -> None:
+        self.clients: dict[ClientId, ClientEntry] = {}
+        self.services: dict[ServiceId, ServiceEntry] = {}
+        self.claims: dict[ProcessId, Claim] = {}
+        self.per_uid: Counter[int] = Counter()
+        self.next_client = 1
+        self.next_service = FIRST_SERVICE
+
+    # Services and claims
+
+    def add_service(self, name: str, role: Role, root: ProcessId | None) -> ServiceEntry:
+        service = ServiceEntry(id=ServiceId(self.next_service), name=name, role=role, root=root)
+        self.next_service += 1
+        self.services[service.id] = service
+        return service
+
+    def claim(self, root: ProcessId, role: Role, name: str, cgroup: str = "") -> Claim:
+        """Claim a process anew, or change nothing if it already has this role."""
+        known = self.claims.get(root)
+        if known is not None and known.role is role:
+            return known
+        service = self.add_service(name, role, root)
+        claim = Claim(root=root, role=role, service=service.id, cgroup=cgroup)
+        self.claims[root] = claim
+        return claim
+
+    def find_claim(self, chain: Sequence[ProcessId], cgroup: str) -> Claim | None:
+        """The claim of a process: its own, its nearest ancestor's, or that of the control group it lives in."""
+        for process in chain:
+            if process in self.claims:
+                return self.claims[process]
+        inside = [claim for claim in self.claims.values() if claim.cgroup and is_inside(cgroup, claim.cgroup)]
+        return max(inside, key=lambda claim: len(claim.cgroup), default=None)
+
+    def drop_service(self, service: ServiceId) -> None:
+        entry = self.services.pop(service)
+        if entry.root is not None:
+            self.claims.pop(entry.root, None)
+
+    # Clients
+
+    def add_client(self, entry: ClientEntry) -> None:
+        self.clients[entry.id] = entry
+        self.services[entry.service].clients.add(entry.id)
+        self.per_uid[entry.uid] += 1
+
+    def new_client_id(self) -> ClientId:
+        self.next_client += 1
+        return ClientId(self.next_client - 1)
+
+    def drop_client(self, client: ClientId) -> ClientEntry:
+        """Its channels must have been removed before."""
+        entry = self.clients.pop(client)
+        self.services[entry.service].clients.discard(client)
+        self.per_uid[entry.uid] -= 1
+        if not self.per_uid[entry.uid]:
+            del self.per_uid[entry.uid]
+        return entry
+
+    # Channels
+
+    def put_channel(self, client: ClientEntry, channel: ChannelRef) -> bool:
+        """Add or replace. True if the GPUs of its service changed."""
+        key = (channel.h_client, channel.h_channel)
+        service = self.services[client.service]
+        known = client.channels.get(key)
+        if known is not None:
+            self._uncount(service, known)
+        client.channels[key] = channel
+        service.channels_on[channel.gpu] += 1
+        if channel.compute:
+            service.compute_on[channel.gpu] += 1
+        return service.refresh_gpus()
+
+    def drop_channel(self, client: ClientEntry, key: tuple[int, int]) -> bool:
+        service = self.services[client.service]
+        self._uncount(service, client.channels.pop(key))
+        return service.refresh_gpus()
+
+    def _uncount(self, service: ServiceEntry, channel: ChannelRef) -> None:
+        books = (service.channels_on, service.compute_on) if channel.compute else (service.channels_on,)
+        for book in books:
+            book[channel.gpu] -= 1
+            if not book[channel.gpu]:
+                del book[channel.gpu]
+
+    def offline_channels(self, gpu: GpuIndex) -> int:
+        return sum(service.compute_on[gpu] for service in self.services.values() if service.role is Role.OFFLINE)
+
+    # Questions
+
+    def clients_of(self, service: ServiceId) -> Iterator[ClientEntry]:
+        return (self.clients[client] for client in self.services[service].clients)
+
+    def with_role(self, role: Role) -> Iterator[ClientEntry]:
+        return (client for client in self.clients.values() if client.role is role)
+
+    def client_of_process(self, chain: Sequence[ProcessId]) -> ClientEntry | None:
+        """A client that runs in this process or the nearest ancestor that has one."""
+        for process in chain:
+            for client in self.clients.values():
+                if client.process == process and client.role is not Role.HOOK:
+                    return client
+        return None
+
+    def check_integrity(self) -> None:
+        """Every cross reference has its other half. Called when idle and after every test."""
+        listed = {client for service in self.services.values() for client in service.clients}
+        assert listed == set(self.clients), "clients and services disagree"
+        for service_id, service in self.services.items():
+            assert service.id == service_id
+            assert all(self.clients[client].service == service_id for client in service.clients)
+            held = Counter(c.gpu for client in self.clients_of(service_id) for c in client.channels.values())
+            assert service.channels_on == held, "channel book is off"
+            assert service.gpus == service.kept_gpus.union(held)
+        for root, claim in self.claims.items():
+            assert claim.root == root
+            assert self.services[claim.service].root == root, "a claim without its service"
+        assert self.per_uid == Counter(client.uid for client in self.clients.values()), "quota book is off"
+        assert all(client.id < self.next_client for client in self.clients.values())
+        assert all(service < self.next_service for service in self.services)
+
+
+def is_inside(cgroup: str, outer: str) -> bool:
+    return cgroup == outer or cgroup.startswith(outer.rstrip("/") + "/")

@@ -1,0 +1,98 @@
+"""When a gate call fails: the offline processes of that GPU are frozen while online holds it, and killed in the end.
+
+A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
+hand. Nobody is killed while its channels are off: they are enabled first, or the driver would wait for them in the
+teardown under locks that online work needs (facts/nvidia-rm 6).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from valved.config import LadderTable
+from valved.mechanism.clock import Clock, TimerHandle
+from valved.mechanism.ports import Stamp
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
+from valved.service.books import Books, ClientEntry
+from valved.service.gate import GateService
+from valved.service.journal import Journal
+
+SECOND_NS = 1_000_000_000
+Signaller = Callable[[ProcessId, signal.Signals], bool]
+
+
+class Ladder:
+    def __init__(
+        self,
+        books: Books,
+        keeper: GateService,
+        journal: Journal,
+        clock: Clock,
+        settings: LadderTable,
+        signaller: Signaller,
+        leave: Callable[[ClientId, str], None],
+    ) -> None:
+        self.is_active = True  # only where valved really gates: never in observe mode
+        self._books = books
+        self._keeper = keeper
+        self._journal = journal
+        self._clock = clock
+        self._settings = settings
+        self._signal = signaller
+        self._leave = leave
+        self._frozen: dict[ClientId, TimerHandle | None] = {}
+        keeper.on_failure = self.gate_failed
+
+    def gate_failed(self, stamp: Stamp) -> None:
+        if not (self._settings.freeze and self.is_active):
+            return
+        for entry in self._on_gpu(stamp.gpu):
+            if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
+                self._frozen[entry.id] = self._kill_timer(entry.id)
+                self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
+
+    def thaw(self) -> None:
+        """A GPU may have opened: let those run that no service holds back any more."""
+        for client in list(self._frozen):
+            entry = self._books.clients.get(client)
+            if entry is None:
+                self._forget(client)
+            elif not any(self._keeper.gpus[gpu].holders for gpu in entry.gpus()):
+                self._forget(client)
+                self._signal(entry.process, signal.SIGCONT)
+                self._record(EventKind.THAWED, entry, "no online service holds its GPUs")
+
+    def _kill_timer(self, client: ClientId) -> TimerHandle | None:
+        if not self._settings.kill_after_s:
+            return None
+        when_ns = self._clock.now_ns() + round(self._settings.kill_after_s * SECOND_NS)
+        return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
+
+    def _kill(self, client: ClientId) -> None:
+        self._frozen.pop(client, None)
+        entry = self._books.clients.get(client)
+        if entry is None:
+            return
+        self._leave(client, "about to be killed")  # enables its channels
+        self._signal(entry.process, signal.SIGKILL)
+        self._record(EventKind.KILLED, entry, "could not be gated and stayed frozen for too long")
+
+    def _forget(self, client: ClientId) -> None:
+        timer = self._frozen.pop(client)
+        if timer is not None:
+            timer.cancel()
+
+    def _on_gpu(self, gpu: GpuIndex) -> list[ClientEntry]:
+        return [entry for entry in self._books.with_role(Role.OFFLINE) if gpu in entry.gpus()]
+
+    def _record(self, kind: EventKind, entry: ClientEntry, reason: str) -> None:
+        self._journal.emit(
+            kind,
+            service=entry.service,
+            client=entry.id,
+            gpus=tuple(sorted(entry.gpus())),
+            reason=reason,
+            pid=entry.process.pid,
+        )

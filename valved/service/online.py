@@ -1,0 +1,139 @@
+"""One online service at run time: its hold, its cooldown, its requests, its breaker. Effects are in service/gate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from valved.mechanism.clock import TimerHandle
+from valved.mechanism.link import Feature
+from valved.mechanism.ports import ClientView
+from valved.mechanism.stats import Histogram
+from valved.model.ids import ClientId, Role, ServiceId
+from valved.policy.breaker import BreakerState, Tally
+from valved.policy.cooldown import (
+    Cooldown,
+    CooldownObservation,
+    CooldownSettings,
+    CooldownState,
+    gaps_inside_hold,
+    step_cooldown,
+)
+from valved.policy.wake import HintView, LauncherView, WakeDecision, WakeObservation, WakeState
+from valved.service.books import ClientEntry
+from valved.service.requests import RequestTally
+
+
+@dataclass(slots=True, kw_only=True)
+class OnlineService:
+    id: ServiceId
+    cooldown_state: CooldownState
+    cooldown: Cooldown
+    breaker: BreakerState
+    holding: bool = True  # from birth, so that no launch precedes its gate
+    since_ns: int = 0  # of the present state
+    looking_since_ns: int = 0  # looks were made without a break since then; earlier gaps prove nothing
+    watching: bool = False
+    watch_since_ns: int = 0
+    wake_state: WakeState = field(default_factory=WakeState)
+    decision: WakeDecision | None = None
+    timer: TimerHandle | None = None
+    away: set[int] = field(default_factory=set)  # pids of a predecessor's clients that have not come back yet
+    preemptions: int = 0
+    delay_ns: int = 0
+    held_ns: int = 0  # in finished holds
+    woken_epoch: int | None = None  # of the last wake
+    epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
+    epoch_delay_ns: int = 0
+    latency: Histogram = field(default_factory=Histogram)
+    tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
+    past_requests: RequestTally = field(default_factory=RequestTally)  # of hooks that left
+    open_requests: int = 0
+
+    def begin_hold(self, at_ns: int) -> None:
+        """Quiet time does not age the cooldown's mark: only its clock is brought up to date."""
+        self.holding = True
+        self.since_ns = self.looking_since_ns = at_ns
+        self.cooldown_state = replace(self.cooldown_state, seen_ns=max(at_ns, self.cooldown_state.seen_ns))
+
+    def end_hold(self, at_ns: int) -> Tally:
+        """Returns the finished hold for the breaker's books."""
+        held_ns = max(0, at_ns - self.since_ns)
+        self.held_ns += held_ns
+        self.holding = False
+        self.since_ns = at_ns
+        return Tally(held_ns=held_ns)
+
+    def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
+        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them."""
+        first = epoch != self.epoch
+        added_ns = delay_ns if first else max(0, delay_ns - self.epoch_delay_ns)
+        self.epoch_delay_ns = delay_ns if first else max(delay_ns, self.epoch_delay_ns)
+        self.epoch = epoch
+        self.preemptions += first
+        self.delay_ns += added_ns
+        return Tally(delay_ns=added_ns, gates=int(first))
+
+    def observe(
+        self,
+        looks: Sequence[tuple[ClientEntry, ClientView]],
+        now_ns: int,
+        settings: CooldownSettings,
+        *,
+        is_offline_present: bool,
+        is_braked: bool,
+    ) -> WakeObservation:
+        """Take in what the clients' regions say and lay it out for the wake policy."""
+        launchers: list[LauncherView] = []
+        hints: list[HintView] = []
+        gaps: list[tuple[int, int]] = []
+        for client, view in looks:
+            if client.role is Role.HOOK:
+                self.hear(client, view)
+                if client.features & Feature.HINT:
+                    hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
+                continue
+            launchers.append(
+                LauncherView(
+                    is_idle=view.is_idle,
+                    idle_ns=view.idle_ns,
+                    watcher_ns=max(view.watcher_ns, self.watch_since_ns),
+                )
+            )
+            gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
+        open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
+        counted = not hints or (open_before > 0 and self.open_requests > 0)
+        inside = gaps_inside_hold(gaps, self.looking_since_ns, now_ns) if counted and gaps else ()
+        observation = CooldownObservation(gaps_ns=inside, held=self.holding)
+        self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
+        return WakeObservation(
+            held_since_ns=self.since_ns,
+            cooldown_ns=self.cooldown.cooldown_ns,
+            launchers=tuple(launchers),
+            hints=tuple(hints),
+            is_offline_present=is_offline_present,
+            is_braked=is_braked,
+        )
+
+    def hear(self, client: ClientEntry, view: ClientView) -> None:
+        """What an engine hook counts: requests."""
+        self.tallies.setdefault(client.id, RequestTally()).report(view.requests_started, view.requests_ended)
+
+    def forget(self, client: ClientId) -> None:
+        """A client left; what its hook counted stays in the books."""
+        tally = self.tallies.pop(client, None)
+        if tally is not None:
+            past = self.past_requests
+            past.histogram = [a + b for a, b in zip(past.histogram, tally.histogram, strict=True)]
+            past.ended += tally.ended
+            past.most = max(past.most, tally.most)
+
+    def request_figures(self) -> tuple[int, int, list[int]]:
+        """Requests ended, most preemptions of one, and the histogram."""
+        all_ = [self.past_requests, *self.tallies.values()]
+        histogram = [sum(column) for column in zip(*(tally.histogram for tally in all_), strict=True)]
+        return sum(tally.ended for tally in all_), max(tally.most for tally in all_), histogram
+
+    @property
+    def is_hinted(self) -> bool:
+        return self.decision is not None and self.decision.is_hinted

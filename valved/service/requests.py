@@ -1,0 +1,56 @@
+"""How often was one request of an engine preempted? Counted from nothing but started and ended totals.
+
+The engine says how many requests it started and ended, not which. A preemption hits every request open at that
+moment. Ends are taken from the youngest open request, so the oldest one collects all preemptions: the maximum that
+comes out is never below the true one, which is what a promise of "at most one" needs.
+"""
+
+from __future__ import annotations
+
+BUCKETS = 8  # the last one means "7 or more"
+
+
+class RequestTally:
+    def __init__(self) -> None:
+        self.histogram = [0] * BUCKETS  # ended requests by preemptions
+        self.most = 0
+        self.ended = 0
+        self._open: list[list[int]] = []  # runs of [preemptions at start, how many started then], oldest first
+        self._preemptions = 0
+        self._unclaimed = 0  # preemptions while nothing was open: the launch came before its report
+        self._seen_started = 0
+        self._seen_ended = 0
+
+    def preempted(self) -> None:
+        self._preemptions += 1
+        if self._open:
+            self.most = max(self.most, self._preemptions - self._open[0][0])
+        else:
+            self._unclaimed += 1
+
+    def woken(self) -> None:
+        """Offline runs again: a preemption that no request claimed by now belonged to none (a warm-up, a probe)."""
+        self._unclaimed = 0
+
+    def report(self, started: int, ended: int) -> None:
+        """Totals from the hook. They are a client's claim: totals that fall or end more than started are ignored."""
+        if ended > started or started < self._seen_started or ended < self._seen_ended:
+            return
+        begun, done = started - self._seen_started, ended - self._seen_ended
+        self._seen_started, self._seen_ended = started, ended
+        if begun:
+            self._open.append([self._preemptions - self._unclaimed, begun])
+            self.most = max(self.most, self._unclaimed)
+            self._unclaimed = 0
+        self._finish(done)
+
+    def _finish(self, done: int) -> None:
+        self.ended += done
+        while done and self._open:
+            run = self._open[-1]
+            part = min(done, run[1])
+            self.histogram[min(self._preemptions - run[0], BUCKETS - 1)] += part
+            run[1] -= part
+            done -= part
+            if not run[1]:
+                self._open.pop()
