@@ -44,7 +44,7 @@ class EmulatedNode:
         self.valved: subprocess.Popen[bytes] | None = None
         self._options = options or emulated.Options()
         self._server: subprocess.Popen[str] | None = None
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[Any]] = []
         self._emulator: Emulator | None = None
 
     def __enter__(self) -> EmulatedNode:
@@ -131,6 +131,10 @@ class EmulatedNode:
             child = subprocess.Popen(command, env=self.environment(env), stdout=sink, stderr=subprocess.STDOUT, cwd="/")
         self._children.append(child)
         return child
+
+    def adopt(self, child: subprocess.Popen[Any]) -> None:
+        """End this process, too, when the node goes."""
+        self._children.append(child)
 
     def wait_for(self, look: Callable[[], Seen], what: str, patience_s: float = PATIENCE_S) -> Seen:
         """The first truthy answer of `look`. The patience ends only a hung run."""

@@ -1,0 +1,44 @@
+"""One launch through every room: shim, region, doorbell, native gate, driver, and back (ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+from node_rig import Offline, Online, nothing_left_off, service
+
+
+def test_an_online_launch_stops_offline_work_and_idleness_wakes_it(node):
+    """Given a beating offline job, when an online kernel is launched, then it stands still, and beats again later."""
+    offline = Offline(node, "batch")
+    offline.wait_running()
+    online = Online(node, "chat")
+    online.wait_ready()
+    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go after its start")
+    offline.wait_running()
+    before = service(node, "chat").preemptions
+
+    launched_ns, _, done_ns = online.launch(us=200)
+    offline.wait_stopped()
+    stood_ns = offline.last_beat_ns
+
+    assert launched_ns < done_ns
+    assert stood_ns < done_ns + 1_000_000_000
+    offline.wait_running()
+    gates = [gate for gate in node.emulator.state().gates if not gate.on and gate.entry_ns > launched_ns]
+    assert len(gates) == 1
+    assert gates[0].status == 0
+    assert gates[0].entry_ns <= gates[0].stopped_ns <= gates[0].done_ns
+    node.wait_for(lambda: service(node, "chat").preemptions == before + 1, "the preemption is counted once")
+
+
+def test_after_both_have_left_nothing_is_off_and_the_books_are_empty(node):
+    offline, online = Offline(node, "batch"), Online(node, "chat")
+    online.wait_ready()
+    online.launch()
+    offline.wait_running()
+
+    for process in (online.process, offline.process):
+        process.kill()
+        process.wait()
+
+    node.wait_for(lambda: not node.status().clients, "both clients are forgotten")
+    node.wait_for(lambda: nothing_left_off(node), "no channel is off")
+    assert [gpu.channels for gpu in node.status().gpus] == [0]

@@ -1,0 +1,114 @@
+"""A node with small workloads on it: what tests/node stand on. Waits on conditions, never on the clock."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from valve_tools.demo.node import EmulatedNode
+
+WORKLOAD = Path(__file__).parent / "node_workload.py"
+
+
+class Offline:
+    """An endless heartbeat under `valve run --offline`."""
+
+    def __init__(
+        self, node: EmulatedNode, name: str, role: str = "offline", env: Mapping[str, str] | None = None
+    ) -> None:
+        self.node = node
+        self.page = node.folder / f"{name}.page"
+        self.page.write_bytes(bytes(4096))
+        with self.page.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 4096)
+        argv = [sys.executable, WORKLOAD, "offline", self.page]
+        self.process = node.run(role, argv, name=name, env=env)
+
+    @property
+    def beats(self) -> int:
+        return int(struct.unpack_from("<Q", self._map, 0)[0])
+
+    @property
+    def last_beat_ns(self) -> int:
+        return int(struct.unpack_from("<Q", self._map, 8)[0])
+
+    def wait_running(self) -> None:
+        """It beats, and beats again: really running now, not a beat from before."""
+        seen = self.beats
+        self.node.wait_for(lambda: self.beats > seen + 2, "the offline heartbeat moves")
+
+    def wait_stopped(self) -> None:
+        """Its channels are off at the card and no executor is active: no beat can follow."""
+        pid = self.process.pid
+        self.node.emulator.wait(
+            lambda state: (
+                any(c.disabled for c in state.of(pid) if c.is_compute)
+                and not any(c.active for c in state.of(pid) if c.is_compute)
+            ),
+            "the offline channels are off and idle",
+        )
+
+
+class Online:
+    """A service under `valve run --online` that launches on command."""
+
+    def __init__(
+        self, node: EmulatedNode, name: str, role: str = "online", env: Mapping[str, str] | None = None
+    ) -> None:
+        command = [sys.executable, str(WORKLOAD), "online"]
+        if role:
+            command = [str(Path(sys.executable).parent / "valve"), "run", f"--{role}", "--name", name, "--", *command]
+        with (node.folder / f"{name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=node.environment(env),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd="/",
+            )
+        node.adopt(self.process)
+        self.node = node
+
+    def wait_ready(self) -> None:
+        assert self._line() == "ready\n"
+
+    def launch(self, us: int = 100) -> tuple[int, int, int]:
+        """One kernel and its end: (before the call, after the call, after it finished), CLOCK_MONOTONIC."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"launch {us}\n")
+        self.process.stdin.flush()
+        before, launched, done = map(int, self._line().split())
+        return before, launched, done
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            log = "".join(path.read_text(errors="replace") for path in self.node.folder.glob("*.log"))
+            raise AssertionError(f"the online process ended with {self.process.wait()}:\n{log[-3000:]}")
+        return line
+
+
+def service(node: EmulatedNode, name: str) -> Any:
+    """The status of one service, or None while valved does not know it."""
+    return next((each for each in node.status().services if each.name == name), None)
+
+
+def nothing_left_off(node: EmulatedNode) -> bool:
+    return not node.emulator.state().disabled
+
+
+def eventually(node: EmulatedNode, look: Callable[[], bool], what: str) -> None:
+    node.wait_for(look, what)
+
+
+def open_fds(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
