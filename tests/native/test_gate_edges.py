@@ -169,7 +169,7 @@ def test_a_launch_between_open_word_and_re_read_refuses_the_wake(rig: Rig) -> No
     assert outcome is WakeOutcome.REFUSED
     assert workload.on() == 0
     assert rig.gate.is_gated(GpuIndex(0))
-    assert rig.driver.counts.enables == 1  # the self-test's own, before the service came
+    assert rig.driver.counts.enables == 0
 
 
 def test_a_ring_after_the_proof_keeps_the_gpu_closed_without_an_enable(rig: Rig) -> None:

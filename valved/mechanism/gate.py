@@ -59,7 +59,7 @@ class NativeGate:
         self._clients: dict[ClientId, _Client] = {}
         self._services: dict[ServiceId, int] = {}
         self._channels = Channels()
-        self._reasons: dict[GpuIndex, str] = {}
+        self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
         self._batch = ffi.new("struct valve_stamp[]", _STAMP_BATCH)
         self._view = ffi.new("struct valve_view *")
         self._infos = self._read_gpus()
@@ -184,11 +184,11 @@ class NativeGate:
             if missing is None:
                 entry.reach = reach
                 status = self._try_and_arm(entry, is_tested=reach is numbers.reach)
-                if status == 0:
+                if status in (0, -errno.ETIMEDOUT):  # a driver that hangs now has refused nothing
                     numbers.reach = reach
-                    return 0
+                    return status
                 missing = readings.status_text(status)
-            self._reasons[entry.ref.gpu] = f"{reach.value}: {missing}"
+            self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         self._arm(entry.ref.gpu, run_now=[entry])  # takes back what the tries left, while it still has a rung
         entry.reach = Reach.NONE
         self._arm(entry.ref.gpu)
@@ -204,7 +204,7 @@ class NativeGate:
 
     def _try_and_arm(self, entry: Channel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0
-        if not is_tested and not self.is_stopped(gpu):
+        if not is_tested and not self.is_gated(gpu):  # else stopping it is the test
             native = ffi.new("struct valve_entry *", self._entry(entry))
             status = lib.valve_gpu_try(self._gate, gpu, native)
         if status == 0:
@@ -301,7 +301,8 @@ class NativeGate:
         if used is None:
             note = f"own RM client: {readings.status_text(status)}" if status else "not tested: no offline channel yet"
             return (Reach.CHANNEL_FD if status else Reach.CHANNEL_OWN), note
-        return used, "" if used is Reach.CHANNEL_OWN else self._reasons.get(gpu, "")
+        better = (self._reasons.get((gpu, rung)) for rung in LADDER if is_worse(used, rung))
+        return used, "; ".join(filter(None, better))
 
     def disabled(self) -> tuple[ChannelRef, ...]:
         stopped = [GpuIndex(gpu) for gpu in range(len(self._infos)) if self.is_stopped(GpuIndex(gpu))]

@@ -1,76 +1,17 @@
 /*
- * arm.c - channels: verified, tried and armed while their GPU is quiet. Caller thread only. Tests at registration use
- * the cold RM client, so that the issuer's own is never waited for.
+ * arm.c - what the caller asks of an issuer: is this channel known, can it be switched, here is your new plan. All of
+ * it by mail, and every wait has an end, because the driver may hang. Caller thread only.
  */
 #include "internal.h"
 
 #include <stdlib.h>
 
-int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid)
-{
-	if (gate->gpu[gpu].info.status)
-		return gate->gpu[gpu].info.status;
-	if (!gate->branch->has_unique_id)
-		return -EOPNOTSUPP;
-	return rm_unique_id(&gate->os, &gate->gpu[gpu].cold, h_client, h_channel, cid);
-}
-
-static int switch_one(struct valve_gate *gate, const struct rm_client *as, uint32_t h_client,
-                      uint32_t h_channel, bool off)
-{
-	struct nv2080_fifo_disable_channels one = {.bDisable = off, .numChannels = 1};
-
-	one.hClientList[0] = h_client;
-	one.hChannelList[0] = h_channel;
-	return rm_control(&gate->os, as, as->h_subdevice, NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, &one,
-	                  sizeof one);
-}
-
-int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel)
-{
-	if (gate->gpu[gpu].info.status)
-		return gate->gpu[gpu].info.status;
-	return switch_one(gate, &gate->gpu[gpu].cold, h_client, h_channel, false);
-}
-
-static int try_order(struct valve_gate *gate, uint32_t gpu, struct valve_client *client)
-{
-	uint32_t seq = order_set(client, gpu, VALVE_ORDER_STOP, true, true);
-	int stopped = order_wait(client, seq, gate->config.order_ns), run;
-
-	seq = order_set(client, gpu, VALVE_ORDER_STOP, false, false);
-	run = order_wait(client, seq, gate->config.order_ns);
-	return stopped ? stopped : run;
-}
-
-/* Self-test: off and on again, while the channel is not yet scheduled and its GPU not held. What it cannot find is a
- * driver that says yes and does nothing: only a later look at the GPU's progress can. */
-int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry)
-{
-	struct rm_client as = {
-	        .ctl = entry->fd, .h_client = entry->h_target, .h_subdevice = entry->h_subdevice};
-	int off, on;
-
-	if (entry->reach == VALVE_REACH_HOLD)
-		return 0;
-	if (entry->reach == VALVE_REACH_SELF)
-		return try_order(gate, gpu, entry->client);
-	if (entry->reach == VALVE_REACH_OWN) {
-		if (gate->gpu[gpu].info.status)
-			return gate->gpu[gpu].info.status;
-		as = gate->gpu[gpu].cold;
-	}
-	off = switch_one(gate, &as, entry->h_client, entry->h_channel, true);
-	on = switch_one(gate, &as, entry->h_client, entry->h_channel, false);
-	return off ? off : on;
-}
-
-static void mail_free(struct mail *mail, bool keep_plan)
+static void mail_free(struct mail *mail, bool with_plan)
 {
 	plan_free(mail->old);
 	plan_free(mail->stop_now);
 	plan_free(mail->run_now);
-	if (!keep_plan)
+	if (with_plan)
 		plan_free(mail->plan);
 	free(mail);
 }
@@ -84,7 +25,7 @@ static void reap(struct gpu *gpu)
 		struct mail *next = mail->next;
 
 		if (load_acquire(&mail->done)) {
-			mail_free(mail, true); /* its plan is the issuer's now, or some later mail's `old` */
+			mail_free(mail, false); /* its plan is the issuer's now, or some later mail's `old` */
 		} else {
 			mail->next = load_relaxed(&gpu->spent);
 			while (!compare_swap(&gpu->spent, &mail->next, mail))
@@ -94,9 +35,96 @@ static void reap(struct gpu *gpu)
 	}
 }
 
-static bool is_lost(const struct gpu *gpu)
+static bool is_stuck(const struct gpu *gpu)
 {
-	return load_acquire(&gpu->flight) % 4 == FLIGHT_HELD;
+	uint32_t state = load_acquire(&gpu->flight) % 4;
+
+	return state > FLIGHT_OUT ||
+	       (state == FLIGHT_OUT && now_ns() > load_relaxed(&gpu->flight_ns) + gpu->gate->config.hang_ns);
+}
+
+/* Send, and wait until it is carried out. False: the issuer is stuck in the driver, and the mail is now its own. */
+static bool send(struct gpu *gpu, struct mail *mail)
+{
+	mail->next = load_relaxed(&gpu->mail);
+	while (!compare_swap(&gpu->mail, &mail->next, mail)) /* pairs with the swap in read_mail */
+		;
+	issuer_kick(gpu);
+	while (!load_acquire(&mail->done)) {
+		if (is_stuck(gpu))
+			return false;
+		futex_wait(&mail->done, 0, gpu->gate->config.hang_ns / 4 + 1);
+	}
+	return true;
+}
+
+/* One mail without a plan: its status, or -ETIMEDOUT. */
+static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
+{
+	struct mail *mail = calloc(1, sizeof *mail);
+	int status;
+
+	if (!mail)
+		return -ENOMEM;
+	*mail = *question;
+	if (!send(gpu, mail))
+		return -ETIMEDOUT;
+	status = mail->status;
+	if (cid)
+		*cid = mail->cid;
+	reap(gpu);
+	return status;
+}
+
+int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid)
+{
+	struct mail mail = {.kind = MAIL_CID, .h_client = h_client, .h_channel = h_channel};
+
+	if (gate->gpu[gpu].info.status)
+		return gate->gpu[gpu].info.status;
+	return gate->branch->has_unique_id ? ask(&gate->gpu[gpu], &mail, cid) : -EOPNOTSUPP;
+}
+
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel)
+{
+	struct mail mail = {.kind = MAIL_ENABLE, .h_client = h_client, .h_channel = h_channel};
+
+	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
+}
+
+static int try_order(struct valve_gate *gate, uint32_t gpu, struct valve_client *client)
+{
+	uint32_t seq = order_set(client, gpu, VALVE_ORDER_STOP, true, true);
+	int stopped = order_wait(client, seq, gate->config.order_ns), run;
+
+	seq = order_set(client, gpu, VALVE_ORDER_STOP, false, false);
+	run = order_wait(client, seq, gate->config.order_ns);
+	return stopped ? stopped : run;
+}
+
+static int try_switch(struct gpu *gpu, const struct valve_entry *entry, enum mail_kind kind)
+{
+	struct mail mail = {.kind = kind, .stop_now = plan_new(gpu, entry, 1)};
+
+	return mail.stop_now ? ask(gpu, &mail, NULL) : -ENOMEM;
+}
+
+/* Self-test: off and on again, while the channel is not yet scheduled and its GPU not held. What it cannot find is a
+ * driver that says yes and does nothing: only a later look at the GPU's progress can. */
+int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_entry *entry)
+{
+	struct gpu *gpu = &gate->gpu[index];
+	int off, on;
+
+	if (entry->reach == VALVE_REACH_HOLD)
+		return 0;
+	if (entry->reach == VALVE_REACH_SELF)
+		return try_order(gate, index, entry->client);
+	if (entry->reach == VALVE_REACH_OWN && gpu->info.status)
+		return gpu->info.status;
+	off = try_switch(gpu, entry, MAIL_OFF);
+	on = try_switch(gpu, entry, MAIL_ON);
+	return off ? off : on;
 }
 
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)
@@ -107,35 +135,28 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
- * comes back, and the clients of stop_now hold their launches until then. */
+ * comes back, and the clients of stop_now hold their launches until the next wake. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count)
 {
 	struct gpu *gpu = &gate->gpu[index];
 	struct mail *mail = calloc(1, sizeof *mail);
-	uint64_t until = now_ns() + 2 * gate->config.hang_ns;
 	int status;
 
 	if (!mail)
 		return -ENOMEM;
+	mail->kind = MAIL_PLAN;
 	mail->plan = plan_new(gpu, all, count);
 	mail->stop_now = plan_new(gpu, stop_now, stop_count);
 	mail->run_now = plan_new(gpu, run_now, run_count);
 	if ((count && !mail->plan) || (stop_count && !mail->stop_now) || (run_count && !mail->run_now)) {
-		mail_free(mail, false);
+		mail_free(mail, true);
 		return -ENOMEM;
 	}
-	mail->next = load_relaxed(&gpu->mail);
-	while (!compare_swap(&gpu->mail, &mail->next, mail)) /* pairs with the swap in read_mail */
-		;
-	issuer_kick(gpu);
-	while (!load_acquire(&mail->done)) {
-		if (is_lost(gpu) || now_ns() > until) {
-			hold_entries(gpu, stop_now, stop_count);
-			return -ETIMEDOUT;
-		}
-		futex_wait(&mail->done, 0, gate->config.hang_ns / 4 + 1);
+	if (!send(gpu, mail)) {
+		hold_entries(gpu, stop_now, stop_count);
+		return -ETIMEDOUT;
 	}
 	status = mail->status;
 	reap(gpu);
@@ -151,7 +172,7 @@ void mail_discard(struct gpu *gpu)
 	while (mail) { /* never read */
 		struct mail *next = mail->next;
 
-		mail_free(mail, false);
+		mail_free(mail, true);
 		mail = next;
 	}
 }

@@ -59,14 +59,12 @@ static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve
 	gpu->gate = gate;
 	gpu->index = index;
 	gpu->info = *info;
-	gpu->hot = gpu->cold = (struct rm_client){.ctl = -1, .node = -1};
+	gpu->own = (struct rm_client){.ctl = -1, .node = -1};
 	if (!gate->branch) {
 		gpu->info.status = -ENOTSUP;
 		return;
 	}
-	gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->hot);
-	if (gpu->info.status == 0)
-		gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->cold);
+	gpu->info.status = rm_open(&gate->os, &gpu->info, &gpu->own);
 }
 
 static void open_driver(struct valve_gate *gate)
@@ -196,8 +194,7 @@ static void free_gpu(struct valve_gate *gate, struct gpu *gpu)
 {
 	mail_discard(gpu);
 	plan_free(gpu->plan);
-	rm_close(&gate->os, &gpu->hot);
-	rm_close(&gate->os, &gpu->cold);
+	rm_close(&gate->os, &gpu->own);
 }
 
 /* Precondition: no client and no service is left. -EBUSY: a thread hangs in the driver; its memory is left alone. */

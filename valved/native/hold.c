@@ -137,6 +137,25 @@ void service_owe(struct gpu *gpu)
 	}
 }
 
+/* What a GATE stamp says of the service that closed this GPU. */
+struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
+{
+	struct service *closer = &gpu->gate->service[holders_closer(holders)];
+	struct valve_stamp stamp = {
+	        .kind = VALVE_STAMP_GATE,
+	        .gpu = gpu->index,
+	        .service = load_relaxed(&closer->id),
+	        .epoch = load_acquire(&closer->epoch) &
+	                 ~1u, /* odd: woken since; the hold was the one before */
+	        .client = load_relaxed(&closer->cause_client),
+	        .launch_ns = load_relaxed(&closer->launch_ns),
+	        .seen_ns = load_relaxed(&closer->seen_ns),
+	};
+
+	store_relaxed(&closer->stamped, stamp.epoch);
+	return stamp;
+}
+
 /* The epoch, once no ring is half way through counting its hold. Caller only; the listener is short and never waits. */
 static uint32_t settle(const struct service *service)
 {

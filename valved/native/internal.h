@@ -67,23 +67,36 @@ struct plan {
 	struct plan_step step[];
 };
 
-struct mail {
-	struct mail *next;
-	struct plan *plan, *stop_now, *run_now; /* the deltas count only while the GPU is stopped */
-	struct plan *old;                       /* out: the plan that this one replaced */
-	int status;                             /* out: of stop_now */
-	uint32_t done;                          /* futex: issuer sets 1 when the mail was carried out */
+enum mail_kind {
+	MAIL_PLAN,   /* here is your new plan */
+	MAIL_OFF,    /* self-test: switch stop_now off, whatever the state ... */
+	MAIL_ON,     /* ... and on again */
+	MAIL_CID,    /* ask the driver for a channel's number */
+	MAIL_ENABLE, /* enable a channel that a predecessor left off */
 };
 
-/* A flight is one walk of disables, as the watchdog sees it: the word is (number << 2 | state). */
+/* What the caller asks of an issuer. Nobody else talks to the driver about channels, so that a call that hangs there
+ * never takes the caller's thread with it. */
+struct mail {
+	struct mail *next;
+	enum mail_kind kind;
+	struct plan *plan, *stop_now,
+	        *run_now;             /* MAIL_PLAN: the deltas count only while the GPU is stopped */
+	uint32_t h_client, h_channel; /* MAIL_CID, MAIL_ENABLE */
+	uint32_t cid;                 /* out */
+	struct plan *old;             /* out: the plan that this one replaced */
+	int status;                   /* out */
+	uint32_t done;                /* futex: issuer sets 1 when the mail was carried out */
+};
+
+/* A flight is whatever an issuer does in the driver, as the watchdog sees it: the word is (number << 2 | state). */
 enum flight_state { FLIGHT_NONE = 0, FLIGHT_OUT = 1, FLIGHT_LOST = 2, FLIGHT_HELD = 3 };
 
 struct gpu {
 	struct valve_gate *gate;
 	uint32_t index;
 	struct valve_gpu_info info;
-	struct rm_client hot,
-	        cold; /* hot: the issuer's alone. cold: the caller's, for tests at registration */
+	struct rm_client own; /* the issuer's alone, from its start to its end */
 	pthread_t thread;
 	bool started;
 
@@ -98,9 +111,7 @@ struct gpu {
 	_Alignas(64) uint32_t state; /* issuer writes, caller reads: valve_gpu_state */
 	uint32_t flight;             /* issuer and keeper */
 	uint64_t flight_ns;
-	struct plan *flight_plan;
-	struct valve_stamp flight_stamp;
-	struct plan *plan;  /* issuer's alone */
+	struct plan *plan;  /* issuer's; the keeper's while a flight is lost */
 	struct mail *spent; /* issuer pushes, caller takes all */
 };
 
@@ -188,6 +199,8 @@ int rm_open(const struct valve_os *os, struct valve_gpu_info *info, struct rm_cl
 void rm_close(const struct valve_os *os, struct rm_client *client);
 int rm_control(const struct valve_os *os, const struct rm_client *client, uint32_t h_object, uint32_t cmd,
                void *params, uint32_t bytes);
+int rm_switch(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice,
+              struct nv2080_fifo_disable_channels *lists);
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,
                  uint32_t h_channel, uint32_t *cid);
 bool rm_is_stale(int status);
@@ -222,6 +235,7 @@ int keeper_start(struct valve_gate *gate);
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns);
 void service_owe(struct gpu *gpu);
+struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
 void word_raise(uint32_t *word, uint32_t epoch);

@@ -39,22 +39,19 @@ static int walk(struct gpu *gpu, struct plan *plan, bool stop)
 	return status;
 }
 
-/* Let the watchdog see the walk. The stamp is what it will report if the walk does not come back in time. */
-static uint32_t take_off(struct gpu *gpu, const struct valve_stamp *stamp)
+/* Let the watchdog see that we are in the driver. */
+static void take_off(struct gpu *gpu, uint64_t start_ns)
 {
 	uint32_t number = (load_relaxed(&gpu->flight) >> 2) + 1; /* the keeper never changes the number */
 
-	gpu->flight_stamp = *stamp;
-	gpu->flight_plan = gpu->plan;
-	store_relaxed(&gpu->flight_ns, stamp->ioctl_ns);
+	store_relaxed(&gpu->flight_ns, start_ns);
 	store_release(&gpu->flight,
-	              number << 2 | FLIGHT_OUT); /* pairs with the keeper's acquire: fields above */
-	return number;
+	              number << 2 | FLIGHT_OUT); /* pairs with the keeper's acquire: time and plan */
 }
 
-static void land(struct gpu *gpu, uint32_t number)
+static void land(struct gpu *gpu)
 {
-	uint32_t out = number << 2 | FLIGHT_OUT;
+	uint32_t number = load_relaxed(&gpu->flight) >> 2, out = number << 2 | FLIGHT_OUT;
 
 	if (!compare_swap(&gpu->flight, &out, number << 2 | FLIGHT_NONE)) {
 		/* The keeper gave this flight up and is putting holds on the clients of our plan: not ours to change
@@ -65,42 +62,32 @@ static void land(struct gpu *gpu, uint32_t number)
 	}
 }
 
-static struct valve_stamp stamp_of(struct gpu *gpu, uint64_t holders)
-{
-	struct service *closer = &gpu->gate->service[holders_closer(holders)];
-	struct valve_stamp stamp = {
-	        .kind = VALVE_STAMP_GATE,
-	        .gpu = gpu->index,
-	        .service = load_relaxed(&closer->id),
-	        .epoch = load_acquire(&closer->epoch) &
-	                 ~1u, /* odd: woken again since; the hold was the one before */
-	        .client = load_relaxed(&closer->cause_client),
-	        .launch_ns = load_relaxed(&closer->launch_ns),
-	        .seen_ns = load_relaxed(&closer->seen_ns),
-	};
-
-	store_relaxed(&closer->stamped, stamp.epoch);
-	return stamp;
-}
-
 static void stop(struct gpu *gpu, uint64_t holders)
 {
-	struct valve_stamp stamp = stamp_of(gpu, holders);
+	struct valve_stamp stamp = service_stamp(gpu, holders);
 
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
 	if (stamp.channels) {
-		uint32_t number;
-
 		stamp.ioctl_ns = stamp.done_ns;
-		number = take_off(gpu, &stamp);
+		take_off(gpu, stamp.ioctl_ns);
 		stamp.status = walk(gpu, gpu->plan, true);
 		stamp.done_ns = now_ns();
-		land(gpu, number);
+		land(gpu);
 	}
 	stamp.kind = stamp.status ? VALVE_STAMP_GATE_FAILED : VALVE_STAMP_GATE;
 	store_release(&gpu->state, VALVE_GPU_STOPPED);
 	stamp_push(&gpu->gate->stamps, &stamp);
+}
+
+static int run(struct gpu *gpu)
+{
+	int status;
+
+	take_off(gpu, now_ns());
+	status = walk(gpu, gpu->plan, false);
+	land(gpu);
+	return status;
 }
 
 /* Make state the target. False when an enable failed and must be tried again. */
@@ -112,10 +99,10 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 		stop(gpu, holders);
 		return true;
 	}
-	if (state == VALVE_GPU_STOPPED && walk(gpu, gpu->plan, false) != 0)
+	if (state == VALVE_GPU_STOPPED && run(gpu) != 0)
 		return false;
 	if (state == VALVE_GPU_RUNNING) { /* held, but a brake keeps the channels on: say so all the same */
-		struct valve_stamp stamp = stamp_of(gpu, holders);
+		struct valve_stamp stamp = service_stamp(gpu, holders);
 
 		stamp.done_ns = now_ns();
 		stamp_push(&gpu->gate->stamps, &stamp);
@@ -124,18 +111,57 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 	return true;
 }
 
+static int try_switch(struct gpu *gpu, const struct plan_step *step,
+                      struct nv2080_fifo_disable_channels *lists)
+{
+	return rm_switch(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice, lists);
+}
+
+static int enable_one(struct gpu *gpu, const struct mail *mail)
+{
+	struct nv2080_fifo_disable_channels one = {.numChannels = 1};
+
+	one.hClientList[0] = mail->h_client;
+	one.hChannelList[0] = mail->h_channel;
+	return rm_switch(&gpu->gate->os, gpu->own.ctl, gpu->own.h_client, gpu->own.h_subdevice, &one);
+}
+
+static int carry_out(struct gpu *gpu, struct mail *mail)
+{
+	int status = 0;
+
+	switch (mail->kind) {
+	case MAIL_PLAN:
+		if (gpu->state == VALVE_GPU_STOPPED) {
+			status = walk(gpu, mail->stop_now, true);
+			walk(gpu, mail->run_now, false);
+		}
+		return status;
+	case MAIL_OFF:
+		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);
+	case MAIL_ON:
+		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
+	case MAIL_CID:
+		return rm_unique_id(&gpu->gate->os, &gpu->own, mail->h_client, mail->h_channel, &mail->cid);
+	case MAIL_ENABLE:
+		return enable_one(gpu, mail);
+	}
+	return -EINVAL;
+}
+
 static void answer(struct gpu *gpu, struct mail *mail)
 {
-	mail->old = gpu->plan;
-	gpu->plan = mail->plan;
-	if (gpu->state == VALVE_GPU_STOPPED) {
-		mail->status = walk(gpu, mail->stop_now, true);
-		walk(gpu, mail->run_now, false);
+	if (mail->kind == MAIL_PLAN) {
+		mail->old = gpu->plan;
+		gpu->plan = mail->plan;
 	}
+	take_off(gpu, now_ns());
+	mail->status = carry_out(gpu, mail);
+	land(gpu);
 	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
 	while (!compare_swap(&gpu->spent, &mail->next, mail))
 		;
-	store_release(&mail->done, 1); /* pairs with the caller's acquire: status and old are final */
+	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */
 	futex_wake(&mail->done);
 }
 

@@ -5,22 +5,28 @@
  */
 #include "internal.h"
 
+/* A flight that takes long while its GPU runs harms nobody yet; it is looked at again in the next round. */
 static void watch_flight(struct gpu *gpu, uint64_t now)
 {
 	uint32_t word = load_acquire(&gpu->flight), number = word >> 2;
+	uint64_t start_ns = load_relaxed(&gpu->flight_ns), holders = load_full(&gpu->holders);
 	struct valve_stamp stamp;
 
-	if (word % 4 != FLIGHT_OUT || now < load_relaxed(&gpu->flight_ns) + gpu->gate->config.hang_ns)
+	if (word % 4 != FLIGHT_OUT || now < start_ns + gpu->gate->config.hang_ns)
 		return;
-	/* The number makes this the very flight whose time was read. Until HELD, the issuer waits in land(), so the
-	 * plan and its clients stay. */
+	if (gpu_target(gpu, holders) != VALVE_GPU_STOPPED)
+		return;
+	/* The number makes this the very flight whose time was read. From here until HELD the issuer would wait in
+	 * land(), so the plan and its clients stay. */
 	if (!compare_swap(&gpu->flight, &word, number << 2 | FLIGHT_LOST))
 		return;
-	for (uint32_t i = 0; i < gpu->flight_plan->steps; i++)
-		order_hold_all(gpu, &gpu->flight_plan->step[i]);
-	stamp = gpu->flight_stamp;
+	for (uint32_t i = 0; gpu->plan && i < gpu->plan->steps; i++)
+		order_hold_all(gpu, &gpu->plan->step[i]);
+	stamp = service_stamp(gpu, holders);
 	stamp.kind = VALVE_STAMP_GATE_FAILED;
 	stamp.status = -ETIMEDOUT;
+	stamp.channels = plan_channels(gpu->plan);
+	stamp.ioctl_ns = start_ns;
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp);
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */

@@ -29,9 +29,9 @@ static void step_open(struct gpu *gpu, struct plan_step *step, const struct valv
 	bool own = entry->reach == VALVE_REACH_OWN;
 
 	step->ops = ops_of[entry->reach];
-	step->fd = own ? gpu->hot.ctl : entry->fd;
-	step->h_client = own ? gpu->hot.h_client : entry->h_target;
-	step->h_subdevice = own ? gpu->hot.h_subdevice : entry->h_subdevice;
+	step->fd = own ? gpu->own.ctl : entry->fd;
+	step->h_client = own ? gpu->own.h_client : entry->h_target;
+	step->h_subdevice = own ? gpu->own.h_subdevice : entry->h_subdevice;
 	step->off.bDisable = 1; /* everything else stays 0: see the field comments in nvrm.h */
 }
 

@@ -17,10 +17,7 @@ typedef struct nv2080_fifo_disable_channels lists;
 
 static int issue(struct gpu *gpu, const struct plan_step *step, lists *params)
 {
-	struct rm_client as = {.ctl = step->fd, .h_client = step->h_client};
-
-	return rm_control(&gpu->gate->os, &as, step->h_subdevice, NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS,
-	                  params, sizeof *params);
+	return rm_switch(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice, params);
 }
 
 /* Precondition: [from, from + count) was refused as a whole. Marks stale pairs in *stale, switches the others. */

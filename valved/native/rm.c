@@ -194,6 +194,15 @@ void rm_close(const struct valve_os *os, struct rm_client *client)
 	*client = (struct rm_client){.ctl = -1, .node = -1};
 }
 
+/* Disable or enable (lists->bDisable) up to 64 channels, in the name of a client and on its subdevice of their GPU. */
+int rm_switch(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice,
+              struct nv2080_fifo_disable_channels *lists)
+{
+	struct rm_client as = {.ctl = fd, .h_client = h_client};
+
+	return rm_control(os, &as, h_subdevice, NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, lists, sizeof *lists);
+}
+
 /* The driver's own number of a channel, whoever owns it: the control resolves foreign pairs without asking
  * (kernel_fifo_ctrl.c, QueryChannelUniqueId). It takes the API lock in write mode: at registration only. */
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,

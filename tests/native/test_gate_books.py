@@ -1,0 +1,94 @@
+"""After a thousand comings and goings: no fd, no thread, no memory file and no hold is left over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from gates import FakeDriver, Rig, gate_rig
+
+from valved.mechanism import region
+from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.model.ids import Role, ServiceId
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_thousand_clients_come_and_go(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add(4)
+    rig.online(7, {0})
+    before = open_fds(), threads()
+
+    for number in range(1000):
+        client = rig.name()
+        role = Role.ONLINE if number % 2 else Role.OFFLINE
+        rig.gate.create_client(client, role, ServiceId(7))
+        rig.gate.remove_client(client)
+
+    assert (open_fds(), threads()) == before
+    assert rig.gate.wake(ServiceId(7)) is WakeOutcome.WOKEN
+
+
+def test_a_thousand_services_come_and_go(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add()
+    for number in range(1000):
+        service, client = ServiceId(100 + number), rig.name()
+        rig.gate.create_client(client, Role.ONLINE, service)
+        rig.gate.put_service(service, frozenset({workload.gpu}))
+        rig.gate.remove_client(client)
+        rig.gate.remove_service(service)
+    rig.wait_gated(0, False)
+
+    assert workload.on() == 1
+
+
+def test_opening_and_closing_the_gate_leaves_nothing(fake_library: Path) -> None:
+    driver = FakeDriver(fake_library)
+    with gate_rig(driver):
+        pass  # what is loaded once is loaded now
+    before = open_fds(), threads(), threading.active_count()
+
+    for _ in range(20):
+        with gate_rig(driver) as rig:
+            rig.offline().add(3)
+            rig.online(7, {0, 1})
+
+    assert (open_fds(), threads(), threading.active_count()) == before
+
+
+def test_every_edge_is_stamped_and_the_counts_balance(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    edges = 300
+    for _ in range(edges):
+        assert rig.gate.wake(ServiceId(7)) is WakeOutcome.WOKEN
+        closed = online.control["gate_epoch"] + 1
+        online.launch()
+        rig.wait_stamp(lambda stamp, closed=closed: stamp.client == online.client and stamp.epoch == closed)
+        rig.stamps = [stamp for stamp in rig.stamps if stamp.kind is StampKind.WAKE]
+        online.finish()
+
+    assert len(rig.stamps) == edges
+    assert rig.gate.view(online.client).submitted == edges
+
+
+def test_gaps_are_told_once_and_the_newest_when_many(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    for number in range(100):
+        at = region.GAP_OFFSET + number % region.GAPS * 16
+        online.region.memory[at : at + 16] = (1000 + number).to_bytes(8, "little") + number.to_bytes(8, "little")
+    online.region["gaps"] = 100
+
+    gaps = rig.gate.view(online.client).gaps
+
+    assert [gap.gap_ns for gap in gaps] == list(range(36, 100))
+    assert rig.gate.view(online.client).gaps == ()

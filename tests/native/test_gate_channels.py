@@ -1,0 +1,251 @@
+"""Which channels are stopped: lists, chunks, staleness, what the application did itself."""
+
+from __future__ import annotations
+
+import pytest
+from gates import FakeDriver, Rig, gate_rig
+
+from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+
+SERVICE = ServiceId(7)
+
+
+def running(rig: Rig) -> None:
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    rig.wait_gated(0, False)
+
+
+def test_two_hundred_channels_are_stopped_in_calls_of_at_most_sixty_four(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(200)
+    before = rig.driver.counts.disables
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert stamp.channels == 200
+    assert workload.on() == 0
+    assert rig.driver.counts.disables - before == 4
+    assert rig.driver.counts.largest == 64
+
+    online.finish()
+    running(rig)
+
+    assert workload.on() == 200
+
+
+def test_channels_of_two_processes_share_one_call(rig: Rig) -> None:
+    one, two, online = rig.offline(), rig.offline(), rig.online(7, {0})
+    running(rig)
+    one.add(8)
+    two.add(8)
+    before = rig.driver.counts.disables
+
+    online.launch()
+    rig.wait_gated(0)
+
+    assert (one.on(), two.on()) == (0, 0)
+    assert rig.driver.counts.disables - before == 1
+
+
+def test_a_channel_that_comes_while_gated_is_off_before_the_answer(rig: Rig) -> None:
+    workload = rig.offline()
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    (result,) = workload.add()
+
+    assert result.gated
+    assert (result.status, result.reach) == (0, Reach.CHANNEL_OWN)
+    assert workload.on() == 0
+    assert rig.gate.disabled() == tuple(workload.channels)
+
+    running(rig)
+    assert workload.on() == 1
+
+
+def test_copy_channels_run_on(rig: Rig) -> None:
+    workload = rig.offline()
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    (result,) = workload.add(compute=False)
+
+    assert not result.gated
+    assert workload.on() == 1
+
+
+@pytest.mark.parametrize("position", [0, 31, 63])
+def test_a_channel_freed_between_arm_and_gate_does_not_save_its_neighbours(rig: Rig, position: int) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(64)
+    workload.free(workload.channels.pop(position))
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
+    assert workload.on() == 0
+
+    online.finish()
+    running(rig)
+
+    assert workload.on() == 63
+
+
+def test_a_list_of_nothing_but_stale_channels_gates_without_an_error(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(5)
+    for ref in workload.channels:
+        workload.free(ref)
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
+
+
+def test_a_channel_freed_while_gated_is_forgotten_and_the_rest_wakes(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add(3)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    gone = workload.channels.pop(1)
+    workload.free(gone)
+    rig.gate.remove_channel(workload.client, gone.h_client, gone.h_channel)
+
+    running(rig)
+
+    assert workload.on() == 2
+
+
+def test_a_reused_handle_is_told_by_its_number(rig: Rig) -> None:
+    workload = rig.offline()
+    stale = workload.allocate()
+    wrong = ChannelRef(
+        gpu=stale.gpu,
+        h_client=stale.h_client,
+        h_channel=stale.h_channel,
+        cid=stale.cid + 1,
+        h_tsg=1,
+        engine=1,
+        compute=True,
+    )
+
+    result = rig.gate.add_channel(workload.client, wrong)
+
+    assert (result.status, result.reach) == (0x21, Reach.NONE)
+    assert not result.gated
+
+
+def test_a_channel_that_the_driver_does_not_know_is_refused(rig: Rig) -> None:
+    workload = rig.offline()
+    ghost = workload.allocate()
+    workload.free(ghost)
+
+    assert rig.gate.add_channel(workload.client, ghost).status == 0x57
+
+
+def test_what_the_application_switched_off_is_never_switched_on(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(2)
+    own = workload.channels[0]
+    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    enables = rig.driver.counts.enables
+
+    online.launch()
+    rig.wait_gated(0)
+    on_while_gated = rig.driver.lib.fake_is_on(own.h_client, own.h_channel)
+    online.finish()
+    running(rig)
+
+    assert on_while_gated == 1  # not in our list at all: nothing was done to it
+    assert rig.driver.counts.enables == enables + 1
+    assert own not in rig.gate.disabled()
+
+
+def test_a_channel_that_the_application_switches_on_again_while_gated_is_stopped(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add()
+    own = workload.channels[0]
+    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    assert workload.on() == 1
+
+    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, False)
+
+    assert workload.on() == 0
+
+
+def test_a_client_that_leaves_while_gated_is_enabled_first(rig: Rig) -> None:
+    staying, leaving = rig.offline(), rig.offline()
+    staying.add(2)
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    off = rig.gate.remove_client(leaving.client)
+
+    assert off == tuple(leaving.channels)
+    assert leaving.on() == 2
+    assert staying.on() == 0
+
+
+def test_channels_left_off_by_a_predecessor_are_enabled_and_the_gone_are_not_counted(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add(3)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    left = rig.gate.disabled()
+    workload.free(workload.channels.pop())
+
+    assert rig.gate.enable_foreign(left) == 2
+    assert workload.on() == 2
+
+
+def test_each_gpu_has_its_own_list(rig: Rig) -> None:
+    zero, one = rig.offline(gpu=0), rig.offline(gpu=1)
+    zero.add(2)
+    one.add(3)
+    online = rig.online(7, {0, 1})
+    running(rig)
+    rig.wait_gated(1, False)
+
+    online.launch()
+    for gpu, channels in ((0, 2), (1, 3)):
+        stamp = rig.wait_stamp(lambda stamp, gpu=gpu: stamp.client == online.client and stamp.gpu == gpu)
+        assert stamp.channels == channels
+
+    assert (zero.on(), one.on()) == (0, 0)
+
+
+def test_cards_are_numbered_by_their_place_on_the_bus(rig: Rig) -> None:
+    infos = rig.gate.gpus()
+
+    assert [(info.index, info.minor, info.device_instance) for info in infos] == [(0, 0, 0), (1, 1, 1)]
+    assert infos[1].uuid == bytes([0x41]) * 16
+
+
+@pytest.mark.parametrize("version", ["515.43.04", "610.10.01", "nonsense"])
+def test_an_unknown_driver_is_never_asked_to_switch_anything(driver: FakeDriver, version: str) -> None:
+    driver.rules.version = version.encode()
+    with gate_rig(driver) as rig:
+        rig.gate.create_client(rig.name(), Role.OFFLINE, ServiceId(0))
+        ref = ChannelRef(gpu=GpuIndex(0), h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True)
+        result = rig.gate.add_channel(ClientId(1), ref)
+        online = rig.online(7, {0})
+        assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+        online.launch()
+        stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+        assert (result.reach, result.gated) == (Reach.NONE, False)
+        assert stamp.channels == 0
+        assert rig.gate.reach(GpuIndex(0))[0] is Reach.NONE
+        assert version in rig.gate.reach(GpuIndex(0))[1]
+        assert driver.counts.disables + driver.counts.enables + driver.counts.clients == 0

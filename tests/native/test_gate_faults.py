@@ -1,0 +1,310 @@
+"""The ladder of rungs, and a driver that refuses, fails, or does not come back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from gates import FakeDriver, Rig, gate_rig, wait_until
+
+from valved.mechanism import region
+from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.model.ids import GpuIndex, Reach, ServiceId
+
+SERVICE = ServiceId(7)
+ALL_FEATURES = region.FEATURE_SELF_GATE | region.FEATURE_HOLD
+DENIED = 0x1B
+
+
+def running(rig: Rig) -> None:
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+    rig.wait_gated(0, False)
+
+
+def test_a_driver_that_refuses_foreign_lists_is_reached_on_the_passed_fd(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+
+    (first,) = workload.add()
+    assert (first.reach, first.want_fd, first.status) == (Reach.NONE, True, DENIED)
+
+    workload.pass_fd()
+    (second,) = workload.add()
+    online.launch()
+    rig.wait_gated(0)
+
+    assert (second.reach, second.want_fd, second.status) == (Reach.CHANNEL_FD, False, 0)
+    assert workload.on() == 0
+    assert rig.gate.reach(GpuIndex(0)) == (Reach.CHANNEL_FD, "channel-own: RM status 0x1b")
+
+    online.finish()
+    running(rig)
+    assert workload.on() == 2
+
+
+def test_an_fd_that_comes_while_gated_stops_the_channels_that_waited_for_it(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload = rig.offline()
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    workload.add(2)
+    assert workload.on() == 2
+
+    workload.pass_fd()
+
+    assert workload.on() == 0
+    running(rig)
+    assert workload.on() == 2
+
+
+def test_a_passed_fd_is_closed_when_its_client_goes(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload = rig.offline()
+    workload.add()
+    workload.pass_fd()
+    inode = os.fstat(workload.fd).st_ino
+
+    rig.gate.remove_client(workload.client)
+
+    assert sum(inode == held for held in _open_inodes()) == 1  # the workload's own copy
+
+
+def _open_inodes() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.stat(f"/proc/self/fd/{name}").st_ino)
+        except OSError:
+            continue
+    return found
+
+
+def test_without_an_fd_the_process_is_ordered_to_stop_itself(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload, online = rig.offline(features=ALL_FEATURES), rig.online(7, {0})
+    running(rig)
+    with workload.obeying():
+        (result,) = workload.add()
+        assert (result.reach, result.want_fd) == (Reach.CHANNEL_SELF, True)
+
+        online.launch()
+        stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+        assert (stamp.kind, stamp.channels) == (StampKind.GATE, 1)
+        assert workload.control["order"] == region.ORDER_STOP
+
+        online.finish()
+        running(rig)
+        assert workload.control["order"] == region.ORDER_RUN
+
+
+def test_a_process_that_can_only_hold_its_launches_is_told_to(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload = rig.offline(features=region.FEATURE_HOLD)
+    with workload.obeying():
+        (result,) = workload.add()
+        rig.online(7, {0})
+        rig.wait_gated(0)
+
+        assert result.reach is Reach.LAUNCH_GATE
+        assert workload.control["order"] == region.ORDER_HOLD
+        assert rig.gate.reach(GpuIndex(0))[0] is Reach.LAUNCH_GATE
+
+        running(rig)
+        assert workload.control["order"] == region.ORDER_RUN
+
+
+def test_a_process_on_two_gpus_runs_only_when_both_let_go(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload = rig.offline(features=region.FEATURE_HOLD)
+    with workload.obeying():
+        workload.add()
+        workload.gpu = GpuIndex(1)
+        workload.add()
+        rig.online(1, {0})
+        rig.online(2, {1})
+        rig.wait_gated(0)
+        rig.wait_gated(1)
+
+        rig.gate.wake(ServiceId(1))
+        rig.wait_gated(0, False)
+        assert workload.control["order"] == region.ORDER_HOLD
+
+        rig.gate.wake(ServiceId(2))
+        rig.wait_gated(1, False)
+        assert workload.control["order"] == region.ORDER_RUN
+
+
+def test_a_disable_that_fails_is_stamped_and_holds_the_launches(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(3)
+    rig.driver.rules.fail_disable = 0x65
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert (stamp.kind, stamp.status) == (StampKind.GATE_FAILED, 0x65)
+    assert workload.control["order"] == region.ORDER_HOLD
+
+    rig.driver.rules.fail_disable = 0
+    online.finish()
+    running(rig)
+    assert workload.control["order"] == region.ORDER_RUN
+    assert workload.on() == 3
+
+
+def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(2)
+    rig.driver.rules.hang = 1
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    assert (stamp.status, stamp.client) == (-110, online.client)
+    wait_until(lambda: workload.control["order"] == region.ORDER_HOLD, "the next rung")
+    assert rig.driver.counts.hanging == 1
+    assert not online.launch()  # the word is closed: online goes on without a call
+
+    rig.driver.rules.hang = 0
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
+    assert workload.on() == 0
+
+    online.finish()
+    running(rig)
+    assert workload.control["order"] == region.ORDER_RUN
+    assert workload.on() == 2
+
+
+def test_a_hanging_gpu_does_not_delay_another(rig: Rig) -> None:
+    zero, one = rig.offline(gpu=0), rig.offline(gpu=1)
+    zero.add()
+    one.add()
+    first, second = rig.online(1, {0}), rig.online(2, {1})
+    rig.gate.wake(ServiceId(1))
+    rig.gate.wake(ServiceId(2))
+    rig.wait_gated(0, False)
+    rig.wait_gated(1, False)
+    rig.driver.rules.hang = 1
+    first.launch()
+    wait_until(lambda: rig.driver.counts.hanging == 1, "the first disable hangs")
+    rig.driver.rules.hang = 0
+
+    second.launch()
+    rig.wait_gated(1)
+
+    assert one.on() == 0
+
+
+def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stops_later(rig: Rig) -> None:
+    workload, late, online = rig.offline(), rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add()
+    rig.driver.rules.hang = 1
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    ref = late.allocate()
+    rig.gate.add_channel(late.client, ref)
+    assert late.control["order"] == region.ORDER_HOLD
+
+    rig.driver.rules.hang = 0
+    wait_until(lambda: late.on() == 0, "the mail is read when the ioctl comes back")
+    online.finish()
+    running(rig)
+
+    assert (workload.on(), late.on()) == (1, 1)
+    assert late.control["order"] == region.ORDER_RUN
+
+
+def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add()
+    workload.pass_fd()
+    inode = os.fstat(workload.fd).st_ino
+    rig.driver.rules.hang = 1
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    rig.gate.remove_client(workload.client)
+
+    assert sum(inode == held for held in _open_inodes()) == 1
+    rig.driver.rules.hang = 0
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
+
+
+def test_an_interrupted_call_is_made_again(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add()
+    rig.driver.rules.interrupts = 5
+
+    online.launch()
+    stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
+
+    assert (stamp.status, workload.on()) == (0, 0)
+
+
+def test_the_heartbeat_goes_on_while_an_issuer_hangs(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add()
+    rig.driver.rules.hang = 1
+    online.launch()
+    wait_until(lambda: rig.driver.counts.hanging == 1, "the disable hangs")
+    before = workload.control["heartbeat_ns"]
+
+    wait_until(lambda: workload.control["heartbeat_ns"] > before, "a beat")
+
+    assert rig.driver.counts.hanging == 1
+
+
+@pytest.mark.parametrize("words", [("slot_offset", 1 << 31), ("slot_count", 1 << 30), ("magic", 5)])
+def test_a_region_that_makes_no_sense_is_never_idle_and_never_read_beyond(rig: Rig, words: tuple[str, int]) -> None:
+    online = rig.online(7, {0})
+    online.region[words[0]] = words[1]
+
+    assert rig.gate.wake(SERVICE) is WakeOutcome.REFUSED
+    assert rig.gate.view(online.client).submitted == 0
+
+
+def test_a_workload_that_dies_on_the_passed_fd_leaves_nothing_off(rig: Rig) -> None:
+    rig.driver.rules.deny_foreign = DENIED
+    dying, staying = rig.offline(), rig.offline()
+    for workload in (dying, staying):
+        workload.add()
+        workload.pass_fd()
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    rig.gate.remove_client(dying.client)
+    running(rig)
+
+    assert rig.driver.lib.fake_off_count() == 0
+    assert staying.on() == 1
+
+
+def test_closing_the_gate_enables_everything(fake_library: Path) -> None:
+    driver = FakeDriver(fake_library)
+    with gate_rig(driver) as rig:
+        workload = rig.offline()
+        workload.add(70)
+        rig.online(7, {0})
+        rig.wait_gated(0)
+        assert driver.lib.fake_off_count() == 70
+
+        rig.gate.close = _closing(rig)  # type: ignore[method-assign]
+        rig.gate.close()
+
+        assert driver.lib.fake_off_count() == 0
+
+
+def _closing(rig: Rig):
+    """Close once, here; the rig's own close then finds it done."""
+    close, done = rig.gate.close, []
+    return lambda: None if done else (done.append(True), close())[0]
