@@ -104,7 +104,7 @@ class NativeGate:
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_armed]
-            if self.is_stopped(gpu):
+            if self.is_gated(gpu):
                 off.extend(channel.ref for channel in gone)
             self._arm(gpu, run_now=gone, leaving=holder)
         lib.valve_client_free(self._gate, holder.native)
@@ -305,8 +305,8 @@ class NativeGate:
         return used, "; ".join(filter(None, better))
 
     def disabled(self) -> tuple[ChannelRef, ...]:
-        stopped = [GpuIndex(gpu) for gpu in range(len(self._infos)) if self.is_stopped(GpuIndex(gpu))]
-        return tuple(channel.ref for gpu in stopped for channel in self._channels.armed(gpu))
+        gpus = filter(self.is_gated, map(GpuIndex, range(len(self._infos))))  # also those about to be stopped
+        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu))
 
     # switches
 

@@ -259,10 +259,9 @@ int valve_client_view(struct valve_client *client, struct valve_view *out)
 		return state;
 	do { /* the watcher's seqlock; a client that leaves it odd gets a torn look at its own words */
 		seq = load_acquire(&region->idle_seq);
-		out->idle_submitted = load_relaxed(&region->idle_submitted);
-		out->idle_ns = load_relaxed(&region->idle_ns);
-		out->watcher_ns = load_relaxed(&region->watcher_ns);
-		__atomic_thread_fence(__ATOMIC_ACQUIRE);
+		out->idle_submitted = load_acquire(&region->idle_submitted); /* acquire: before the second */
+		out->idle_ns = load_acquire(&region->idle_ns);               /* look at idle_seq */
+		out->watcher_ns = load_acquire(&region->watcher_ns);
 	} while ((seq % 2 || seq != load_relaxed(&region->idle_seq)) && ++tries < 100);
 	out->submitted = sum_submitted(region);
 	out->launch_ns = load_relaxed(&region->launch_ns);

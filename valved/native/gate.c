@@ -147,6 +147,14 @@ void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear)
 		issuer_kick(&gate->gpu[i]);
 }
 
+/* The issuer has seen everything up to now (it may be half way through an edge that is over already) and is where it
+ * should be. */
+static bool is_settled(struct gpu *gpu)
+{
+	return load_acquire(&gpu->handled) == load_acquire(&gpu->kick) &&
+	       gpu_target(gpu, load_full(&gpu->holders)) == load_acquire(&gpu->state);
+}
+
 /* Wait until every issuer has done what it should. Returns the GPUs that have not within the time. */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns)
 {
@@ -154,15 +162,10 @@ uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns)
 	uint32_t waiting = 0;
 
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
-		struct gpu *gpu = &gate->gpu[i];
-
-		while (gpu_target(gpu, load_full(&gpu->holders)) != load_acquire(&gpu->state)) {
-			if (now_ns() > until) {
-				waiting |= 1u << i;
-				break;
-			}
+		while (!is_settled(&gate->gpu[i]) && now_ns() <= until)
 			sleep_ns(20000);
-		}
+		if (!is_settled(&gate->gpu[i]))
+			waiting |= 1u << i;
 	}
 	return waiting;
 }

@@ -109,6 +109,7 @@ struct gpu {
 	_Alignas(64) struct mail *mail; /* caller pushes, issuer takes all */
 
 	_Alignas(64) uint32_t state; /* issuer writes, caller reads: valve_gpu_state */
+	uint32_t handled;            /* the kick that the issuer went to sleep on */
 	uint32_t flight;             /* issuer and keeper */
 	uint64_t flight_ns;
 	struct plan *plan;  /* issuer's; the keeper's while a flight is lost */

@@ -215,6 +215,7 @@ static void *issuer_main(void *argument)
 		}
 		if (load_acquire(&gpu->gate->quit))
 			return NULL;
+		store_release(&gpu->handled, seen); /* pairs with valve_gate_settle */
 		wait_for_kick(gpu, seen, timeout_ns);
 	}
 }

@@ -1,0 +1,236 @@
+/*
+ * race.c - the gate under a sanitizer: listener, issuers and keeper of the real gate, online clients that launch and
+ * prove idle in threads of this process, a caller that wakes and that adds and removes channels and clients, over the
+ * fake driver. The pages are used through the gate's own mapping, so that the sanitizer sees both sides of each word.
+ *
+ * Checked at every launch that found its gate word closed: the GPUs are held, now and until the launch is proven done.
+ * At the end all channels are on.
+ *
+ *     race SEED ROUNDS
+ */
+#include "fake_rm.h"
+#include "internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+
+enum { ONLINE = 3, OFFLINE = 2, CHANNELS = 70 };
+
+struct online {
+	struct valve_client *client;
+	struct valve_gate *gate;
+	uint32_t gpus; /* that its service holds throughout */
+	int doorbell;
+	uint32_t seed, quit;
+	uint64_t submitted, rings;
+	pthread_t thread;
+};
+
+static uint32_t next(uint32_t *seed)
+{
+	*seed ^= *seed << 13;
+	*seed ^= *seed >> 17;
+	*seed ^= *seed << 5;
+	return *seed;
+}
+
+static int memory(size_t bytes)
+{
+	int fd = memfd_create("race", MFD_CLOEXEC);
+
+	if (fd < 0 || ftruncate(fd, (off_t)bytes) < 0)
+		abort();
+	return fd;
+}
+
+/* The gate maps regions read-only; this client needs the same address writable. */
+static struct valve_client *connect(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
+                                    int *doorbell)
+{
+	int control = memory(VALVE_CONTROL_BYTES), region = memory(VALVE_REGION_BYTES);
+	struct valve_client *client;
+
+	*doorbell = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+	client = valve_client_new(gate, id, role, service, 0, control, region, *doorbell,
+	                          eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+	if (!client || mprotect(client->region, VALVE_REGION_BYTES, PROT_READ | PROT_WRITE) < 0)
+		abort();
+	store_relaxed(&client->region->slot_offset, VALVE_SLOT_OFFSET);
+	store_relaxed(&client->region->slot_count, 2);
+	store_release(&client->region->magic, VALVE_REGION_MAGIC);
+	close(control);
+	close(region);
+	return client;
+}
+
+static uint64_t *counter(const struct online *online)
+{
+	return (uint64_t *)(void *)((char *)online->client->region + VALVE_SLOT_OFFSET);
+}
+
+/* A ring closes the words before it has counted its hold, so let it finish; but then somebody must hold. */
+static void must_be_held(const struct online *online)
+{
+	const struct service *service = &online->gate->service[online->client->service];
+	uint32_t epoch;
+
+	do {
+		epoch = load_full(&service->epoch);
+	} while (epoch % 2 == 0 && load_acquire(&service->settled) != epoch);
+	for (uint32_t gpu = 0; gpu < online->gpus; gpu++) {
+		if (holders_count(load_full(&online->gate->gpu[gpu].holders)) == 0)
+			abort(); /* a launch beside running offline work, and nobody will be told */
+	}
+}
+
+/* The shim's half of the protocol: count, full fence, read the word, ring once per epoch. */
+static void launch(struct online *online)
+{
+	struct valve_region *region = online->client->region;
+	uint64_t one = 1;
+	uint32_t word;
+
+	store_full(counter(online), ++online->submitted);
+	word = load_full(&online->client->control->gate_epoch);
+	if (word % 2 == 0)
+		must_be_held(online);
+	if (word % 2 == 0 || load_relaxed(&region->rung_epoch) == word)
+		return;
+	store_relaxed(&region->rung_epoch, word);
+	store_relaxed(&region->launch_ns, now_ns());
+	online->rings++;
+	if (write(online->doorbell, &one, sizeof one) < 0)
+		abort();
+}
+
+static void *online_main(void *argument)
+{
+	struct online *online = argument;
+
+	while (!load_acquire(&online->quit)) {
+		for (uint32_t i = next(&online->seed) % 5; i > 0; i--)
+			launch(online);
+		store_full(&online->client->region->idle_submitted, online->submitted);
+		sleep_ns(next(&online->seed) % 200000);
+	}
+	return NULL;
+}
+
+struct offline {
+	struct valve_client *client;
+	uint32_t h_client, h_subdevice, count;
+	int fd, doorbell;
+};
+
+static void arm(struct valve_gate *gate, const struct offline *offline, uint32_t gpu, uint32_t count)
+{
+	struct valve_entry entries[CHANNELS];
+
+	for (uint32_t i = 0; i < count; i++) {
+		entries[i] = (struct valve_entry){
+		        .client = offline->client,
+		        .reach = VALVE_REACH_OWN,
+		        .h_client = offline->h_client,
+		        .h_channel = 0x5C000000 + i,
+		        .fd = -1,
+		};
+	}
+	/* What is new is stopped now if the GPU is; what left is run. */
+	if (count > offline->count)
+		valve_arm(gate, gpu, entries, count, entries + offline->count, count - offline->count, NULL,
+		          0);
+	else
+		valve_arm(gate, gpu, entries, count, NULL, 0, entries, 0);
+}
+
+static void change_channels(struct valve_gate *gate, struct offline *offline, uint32_t gpu, uint32_t *seed)
+{
+	uint32_t wanted = next(seed) % CHANNELS;
+
+	if (wanted < offline->count)
+		return; /* channels that leave would have to be enabled by their own plan: not this harness's point */
+	arm(gate, offline, gpu, wanted);
+	offline->count = wanted;
+}
+
+int main(int argc, char **argv)
+{
+	struct valve_config config = {
+	        .lease_ns = 5000000,
+	        .hang_ns = 2000000000,
+	        .order_ns = 1000000,
+	};
+	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
+	         rounds = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
+	struct online online[ONLINE] = {0};
+	struct offline offline[OFFLINE] = {0};
+	struct valve_stamp stamps[64];
+	struct valve_gate *gate;
+	int32_t service[2];
+	uint64_t seen[6] = {0};
+	uint32_t woken = 0;
+
+	fake_reset();
+	gate = valve_gate_open(&config, fake_machine());
+	for (uint32_t g = 0; g < OFFLINE; g++) {
+		offline[g].client = connect(gate, 100 + g, VALVE_ROLE_OFFLINE, -1, &offline[g].doorbell);
+		offline[g].h_client = fake_client(&offline[g].fd, &offline[g].h_subdevice, g);
+		for (uint32_t i = 0; i < CHANNELS; i++)
+			fake_channel(offline[g].h_client, 0x5C000000 + i, g);
+	}
+	for (uint32_t s = 0; s < 2; s++) {
+		service[s] = valve_service_new(gate, s + 1);
+		valve_service_gpus(gate, service[s], s ? 3 : 1);
+	}
+	for (uint32_t i = 0; i < ONLINE; i++) {
+		online[i].gate = gate;
+		online[i].gpus = i % 2 ? 2 : 0; /* the other service's GPUs change */
+		online[i].seed = seed + 7 * i + 1;
+		online[i].client =
+		        connect(gate, 200 + i, VALVE_ROLE_ONLINE, service[i % 2], &online[i].doorbell);
+		if (pthread_create(&online[i].thread, NULL, online_main, &online[i]) != 0)
+			abort();
+	}
+	for (uint32_t round = 0; round < rounds; round++) {
+		uint32_t count, dice = next(&seed);
+		int doorbell;
+
+		woken += valve_wake(gate, service[dice % 2]) == VALVE_WOKEN;
+		if (dice % 7 == 0)
+			change_channels(gate, &offline[dice % OFFLINE], dice % OFFLINE, &seed);
+		if (dice % 11 == 0)
+			valve_hold(gate, service[dice % 2]);
+		if (dice % 13 == 0)
+			valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
+		if (dice % 17 == 0)
+			valve_client_free(
+			        gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
+		count = valve_stamps_take(gate, stamps, 64);
+		for (uint32_t i = 0; i < count; i++)
+			seen[stamps[i].kind]++;
+		sleep_ns(next(&seed) % 300000);
+	}
+	for (uint32_t i = 0; i < ONLINE; i++) {
+		store_release(&online[i].quit, 1);
+		pthread_join(online[i].thread, NULL);
+		valve_client_free(gate, online[i].client);
+	}
+	for (uint32_t s = 0; s < 2; s++)
+		valve_service_free(gate, service[s]);
+	if (valve_gate_settle(gate, 10000000000ull) != 0 || fake_off_count() != 0) {
+		fprintf(stderr, "channels left off: %u\n", fake_off_count());
+		return 1;
+	}
+	for (uint32_t g = 0; g < OFFLINE; g++) {
+		arm(gate, &(struct offline){.client = offline[g].client}, g, 0);
+		valve_client_free(gate, offline[g].client);
+		close(offline[g].fd);
+	}
+	printf("woken %u gates %lu holds %lu refused %lu failed %lu rings %lu\n", woken,
+	       seen[VALVE_STAMP_GATE], seen[VALVE_STAMP_HOLD], seen[VALVE_STAMP_WAKE_REFUSED],
+	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings);
+	return valve_gate_close(gate) || seen[VALVE_STAMP_GATE_FAILED] || !woken || !seen[VALVE_STAMP_GATE];
+}
