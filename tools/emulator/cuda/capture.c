@@ -45,6 +45,7 @@ void graph_free(struct graph *graph)
 		free(graph->nodes[i]);
 	}
 	free(graph->nodes);
+	held_drop(&graph->held);
 	graph->magic = 0;
 	free(graph);
 }
@@ -90,7 +91,7 @@ void capture_unref_locked(struct capture *capture)
 }
 
 /* The legacy stream would wait for every blocking stream: not while one of them is only pretending to work. */
-static CUresult check_implicit(const struct stream *stream)
+CUresult capture_check_implicit_locked(const struct stream *stream)
 {
 	CUresult result = CUDA_SUCCESS;
 
@@ -110,7 +111,7 @@ CUresult capture_work_locked(struct stream *stream, struct work **work)
 	struct capture *capture = stream->capture;
 
 	if (!capture)
-		return check_implicit(stream);
+		return capture_check_implicit_locked(stream);
 	if (capture->status == CAPTURE_INVALIDATED)
 		return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	if ((*work)->node_type < 0) {
@@ -127,7 +128,7 @@ CUresult capture_work_locked(struct stream *stream, struct work **work)
 CUresult capture_forbids_sync_locked(struct stream *stream)
 {
 	if (!stream->capture)
-		return check_implicit(stream);
+		return capture_check_implicit_locked(stream);
 	invalidate(stream->capture);
 	return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 }
@@ -168,7 +169,7 @@ bool capture_event_locked(struct stream *stream, struct event *event, CUresult *
 	struct capture *capture = stream->capture;
 
 	if (!capture) {
-		*result = check_implicit(stream);
+		*result = capture_check_implicit_locked(stream);
 		return false;
 	}
 	*result =
@@ -199,7 +200,7 @@ bool capture_wait_locked(struct stream *stream, struct event *event, CUresult *r
 
 	*result = CUDA_SUCCESS;
 	if (!capture && !stream->capture) {
-		*result = check_implicit(stream);
+		*result = capture_check_implicit_locked(stream);
 		return false;
 	}
 	if (!capture) { /* a captured stream may not wait for work outside the capture */
@@ -224,6 +225,17 @@ CUresult capture_misuse_event_locked(struct event *event)
 	return CUDA_ERROR_CAPTURED_EVENT;
 }
 
+static void unlink_locked(struct capture *capture)
+{
+	for (struct capture **at = &emu.captures; *at; at = &(*at)->next) {
+		if (*at == capture) {
+			*at = capture->next;
+			break;
+		}
+	}
+	capture->origin = NULL;
+}
+
 void capture_leave_locked(struct stream *stream)
 {
 	struct capture *capture = stream->capture;
@@ -233,8 +245,10 @@ void capture_leave_locked(struct stream *stream)
 	stream->capture = NULL;
 	if (!capture)
 		return;
-	if (capture->origin == stream)
+	if (capture->origin == stream) { /* destroyed while it captured */
 		invalidate(capture);
+		unlink_locked(capture);
+	}
 	capture_unref_locked(capture);
 }
 
@@ -315,12 +329,7 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 		result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
 	else if (!is_joined(capture->graph, &stream->tips))
 		result = CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
-	for (struct capture **at = &emu.captures; *at; at = &(*at)->next) {
-		if (*at == capture) {
-			*at = capture->next;
-			break;
-		}
-	}
+	unlink_locked(capture);
 	if (!result) {
 		*graph = capture->graph;
 		capture->graph = NULL;
@@ -329,7 +338,6 @@ static CUresult end_locked(struct stream *stream, struct graph **graph)
 	for (struct stream *s = stream->ctx->streams; s; s = s->next)
 		if (s->capture == capture && s != stream)
 			capture_leave_locked(s);
-	capture->origin = NULL;
 	capture_leave_locked(stream);
 	return result;
 }
@@ -359,53 +367,4 @@ CUAPI(cuThreadExchangeStreamCaptureMode, int *mode)
 	thread_mode = *mode;
 	*mode = before;
 	return CUDA_SUCCESS;
-}
-
-static CUresult capture_info(CUstream handle, int *status, uint64_t *id, CUgraph *graph)
-{
-	struct stream *stream;
-	CUresult result = stream_resolve(handle, &stream);
-
-	if (result)
-		return result;
-	if (!status)
-		return CUDA_ERROR_INVALID_VALUE;
-	pthread_mutex_lock(&emu.lock);
-	struct capture *capture = stream->capture;
-	if (!capture)
-		result = check_implicit(stream);
-	*status = capture ? capture->status : CAPTURE_NONE;
-	if (capture && id)
-		*id = capture->id;
-	if (capture && graph)
-		*graph = (CUgraph)capture->graph;
-	pthread_mutex_unlock(&emu.lock);
-	return result;
-}
-
-CUAPI(cuStreamIsCapturing, CUstream handle, int *status)
-{
-	return capture_info(handle, status, NULL, NULL);
-}
-
-CUAPI(cuStreamGetCaptureInfo, CUstream handle, int *status, uint64_t *id)
-{
-	return capture_info(handle, status, id, NULL);
-}
-
-CUAPI(cuStreamGetCaptureInfo_v2, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      size_t *count)
-{
-	(void)deps; /* the nodes' order is the order of capture; their handles are not handed out */
-	if (count)
-		*count = 0;
-	return capture_info(handle, status, id, graph);
-}
-
-CUAPI(cuStreamGetCaptureInfo_v3, CUstream handle, int *status, uint64_t *id, CUgraph *graph, void *deps,
-      void *edges, size_t *count)
-{
-	if (edges)
-		*(void **)edges = NULL;
-	return cuStreamGetCaptureInfo_v2(handle, status, id, graph, deps, count);
 }

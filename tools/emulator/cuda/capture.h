@@ -12,19 +12,38 @@ struct node {
 	int type;
 	struct node_set after;
 };
+struct held_object {
+	struct user_object *object;
+	unsigned refs;
+};
+struct held {
+	struct held_object *at;
+	unsigned count;
+};
 struct graph {
 	uint32_t magic;
+	struct held held; /* user objects */
 	struct node **nodes;
 	unsigned count, room;
 };
 
 struct graph *graph_new(void);
+struct graph *graph_from(CUgraph handle);
 void graph_free(struct graph *graph);
 unsigned graph_append(struct graph *graph, struct work *work, int type, const struct node_set *after);
+
+/* userobj.c */
+void user_object_hold_locked(struct user_object *object, unsigned count);
+void user_object_drop_locked(struct user_object *object, unsigned count);
+void held_add(struct held *held, struct user_object *object, unsigned count);
+bool held_remove(struct held *held, struct user_object *object, unsigned count);
+void held_copy(struct held *into, const struct held *from);
+void held_drop(struct held *held);
 
 bool capture_is_open(const struct context *ctx);
 /* Takes *work into the stream's graph (and sets it NULL), or refuses; leaves it alone when nothing is captured. */
 CUresult capture_work_locked(struct stream *stream, struct work **work);
+CUresult capture_check_implicit_locked(const struct stream *stream);
 CUresult capture_forbids_sync_locked(struct stream *stream);
 CUresult capture_forbids_context_locked(struct context *ctx);
 CUresult

@@ -31,6 +31,7 @@ enum lane { LANE_COMPUTE, LANE_COPY };
 #define MAGIC_STREAM  0x5354524du
 #define MAGIC_EVENT   0x45564e54u
 #define MAGIC_GRAPH   0x47525048u
+#define MAGIC_USER    0x55534552u
 #define MAGIC_EXEC    0x47455843u
 
 /* Settings from VALVE_EMU_CUDA="name=value,...": what the machine below costs or does wrong on purpose. */

@@ -10,6 +10,7 @@
 struct exec {
 	uint32_t magic;
 	struct work **works;
+	struct held held;
 	unsigned count, refs;
 	uint64_t flags;
 };
@@ -19,7 +20,7 @@ struct graph_work {
 	struct exec *exec;
 };
 
-static struct graph *graph_from(CUgraph handle)
+struct graph *graph_from(CUgraph handle)
 {
 	struct graph *graph = (struct graph *)handle;
 
@@ -56,6 +57,7 @@ static void exec_unref(struct exec *exec)
 	if (--exec->refs)
 		return;
 	drop_works(exec);
+	held_drop(&exec->held);
 	free(exec);
 }
 
@@ -94,6 +96,7 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 	exec->refs = 1;
 	exec->flags = flags;
 	take_works(exec, graph);
+	held_copy(&exec->held, &graph->held);
 	pthread_mutex_unlock(&emu.lock);
 	*out = (CUgraphExec)exec;
 	return CUDA_SUCCESS;
