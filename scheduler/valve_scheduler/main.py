@@ -9,12 +9,15 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+from valve_scheduler.controller import ControllerSettings, run_controller
 from valve_scheduler.extender_service import ExtenderSettings, run_extender
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.monitor import MonitorSettings
 from valve_scheduler.placement import PlacementSettings
 
 _STANDARD = set(vars(logging.makeLogRecord({})))
@@ -48,6 +51,11 @@ def parser() -> argparse.ArgumentParser:
         "--alignment-threshold", type=float, default=PlacementSettings().theta, help="theta in (0, 1]"
     )
 
+    controller = commands.add_parser("controller", help="watch SLAs, evict within a budget, requeue pending pods")
+    controller.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
+    controller.add_argument("--monitor-every", type=float, default=30.0, metavar="SECONDS")
+    controller.add_argument("--sla-window", type=float, default=MonitorSettings().window_s, metavar="SECONDS")
+
     return top
 
 
@@ -63,6 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, Any, None]:
+    if options.command == "controller":
+        watching = ControllerSettings(
+            namespace=options.namespace,
+            monitor_every_s=options.monitor_every,
+            monitor=MonitorSettings(window_s=options.sla_window),
+        )
+        return run_controller(client, watching, f"{socket.gethostname()}_{uuid.uuid4()}")
     settings = ExtenderSettings(
         port=options.port,
         probe_host=options.probe_host,

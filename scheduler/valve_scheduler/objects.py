@@ -132,6 +132,12 @@ def owner_uid(pod: Object) -> str:
     return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
 
 
+def started_at_s(pod: Object) -> float:
+    """Wall clock of the pod's start on its node; for a pod without one it has just begun."""
+    text = (pod.get("status") or {}).get("startTime")
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else math.inf
+
+
 def offline_pod(pod: Object) -> OfflinePod:
     """Read a pod that asks for harvested GPUs; raises InvalidObject for annotations that cannot be used."""
     metadata = pod["metadata"]

@@ -1,11 +1,12 @@
 """The real control plane for tests marked `cluster`: built once, started once for all of them."""
 
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries
-from valve_tools.cluster.fleet import install_crds
+from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
+from valve_tools.cluster.fleet import create_nodes, delete_nodes, delete_pods, install_crds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,3 +25,29 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
         yield plane
     finally:
         plane.stop()
+
+
+@pytest.fixture(scope="module")
+def nodes(control_plane: ControlPlane) -> Iterator[int]:
+    """How many nodes of eight GPUs there are."""
+    create_nodes(control_plane.api, 40)
+    yield 40
+    delete_nodes(control_plane.api)
+
+
+@pytest.fixture(scope="module")
+def scheduling(control_plane: ControlPlane, nodes: int) -> Iterator[ControlPlane]:
+    """The extender and a stock kube-scheduler in front of it."""
+    port, probes = control_plane.start_extender()
+    wait_for("the extender", lambda: urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz"))
+    control_plane.start_scheduler(port)
+    yield control_plane
+    control_plane.kill("kube-scheduler")
+    control_plane.kill("extender")
+
+
+@pytest.fixture(autouse=True)
+def no_pods_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "control_plane" in request.fixturenames:
+        delete_pods(request.getfixturevalue("control_plane").api)

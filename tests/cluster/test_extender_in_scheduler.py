@@ -1,83 +1,20 @@
 """Valve's extender behind a stock kube-scheduler and a real API server."""
 
 import json
-import urllib.request
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_scheduler import names
 from valve_scheduler.placement import REASON_TEXT, Reason
-from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
-from valve_tools.cluster.fleet import (
-    bound_pods,
-    create_nodes,
-    delete_nodes,
-    delete_pods,
-    gpu_uuids,
-    node_name,
-    offline_pod,
-    report,
-)
+from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-PODS = "/api/v1/namespaces/default/pods"
 BINDING = {"apiVersion": "v1", "kind": "Binding", "target": {"apiVersion": "v1", "kind": "Node"}}
-
-
-@pytest.fixture(scope="module")
-def nodes(control_plane: ControlPlane) -> Iterator[int]:
-    create_nodes(control_plane.api, 40)
-    yield 40
-    delete_nodes(control_plane.api)
-
-
-@pytest.fixture(scope="module")
-def scheduling(control_plane: ControlPlane, nodes: int) -> Iterator[ControlPlane]:
-    port, probes = control_plane.start_extender()
-    wait_for("the extender", lambda: ready(probes))
-    control_plane.start_scheduler(port)
-    yield control_plane
-    control_plane.kill("kube-scheduler")
-    control_plane.kill("extender")
-
-
-@pytest.fixture(autouse=True)
-def no_pods_left(control_plane: ControlPlane) -> Iterator[None]:
-    yield
-    delete_pods(control_plane.api)
-
-
-def ready(probes: int) -> bool:
-    return bool(urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz").status == 200)
-
-
-def submit(api: Api, count: int, **options: object) -> None:
-    api.each(("POST", PODS, offline_pod(f"p{index}", **options)) for index in range(count))
-
-
-def wait_bound(api: Api, count: int) -> list[dict[str, dict[str, object]]]:
-    def all_bound() -> list[dict[str, dict[str, object]]]:
-        found = list(bound_pods(api))
-        return found if len(found) >= count else []
-
-    return list(wait_for(f"{count} pods bound", all_bound, 120))
-
-
-def held_gpus(pods: list[dict[str, dict[str, object]]]) -> Counter[tuple[str, str]]:
-    """How often each GPU was given; every pod that has a node must have its GPUs on that very node."""
-    given: Counter[tuple[str, str]] = Counter()
-    for pod in pods:
-        node = str(pod["spec"]["nodeName"])
-        uuids = str(pod["metadata"]["annotations"][names.GPUS]).split(",")
-        assert set(uuids) <= set(gpu_uuids(int(node.rpartition("-")[2])))
-        given.update((node, uuid) for uuid in uuids)
-
-    return given
 
 
 def test_node_and_annotation_appear_together_in_one_version(control_plane: ControlPlane) -> None:

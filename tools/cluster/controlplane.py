@@ -149,6 +149,10 @@ class ControlPlane:
 
         return port, probes
 
+    def start_controller(self, *arguments: str, name: str = "controller") -> None:
+        flags = ["-m", "valve_scheduler.main", f"--kubeconfig={self.kubeconfig}", "controller", *arguments]
+        self.spawn(name, *flags, program=sys.executable)
+
     def start_scheduler(self, extender_port: int, *, name: str = "kube-scheduler", lease: bool = False) -> int:
         """A stock kube-scheduler with the configuration of the chart; returns its secure port."""
         configuration = self.folder / f"{name}.json"

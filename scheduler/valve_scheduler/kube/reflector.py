@@ -40,7 +40,7 @@ class Reflector:
     ) -> None:
         self._client = client
         self.path = path
-        self._sink = sink
+        self.sink = sink
         self._query = dict(query or {})
         self._accept = accept
         self._version = ""
@@ -90,7 +90,7 @@ class Reflector:
         items, version = await self._client.list(self.path, self._query, self._accept)
         if wanted != self._wanted:
             return
-        self._sink.replace(items)
+        self.sink.replace(items)
         self._version = version
         self.lists += 1
         self._alive()
@@ -121,9 +121,9 @@ class Reflector:
                 raise ApiError(item.get("code", 500), item.get("reason", ""), item.get("message", ""))
             self._version = item["metadata"]["resourceVersion"]
             if kind == "DELETED":
-                self._sink.drop(item)
+                self.sink.drop(item)
             elif kind != "BOOKMARK":
-                self._sink.put(item)
+                self.sink.put(item)
         self._alive()
 
     def _alive(self) -> None:

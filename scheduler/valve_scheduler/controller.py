@@ -1,0 +1,253 @@
+"""The SLA controller: watches pods and node reports, keeps OfflineWorkloads, evicts within a budget, asks for
+retries.
+
+One replica acts (Lease). Each round reads the caches once, decides with pure functions and applies the
+effects last; what it must not forget lives in OfflineWorkload status. Nothing is done while a view is
+incomplete."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from valve_scheduler import metrics, names
+from valve_scheduler.errors import InvalidObject
+from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_scheduler.kube.lease import Lease
+from valve_scheduler.kube.reflector import Reflector, Sink
+from valve_scheduler.monitor import MonitorSettings, Owner, Sample, Track, choose_evictions, evicted, observe
+from valve_scheduler.objects import offline_pod, owner_uid, pod_place, sla_of, started_at_s
+from valve_scheduler.placement import Job, PlacementSettings
+from valve_scheduler.requeue import Pending, newly_feasible
+from valve_scheduler.state import ClusterState
+from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
+from valve_scheduler.workloads import new_workload, owner_of, status_of, workload_name
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """Rounds: retries are looked for each second, SLAs at the pace of node reports."""
+
+    namespace: str = "valve-system"
+    lease_name: str = "valve-controller"
+    requeue_every_s: float = 1.0
+    monitor_every_s: float = 30.0
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+
+
+class Store:
+    """Objects of one kind as they are, by namespace and name."""
+
+    def __init__(self) -> None:
+        self.items: dict[Key, Json] = {}
+
+    def tee(self, view: Reflector) -> Reflector:
+        """Keep the raw objects of a view beside what it does with them."""
+        inner = view.sink
+
+        def replace(items: list[Json]) -> None:
+            self.items = {key_of(item): item for item in items}
+            inner.replace(items)
+
+        def put(item: Json) -> None:
+            self.items[key_of(item)] = item
+            inner.put(item)
+
+        def drop(item: Json) -> None:
+            self.items.pop(key_of(item), None)
+            inner.drop(item)
+
+        view.sink = Sink(replace=replace, put=put, drop=drop)
+
+        return view
+
+
+def key_of(item: Json) -> Key:
+    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+class Controller:
+    def __init__(
+        self, client: KubeClient, settings: ControllerSettings, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._now_s = now_s
+        self._state = ClusterState(settings.placement)
+        self.pods, self.nodes, self.workloads = Store(), Store(), Store()
+        self.views = [
+            self.pods.tee(pods_view(client, self._state)),
+            self.nodes.tee(nodes_view(client, self._state, now_s)),
+            profiles_view(client, self._state),
+            self.workloads.tee(workloads_view(client, self._state)),
+        ]
+        self._tracks: dict[str, Track] = {}
+        self._pending = Pending()
+
+    @property
+    def synced(self) -> bool:
+        return all(view.synced for view in self.views)
+
+    # Retries
+
+    async def requeue(self) -> None:
+        """Bump the capacity epoch of nodes that became good enough for a refused pod."""
+        now_s = self._now_s()
+        jobs = frozenset(filter(None, map(self._refused_job, self.pods.items.values())))
+        sets = {job.gpus: self._state.sets(job.gpus) for job in jobs}
+        fleet = self._state.fleet(now_s)
+        self._pending, bumps = newly_feasible(self._pending, fleet, sets, jobs, self._settings.placement)
+        for node in sorted(bumps):
+            patch = {"metadata": {"annotations": {names.EPOCH: str(int(now_s * 1000))}}}
+            await self._patch(f"/api/v1/nodes/{node}", patch)
+            log.info("capacity epoch", extra={"node": node, "pending_kinds": len(jobs)})
+
+    def _refused_job(self, pod: Json) -> Job | None:
+        conditions = (pod.get("status") or {}).get("conditions") or []
+        refused = any(c["type"] == "PodScheduled" and c["status"] == "False" for c in conditions)
+        if not refused or (pod.get("spec") or {}).get("nodeName"):
+            return None
+        try:
+            return self._state.job(offline_pod(pod), self._now_s())
+        except InvalidObject:
+            return None  # the extender told its owner already
+
+    # SLA
+
+    async def monitor(self) -> None:
+        now_s = self._now_s()
+        running = self._running()
+        samples = [sample for sample in map(self._sample, running) if sample is not None]
+        known = self._tracks
+        self._tracks = {
+            sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._settings.monitor) for sample in samples
+        }
+        owners = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
+        chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, self._settings.monitor)
+        metrics.violations.set(sum(track.verdict.value == "PersistentlyMissed" for track in self._tracks.values()))
+        pods = {pod["metadata"]["uid"]: pod for pod in running}
+        for track in chosen:
+            owner = owners.get(track.sample.owner_uid, Owner())
+            if await self._evict(pods[track.sample.pod_uid], track):
+                node = track.sample.node
+                owners[track.sample.owner_uid] = evicted(owner, node, now_s, self._settings.monitor)
+        await self._write_workloads(running, owners, now_s)
+
+    def _running(self) -> list[Json]:
+        return [
+            pod
+            for pod in self.pods.items.values()
+            if pod_place(pod).gpu_uuids
+            and (pod.get("status") or {}).get("phase") == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        ]
+
+    def _sample(self, pod: Json) -> Sample | None:
+        """None for best effort, for a pod its node has not reported, and for what cannot be read."""
+        place = pod_place(pod)
+        try:
+            wish = offline_pod(pod)
+        except InvalidObject:
+            return None
+        reported = self._reported(place.node, place.uid)
+        if wish.sla <= 0 or reported is None:
+            return None
+        profile = self._state.job(wish, self._now_s()).profile
+
+        return Sample(
+            pod_uid=place.uid,
+            owner_uid=wish.owner_uid,
+            node=place.node,
+            sla=wish.sla,
+            standalone_tokens_per_s=profile.standalone_tokens_per_s if profile else 0.0,
+            runtime_s=self._now_s() - started_at_s(pod),
+            demand_s=float(reported.get("demandSeconds", 0.0)),
+            tokens=reported.get("usefulTokens"),
+        )
+
+    def _reported(self, node: str, pod_uid: str) -> Json | None:
+        status = self.nodes.items.get(("", node), {}).get("status") or {}
+        return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
+
+    async def _evict(self, pod: Json, track: Track) -> bool:
+        """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again."""
+        metadata = pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
+        }
+        found = {"pod": path, "node": track.sample.node, "achieved": track.achieved, "sla": track.sample.sla}
+        try:
+            await self._client.request("POST", f"{path}/eviction", body=body)
+        except (ApiError, Unreachable) as error:
+            blocked = isinstance(error, ApiError) and error.status == 429
+            metrics.evictions.labels("blocked" if blocked else "failed").inc()
+            log.warning("eviction refused", extra={**found, "error": str(error)})
+            return False
+        metrics.evictions.labels("evicted").inc()
+        log.info("evicted", extra=found)
+
+        return True
+
+    async def _write_workloads(self, running: list[Json], owners: dict[str, Owner], now_s: float) -> None:
+        tracks: defaultdict[str, list[Track]] = defaultdict(list)
+        for track in self._tracks.values():
+            tracks[track.sample.owner_uid].append(track)
+        for pod in running:
+            key = (pod["metadata"]["namespace"], workload_name(owner_uid(pod)))
+            if key not in self.workloads.items and tracks[owner_uid(pod)]:
+                await self._create_workload(pod)
+        for (namespace, name), workload in list(self.workloads.items.items()):
+            uid = workload["spec"]["ownerUID"]
+            before = workload.get("status") or {}
+            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._settings.monitor)
+            if status != before:
+                path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
+                await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+
+    async def _create_workload(self, pod: Json) -> None:
+        workload = new_workload(pod, sla_of(pod))
+        path = f"/apis/{names.API_VERSION}/namespaces/{workload['metadata']['namespace']}/offlineworkloads"
+        with contextlib.suppress(ApiError):  # made by the round before and not in our view yet
+            created = await self._client.request("POST", path, body=workload)
+            self.workloads.items[key_of(created)] = created
+
+    async def _patch(self, path: str, patch: Json) -> None:
+        try:
+            await self._client.request("PATCH", path, body=patch, content_type=MERGE_PATCH)
+        except (ApiError, Unreachable) as error:
+            log.warning("patch refused", extra={"path": path, "error": str(error)})
+
+
+async def run_controller(client: KubeClient, settings: ControllerSettings, identity: str) -> None:
+    """Until cancelled; followers keep their views warm and do nothing."""
+    controller = Controller(client, settings)
+    lease = Lease(client, settings.namespace, settings.lease_name, identity)
+
+    async def every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            if controller.synced and lease.held:
+                try:
+                    await act()
+                except Exception:
+                    log.exception("round failed")
+            await asyncio.sleep(seconds)
+
+    tasks = [view.run() for view in controller.views]
+    rounds = [
+        every(settings.requeue_every_s, controller.requeue),
+        every(settings.monitor_every_s, controller.monitor),
+    ]
+    with contextlib.closing(client):
+        await asyncio.gather(lease.run(), *tasks, *rounds)

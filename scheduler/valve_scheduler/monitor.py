@@ -1,0 +1,164 @@
+"""Whether offline pods get the throughput they were promised, and which of them should move. Pure.
+
+A window is 15 minutes of time with offline demand, so a job that waits for its own input is never blamed. A pod misses
+its SLA when three windows in a row stay below it; it is evicted when the budget of the fleet and the back-off of its
+owner allow that, and its owner keeps away from the node for a while.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSettings:
+    """Defaults of facts 4.1; HarvestPolicy overrides them."""
+
+    window_s: float = 900.0
+    windows: int = 3
+    warm_up_s: float = 300.0  # weights load and graphs compile: no fair measure before
+    min_runtime_s: float = 600.0
+    budget_share: float = 0.05  # of running offline pods, at least one pod
+    budget_s: float = 600.0
+    backoff_s: float = 300.0  # doubles with each eviction of one owner
+    max_backoff_s: float = 3600.0
+    max_evictions: int = 5  # then the SLA is called unreachable and the job is left where it is
+    avoid_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a node reports of one offline pod; counters since the pod's start. tokens None: no engine hook."""
+
+    pod_uid: str
+    owner_uid: str
+    node: str
+    sla: float
+    standalone_tokens_per_s: float
+    runtime_s: float
+    demand_s: float
+    tokens: float | None
+
+
+class Verdict(enum.Enum):
+    """How a pod stands, as the reason of its SLAMet condition."""
+
+    WARMING_UP = "WarmingUp"
+    NO_TOKENS = "NoEngineHook"  # harvest seconds alone say nothing about tokens
+    NO_PROFILE = "NoProfile"
+    MEASURING = "Measuring"
+    MET = "Met"
+    MISSED = "Missed"
+    PERSISTENTLY_MISSED = "PersistentlyMissed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One pod under watch: where its window began and how the last ones ended."""
+
+    sample: Sample
+    verdict: Verdict
+    begin_demand_s: float = 0.0
+    begin_tokens: float = 0.0
+    misses: int = 0
+    achieved: float | None = None  # share of standalone in the last whole window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """What survives of a job between its pods and between two runs of the monitor (OfflineWorkload status)."""
+
+    evicted_at_s: tuple[float, ...] = ()
+    avoid_until_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> Track:
+    """Take one more sample of a pod; closes its window when that holds enough time with demand."""
+    unknown = _cannot_judge(sample, settings)
+    if unknown is not None:
+        tokens = sample.tokens or 0.0
+        return Track(sample=sample, verdict=unknown, begin_demand_s=sample.demand_s, begin_tokens=tokens)
+    assert sample.tokens is not None
+    went_back = track is not None and (sample.tokens < track.begin_tokens or sample.demand_s < track.begin_demand_s)
+    if track is None or went_back:  # first sight, or the node's daemon lost its counters
+        return _begin(sample, Verdict.MEASURING, misses=track.misses if track else 0)
+    span_s = sample.demand_s - track.begin_demand_s
+    if span_s < settings.window_s:
+        verdict = Verdict.MEASURING if track.achieved is None else track.verdict
+        return replace(track, sample=sample, verdict=verdict)
+    achieved = (sample.tokens - track.begin_tokens) / span_s / sample.standalone_tokens_per_s
+    if achieved >= sample.sla:
+        return _begin(sample, Verdict.MET, achieved=achieved)
+    misses = track.misses + 1
+    persistent = misses >= settings.windows and sample.runtime_s >= settings.min_runtime_s
+    verdict = Verdict.PERSISTENTLY_MISSED if persistent else Verdict.MISSED
+
+    return _begin(sample, verdict, misses=misses, achieved=achieved)
+
+
+def choose_evictions(
+    tracks: Iterable[Track],
+    owners: Mapping[str, Owner],
+    running: int,
+    now_s: float,
+    settings: MonitorSettings,
+) -> list[Track]:
+    """Who goes now: the worst first, one per owner, within what is left of the budget."""
+    recent = sum(1 for owner in owners.values() for at_s in owner.evicted_at_s if now_s - at_s < settings.budget_s)
+    left = max(1, int(settings.budget_share * running)) - recent
+    missing = [track for track in tracks if track.verdict is Verdict.PERSISTENTLY_MISSED]
+    missing.sort(key=lambda track: ((track.achieved or 0.0) / track.sample.sla, track.sample.pod_uid))
+    chosen: dict[str, Track] = {}
+    for track in missing:
+        owner = owners.get(track.sample.owner_uid, Owner())
+        may_go = now_s >= backoff_until_s(owner, settings) and not is_unreachable(owner, settings)
+        if len(chosen) < left and may_go and track.sample.owner_uid not in chosen:
+            chosen[track.sample.owner_uid] = track
+
+    return list(chosen.values())
+
+
+def evicted(owner: Owner, node: str, now_s: float, settings: MonitorSettings) -> Owner:
+    """The owner after one of its pods was evicted from a node."""
+    avoid = {name: until_s for name, until_s in owner.avoid_until_s.items() if until_s > now_s}
+
+    return Owner(
+        evicted_at_s=(*owner.evicted_at_s, now_s),
+        avoid_until_s={**avoid, node: now_s + settings.avoid_s},
+    )
+
+
+def backoff_until_s(owner: Owner, settings: MonitorSettings) -> float:
+    """Before this no other pod of the owner is evicted."""
+    if not owner.evicted_at_s:
+        return 0.0
+    doublings = len(owner.evicted_at_s) - 1
+
+    return owner.evicted_at_s[-1] + min(settings.backoff_s * 2.0**doublings, settings.max_backoff_s)
+
+
+def is_unreachable(owner: Owner, settings: MonitorSettings) -> bool:
+    return len(owner.evicted_at_s) >= settings.max_evictions
+
+
+def _cannot_judge(sample: Sample, settings: MonitorSettings) -> Verdict | None:
+    if sample.standalone_tokens_per_s <= 0:
+        return Verdict.NO_PROFILE
+    if sample.tokens is None:
+        return Verdict.NO_TOKENS
+    if sample.runtime_s < settings.warm_up_s:
+        return Verdict.WARMING_UP
+
+    return None
+
+
+def _begin(sample: Sample, verdict: Verdict, *, misses: int = 0, achieved: float | None = None) -> Track:
+    """A fresh window from this sample on."""
+    return Track(
+        sample=sample,
+        verdict=verdict,
+        begin_demand_s=sample.demand_s,
+        begin_tokens=sample.tokens or 0.0,
+        misses=misses,
+        achieved=achieved,
+    )

@@ -1,0 +1,202 @@
+"""The controller on a real API server: SLA miss, eviction and re-placement of a Job's pod, budgets, retries."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster_pods import PODS, submit, wait_bound
+from valve_scheduler import names
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+Json = dict[str, Any]
+HARVEST_NODES = f"{names.API_PATH}/gpuharvestnodes"
+GROUP = f"/apis/{names.API_VERSION}/namespaces/default"
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
+BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
+
+
+@pytest.fixture(scope="module")
+def watched(scheduling: ControlPlane) -> Iterator[ControlPlane]:
+    scheduling.start_controller("--namespace=default", "--monitor-every=0.2")
+    profile = {
+        "apiVersion": names.API_VERSION,
+        "kind": "OfflineProfile",
+        "metadata": {"name": "measured"},
+        "spec": {
+            "workload": {"model": "any"},
+            "standaloneTokensPerSecond": 1_000,
+            "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
+        },
+    }
+    scheduling.api.post(f"{GROUP}/offlineprofiles", profile)
+    scheduling.api.patch(f"{GROUP}/offlineprofiles/measured/status", {"status": {"phase": "Ready"}})
+    yield scheduling
+    scheduling.api.delete(f"{GROUP}/offlineprofiles/measured")
+    scheduling.kill("controller")
+
+
+def job(name: str) -> Json:
+    pod = offline_pod(name, sla="0.1", profile="measured")
+    template = {"metadata": {**pod["metadata"], "name": None}, "spec": pod["spec"]}
+    # An eviction is no failure of the job: it loses no retry by it.
+    ignore = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name},
+        "spec": {"template": template, "backoffLimit": 0, "podFailurePolicy": {"rules": [ignore]}},
+    }
+
+
+def pods_of(plane: ControlPlane, name: str) -> list[Json]:
+    selector = f"labelSelector=batch.kubernetes.io/job-name%3D{name}"
+    found: list[Json] = plane.api.get(f"{PODS}?{selector}")["items"]
+
+    return found
+
+
+def placed(plane: ControlPlane, name: str) -> Json:
+    def one() -> Json | None:
+        live = [pod for pod in pods_of(plane, name) if not pod["metadata"].get("deletionTimestamp")]
+        return live[0] if live and live[0]["spec"].get("nodeName") else None
+
+    return dict(wait_for(f"a pod of {name} placed", one))
+
+
+def start(plane: ControlPlane, pod: Json) -> None:
+    """What the kubelet would say, an hour after the fact."""
+    started = "2020-01-01T00:00:00Z"
+    plane.api.patch(
+        f"{PODS}/{pod['metadata']['name']}/status",
+        {"status": {"phase": "Running", "startTime": started, "conditions": ready()}},
+    )
+
+
+def ready() -> list[Json]:
+    return [{"type": "Ready", "status": "True", "lastTransitionTime": "2020-01-01T00:00:00Z"}]
+
+
+def report_windows(plane: ControlPlane, pod: Json, tokens_per_s: float) -> Iterator[None]:
+    """One window of 15 minutes of demand after another, each with the same throughput."""
+    path = f"{HARVEST_NODES}/{pod['spec']['nodeName']}/status"
+    for window in itertools.count():
+        demand_s = 901.0 * window
+        entry = {"podUID": pod["metadata"]["uid"], "demandSeconds": demand_s, "usefulTokens": tokens_per_s * demand_s}
+        plane.api.patch(path, {"status": {"offline": [entry]}})
+        yield
+
+
+def workload(plane: ControlPlane, owner_uid: str) -> Json:
+    return plane.api.get(f"{GROUP}/offlineworkloads/owner-{owner_uid}")
+
+
+def reported_until(plane: ControlPlane, pod: Json, tokens_per_s: float, check: Any) -> Any:
+    """Report window after window until something came of it; a window per look, each look after a round."""
+    windows = report_windows(plane, pod, tokens_per_s)
+
+    def look() -> Any:
+        next(windows)
+        with contextlib.suppress(TimeoutError):  # the controller takes a round or two to see it
+            return wait_for("a round", check, 0.5)
+
+    return wait_for("what the reports should lead to", look, 60)
+
+
+def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched: ControlPlane) -> None:
+    owner = watched.api.post(JOBS, job("slow"))["metadata"]["uid"]
+    first = placed(watched, "slow")
+    start(watched, first)
+
+    def evicted() -> Json | None:
+        found = watched.api.get(f"{PODS}/{first['metadata']['name']}")
+        return found if found["metadata"].get("deletionTimestamp") else None
+
+    gone = reported_until(watched, first, 10.0, evicted)
+    assert any(c["type"] == "DisruptionTarget" for c in gone["status"]["conditions"])
+    watched.api.patch(f"{PODS}/{first['metadata']['name']}/status", {"status": {"phase": "Failed"}})
+    watched.api.delete(f"{PODS}/{first['metadata']['name']}", {"gracePeriodSeconds": 0})
+
+    second = placed(watched, "slow")
+    status = wait_for("the owner's record", lambda: workload(watched, owner)["status"].get("avoidNodes"))
+    assert [entry["node"] for entry in status] == [first["spec"]["nodeName"]]
+    assert second["spec"]["nodeName"] != first["spec"]["nodeName"]
+    watched.api.delete(f"{JOBS}/slow", {"propagationPolicy": "Background"})
+    wait_for("the workload to go with its job", lambda: is_gone(watched, owner))
+
+
+def is_gone(plane: ControlPlane, owner_uid: str) -> bool:
+    items = plane.api.get(f"{GROUP}/offlineworkloads")["items"]
+    return all(item["spec"]["ownerUID"] != owner_uid for item in items)
+
+
+def test_a_disruption_budget_keeps_the_pod_and_the_condition_says_it_misses(watched: ControlPlane) -> None:
+    owner = watched.api.post(JOBS, job("kept"))["metadata"]["uid"]
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "keep"},
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {"batch.kubernetes.io/job-name": "kept"}}},
+    }
+    watched.api.post(BUDGETS, budget)
+    pod = placed(watched, "kept")
+    start(watched, pod)
+    wait_for("the budget", lambda: watched.api.get(f"{BUDGETS}/keep")["status"].get("currentHealthy") == 1)
+
+    def persistently() -> bool:
+        conditions = workload(watched, owner)["status"].get("conditions") or []
+        return any(c["reason"] == "PersistentlyMissed" for c in conditions)
+
+    reported_until(watched, pod, 10.0, persistently)
+    wait_for("a refused eviction", lambda: "eviction refused" in watched.log("controller"))
+
+    assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
+    assert workload(watched, owner)["status"]["evictions"] == 0
+    watched.api.delete(f"{BUDGETS}/keep")
+    watched.api.delete(f"{JOBS}/kept", {"propagationPolicy": "Background"})
+
+
+def test_a_job_that_gets_what_it_was_promised_is_left_alone(watched: ControlPlane) -> None:
+    owner = watched.api.post(JOBS, job("good"))["metadata"]["uid"]
+    pod = placed(watched, "good")
+    start(watched, pod)
+
+    def met() -> bool:
+        conditions = workload(watched, owner)["status"].get("conditions") or []
+        return any((c["type"], c["status"]) == ("SLAMet", "True") for c in conditions)
+
+    reported_until(watched, pod, 500.0, met)
+
+    assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
+    watched.api.delete(f"{JOBS}/good", {"propagationPolicy": "Background"})
+
+
+def test_a_better_report_alone_brings_a_refused_pod_back(watched: ControlPlane) -> None:
+    """Nothing else in the cluster changes: the controller bumps the node's epoch, the scheduler tries again."""
+    api, random = watched.api, np.random.default_rng(5)
+    create_nodes(api, 1, first=950)
+    path = f"{HARVEST_NODES}/{node_name(950)}/status"
+    api.patch(path, {"status": report(950, random, idle=0.05) | {"gpuModel": "L4"}})
+    spec = {
+        "workload": {"model": "any", "gpuModel": "L4"},
+        "standaloneTokensPerSecond": 1,
+        "curve": [{"freeMiB": 0, "tokensPerSecond": 1}],
+    }
+    kind = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": {"name": "only-l4"}}
+    api.post(f"{GROUP}/offlineprofiles", kind | {"spec": spec})
+    api.patch(f"{GROUP}/offlineprofiles/only-l4/status", {"status": {"phase": "Ready"}})
+    submit(api, 1, sla="0.5", profile="only-l4")
+    wait_for("the refusal", lambda: api.get(f"{PODS}/p0")["status"].get("conditions"))
+
+    api.patch(path, {"status": report(950, random, idle=0.95) | {"gpuModel": "L4"}})
+
+    (pod,) = (pod for pod in wait_bound(api, 1) if pod["metadata"]["name"] == "p0")
+    assert pod["spec"]["nodeName"] == node_name(950)
+    assert names.EPOCH in api.get(f"/api/v1/nodes/{node_name(950)}")["metadata"]["annotations"]
+    assert len(list(bound_pods(api))) == 1

@@ -1,0 +1,36 @@
+"""Pods on the real control plane: submit, wait, and who holds which GPU."""
+
+from collections import Counter
+from typing import Any
+
+from valve_scheduler import names
+from valve_tools.cluster.api import Api
+from valve_tools.cluster.controlplane import wait_for
+from valve_tools.cluster.fleet import bound_pods, gpu_uuids, offline_pod
+
+PODS = "/api/v1/namespaces/default/pods"
+Json = dict[str, Any]
+
+
+def submit(api: Api, count: int, **options: Any) -> None:
+    api.each(("POST", PODS, offline_pod(f"p{index}", **options)) for index in range(count))
+
+
+def wait_bound(api: Api, count: int) -> list[Json]:
+    def all_bound() -> list[Json]:
+        found = list(bound_pods(api))
+        return found if len(found) >= count else []
+
+    return list(wait_for(f"{count} pods bound", all_bound, 120))
+
+
+def held_gpus(pods: list[Json]) -> Counter[tuple[str, str]]:
+    """How often each GPU was given; every pod that has a node must have its GPUs on that very node."""
+    given: Counter[tuple[str, str]] = Counter()
+    for pod in pods:
+        node = pod["spec"]["nodeName"]
+        uuids = pod["metadata"]["annotations"][names.GPUS].split(",")
+        assert set(uuids) <= set(gpu_uuids(int(node.rpartition("-")[2])))
+        given.update((node, uuid) for uuid in uuids)
+
+    return given

@@ -1,0 +1,178 @@
+"""The controller's rounds: what it writes for which view of the cluster, and what it leaves alone."""
+
+import asyncio
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from reports import NOW_S, harvest_node, pod, uuids
+from valve_scheduler import names
+from valve_scheduler.controller import Controller, ControllerSettings
+from valve_scheduler.kube.client import ApiError
+from valve_scheduler.monitor import MonitorSettings
+
+Json = dict[str, Any]
+SETTINGS = ControllerSettings(monitor=MonitorSettings(window_s=900.0, windows=1))
+
+
+class World:
+    """A controller on caches filled by hand; its writes are kept, and may be refused."""
+
+    def __init__(self) -> None:
+        self.now_s = NOW_S
+        self.calls: list[tuple[str, str, Json]] = []
+        self.refusals: dict[str, ApiError] = {}
+        self.controller = Controller(self, SETTINGS, lambda: self.now_s)  # type: ignore[arg-type]
+        self.pods, self.nodes, self.profiles, self.workloads = self.controller.views
+
+    async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> Json:
+        self.calls.append((method, path, body))
+        if refusal := self.refusals.get(path.rpartition("/")[2]):
+            raise refusal
+        return body
+
+    def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
+        self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))
+
+    def profile(self) -> None:
+        spec = {
+            "workload": {"model": "m"},
+            "standaloneTokensPerSecond": 1_000,
+            "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
+        }
+        metadata = {"name": "m", "namespace": "default"}
+        self.profiles.sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready"}})
+
+    def round(self) -> list[tuple[str, str]]:
+        self.calls.clear()
+        asyncio.run(self.controller.monitor())
+        return [(method, path.removeprefix("/apis/valve.gpu/v1alpha1")) for method, path, _ in self.calls]
+
+    def requeue(self) -> list[str]:
+        self.calls.clear()
+        asyncio.run(self.controller.requeue())
+        return [path for _, path, _ in self.calls]
+
+
+def running(sla: str = "0.3") -> Json:
+    asked = {names.SLA: sla, names.PROFILE: "m"}
+    found = pod(annotations=asked, node="n1", held=uuids("n1")[0], phase="Running", owner="job-1")
+    found["metadata"]["ownerReferences"][0] |= {"apiVersion": "batch/v1", "kind": "Job", "name": "batch"}
+    found["status"]["startTime"] = datetime.fromtimestamp(NOW_S - 1_000, timezone.utc).isoformat()
+
+    return found
+
+
+def achieved(tokens: float | None, demand_s: float) -> list[Json]:
+    entry = {"podUID": "uid-p1", "demandSeconds": demand_s}
+    return [entry if tokens is None else entry | {"usefulTokens": tokens}]
+
+
+EVICTION = ("POST", "/api/v1/namespaces/default/pods/p1/eviction")
+STATUS = ("PATCH", "/namespaces/default/offlineworkloads/owner-job-1/status")
+CREATE = ("POST", "/namespaces/default/offlineworkloads")
+
+
+def missed() -> World:
+    """A pod that achieved a tenth of standalone in its first whole window."""
+    world = World()
+    world.profile()
+    world.pods.sink.put(running())
+    world.report(offline=achieved(0.0, 0.0))
+    assert world.round() == [CREATE, STATUS]
+    world.now_s += 900.0
+    world.report(offline=achieved(90_000.0, 900.0))
+
+    return world
+
+
+def test_a_pod_that_misses_is_evicted_with_its_uid_and_the_owner_remembers() -> None:
+    world = missed()
+
+    assert world.round() == [EVICTION, STATUS]
+
+    eviction, status = world.calls[0][2], world.calls[1][2]["status"]
+    assert eviction["deleteOptions"] == {"preconditions": {"uid": "uid-p1"}}
+    assert [entry["node"] for entry in status["avoidNodes"]] == ["n1"]
+    assert (status["evictions"], status["achieved"]) == (1, 0.1)
+
+
+def test_a_disruption_budget_that_forbids_it_leaves_no_trace_on_the_owner() -> None:
+    world = missed()
+    world.refusals["eviction"] = ApiError(429, "TooManyRequests", "disruption budget")
+
+    world.round()
+
+    assert world.calls[1][2]["status"]["evictions"] == 0
+
+
+def test_a_status_that_did_not_change_is_not_written_again() -> None:
+    world = missed()
+    world.round()
+    (key, workload), *_ = world.controller.workloads.items.items()
+    workload["status"] = {k: v for k, v in world.calls[1][2]["status"].items() if v is not None}
+    world.controller.workloads.items[key] = workload
+
+    assert world.round() == []
+
+
+@pytest.mark.parametrize("tokens", [None, 900_000.0])
+def test_a_pod_without_tokens_or_with_enough_is_left_alone(tokens: float | None) -> None:
+    world = missed()
+    world.report(offline=achieved(tokens, 900.0))
+
+    assert EVICTION not in world.round()
+
+
+def test_best_effort_pods_are_not_watched() -> None:
+    world = World()
+    best_effort = running()
+    del best_effort["metadata"]["annotations"][names.SLA]
+    world.pods.sink.put(best_effort)
+    world.report(offline=achieved(0.0, 0.0))
+
+    assert world.round() == []
+
+
+def refused_pod() -> Json:
+    found = pod(annotations={names.SLA: "0.4", names.PROFILE: "m"})
+    found["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
+
+    return found
+
+
+def test_a_node_that_became_good_enough_for_a_refused_pod_is_bumped_once() -> None:
+    world = World()
+    world.profile()
+    world.report(idle=0.2)
+    world.pods.sink.put(refused_pod())
+    assert world.requeue() == []
+
+    world.report(idle=0.9)
+
+    assert world.requeue() == ["/api/v1/nodes/n1"]
+    assert names.EPOCH in world.calls[0][2]["metadata"]["annotations"]
+    assert world.requeue() == []
+
+
+def test_a_pod_the_scheduler_has_not_refused_bumps_nothing() -> None:
+    world = World()
+    world.profile()
+    world.report(idle=0.9)
+    world.pods.sink.put(pod(annotations={names.SLA: "0.4", names.PROFILE: "m"}))
+
+    assert world.requeue() == []
+
+
+def test_a_gpu_that_falls_free_is_such_a_change_too() -> None:
+    world = World()
+    world.report(cards=1)
+    world.pods.sink.put(pod("other", node="n1", held=uuids("n1")[0]))
+    waiting = pod("waiting")
+    waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False"}]
+    world.pods.sink.put(waiting)
+    assert world.requeue() == []
+
+    world.pods.sink.drop(pod("other"))
+
+    assert world.requeue() == ["/api/v1/nodes/n1"]

@@ -1,0 +1,220 @@
+"""The SLA monitor: what counts as a miss, who is moved, and what keeps it from moving too much."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from valve_scheduler.monitor import (
+    MonitorSettings,
+    Owner,
+    Sample,
+    Track,
+    Verdict,
+    backoff_until_s,
+    choose_evictions,
+    evicted,
+    observe,
+)
+from valve_scheduler.workloads import new_workload, owner_of, status_of
+
+SETTINGS = MonitorSettings()
+NOW_S = 1_000_000.0
+FIRST = Sample(
+    pod_uid="p1",
+    owner_uid="job-1",
+    node="n1",
+    sla=0.3,
+    standalone_tokens_per_s=1_000.0,
+    runtime_s=400.0,
+    demand_s=0.0,
+    tokens=0.0,
+)
+
+
+def run(shares: list[float], *, step_s: float = 900.0, demand: float = 1.0, first: Sample = FIRST) -> Track:
+    """Let a pod achieve one share of standalone after another, a window each."""
+    track, sample = observe(None, first, SETTINGS), first
+    for share in shares:
+        busy_s = step_s * demand
+        sample = replace(
+            sample,
+            runtime_s=sample.runtime_s + step_s,
+            demand_s=sample.demand_s + busy_s,
+            tokens=(sample.tokens or 0.0) + share * 1_000.0 * busy_s,
+        )
+        track = observe(track, sample, SETTINGS)
+
+    return track
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict"),
+    [
+        ([], Verdict.MEASURING),
+        ([0.3], Verdict.MET),
+        ([0.29], Verdict.MISSED),
+        ([0.1, 0.1], Verdict.MISSED),
+        ([0.1, 0.1, 0.1], Verdict.PERSISTENTLY_MISSED),
+        ([0.1, 0.1, 0.4, 0.1], Verdict.MISSED),
+        ([0.1, 0.1, 0.1, 0.4], Verdict.MET),
+    ],
+)
+def test_three_windows_in_a_row_make_a_persistent_miss(shares: list[float], verdict: Verdict) -> None:
+    assert run(shares).verdict is verdict
+
+
+def test_time_without_demand_is_not_held_against_anyone() -> None:
+    """A quarter of the time with demand: three wall-clock windows hold not one window of demand."""
+    assert run([0.0, 0.0, 0.0], demand=0.25).verdict is Verdict.MEASURING
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({"runtime_s": 299.0}, Verdict.WARMING_UP),
+        ({"tokens": None}, Verdict.NO_TOKENS),
+        ({"standalone_tokens_per_s": 0.0}, Verdict.NO_PROFILE),
+    ],
+)
+def test_what_cannot_be_judged_says_why(change: dict[str, float | None], verdict: Verdict) -> None:
+    assert observe(None, replace(FIRST, **change), SETTINGS).verdict is verdict
+
+
+def test_the_warm_up_does_not_count_into_the_first_window() -> None:
+    """No tokens while weights load; from then on exactly the SLA."""
+    cold = replace(FIRST, runtime_s=10.0)
+    warm = replace(cold, runtime_s=290.0, demand_s=280.0)
+    track = observe(observe(None, cold, SETTINGS), warm, SETTINGS)
+
+    done = replace(warm, runtime_s=1_200.0, demand_s=280.0 + 900.0, tokens=0.3 * 1_000.0 * 900.0)
+
+    assert observe(track, done, SETTINGS).verdict is Verdict.MET
+
+
+def test_counters_that_go_back_start_a_new_window_and_keep_the_misses() -> None:
+    track = run([0.1, 0.1])
+    restarted = replace(track.sample, demand_s=5.0, tokens=1.0)
+
+    after = observe(track, restarted, SETTINGS)
+
+    assert (after.verdict, after.misses, after.begin_demand_s) == (Verdict.MEASURING, 2, 5.0)
+
+
+def missing(uid: str, owner: str, achieved: float = 0.1) -> Track:
+    sample = replace(FIRST, pod_uid=uid, owner_uid=owner)
+    return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, misses=3, achieved=achieved)
+
+
+def chosen(tracks: list[Track], owners: dict[str, Owner] | None = None, running: int = 100) -> list[str]:
+    found = choose_evictions(tracks, owners or {}, running, NOW_S, SETTINGS)
+    return [track.sample.pod_uid for track in found]
+
+
+def test_the_worst_goes_first_and_no_owner_loses_two_at_once() -> None:
+    tracks = [missing("a", "j1", 0.2), missing("b", "j2", 0.05), missing("c", "j2", 0.01)]
+
+    assert chosen(tracks) == ["c", "a"]
+
+
+def test_a_pod_that_meets_its_sla_is_never_evicted() -> None:
+    assert (
+        chosen([replace(missing("a", "j1"), verdict=verdict) for verdict in Verdict if "PERS" not in verdict.name])
+        == []
+    )
+
+
+@pytest.mark.parametrize(("running", "allowed"), [(1, 1), (19, 1), (40, 2), (100, 5)])
+def test_at_most_the_budget_goes_at_once_and_at_least_one_may(running: int, allowed: int) -> None:
+    tracks = [missing(f"p{number}", f"j{number}") for number in range(10)]
+
+    assert len(chosen(tracks, running=running)) == allowed
+
+
+def test_recent_evictions_of_anyone_use_up_the_budget() -> None:
+    owners = {"other": Owner(evicted_at_s=(NOW_S - 599.0,))}
+
+    assert chosen([missing("a", "j1")], owners, running=10) == []
+    assert chosen([missing("a", "j1")], {"other": Owner(evicted_at_s=(NOW_S - 600.0,))}, running=10) == ["a"]
+
+
+def test_the_back_off_of_an_owner_doubles_to_its_limit() -> None:
+    owner, waits = Owner(), []
+    for _ in range(6):
+        owner = evicted(owner, "n1", NOW_S, SETTINGS)
+        waits.append(backoff_until_s(owner, SETTINGS) - NOW_S)
+
+    assert waits == [300.0, 600.0, 1_200.0, 2_400.0, 3_600.0, 3_600.0]
+
+
+def test_an_owner_in_back_off_or_past_its_last_chance_is_left_alone() -> None:
+    young = Owner(evicted_at_s=(NOW_S - 700.0, NOW_S - 650.0))  # two: 600 s of back-off
+    worn = Owner(evicted_at_s=tuple(NOW_S - 50_000.0 + number for number in range(5)))
+
+    assert chosen([missing("a", "j1")], {"j1": replace(young, evicted_at_s=(NOW_S - 900.0, NOW_S - 599.0))}) == []
+    assert chosen([missing("a", "j1")], {"j1": young}) == ["a"]
+    assert chosen([missing("a", "j1")], {"j1": worn}) == []
+
+
+def test_an_evicted_owner_avoids_the_node_and_forgets_those_whose_time_is_over() -> None:
+    owner = Owner(avoid_until_s={"old": NOW_S - 1.0, "n2": NOW_S + 5.0})
+
+    after = evicted(owner, "n1", NOW_S, SETTINGS)
+
+    assert after.avoid_until_s == {"n2": NOW_S + 5.0, "n1": NOW_S + SETTINGS.avoid_s}
+
+
+@given(
+    achieved=st.lists(st.floats(0, 0.29), min_size=1, max_size=40),
+    owners=st.lists(st.integers(0, 10), min_size=40, max_size=40),
+    running=st.integers(1, 500),
+)
+def test_never_more_than_the_budget_never_twice_one_owner(
+    achieved: list[float], owners: list[int], running: int
+) -> None:
+    tracks = [missing(f"p{n}", f"j{owners[n]}", share) for n, share in enumerate(achieved)]
+
+    found = choose_evictions(tracks, {}, running, NOW_S, SETTINGS)
+
+    assert 1 <= len(found) <= max(1, int(0.05 * running))
+    assert len({track.sample.owner_uid for track in found}) == len(found)
+
+
+def test_what_a_restart_must_not_forget_survives_the_status_of_the_workload() -> None:
+    owner = evicted(evicted(Owner(), "n1", NOW_S, SETTINGS), "n2", NOW_S + 400.0, SETTINGS)
+
+    status = status_of(owner, [missing("a", "j1")], {}, NOW_S + 400.0, SETTINGS)
+
+    assert owner_of({"status": status}) == owner
+    assert (status["evictions"], status["achieved"]) == (2, 0.1)
+
+
+def test_a_condition_keeps_its_transition_time_while_its_status_stays() -> None:
+    first = status_of(Owner(), [run([0.1])], {}, NOW_S, SETTINGS)
+    second = status_of(Owner(), [run([0.1, 0.1])], first, NOW_S + 900.0, SETTINGS)
+    third = status_of(Owner(), [run([0.4])], second, NOW_S + 1_800.0, SETTINGS)
+
+    times = [status["conditions"][0]["lastTransitionTime"] for status in (first, second, third)]
+
+    assert times[0] == times[1] != times[2]
+    assert [status["conditions"][0]["status"] for status in (first, second, third)] == ["False", "False", "True"]
+
+
+def test_the_worst_pod_of_an_owner_speaks_for_it() -> None:
+    good = run([0.9])
+    bad = replace(run([0.1]), sample=replace(FIRST, pod_uid="p2", node="n2"))
+
+    status = status_of(Owner(), [good, bad], {}, NOW_S, SETTINGS)
+
+    assert status["conditions"][0]["message"].startswith("n2: ")
+
+
+def test_a_workload_goes_with_the_job_that_owns_its_pod() -> None:
+    job = {"apiVersion": "batch/v1", "kind": "Job", "name": "batch", "uid": "job-1", "controller": True}
+    pod = {"metadata": {"name": "batch-x", "namespace": "lab", "uid": "p1", "ownerReferences": [job]}}
+
+    workload = new_workload(pod, 0.3)
+
+    assert workload["metadata"]["name"] == "owner-job-1"
+    assert workload["metadata"]["ownerReferences"][0]["kind"] == "Job"
+    assert workload["spec"] == {"ownerUID": "job-1", "ownerName": "batch", "sla": 0.3}
