@@ -294,7 +294,7 @@ class World:
         return self.keeper.online[self.service_of(client)]
 
     def events(self, *kinds):
-        return list(self.journal.recent(lambda e: e.kind in kinds, 10_000))
+        return self.journal.recent(lambda event: event.kind in kinds, 10_000)
 
     def check(self):
         """Books balance, and no channel is off on a GPU that nobody holds."""

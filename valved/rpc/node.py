@@ -92,6 +92,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ready = asyncio.Event()
         watcher = await _answer(context, lambda: self._node.watch(tuple(request.kinds), ready.set))
+        await context.send_initial_metadata(())  # tells the caller that nothing is missed from here on
         try:
             while True:
                 await ready.wait()

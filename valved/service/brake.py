@@ -94,7 +94,7 @@ class Brake:
     def _apply(self) -> None:
         self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
         self._keeper.is_observing = self.mode is Mode.OBSERVE
-        self._ladder.is_active = self.mode is Mode.HARVEST and not self.is_draining
+        self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
         self._register.mode = self.mode
         self._register.is_draining = self.is_draining
         self._keeper.look_at_all()

@@ -52,7 +52,7 @@ class GateService:
         }
         self.is_braked = False  # paused or off: nobody is woken
         self.is_observing = False  # look as if offline work were there
-        self.after_wake: Callable[[], None] = lambda: None  # register: let held SCHEDULE calls go
+        self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
         self._gate = gate
         self._books = books
@@ -101,7 +101,7 @@ class GateService:
         for account in self.gpus.values():
             account.release(service, now_ns)
         self.drain()
-        self.after_wake()
+        self._may_have_opened()
 
     def client_joined(self, client: ClientEntry) -> None:
         """A new client of an online service finds its gate word as the service has it: odd, and its launches ring."""
@@ -138,7 +138,7 @@ class GateService:
                 account.release(BRAKE_SERVICE, now_ns)
         self.drain()
         self.look_at_all()
-        self.after_wake()
+        self._may_have_opened()
 
     # Stamps: what the native side did
 
@@ -216,7 +216,11 @@ class GateService:
             self._judge(online, tally)
         reason = online.decision.reason.value if online is not None and online.decision is not None else ""
         self._record(EventKind.WAKE, stamp, tuple(self._gpus_of(stamp.service)), reason)
-        self.after_wake()
+        self._may_have_opened()
+
+    def _may_have_opened(self) -> None:
+        for call in self.after_wake:
+            call()
 
     def _book_hold(self, service: ServiceId, gpus: Iterable[GpuIndex], at_ns: int) -> None:
         for gpu in gpus:

@@ -34,7 +34,7 @@ class Ladder:
         signaller: Signaller,
         leave: Callable[[ClientId, str], None],
     ) -> None:
-        self.is_active = True  # only where valved really gates: never in observe mode
+        self._is_active = True
         self._books = books
         self._keeper = keeper
         self._journal = journal
@@ -44,9 +44,15 @@ class Ladder:
         self._leave = leave
         self._frozen: dict[ClientId, TimerHandle | None] = {}
         keeper.on_failure = self.gate_failed
+        keeper.after_wake.append(self.thaw)
+
+    def set_active(self, on: bool) -> None:
+        """Only where valved really gates: not in observe mode, not while draining."""
+        self._is_active = on
+        self.thaw()
 
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and self.is_active):
+        if not (self._settings.freeze and self._is_active):
             return
         for entry in self._on_gpu(stamp.gpu):
             if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
@@ -59,10 +65,10 @@ class Ladder:
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not any(self._keeper.gpus[gpu].holders for gpu in entry.gpus()):
+            elif not (self._is_active and any(self._keeper.gpus[gpu].holders for gpu in entry.gpus())):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
-                self._record(EventKind.THAWED, entry, "no online service holds its GPUs")
+                self._record(EventKind.THAWED, entry, "nothing holds it back any more")
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:

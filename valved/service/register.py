@@ -140,7 +140,7 @@ class Register:
         self._held: list[HeldSchedule] = []
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
-        keeper.after_wake = self.release_schedules
+        keeper.after_wake.append(self.release_schedules)
 
     # Claims
 

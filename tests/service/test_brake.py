@@ -1,0 +1,297 @@
+"""Mode, pause, drain, and the ladder for what cannot be gated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from node_world import World
+
+from valved.config import Config, LadderTable
+from valved.errors import InvalidRequest, NotFound, NotNow
+from valved.model.events import EventKind
+from valved.model.ids import Mode, Role
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path, config=Config(ladder=LadderTable(kill_after_s=30)))
+
+
+def test_pausing_stops_all_offline_work_also_where_no_online_service_is(world):
+    world.offline(gpus=(0, 1))
+
+    world.node.pause("me")
+
+    assert len(world.gate.off) == 2
+    assert world.node.status().paused_by == "me"
+    world.check()
+
+
+def test_nobody_is_woken_while_paused(world):
+    world.offline()
+    world.online()
+    world.node.pause("me")
+
+    world.run(10_000)
+
+    assert world.gate.off
+
+
+def test_resuming_lets_offline_run_after_the_cooldown(world):
+    world.offline()
+    world.online()
+    world.node.pause("me")
+    world.run(1000)
+    world.beat_all()
+
+    world.node.resume()
+    world.run(100)
+
+    assert not world.gate.off
+    world.check()
+
+
+def test_the_file_alone_is_enough(world):
+    world.offline()
+    (world.folder / "pause").write_text("the night shift\n")
+
+    world.brake.look_at_file()
+
+    assert world.gate.off
+    assert world.node.status().paused_by == "the night shift"
+
+
+def test_a_pause_outlives_a_restart(world):
+    world.node.pause("me")
+
+    second = World(world.folder, clock=world.clock)
+    second.brake.look_at_file()
+
+    assert second.node.status().paused
+
+
+def test_draining_leaves_no_channel_off_and_gates_no_more(world):
+    world.offline()
+    online = world.online()
+    world.gate.launch(online)
+    world.run(1)
+
+    status = world.node.drain("me", stop=False)
+    world.gate.launch(online)
+    world.run(1000)
+
+    assert not world.gate.off
+    assert not any(gpu.gated for gpu in status.gpus)
+    assert status.draining
+
+
+def test_draining_with_stop_ends_valved_after_the_answer(world):
+    world.node.drain("me", stop=True)
+
+    assert world.stopped
+
+
+def test_a_drain_can_be_taken_back(world):
+    world.offline()
+    world.node.drain("me", stop=False)
+
+    world.node.resume()
+    world.online()
+
+    assert not world.node.status().draining
+    assert world.gate.off
+
+
+def test_a_draining_node_lets_held_schedule_calls_go(world):
+    online, offline = world.online(), world.offline()
+    world.gate.launch(online)
+    seq = world.schedule(offline, 0xC1D00000 + offline)
+
+    world.node.drain("me", stop=False)
+
+    assert dict(world.connections[offline].acks())[seq] == 0
+
+
+def test_switching_off_enables_everything_and_wakes_nobody(world):
+    world.offline()
+    online = world.online()
+    world.gate.launch(online)
+
+    world.node.set_policy(Mode.OFF, {}, 0)
+    world.run(1000)
+
+    assert not world.gate.off
+    assert world.clock.waiting <= 1
+
+
+def test_harvesting_again_after_observing_stops_offline_where_online_is_busy(world):
+    world.node.set_policy(Mode.OBSERVE, {}, 0)
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.gate.launch(online)
+    world.run(1)
+
+    world.node.set_policy(Mode.HARVEST, {}, 0)
+
+    assert world.gate.off
+
+
+def test_a_policy_change_is_on_record_with_who(world):
+    world.node.set_policy(Mode.OBSERVE, {}, 0)
+
+    assert world.events(EventKind.POLICY)[-1].detail["by"] == "SetPolicy"
+
+
+def test_an_impossible_policy_changes_nothing(world):
+    before = world.node.policy()
+
+    with pytest.raises(InvalidRequest, match="floor"):
+        world.node.set_policy(Mode.OBSERVE, {"floor_ns": 10**12}, 0)
+
+    assert before == world.node.policy()
+
+
+def test_the_lease_cannot_change_while_running(world):
+    with pytest.raises(InvalidRequest) as caught:
+        world.node.set_policy(None, {}, 123)
+
+    assert caught.value.field == "lease_ns"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0, 0, Role.ONLINE, ""), InvalidRequest),
+        ((99_999, 1, Role.ONLINE, ""), NotFound),
+        ((1, 0, Role.HOOK, ""), InvalidRequest),
+        ((1, 0, Role.NONE, ""), InvalidRequest),
+    ],
+)
+def test_a_launch_that_makes_no_sense_says_which_field(world, arguments, error):
+    with pytest.raises(error) as caught:
+        world.node.launch(*arguments)
+
+    assert caught.value.field
+
+
+def test_a_launch_on_a_draining_node_is_refused_with_the_next_step(world):
+    world.node.drain("me", stop=False)
+
+    with pytest.raises(NotNow) as caught:
+        world.node.launch(1, 0, Role.OFFLINE, "")
+
+    assert caught.value.next_step
+
+
+# The ladder
+
+
+def test_a_gate_that_fails_freezes_the_offline_processes_of_that_gpu(world):
+    near, _far = world.offline(gpus=(0,)), world.offline(gpus=(1,))
+    online = world.online()
+    world.run(100)
+    world.gate.launch(online)
+
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+
+    assert world.signals == [(world.books.clients[near].process.pid, "SIGSTOP")]
+    assert world.keeper.counters.gate_failures == 1
+
+
+def test_a_frozen_process_is_let_go_when_its_gpu_opens(world):
+    offline = world.offline()
+    online = world.online()
+    pid = world.books.clients[offline].process.pid
+    world.run(100)
+    world.gate.launch(online)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+
+    world.gate.finish(online)
+    world.run(100)
+
+    assert world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
+
+
+def test_a_process_frozen_for_too_long_is_enabled_and_then_killed(world):
+    offline = world.offline()
+    online = world.online()
+    pid = world.books.clients[offline].process.pid
+    world.run(100)
+    world.gate.launch(online)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    removed = []
+    world.signals = Signals(lambda: removed.append("remove_client" in dict(world.gate.calls)))
+
+    world.run(31_000)
+
+    assert world.signals == [(pid, "SIGSTOP"), (pid, "SIGKILL")]
+    assert removed == [False, True]
+    world.check()
+
+
+class Signals(list):
+    """A list that calls back at each append."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self._seen = seen
+
+    def append(self, item):
+        self._seen()
+        super().append(item)
+
+
+def test_nobody_is_frozen_while_only_observing(world):
+    world.brake.set_mode(Mode.OBSERVE, "test")
+    world.offline()
+
+    world.gate.fail(gpu=0)
+    world.run(1)
+
+    assert not world.signals
+
+
+def test_explanations_name_the_holder(world):
+    offline = world.offline(name="batch")
+    online = world.online(name="chat")
+    world.gate.launch(online)
+    world.run(1)
+
+    gpu = world.node.explain("gpu", 0)
+    service = world.node.explain("service", world.service_of(offline))
+    process = world.node.explain("pid", world.books.clients[online].process.pid)
+
+    assert gpu.summary == "GPU 0: offline work is stopped"
+    assert any("chat: busy" in fact for fact in gpu.facts)
+    assert "chat holds GPU 0" in service.summary
+    assert "online service" in process.summary
+    assert any("cooldown 20.0 ms" in fact for fact in process.facts)
+    assert gpu.decisions
+
+
+def test_a_refused_process_can_be_explained(world):
+    world.processes.add(700)
+    world.hello(700, wanted=Role.ONLINE)
+
+    assert "refused: online needs a claim" in world.node.explain("pid", 700).summary
+
+
+@pytest.mark.parametrize(("subject", "number"), [("gpu", 9), ("pid", 4), ("service", 77)])
+def test_what_nobody_knows_cannot_be_explained(world, subject, number):
+    with pytest.raises(NotFound) as caught:
+        world.node.explain(subject, number)
+
+    assert caught.value.field == subject
+
+
+def test_a_status_has_a_value_in_every_field(world):
+    world.offline()
+    world.online()
+
+    values = dataclasses.asdict(world.node.status())
+
+    assert not [name for name, value in values.items() if value is None]

@@ -1,0 +1,260 @@
+"""One valved after another: what is written, what is picked up, and what is done about those who do not return."""
+
+from __future__ import annotations
+
+import pytest
+from fake_gate import FakeGate
+from node_world import World
+
+from valved.mechanism import state
+from valved.model.events import EventKind
+from valved.model.ids import Mode
+
+
+@pytest.fixture
+def first(tmp_path):
+    return World(tmp_path)
+
+
+def successor(first, boot="boot", driver=None, **changes):
+    """A new valved on the same machine: new gate, same processes, the state file between them."""
+    first.handover.save()
+    gate = FakeGate(first.clock, 2)
+    if driver:
+        gate.driver_version = lambda: driver
+    second = World(first.folder, gate=gate, clock=first.clock, processes=first.processes, boot=boot, **changes)
+    saved, problem = state.load(first.folder / "state.json")
+    assert not problem
+    second.handover.restore(saved, come_back_s=2.0)
+    return second
+
+
+def test_counters_and_receipts_survive(first):
+    offline, online = first.offline(), first.online()
+    for _ in range(5):
+        first.work(online, ms=5)
+        first.run(200)
+    online_service, offline_service = first.service_of(online), first.service_of(offline)
+    harvest_ns = first.register.harvest.harvest_ns(offline_service, first.clock.now_ns())
+
+    second = successor(first)
+
+    assert second.keeper.online[online_service].preemptions == first.keeper.online[online_service].preemptions == 4
+    assert second.keeper.counters.gates == first.keeper.counters.gates
+    assert second.keeper.counters.restarts == 1
+    assert second.keeper.gpus[0].harvest_ns == first.keeper.gpus[0].harvest_ns > 0
+    assert second.register.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
+
+
+def test_online_services_hold_again_before_any_client_is_back(first):
+    """Else offline work would run beside an online process that nobody watches."""
+    online = first.online()
+    service = first.service_of(online)
+
+    second = successor(first)
+
+    assert second.keeper.online[service].holding
+    assert second.gate.is_gated(0)
+
+
+def test_a_returning_client_finds_its_service_and_the_harvest_goes_on(first):
+    first.offline(pid=300)
+    service = first.service_of(first.online(pid=200))
+    second = successor(first)
+
+    again = second.online(pid=200)
+    second.offline(pid=300)
+    second.run(3000)
+
+    assert second.service_of(again) == service
+    assert not second.gate.off
+    second.check()
+
+
+def test_a_channel_left_off_is_enabled_when_its_client_reports_it_and_nobody_holds_the_gpu(first):
+    offline = first.offline(pid=300)
+    h_client = 0xC1D00000 + offline
+    second = successor(first)
+
+    client = second.hello(300).client
+    second.add_channel(client, h_client=h_client)
+
+    assert [ref.h_client for ref in second.gate.foreign_enabled] == [h_client]
+    assert not len(second.register.leftovers)
+
+
+def test_channels_of_a_process_that_died_meanwhile_are_enabled_at_once(first):
+    """The kernel is tearing it down right now, and waits for its channels."""
+    first.offline(pid=300)
+    first.handover.save()
+    first.processes.table.pop(300)
+
+    second = successor(first)
+
+    assert len(second.gate.foreign_enabled) == 1
+    assert second.events(EventKind.ENABLED_LEFTOVER)
+
+
+def test_channels_of_a_live_process_that_does_not_return_are_enabled_after_the_patience(first):
+    first.offline(pid=300)
+    second = successor(first)
+    second.run(1900)
+    before = list(second.gate.foreign_enabled)
+
+    second.run(200)
+
+    assert not before
+    assert len(second.gate.foreign_enabled) == 1
+
+
+def test_they_stay_off_while_online_work_holds_their_gpu(first):
+    first.offline(pid=300)
+    first.online(pid=200)
+    second = successor(first)
+    second.online(pid=200)
+    second.gate.launch(max(second.books.clients))
+    second.run(10_000)
+
+    assert not second.gate.foreign_enabled
+
+
+def test_what_the_application_disabled_is_never_enabled(first):
+    offline = first.offline(pid=300)
+    first.register._app_switched(first.books.clients[offline], (0xC1D00000 + offline, 0xCAF00001), True)
+    first.processes.table.pop(300)
+
+    second = successor(first)
+    second.run(10_000)
+
+    assert not second.gate.foreign_enabled
+
+
+def test_a_live_online_process_that_does_not_return_keeps_its_gpus(first):
+    first.offline(pid=300)
+    first.online(pid=200)
+    second = successor(first)
+    second.offline(pid=300)
+    second.run(60_000)
+    while_alive = bool(second.gate.off)
+
+    second.processes.table.pop(200)
+    second.handover.settle(patience_over=True)
+
+    assert while_alive
+    assert not second.gate.off
+    second.check()
+
+
+def test_a_service_whose_processes_all_died_is_forgotten(first):
+    first.online(pid=200)
+    first.processes.table.pop(200)
+
+    second = successor(first)
+
+    assert not second.keeper.online
+    assert not second.books.services
+
+
+def test_another_boot_keeps_the_counters_only(first):
+    first.offline(pid=300)
+    first.online(pid=200)
+
+    second = successor(first, boot="another")
+
+    assert second.keeper.counters.restarts == 1
+    assert not second.books.services
+    assert not len(second.register.leftovers)
+
+
+def test_another_driver_keeps_the_counters_only(first):
+    first.offline(pid=300)
+
+    second = successor(first, driver="570.1")
+    second.run(10_000)
+
+    assert not second.gate.foreign_enabled
+
+
+def test_a_crash_between_two_lives_without_clients_back_loses_no_leftover(first):
+    """A third valved must still know what the first left off."""
+    first.offline(pid=300)
+    second = successor(first)
+
+    third = successor(second)
+
+    assert len(third.register.leftovers) == 1
+
+
+def test_what_was_set_while_running_outlives_a_restart(first):
+    first.node.set_policy(Mode.OBSERVE, {"floor_ns": 7_000_000}, 0)
+    first.handover.save()
+
+    saved, _ = state.load(first.folder / "state.json")
+
+    assert saved.policy.mode is Mode.OBSERVE
+    assert saved.policy.cooldown[1] == 7_000_000
+
+
+def test_the_state_is_written_once_for_a_burst_of_changes(first, monkeypatch):
+    writes = []
+    monkeypatch.setattr(state, "save", lambda path, snapshot: writes.append(snapshot))
+    for _ in range(20):
+        first.offline()
+
+    first.run(100)
+
+    assert len(writes) == 1
+    assert len(writes[0].clients) == 20
+
+
+def test_a_torn_state_file_is_set_aside_and_named(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text('{"version": 1, "boot')
+
+    saved, problem = state.load(path)
+
+    assert saved is None
+    assert "set aside" in problem
+    assert (tmp_path / "state.json.bad").exists()
+
+
+def test_a_full_disk_does_not_stop_the_gate(first, monkeypatch):
+    def full(path, snapshot):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save", full)
+    first.offline()
+
+    first.handover.save()
+
+    assert "No space" in first.events(EventKind.NOTED)[-1].reason
+
+
+def test_the_learnt_cooldown_survives(first):
+    first.offline()
+    online = first.online()
+    for _ in range(3):
+        first.work(online, ms=5)
+        first.run(15)
+    first.gate.launch(online)
+    first.run(25)
+    before_ns = first.state(online).cooldown.cooldown_ns
+
+    second = successor(first)
+
+    assert second.keeper.online[first.service_of(online)].cooldown.cooldown_ns == pytest.approx(before_ns, rel=0.01)
+    assert before_ns > 25_000_000
+
+
+def test_the_run_folder_belongs_to_one(tmp_path):
+    one, other = state.RunFolder(tmp_path), state.RunFolder(tmp_path)
+    one.take(replace=False)
+    one.sign()
+
+    with pytest.raises(state.AlreadyRunning, match="already runs") as caught:
+        other.take(replace=False)
+
+    assert "--replace" in caught.value.next_step
+    one.release()
+    other.take(replace=False)
+    other.release()

@@ -1,0 +1,277 @@
+"""Real sockets, real descriptors, hostile peers; the services behind are those of the virtual node."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+from node_world import World
+
+from valved.mechanism.link import (
+    Ack,
+    Channel,
+    Hello,
+    LinkType,
+    Refused,
+    RmClient,
+    Schedule,
+    Welcome,
+    build,
+    parse,
+)
+from valved.mechanism.process import LinuxProcesses
+from valved.model.ids import Role
+from valved.service.link_server import PENDING_PER_UID, LinkServer
+
+PATIENCE_S = 20.0  # ends only a hung test
+HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), driver=0, build="t", comm="t")
+
+
+class Server:
+    """A link server on an asyncio loop of its own thread; `call` runs something on that loop."""
+
+    def __init__(self, folder):
+        self.path = folder / "link.sock"
+        self.loop = asyncio.new_event_loop()
+        self.world = World(folder, processes=SelfProcesses())
+        self.world.register._exits.reactor = self.loop
+        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s=0.2)
+        self.thread = threading.Thread(target=self.loop.run_forever)
+
+    def __enter__(self):
+        self.thread.start()
+        self.call(self.link.start)
+        return self
+
+    def __exit__(self, *_):
+        self.call(self.link.stop)
+        for client in list(self.world.books.clients):
+            self.call(lambda client=client: self.world.register.leave(client, "end"))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def call(self, what):
+        async def run():
+            return what()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
+
+    def connect(self):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(PATIENCE_S)
+        sock.connect(str(self.path))
+        return sock
+
+    def welcome(self):
+        sock = self.connect()
+        say(sock, LinkType.HELLO, HELLO)
+        packet, fds = hear(sock)
+        assert isinstance(packet.body, Welcome)
+        return sock, packet.body, fds
+
+    def until(self, condition):
+        deadline = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.002)):
+            if self.call(condition):
+                return
+            deadline.wait(0.002)
+        raise AssertionError("never happened")
+
+
+class SelfProcesses(LinuxProcesses):
+    """Real processes; the world's setter for its reactor is not needed."""
+
+    _reactor = None
+
+
+def say(sock, kind, body, fds=()):
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([build(kind, body, seq=7, sent_ns=0)], rights)
+
+
+def hear(sock):
+    """One packet and its descriptors; (None, []) at the end of the file."""
+    data, fds, _, _ = socket.recv_fds(sock, 1024, 8)
+    return (parse(data), fds) if data else (None, [])
+
+
+def is_closed(sock):
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1024) == b""
+    return True
+
+
+@pytest.fixture
+def server(tmp_path):
+    with Server(tmp_path) as server:
+        yield server
+        server.call(server.world.books.check_integrity)
+
+
+def test_a_hello_is_welcomed_with_four_descriptors(server):
+    sock, welcome, fds = server.welcome()
+
+    assert len(fds) == 4
+    assert welcome.role == Role.OFFLINE
+    assert all(os.fstat(fd) for fd in fds)
+    for fd in fds:
+        os.close(fd)
+    sock.close()
+
+
+def test_a_refusal_is_sent_before_the_end(server):
+    sock = server.connect()
+    say(sock, LinkType.HELLO, Hello(**{**fields(HELLO), "wanted_role": int(Role.ONLINE)}))
+
+    packet, _ = hear(sock)
+
+    assert isinstance(packet.body, Refused)
+    assert is_closed(sock)
+
+
+def fields(value):
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def test_the_end_of_the_link_is_the_end_of_the_client(server):
+    sock, welcome, _ = server.welcome()
+
+    sock.close()
+
+    server.until(lambda: welcome.client not in server.world.books.clients)
+
+
+def test_requests_are_acknowledged_with_their_number(server):
+    sock, _, _ = server.welcome()
+    channel = Channel(
+        gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True
+    )
+
+    say(sock, LinkType.CHANNEL_ADD, channel)
+    packet, _ = hear(sock)
+
+    assert (packet.type, packet.seq, packet.body) == (LinkType.ACK, 7, Ack(status=0))
+
+
+def test_a_passed_descriptor_arrives_and_ours_stays_ours(server):
+    sock, _, _ = server.welcome()
+    fd = os.eventfd(0)
+    body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
+
+    say(sock, LinkType.RM_CLIENT, body, [fd])
+    hear(sock)
+
+    given = [call for call in server.world.gate.calls if call[0] == "give_rm_client"]
+    assert given[0][2] >= 0
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("name", "send"),
+    [
+        ("noise", lambda sock: sock.send(os.urandom(64))),
+        ("one byte", lambda sock: sock.send(b"x")),
+        ("too long", lambda sock: sock.send(bytes(4096))),
+        ("a request before HELLO", lambda sock: say(sock, LinkType.SCHEDULE_WAIT, Schedule(h_client=1, h_object=2))),
+        ("an answer from a client", lambda sock: say(sock, LinkType.ACK, Ack())),
+        ("descriptors on a HELLO", lambda sock: say(sock, LinkType.HELLO, HELLO, [0])),
+        ("a cut packet", lambda sock: sock.send(build(LinkType.HELLO, HELLO, seq=1, sent_ns=0)[:-1])),
+    ],
+)
+def test_a_peer_that_makes_no_sense_is_counted_and_closed(server, name, send):
+    sock = server.connect()
+
+    send(sock)
+
+    assert is_closed(sock), name
+    assert server.world.keeper.counters.malformed == 1
+
+
+def test_a_welcomed_client_that_turns_hostile_is_removed(server):
+    sock, welcome, _ = server.welcome()
+
+    say(sock, LinkType.HELLO, HELLO)
+
+    assert is_closed(sock)
+    server.until(lambda: welcome.client not in server.world.books.clients)
+
+
+def test_descriptors_that_nobody_asked_for_are_not_kept(server):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        sock = server.connect()
+        say(sock, LinkType.HELLO, HELLO, [0, 1, 2])
+        assert is_closed(sock)
+        sock.close()
+
+    server.until(lambda: server.link.peers == 0)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_peer_that_says_nothing_is_closed(server):
+    assert is_closed(server.connect())
+
+
+def test_silent_peers_cannot_take_all_places(server):
+    silent = [server.connect() for _ in range(PENDING_PER_UID + 20)]
+
+    server.until(lambda: server.world.keeper.counters.malformed >= 20)
+    for sock in silent:
+        sock.close()
+    server.until(lambda: server.link.peers == 0)
+    sock, _, _ = server.welcome()
+    sock.close()
+
+
+def test_a_client_that_does_not_read_is_dropped_and_stops_nobody(server):
+    """valved never waits to send (link.h)."""
+    deaf, welcome, _ = server.welcome()
+    deaf.setblocking(False)
+    with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        for _ in range(100_000):
+            say(deaf, LinkType.SCHEDULE_WAIT, Schedule(h_client=1, h_object=2))
+            if welcome.client not in server.world.books.clients:
+                break
+
+    def drive():
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError, OSError):
+            say(deaf, LinkType.SCHEDULE_WAIT, Schedule(h_client=1, h_object=2))
+        return welcome.client not in server.world.books.clients
+
+    server.until(drive)
+    other, _, _ = server.welcome()
+    other.close()
+
+
+def test_a_thousand_conversations_leave_no_descriptor_behind(server):
+    sock, _, fds = server.welcome()
+    for fd in fds:
+        os.close(fd)
+    sock.close()
+    server.until(lambda: not server.world.books.clients)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(1000):
+        sock, _, fds = server.welcome()
+        for fd in fds:
+            os.close(fd)
+        sock.close()
+
+    server.until(lambda: not server.world.books.clients)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_new_server_takes_the_path_over_without_a_gap(server, tmp_path):
+    """A client never meets a half-made socket: the path always leads to a server that listens."""
+    sock, _, _ = server.welcome()
+    second = LinkServer(server.loop, server.world.register, server.path, hello_s=1)
+
+    server.call(second.start)
+    server.connect().close()
+    server.call(second.stop)
+    sock.close()

@@ -1,0 +1,242 @@
+"""The API over a real socket, and the metrics over real HTTP; the node behind is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import stat
+
+import grpc
+import pytest
+from node_world import World
+from prometheus_client.parser import text_string_to_metric_families
+from valve.v1 import node_pb2, node_pb2_grpc
+
+from valved.metrics import render, serve_metrics
+from valved.rpc.server import serve
+
+PATIENCE_S = 20.0
+
+
+class Api:
+    """A served virtual node and a stub to it, inside one asyncio run."""
+
+    def __init__(self, folder):
+        self.world = World(folder)
+        self.path = folder / "valved.sock"
+
+    async def __aenter__(self):
+        self.server = await serve(self.world.node, self.path)
+        self.channel = grpc.aio.insecure_channel(f"unix:{self.path}")
+        self.stub = node_pb2_grpc.NodeStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.channel.close()
+        await self.server.stop(0)
+
+
+def with_api(folder, story):
+    async def run():
+        async with Api(folder) as api:
+            return await asyncio.wait_for(story(api), PATIENCE_S)
+
+    return asyncio.run(run())
+
+
+def test_the_status_travels_whole(tmp_path):
+    async def story(api):
+        api.world.offline(name="batch")
+        online = api.world.online(name="chat")
+        api.world.run(100)
+        api.world.gate.launch(online)
+        api.world.run(1)
+        return await api.stub.GetStatus(node_pb2.GetStatusRequest())
+
+    status = with_api(tmp_path, story)
+
+    assert (status.version, status.mode, status.driver.branch) == ("test", node_pb2.MODE_HARVEST, 580)
+    assert [(service.name, service.role) for service in status.services] == [
+        ("batch", node_pb2.ROLE_OFFLINE),
+        ("chat", node_pb2.ROLE_ONLINE),
+    ]
+    assert status.gpus[0].gated
+    assert sum(status.gpus[0].preempt_latency.count) == 1
+    assert status.services[1].preemptions == 1
+    assert status.clients[1].submitted == 1
+    assert status.counters.gates >= 1
+
+
+def test_only_the_owner_and_the_group_may_call(tmp_path):
+    async def story(api):
+        return stat.S_IMODE(api.path.stat().st_mode)
+
+    assert with_api(tmp_path, story) == 0o660
+
+
+def test_a_process_is_claimed_over_the_api(tmp_path):
+    async def story(api):
+        api.world.processes.add(200)
+        request = node_pb2.LaunchRequest(pid=200, start_time=2000, role=node_pb2.ROLE_ONLINE, name="chat")
+        reply = await api.stub.Launch(request)
+        return reply.service, api.world.hello(200, wanted=1).last.service
+
+    claimed, given = with_api(tmp_path, story)
+
+    assert claimed == given
+
+
+def test_an_error_carries_its_kind_the_field_and_the_next_step(tmp_path):
+    async def story(api):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await api.stub.Launch(node_pb2.LaunchRequest(pid=4, start_time=1, role=node_pb2.ROLE_ONLINE))
+        return caught.value
+
+    error = with_api(tmp_path, story)
+    extra = dict(error.trailing_metadata())
+    problem = node_pb2.Problem.FromString(extra["valve-problem-bin"])
+
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert problem.field == extra["valve-field"] == "start_time"
+    assert "/proc/PID/stat" in problem.next_step
+    assert "process 4" in error.details()
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda s: s.Explain(node_pb2.ExplainRequest(gpu=9)), grpc.StatusCode.NOT_FOUND),
+        (lambda s: s.Explain(node_pb2.ExplainRequest()), grpc.StatusCode.INVALID_ARGUMENT),
+        (lambda s: s.SetPolicy(node_pb2.Policy(cooldown_floor_ns=10**15)), grpc.StatusCode.INVALID_ARGUMENT),
+        (lambda s: s.Launch(node_pb2.LaunchRequest(pid=1)), grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_each_kind_of_error_has_its_code(tmp_path, call, code):
+    async def story(api):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(api.stub)
+        return caught.value.code()
+
+    assert with_api(tmp_path, story) is code
+
+
+def test_policy_fields_left_at_zero_keep_their_value(tmp_path):
+    async def story(api):
+        before = await api.stub.GetPolicy(node_pb2.GetPolicyRequest())
+        after = await api.stub.SetPolicy(node_pb2.Policy(cooldown_floor_ns=7_000_000))
+        return before, after
+
+    before, after = with_api(tmp_path, story)
+
+    assert after.cooldown_floor_ns == 7_000_000
+    assert (after.mode, after.cooldown_start_ns) == (before.mode, before.cooldown_start_ns)
+
+
+def test_pause_resume_and_drain_answer_with_the_new_state(tmp_path):
+    async def story(api):
+        paused = await api.stub.Pause(node_pb2.PauseRequest(by="me"))
+        resumed = await api.stub.Resume(node_pb2.ResumeRequest())
+        drained = await api.stub.Drain(node_pb2.DrainRequest(by="me", stop=True))
+        return paused, resumed, drained, api.world.stopped
+
+    paused, resumed, drained, stopped = with_api(tmp_path, story)
+
+    assert (paused.paused, paused.paused_by) == (True, "me")
+    assert not resumed.paused
+    assert drained.draining
+    assert stopped
+
+
+def test_events_are_watched_as_they_happen(tmp_path):
+    async def story(api):
+        call = api.stub.Watch(node_pb2.WatchRequest(kinds=["paused", "resumed"]))
+        await call.wait_for_connection()
+        api.world.node.pause("me")
+        api.world.node.resume()
+        events = [await call.read(), await call.read()]
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call.read()
+        while api.world.journal._watchers:
+            await asyncio.sleep(0.001)
+        return events
+
+    events = with_api(tmp_path, story)
+
+    assert [event.kind for event in events] == ["paused", "resumed"]
+    assert events[0].reason == "by me"
+
+
+def test_an_unknown_kind_of_event_is_refused_with_the_known_ones(tmp_path):
+    async def story(api):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await api.stub.Watch(node_pb2.WatchRequest(kinds=["nonsense"])).read()
+        return dict(caught.value.trailing_metadata())["valve-next-step"]
+
+    assert "paused" in with_api(tmp_path, story)
+
+
+def test_an_explanation_travels_with_its_decisions(tmp_path):
+    async def story(api):
+        api.world.offline()
+        api.world.online()
+        return await api.stub.Explain(node_pb2.ExplainRequest(gpu=0))
+
+    answer = with_api(tmp_path, story)
+
+    assert answer.summary.startswith("GPU 0")
+    assert {event.kind for event in answer.decisions} >= {"channel-added"}
+
+
+# Metrics
+
+
+def test_every_promise_is_a_metric(tmp_path):
+    world = World(tmp_path)
+    world.offline(name="batch")
+    online = world.online(name="chat")
+    hook = world.hook(online)
+    for number in range(1, 4):
+        world.run(50)
+        world.gate.hint(hook, number, number - 1)
+        world.work(online, ms=5)
+        world.gate.hint(hook, number, number)
+        world.run(50)
+
+    families = {family.name: family for family in text_string_to_metric_families(render(world.node.status).decode())}
+
+    def value(metric, **labels):
+        samples = [s for family in families.values() for s in family.samples if s.name == metric]
+        return next(s.value for s in samples if labels.items() <= s.labels.items())
+
+    assert value("valve_preemption_latency_seconds_count", gpu="0") == 3
+    assert value("valve_preemption_latency_seconds_bucket", gpu="0", le="0.001") == 3
+    assert value("valve_requests_by_preemptions_total", name="chat", preemptions="1") == 3
+    assert value("valve_service_max_preemptions_per_request", name="chat") == 1
+    assert value("valve_harvest_seconds_total", gpu="0") > 0
+    assert value("valve_owner_harvest_seconds_total", name="batch") > 0
+    assert value("valve_mode", mode="harvest") == 1
+    assert all(family.documentation for family in families.values())
+
+
+def test_metrics_are_served_over_http_and_nothing_else_is(tmp_path):
+    async def fetch(port, path):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        return answer.decode()
+
+    async def run():
+        world = World(tmp_path)
+        server = await serve_metrics("127.0.0.1", 0, world.node.status)
+        port = server.sockets[0].getsockname()[1]
+        answers = [await asyncio.wait_for(fetch(port, path), PATIENCE_S) for path in ("/metrics", "/secret")]
+        server.close()
+        return answers
+
+    good, bad = asyncio.run(run())
+
+    assert good.startswith("HTTP/1.1 200")
+    assert "# HELP valve_harvest_seconds_total" in good
+    assert bad.startswith("HTTP/1.1 404")

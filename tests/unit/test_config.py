@@ -1,0 +1,73 @@
+"""Settings: a wrong one stops the start, with its name and the next step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from valved.config import Config, effective, load_config
+from valved.errors import ConfigError
+from valved.model.ids import Mode
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(tmp_path, text="", **flags):
+    path = tmp_path / "valve.toml"
+    path.write_text(text)
+    return load_config(path, flags)
+
+
+def test_an_empty_file_means_the_defaults(tmp_path):
+    assert load(tmp_path) == Config()
+
+
+def test_the_file_is_read_and_flags_win(tmp_path):
+    config = load(tmp_path, 'mode = "observe"\nlease_ms = 500\n[cooldown]\nfloor_ms = 2.5\n', mode="off")
+
+    assert (config.mode, config.lease_ns, config.cooldown_settings().floor_ns) == (Mode.OFF, 500_000_000, 2_500_000)
+
+
+def test_flags_that_were_not_given_change_nothing(tmp_path):
+    assert load(tmp_path, 'mode = "observe"', mode=None, metrics_port=None).mode is Mode.OBSERVE
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("unknown key", "colour = 1", "colour"),
+        ("unknown key in a table", "[cooldown]\nfloor = 5", "floor"),
+        ("wrong type", 'lease_ms = "long"', "lease_ms"),
+        ("unknown mode", 'mode = "turbo"', "turbo"),
+        ("floor above start", "[cooldown]\nfloor_ms = 50", "floor_ns <= start_ns"),
+        ("factor of one", "[cooldown]\nfactor = 1.0", "factor"),
+        ("no lease", "lease_ms = 0", "lease_ms"),
+        ("a port that is none", "metrics_port = 70000", "metrics_port"),
+        ("real time beyond the kernel's", "fifo_priority = 99", "fifo_priority"),
+        ("unknown log level", 'log_level = "loud"', "loud"),
+        ("a breaker without a budget", "[breaker]\nbudget_share = 0.0", "budget_share"),
+        ("not TOML", "mode = ", "TOML"),
+    ],
+)
+def test_what_makes_no_sense_stops_the_start_and_is_named(tmp_path, name, text, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.toml"):
+        load_config(tmp_path / "nowhere.toml", {})
+
+
+def test_the_manual_lists_every_setting_with_its_default():
+    manual = (ROOT / "docs" / "configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \|", manual, re.MULTILINE))
+    stated = {name: "" if value == '""' else value.strip('"') for name, value in rows.items()}
+
+    expected = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in effective(Config()).items()
+    }
+    assert stated == expected

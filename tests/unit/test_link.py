@@ -1,0 +1,211 @@
+"""The link messages: the same bytes as link.h, and nothing but Malformed for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valved.mechanism import link
+from valved.mechanism.link import LinkType, Malformed
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = ROOT / "proto" / "abi" / "link.h"
+
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+ascii_of = lambda size: st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=size)  # noqa: E731
+uuids = st.binary(min_size=16, max_size=16)
+
+BODIES = {
+    LinkType.HELLO: st.builds(
+        link.Hello,
+        abi_min=u16,
+        abi_max=u16,
+        features=u32,
+        wanted_role=u32,
+        driver=u32,
+        build=ascii_of(31),
+        comm=ascii_of(15),
+    ),
+    LinkType.WELCOME: st.builds(
+        link.Welcome,
+        abi=u16,
+        role=u16,
+        features=u32,
+        service=u64,
+        client=u64,
+        control_bytes=u32,
+        region_bytes=u32,
+    ),
+    LinkType.REFUSED: st.builds(
+        link.Refused, code=st.sampled_from(link.Refusal), text=ascii_of(95), abi_min=u16, abi_max=u16
+    ),
+    LinkType.ACK: st.builds(link.Ack, status=u32, want_fd=st.booleans()),
+    LinkType.RM_CLIENT: st.builds(
+        link.RmClient,
+        gpu_uuid=uuids,
+        device_instance=u32,
+        h_client=u32,
+        h_device=u32,
+        h_subdevice=u32,
+        has_fd=st.booleans(),
+    ),
+    LinkType.CHANNEL_ADD: st.builds(
+        link.Channel,
+        gpu_uuid=uuids,
+        device_instance=u32,
+        h_client=u32,
+        h_channel=u32,
+        cid=u32,
+        h_tsg=u32,
+        engine=u32,
+        compute=st.booleans(),
+    ),
+    LinkType.SCHEDULE_WAIT: st.builds(link.Schedule, h_client=u32, h_object=u32),
+    LinkType.NOTE: st.builds(link.NoteMessage, code=u32, h_client=u32, h_channel=u32, text=ascii_of(95)),
+}
+BODIES[LinkType.CHANNEL_DEL] = BODIES[LinkType.CHANNEL_ADD]
+BODIES[LinkType.SCHEDULE_DONE] = BODIES[LinkType.SCHEDULE_WAIT]
+messages = st.sampled_from(sorted(BODIES)).flatmap(lambda kind: st.tuples(st.just(kind), BODIES[kind]))
+
+
+@given(messages, u32, u64)
+def test_what_is_built_is_what_is_read(message, seq, sent_ns):
+    kind, body = message
+
+    packet = link.parse(link.build(kind, body, seq=seq, sent_ns=sent_ns))
+
+    assert packet == link.Packet(type=kind, seq=seq, sent_ns=sent_ns, body=body)
+
+
+@given(st.binary(max_size=600))
+def test_noise_is_malformed_and_nothing_else(noise):
+    with pytest.raises(Malformed):
+        link.parse(noise)
+
+
+@given(messages, st.data())
+def test_a_damaged_packet_is_read_or_refused_but_never_breaks_the_reader(message, data):
+    packet = bytearray(link.build(message[0], message[1], seq=1, sent_ns=2))
+    for _ in range(data.draw(st.integers(1, 4))):
+        packet[data.draw(st.integers(0, len(packet) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        read = link.parse(bytes(packet))
+    except Malformed:
+        return
+
+    for text in (value for value in dataclasses.astuple(read.body) if isinstance(value, str)):
+        assert text.isascii()
+        assert text.isprintable() or not text
+
+
+@given(messages, st.integers(-20, 20).filter(bool))
+def test_a_packet_of_any_other_length_is_malformed(message, change):
+    packet = link.build(message[0], message[1], seq=1, sent_ns=2)
+    other = packet[:change] if change < 0 else packet + bytes(change)
+
+    with pytest.raises(Malformed):
+        link.parse(other)
+
+
+STRUCTS = {
+    LinkType.HELLO: "valve_link_hello",
+    LinkType.WELCOME: "valve_link_welcome",
+    LinkType.REFUSED: "valve_link_refused",
+    LinkType.ACK: "valve_link_ack",
+    LinkType.RM_CLIENT: "valve_link_rm_client",
+    LinkType.CHANNEL_ADD: "valve_link_channel",
+    LinkType.CHANNEL_DEL: "valve_link_channel",
+    LinkType.SCHEDULE_WAIT: "valve_link_schedule",
+    LinkType.SCHEDULE_DONE: "valve_link_schedule",
+    LinkType.NOTE: "valve_link_note",
+}
+
+
+def test_python_and_c_agree_on_every_byte(tmp_path):
+    """Each field gets a value of its own in C; Python must read the same values back."""
+    source = tmp_path / "show.c"
+    program = tmp_path / "show"
+    source.write_text(C_PROGRAM)
+    subprocess.run(["cc", "-std=c11", f"-I{ROOT / 'proto/abi'}", "-o", program, source], check=True)
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+
+    read = {packet.type: packet.body for packet in (link.parse(bytes.fromhex(line)) for line in lines)}
+
+    assert read[LinkType.HELLO] == link.Hello(
+        abi_min=1, abi_max=2, features=3, wanted_role=4, driver=5, build="six", comm="seven"
+    )
+    assert read[LinkType.RM_CLIENT] == link.RmClient(
+        gpu_uuid=bytes([9]) + bytes(15), device_instance=1, h_client=2, h_device=3, h_subdevice=4, has_fd=True
+    )
+    assert read[LinkType.CHANNEL_ADD] == link.Channel(
+        gpu_uuid=bytes([9]) + bytes(15),
+        device_instance=1,
+        h_client=2,
+        h_channel=3,
+        cid=4,
+        h_tsg=5,
+        engine=6,
+        compute=True,
+    )
+    assert read[LinkType.WELCOME] == link.Welcome(
+        abi=1, role=2, features=3, service=4, client=5, control_bytes=6, region_bytes=7
+    )
+    assert read[LinkType.NOTE] == link.NoteMessage(code=1, h_client=2, h_channel=3, text="note")
+    assert read[LinkType.REFUSED] == link.Refused(code=link.Refusal.VERSION, text="no", abi_min=3, abi_max=4)
+
+
+@pytest.mark.parametrize(("kind", "struct"), STRUCTS.items())
+def test_sizes_are_those_the_header_asserts(kind, struct):
+    stated = re.search(rf"VALVE_SIZE\({struct}, (\d+)\)", HEADER.read_text())
+
+    assert link.packet_bytes(kind) == int(stated[1])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "choices"),
+    [
+        ("VALVE_LINK_", {k: k for k in LinkType}),
+        ("VALVE_REFUSED_", {k: k for k in link.Refusal}),
+        ("VALVE_NOTE_", {k: k for k in link.Note}),
+    ],
+)
+def test_every_number_of_the_header_has_its_name_here(prefix, choices):
+    enums = re.findall(rf"^\t{prefix}(\w+) = (\d+)", HEADER.read_text(), re.MULTILINE)
+
+    assert {name: int(number) for name, number in enums} == {choice.name: choice.value for choice in choices}
+
+
+C_PROGRAM = """
+#include <stdio.h>
+#include <string.h>
+#include "link.h"
+static void show(const void *at, size_t n) {
+	const unsigned char *p = at;
+	for (size_t i = 0; i < n; i++) printf("%02x", p[i]);
+	printf("\\n");
+}
+#define HEAD(what, t) \\
+	.header = {.magic = VALVE_LINK_MAGIC, .abi = 1, .type = t, .length = sizeof(struct what), .seq = 1}
+#define SHOW(...) show(&(__VA_ARGS__), sizeof(__VA_ARGS__))
+int main(void) {
+	SHOW((struct valve_link_hello){HEAD(valve_link_hello, VALVE_LINK_HELLO), .abi_min = 1, .abi_max = 2,
+		.features = 3, .wanted_role = 4, .driver = 5, .build = "six", .comm = "seven"});
+	SHOW((struct valve_link_welcome){HEAD(valve_link_welcome, VALVE_LINK_WELCOME), .abi = 1, .role = 2, .features = 3,
+		.service = 4, .client = 5, .control_bytes = 6, .region_bytes = 7});
+	SHOW((struct valve_link_refused){HEAD(valve_link_refused, VALVE_LINK_REFUSED), .code = 1,
+		.daemon_abi_min = 3, .daemon_abi_max = 4, .text = "no"});
+	SHOW((struct valve_link_rm_client){HEAD(valve_link_rm_client, VALVE_LINK_RM_CLIENT), .gpu_uuid = {9},
+		.device_instance = 1, .h_client = 2, .h_device = 3, .h_subdevice = 4, .has_fd = 1});
+	SHOW((struct valve_link_channel){HEAD(valve_link_channel, VALVE_LINK_CHANNEL_ADD), .gpu_uuid = {9},
+		.device_instance = 1, .h_client = 2, .h_channel = 3, .cid = 4, .h_tsg = 5, .engine = 6, .compute = 1});
+	SHOW((struct valve_link_note){HEAD(valve_link_note, VALVE_LINK_NOTE), .code = 1, .h_client = 2, .h_channel = 3,
+		.text = "note"});
+	return 0;
+}
+"""

@@ -1,0 +1,160 @@
+"""Recorded traces: the schema, the files, and the form that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from node_world import World
+
+from valved.mechanism.trace import LineFile, read_lines, to_trace_events
+from valved.model.events import Event, EventKind
+from valved.service.journal import Journal
+
+SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "proto/trace/event.schema.json").read_text())
+
+
+def conforms(record):
+    """The part of JSON schema that ours uses, checked by hand: no library for one file."""
+    assert set(record) == set(SCHEMA["required"]) == set(SCHEMA["properties"])
+    assert record["kind"] in SCHEMA["properties"]["kind"]["enum"]
+    for name in ("seq", "t_ns", "service", "client"):
+        assert type(record[name]) is int
+        assert record[name] >= SCHEMA["properties"][name]["minimum"]
+    assert all(type(gpu) is int and gpu >= 0 for gpu in record["gpus"])
+    assert isinstance(record["reason"], str)
+    assert all(type(value) in (str, int) for value in record["detail"].values())
+    return True
+
+
+def a_life(world):
+    """A node on which a good deal happens."""
+    offline, online = world.offline(gpus=(0, 1)), world.online()
+    for _ in range(3):
+        world.work(online, ms=5)
+        world.run(100)
+    world.node.pause("me")
+    world.node.resume()
+    world.hello(1, wanted=1)
+    world.register.malformed(1, 2, "noise")
+    world.register.leave(offline, "exit")
+    world.node.drain("me", stop=False)
+
+
+def test_the_schema_names_every_kind():
+    assert SCHEMA["properties"]["kind"]["enum"] == [kind.value for kind in EventKind]
+
+
+def test_every_recorded_event_conforms_to_the_schema(tmp_path):
+    world = World(tmp_path)
+    file = LineFile(tmp_path / "trace.jsonl", 1 << 20)
+    world.journal._files = ((file, True),)
+
+    a_life(world)
+    file.close()
+
+    records = list(read_lines(tmp_path / "trace.jsonl"))
+    assert len(records) > 20
+    assert all(conforms(record) for record in records)
+    assert [record["seq"] for record in records] == sorted(record["seq"] for record in records)
+
+
+def test_audit_records_are_the_acts_and_not_the_looks(tmp_path):
+    world = World(tmp_path)
+    file = LineFile(tmp_path / "audit.jsonl", 1 << 20)
+    world.journal._files = ((file, False),)
+
+    a_life(world)
+    file.close()
+
+    kinds = {record["kind"] for record in read_lines(tmp_path / "audit.jsonl")}
+    assert {"gate", "paused", "resumed", "refused", "claimed", "drained"} <= kinds
+    assert not kinds & {"decided", "wake", "joined"}
+
+
+def test_the_exported_trace_shows_each_stop_as_a_span(tmp_path):
+    world = World(tmp_path)
+    world.offline()
+    online = world.online()
+    world.run(100)
+    launch_us = world.clock.now_ns() / 1e3
+    world.gate.launch(online)
+    world.run(1)
+    world.gate.finish(online)
+    world.run(100)
+
+    exported = to_trace_events([event.as_record() for event in world.journal.recent(lambda e: True, 1000)])
+
+    spans = [event for event in exported["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
+    assert spans[-1]["ts"] == launch_us
+    assert spans[-1]["dur"] == pytest.approx(21_000, rel=0.1)
+    assert json.dumps(exported)
+
+
+def test_a_stop_that_has_not_ended_reaches_to_the_end_of_the_trace(tmp_path):
+    world = World(tmp_path)
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.gate.launch(online)
+    world.run(1)
+    world.journal.emit(EventKind.NOTED, reason="later", t_ns=world.clock.now_ns() + 50_000_000)
+
+    exported = to_trace_events([event.as_record() for event in world.journal.recent(lambda e: True, 1000)])
+
+    assert max(event.get("dur", 0) for event in exported["traceEvents"]) >= 50_000
+
+
+def test_a_full_file_turns_over_and_keeps_one_old_one(tmp_path):
+    file = LineFile(tmp_path / "t.jsonl", 2000)
+    for number in range(1, 100):
+        file.write(Event(seq=number, t_ns=1, kind=EventKind.NOTED, reason="x" * 50))
+    file.close()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "t.jsonl.1"]
+    assert (tmp_path / "t.jsonl.1").stat().st_size < 2300
+
+
+def test_a_file_that_cannot_be_written_is_given_up_and_said(tmp_path):
+    file = LineFile(tmp_path / "no" / "such" / "folder", 100)
+
+    file.write(Event(seq=1, t_ns=1, kind=EventKind.NOTED))
+
+    assert "No such file" in file.failure
+
+
+def test_a_line_cut_short_by_a_crash_ends_the_trace(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"seq": 1}\n{"se')
+
+    assert list(read_lines(path)) == [{"seq": 1}]
+
+
+def test_a_slow_watcher_is_told_how_much_it_missed(tmp_path):
+    world = World(tmp_path)
+    watcher = world.journal.watch((), 3, lambda: None)
+    for _ in range(10):
+        world.journal.emit(EventKind.NOTED)
+
+    taken = [(event.seq, lost) for event, lost in watcher.take()]
+
+    assert [lost for _, lost in taken] == [7, 0, 0]
+
+
+def test_a_watcher_sees_only_what_it_asked_for(tmp_path):
+    world = World(tmp_path)
+    watcher = world.journal.watch(["paused"], 10, lambda: None)
+
+    world.node.pause("me")
+
+    assert [event.kind for event, _ in watcher.take()] == [EventKind.PAUSED]
+
+
+def test_the_ring_forgets_the_oldest(tmp_path):
+    world = World(tmp_path)
+    journal = Journal(world.clock, 5)
+    for _ in range(20):
+        journal.emit(EventKind.NOTED)
+
+    assert [event.seq for event in journal.recent(lambda e: True, 100)] == [16, 17, 18, 19, 20]
