@@ -42,6 +42,7 @@ def on_gpu(
                 done = subprocess.run(
                     [sys.executable, "-m", "emulated", body.__code__.co_filename, body.__name__],
                     env=child_env(emulator.directory, cuda),
+                    cwd=emulator.directory,  # the installed packages, not the sources of the checkout
                     check=False,
                     capture_output=True,
                     text=True,

@@ -175,13 +175,13 @@ uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu)
 	return load_acquire(&gate->gpu[gpu].state);
 }
 
-/* Stopped, or about to be. */
+/* Stopped, or about to be, or not yet enabled again. */
 uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t index)
 {
 	struct gpu *gpu = &gate->gpu[index];
 
 	return gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED ||
-	       load_acquire(&gpu->state) == VALVE_GPU_STOPPED;
+	       load_acquire(&gpu->state) >= VALVE_GPU_STOPPED;
 }
 
 static bool join(pthread_t thread)

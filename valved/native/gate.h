@@ -86,6 +86,7 @@ enum valve_gpu_state {
 	VALVE_GPU_RUNNING = 0,
 	VALVE_GPU_WATCHED = 1, /* held, but a brake (observe, drain) keeps the channels on */
 	VALVE_GPU_STOPPED = 2,
+	VALVE_GPU_STOPPING = 3, /* the issuer is walking */
 };
 
 enum valve_brake {

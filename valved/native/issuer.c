@@ -70,6 +70,8 @@ static void stop(struct gpu *gpu, uint64_t holders)
 	stamp.done_ns = now_ns();
 	if (stamp.channels) {
 		stamp.ioctl_ns = stamp.done_ns;
+		store_release(&gpu->state,
+		              VALVE_GPU_STOPPING); /* before the first call: not running any more */
 		take_off(gpu, stamp.ioctl_ns);
 		stamp.status = walk(gpu, gpu->plan, true);
 		stamp.done_ns = now_ns();

@@ -1,0 +1,255 @@
+"""The same gate on the emulated card: real struct sizes, struct-file rules, refusals, channels of another process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from emulated import on_gpu
+from gates import SETTINGS, Launcher, wait_until
+from rm_process import RmProcess, Tree, grow_tree
+from valve_tools.emulator.client import Emulator
+
+from valved.mechanism import region
+from valved.mechanism.gate import NativeGate
+from valved.mechanism.ports import ArmResult, Stamp, StampKind, WakeOutcome
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+
+SERVICE = ServiceId(7)
+OFFLINE = ClientId(1)
+
+
+class World:
+    """The gate in this process, a workload in another, both on the node that this process was started on."""
+
+    def __init__(self) -> None:
+        directory = Path(os.environ["VALVE_EMU_DIR"])
+        self.emulator = Emulator(directory)
+        self.process = RmProcess(directory)
+        self.gate = NativeGate(SETTINGS)
+        self.fds = self.gate.create_client(OFFLINE, Role.OFFLINE, ServiceId(0))
+        self.control = region.control_page(self.fds.control)
+        self.stamps: list[Stamp] = []
+
+    def workload(self, gpu: int = 0, channels: int = 4) -> tuple[Tree, list[ArmResult]]:
+        tree = grow_tree(self.process, gpu=gpu, channels=channels)
+        refs = [
+            ChannelRef(
+                gpu=GpuIndex(gpu),
+                h_client=tree.client,
+                h_channel=handle,
+                cid=cid,
+                h_tsg=tree.tsg,
+                engine=1,
+                compute=True,
+            )
+            for handle, cid in zip(tree.channels, tree.cids, strict=True)
+        ]
+        return tree, [self.gate.add_channel(OFFLINE, ref) for ref in refs]
+
+    def online(self, gpus: set[int]) -> Launcher:
+        self.gate.put_service(SERVICE, frozenset(map(GpuIndex, gpus)))
+        return Launcher(self, ClientId(2), SERVICE)  # type: ignore[arg-type]  # it asks for .gate only
+
+    def wake(self, *gpus: int) -> None:
+        assert self.gate.wake(SERVICE) is WakeOutcome.WOKEN
+        for gpu in gpus:
+            wait_until(lambda gpu=gpu: not self.gate.is_gated(GpuIndex(gpu)), "the GPU runs")
+
+    def stamp(self, wanted: Callable[[Stamp], bool]) -> Stamp:
+        def found() -> bool:
+            self.stamps += self.gate.drain_stamps()
+            return any(map(wanted, self.stamps))
+
+        wait_until(found, "a stamp")
+        return next(filter(wanted, self.stamps))
+
+    def off(self) -> int:
+        return len(self.emulator.state().disabled)
+
+    def take_fd(self, fd: int) -> int:
+        """The workload's fd, as a link would carry it."""
+        self.process.call("send_fd", fd=fd)
+        _, fds, _, _ = socket.recv_fds(self.process.relay, 1, 1)
+        return fds[0]
+
+    def close(self) -> None:
+        self.gate.close()
+        self.control.close()
+        self.process.kill()
+        self.emulator.close()
+
+
+@contextmanager
+def world() -> Iterator[World]:
+    one = World()
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@on_gpu(gpus=2)
+def test_channels_of_another_process_stop_at_a_launch_and_run_again_after_the_wake(cuda: Any) -> None:
+    with world() as here:
+        _, results = here.workload(channels=8)
+        online = here.online({0, 1})
+        here.wake(0)
+        assert here.off() == 0
+
+        online.launch()
+        stamp = here.stamp(lambda stamp: stamp.client == online.client and stamp.gpu == 0)
+
+        assert [(result.status, result.reach) for result in results] == [(0, Reach.CHANNEL_OWN)] * 8
+        assert (stamp.kind, stamp.channels, stamp.status) == (StampKind.GATE, 8, 0)
+        assert here.off() == 8
+
+        online.finish()
+        here.wake(0)
+        assert here.off() == 0
+
+
+@on_gpu(gpus=2)
+def test_the_cards_are_those_of_the_node(cuda: Any) -> None:
+    with world() as here:
+        tree, _ = here.workload(gpu=1, channels=1)
+        infos = here.gate.gpus()
+
+        assert [info.minor for info in infos] == [0, 1]
+        assert infos[1].uuid == tree.uuid
+        assert here.gate.driver_version().startswith("580.")
+
+
+@on_gpu(knobs={"gsp_foreign": "deny"})
+def test_firmware_that_denies_foreign_channels_is_reached_on_the_passed_fd(cuda: Any) -> None:
+    with world() as here:
+        tree, (first, *_) = here.workload(channels=2)
+        assert (first.reach, first.want_fd, first.status) == (Reach.NONE, True, 0x1B)
+
+        passed = here.take_fd(tree.ctl)
+        here.gate.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
+        online = here.online({0})
+        wait_until(lambda: here.off() == 2, "both channels are off")
+        assert here.gate.reach(GpuIndex(0))[0] is Reach.CHANNEL_FD
+
+        here.wake(0)
+        online.launch()
+        wait_until(lambda: here.off() == 2, "both channels are off again")
+        here.gate.remove_client(OFFLINE)
+
+        assert here.off() == 0
+
+
+@on_gpu(knobs={"gsp_foreign": "deny"})
+def test_a_killed_workload_is_gone_from_the_card_once_its_passed_fd_is_closed(cuda: Any) -> None:
+    with world() as here:
+        tree, _ = here.workload(channels=2)
+        passed = here.take_fd(tree.ctl)
+        here.gate.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
+        here.online({0})
+        wait_until(lambda: here.off() == 2, "both channels are off")
+        here.process.kill()
+        assert len(here.emulator.state().of(here.process.pid)) == 2  # our copy keeps them alive
+
+        here.gate.remove_client(OFFLINE)
+
+        here.emulator.wait(lambda state: not state.channels, "the channels went with the last copy")
+
+
+def _survives_a_freed_channel() -> None:
+    with world() as here:
+        tree, _ = here.workload(channels=16)
+        online = here.online({0})
+        here.wake(0)
+        tree.free(tree.channels[5])
+
+        online.launch()
+        stamp = here.stamp(lambda stamp: stamp.client == online.client)
+
+        assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
+        assert here.off() == 15
+
+
+@on_gpu(knobs={"partial": "keep"})
+def test_a_freed_channel_does_not_save_its_neighbours_where_a_bad_pair_ends_the_list(cuda: Any) -> None:
+    _survives_a_freed_channel()
+
+
+@on_gpu(knobs={"partial": "none"})
+def test_a_freed_channel_does_not_save_its_neighbours_where_a_bad_pair_voids_the_list(cuda: Any) -> None:
+    _survives_a_freed_channel()
+
+
+@on_gpu()
+def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> None:
+    with world() as here:
+        here.workload(channels=2)
+        online = here.online({0})
+        here.wake(0)
+        here.emulator.fault("on disable 1: hang 400ms")
+
+        online.launch()
+        failed = here.stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+        assert here.control["order"] == region.ORDER_HOLD
+        here.stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.epoch == failed.epoch)
+        online.finish()
+        here.wake(0)
+        wait_until(lambda: here.control["order"] == region.ORDER_RUN, "the hold is taken back")
+
+        assert failed.status == -110
+        assert here.off() == 0
+
+
+@on_gpu(gpus=2)
+def test_a_card_that_falls_off_the_bus_fails_alone(cuda: Any) -> None:
+    with world() as here:
+        here.workload(gpu=0, channels=1)
+        here.workload(gpu=1, channels=1)
+        online = here.online({0, 1})
+        here.wake(0, 1)
+        here.emulator.lose(0)
+
+        online.launch()
+        lost = here.stamp(lambda stamp: stamp.client == online.client and stamp.gpu == 0)
+        fine = here.stamp(lambda stamp: stamp.client == online.client and stamp.gpu == 1)
+
+        assert lost.kind is StampKind.GATE_FAILED
+        assert (fine.kind, fine.status) == (StampKind.GATE, 0)
+        online.finish()
+        here.gate.wake(SERVICE)
+
+
+@on_gpu()
+def test_an_unknown_driver_is_only_watched(cuda: Any) -> None:
+    Emulator(Path(os.environ["VALVE_EMU_DIR"])).set(driver="999.10")
+    with world() as here:
+        _, results = here.workload(channels=1)
+        online = here.online({0})
+        here.wake()
+        online.launch()
+        stamp = here.stamp(lambda stamp: stamp.client == online.client)
+
+        assert results[0].reach is Reach.NONE
+        assert (stamp.kind, stamp.channels) == (StampKind.GATE, 0)
+        assert here.off() == 0
+        assert "999.10" in here.gate.reach(GpuIndex(0))[1]
+
+
+@on_gpu()
+def test_what_one_gate_left_off_its_successor_can_enable(cuda: Any) -> None:
+    with world() as here:
+        here.workload(channels=3)
+        here.online({0})
+        wait_until(lambda: here.off() == 3, "all off")
+        left = here.gate.disabled()
+
+        successor = NativeGate(SETTINGS)
+        known = successor.enable_foreign(left)
+        off = here.off()
+        successor.close()
+
+        assert (known, off) == (3, 0)
