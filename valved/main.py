@@ -1,8 +1,9 @@
 """valved: the composition root. The only file that constructs things; read it to see what the daemon is made of.
 
-Order of the start: folder and lock, native gate, books, what a predecessor left, link socket, API. Order of the end:
-API and link close, the state is written, and gates stay as they are: a successor takes them over, and until it comes
-the shims act on the expired lease. Only `valve drain` lets everything go.
+Order of the start: folder and lock, native gate, books, what a predecessor left, link socket, API. There are two ends.
+SIGTERM drains: every channel is enabled and the shims are told to pass through, because nobody may come after us.
+SIGUSR2 (sent by `valved --replace`) hands over: gates stay as they are for the successor that is waiting for the lock,
+so offline work never runs beside a busy service in between. Both write the state.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
     metrics = await _start_metrics(config, daemon)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, daemon.stop.set)
+        loop.add_signal_handler(number, _drain_and_stop, daemon, number.name)
+    loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     ticking = asyncio.create_task(_tick(daemon, has_watch=watch.fd >= 0))
     await daemon.stop.wait()
@@ -174,6 +176,12 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     loop.remove_reader(gate.stamps_fd())
     if daemon.brake.is_draining:
         gate.close()
+
+
+def _drain_and_stop(daemon: Daemon, by: str) -> None:
+    if not daemon.brake.is_draining:
+        daemon.brake.drain(by)
+    daemon.stop.set()
 
 
 def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:

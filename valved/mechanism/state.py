@@ -23,6 +23,7 @@ STATE_FILE = "state.json"
 LOCK_FILE = "valved.lock"
 PID_FILE = "valved.pid"
 REPLACE_S = 10.0
+HAND_OVER = signal.SIGUSR2  # end, but leave the gates as they are: a successor waits for the lock
 
 
 class SavedChannel(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +145,7 @@ class RunFolder:
             )
         if pid:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, HAND_OVER)
         deadline = time.monotonic() + REPLACE_S
         while not self._try_lock():
             if time.monotonic() > deadline:
