@@ -20,6 +20,7 @@ from valved.mechanism.ports import (
 )
 from valved.model.ids import GpuIndex, Reach, Role
 
+OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
 STOP_NS = 400_000  # launch to channels off on one GPU, as the paper measures it
 EMPTY = ClientView(
     submitted=0,
@@ -69,6 +70,7 @@ class FakeGate:
         self.services = {}
         self.clients = {}
         self.off = {}  # (h_client, h_channel) -> ChannelRef
+        self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps = []
@@ -184,6 +186,7 @@ class FakeGate:
         self.between()
         members = [c for c in self.clients.values() if c.service == service and c.role is Role.ONLINE]
         if not entry.holds and all(member.view.is_idle for member in members):
+            self.opening.update({gpu: self.clock.now_ns() + OPEN_NS for gpu in entry.gpus if not self._is_held(gpu)})
             self._apply()
             self._stamp(StampKind.WAKE, service, 0, epoch=entry.epoch)
             return WakeOutcome.WOKEN
@@ -223,6 +226,9 @@ class FakeGate:
         return view
 
     def is_gated(self, gpu):
+        return self._is_held(gpu) or self.opening.get(gpu, 0) > self.clock.now_ns()
+
+    def _is_held(self, gpu):
         return not (self.observe or self.draining) and any(s.holds and gpu in s.gpus for s in self.services.values())
 
     def reach(self, gpu):
@@ -267,7 +273,7 @@ class FakeGate:
 
     def _take_hold(self, service, client, launch_ns):
         entry = self.services[service]
-        newly = [gpu for gpu in sorted(entry.gpus) if not self.is_gated(gpu)]
+        newly = [gpu for gpu in sorted(entry.gpus) if not self._is_held(gpu)]
         entry.epoch += 1
         counts = {gpu: self._channels_on(gpu) for gpu in newly}
         self._apply()
@@ -285,7 +291,7 @@ class FakeGate:
             if client.role is not Role.OFFLINE:
                 continue
             for key, ref in client.channels.items():
-                if self.is_gated(ref.gpu) and ref.compute and key not in client.app_disabled:
+                if self._is_held(ref.gpu) and ref.compute and key not in client.app_disabled:
                     self.off[key] = ref
                 else:
                     self.off.pop(key, None)

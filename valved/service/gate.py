@@ -118,6 +118,10 @@ class GateService:
             online.forget(client.id)
             self.look_soon(online)
 
+    def is_stopped(self, gpu: GpuIndex) -> bool:
+        """Offline channels are to be off here. After a wake the driver may need another moment to say so itself."""
+        return bool(self.gpus[gpu].holders) and self._gate.is_gated(gpu)
+
     def set_offline_channels(self, gpu: GpuIndex, channels: int) -> None:
         """Offline work came to this GPU or left it."""
         account = self.gpus[gpu]

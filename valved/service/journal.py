@@ -14,9 +14,18 @@ log = logging.getLogger("valved")
 
 FLUSH_NS = 1_000_000_000  # lines reach the file within a second of the first unflushed one
 
-# Edges are too many for a log; they are in the ring, the trace and the audit file.
+# Edges and channels are too many for a log; they are in the ring, the trace and the audit file.
 QUIET = frozenset(
-    {EventKind.GATE, EventKind.HOLD, EventKind.WAKE, EventKind.WAKE_REFUSED, EventKind.DECIDED, EventKind.COOLDOWN}
+    {
+        EventKind.GATE,
+        EventKind.HOLD,
+        EventKind.WAKE,
+        EventKind.WAKE_REFUSED,
+        EventKind.DECIDED,
+        EventKind.COOLDOWN,
+        EventKind.CHANNEL_ADDED,
+        EventKind.CHANNEL_GONE,
+    }
 )
 LOUD = frozenset({EventKind.GATE_FAILED, EventKind.BREAKER, EventKind.KILLED, EventKind.FROZEN, EventKind.MALFORMED})
 

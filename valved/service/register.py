@@ -499,11 +499,11 @@ class Register:
         known = entry.rm_gpus.get(h_client)
         of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
         gpus = of_channels or ({known} if known is not None else entry.gpus())
-        return frozenset(gpu for gpu in gpus if self._gate.is_gated(gpu))
+        return frozenset(gpu for gpu in gpus if self._keeper.is_stopped(gpu))
 
     def release_schedules(self) -> None:
         for held in list(self._held):
-            if self.is_draining or not any(self._gate.is_gated(gpu) for gpu in held.gpus):
+            if self.is_draining or not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
                 self._let_go(held, 0)
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:
@@ -516,7 +516,7 @@ class Register:
         if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
             return
         for (h_client, _), channel in list(entry.channels.items()):
-            if h_client == body.h_client and self._gate.is_gated(channel.gpu):
+            if h_client == body.h_client and self._keeper.is_stopped(channel.gpu):
                 self._gate.add_channel(entry.id, channel)
 
     # Notes
