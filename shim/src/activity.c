@@ -75,7 +75,7 @@ static bool doorbell_is_ours(void)
 
 	if (valve_shim.doorbell_fd < 0 || syscall(SYS_fstat, valve_shim.doorbell_fd, &now))
 		return false;
-	return now.st_ino == valve_shim.doorbell_ino && now.st_dev == valve_shim.doorbell_dev;
+	return now.st_ino == valve_shim.bell_ino && now.st_dev == valve_shim.bell_dev;
 }
 
 void valve_ring(void)

@@ -67,7 +67,7 @@ static struct {
 	int (*close)(int);
 } real;
 
-#define FIND(name) ((void)(real.name || (real.name = (__typeof__(real.name))valve_next(#name))))
+#define FIND(name) ((void)(real.name = (__typeof__(real.name))valve_next(#name)))
 
 /*
  * dlsym may call back into open() (an allocator that reads /proc at its first use): such a nested call, and one in a
@@ -75,7 +75,9 @@ static struct {
  */
 static bool find_real(void)
 {
-	if (real.close)
+	static uint32_t found;
+
+	if (load_acquire(&found))
 		return true;
 	if (valve_tls.inside)
 		return false;
@@ -87,7 +89,8 @@ static bool find_real(void)
 	FIND(ioctl);
 	FIND(close);
 	valve_tls.inside--;
-	return real.close != NULL;
+	store_release(&found, real.open && real.openat && real.ioctl && real.close);
+	return load_relaxed(&found);
 }
 
 int valve_real_ioctl(int fd, unsigned long request, void *argument)
@@ -142,6 +145,7 @@ static void watch_fd(int fd, const char *path)
 		return;
 	valve_tls.inside++;
 	watched[fd] = (struct watched_fd){.kind = (uint8_t)kind, .dev = file.st_dev, .ino = file.st_ino};
+	valve_shim.pid = (uint32_t)syscall(SYS_getpid);
 	store_release(&watched_count, 1); /* from now on ioctl and close look */
 	if (kind == FD_CTL) {
 		query_driver(fd);
@@ -158,6 +162,8 @@ static enum fd_kind kind_of_fd(int fd)
 	if (!load_acquire(&watched_count) || valve_tls.inside || fd < 0 || fd >= FDS ||
 	    watched[fd].kind == FD_OTHER)
 		return FD_OTHER;
+	if (valve_shim.pid != (uint32_t)syscall(SYS_getpid))
+		return FD_OTHER; /* a vfork child tidies up before exec: its descriptors, our memory */
 	/* Closed behind our back (closefrom, dup2) and the number given to another file? */
 	if (syscall(SYS_fstat, fd, &file) || file.st_ino != watched[fd].ino || file.st_dev != watched[fd].dev)
 		return FD_OTHER;

@@ -27,6 +27,7 @@ static struct {
 	uint32_t order_seq; /* last order carried out */
 	bool stopped;       /* we stopped our channels because the lease ran out */
 	bool released;      /* we enabled our channels because valved left and nobody needs them off */
+	uint64_t linked_ns; /* when the link was made */
 	uint64_t lost_ns;   /* when the link broke, or was first missed */
 } keeper;
 
@@ -108,7 +109,9 @@ static bool is_lease_over(void)
 	uint64_t beat_ns = VALVE_CONTROL->heartbeat_ns, now = now_ns();
 	uint64_t lease_ns = VALVE_CONTROL->lease_ns ? VALVE_CONTROL->lease_ns : LEASE_NS;
 
-	return now > beat_ns && now - beat_ns > lease_ns;
+	if (!beat_ns)
+		beat_ns = keeper.linked_ns; /* died before its first beat */
+	return beat_ns && now > beat_ns && now - beat_ns > lease_ns;
 }
 
 static void lose_link(void)
@@ -173,6 +176,7 @@ static void reconnect(void)
 	}
 	keeper.stopped = keeper.released = false;
 	keeper.order_seq = 0;
+	keeper.linked_ns = now_ns();
 	valve_capture_forget_reports();
 	store_release(&valve_shim.state, VALVE_STATE_LINKED);
 	valve_capture_report(false);
@@ -222,6 +226,7 @@ void valve_register(void)
 	keeper.lost_ns = now_ns();
 	err = valve_link_connect(keeper.wanted_role,
 	                         keeper.wanted_role == VALVE_ROLE_OFFLINE ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
+	keeper.linked_ns = err ? 0 : now_ns();
 	if (!err)
 		store_release(&valve_shim.state, VALVE_STATE_LINKED);
 	else if (err == -EPERM)

@@ -206,10 +206,19 @@ static bool is_welcome_sane(const struct valve_link_welcome *welcome, const int 
 	       (welcome->role == VALVE_ROLE_ONLINE || welcome->role == VALVE_ROLE_OFFLINE);
 }
 
-/* Descriptors keep their numbers for life: a launching thread may be about to write to the doorbell. */
+/* All eventfds share one inode: this tells ours from a file that got the number after somebody closed it. */
+static bool is_bell(int fd)
+{
+	struct stat now;
+
+	return fd >= 0 && !syscall(SYS_fstat, fd, &now) && now.st_ino == valve_shim.bell_ino &&
+	       now.st_dev == valve_shim.bell_dev;
+}
+
+/* Bells keep their numbers for life: a launching thread may be about to write to one. */
 static void take_number(int *place, int fd)
 {
-	if (*place >= 0 && dup3(fd, *place, O_CLOEXEC) == *place)
+	if (is_bell(*place) && dup3(fd, *place, O_CLOEXEC) == *place)
 		syscall(SYS_close, fd);
 	else
 		*place = fd;
@@ -219,11 +228,11 @@ static void adopt(int socket_fd, const struct valve_link_welcome *welcome, const
 {
 	struct stat bell = {0};
 
+	syscall(SYS_fstat, fds[2], &bell);
+	valve_shim.bell_dev = bell.st_dev;
+	valve_shim.bell_ino = bell.st_ino;
 	take_number(&valve_shim.doorbell_fd, fds[2]);
 	take_number(&valve_shim.order_fd, fds[3]);
-	syscall(SYS_fstat, valve_shim.doorbell_fd, &bell);
-	valve_shim.doorbell_dev = bell.st_dev;
-	valve_shim.doorbell_ino = bell.st_ino;
 	valve_shim.link_fd = socket_fd;
 	valve_shim.daemon_features = welcome->features;
 	store_release(&valve_shim.role, welcome->role);
@@ -280,62 +289,76 @@ int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd)
 	return err;
 }
 
+/* Precondition: link_lock is held, so an answer never meets a slot that changes hands. */
 static struct valve_reply *take_reply(uint32_t seq)
 {
-	for (size_t i = 0; i < VALVE_REPLIES; i++) {
-		uint32_t free_seq = 0;
-
-		if (swap_if(&valve_shim.reply[i].seq, &free_seq, seq))
+	for (size_t i = 0; i < VALVE_REPLIES; i++)
+		if (!valve_shim.reply[i].seq) {
+			valve_shim.reply[i] = (struct valve_reply){.seq = seq};
 			return &valve_shim.reply[i];
-	}
+		}
 	return NULL;
+}
+
+static int send_expecting(void *message, uint32_t bytes, int fd, struct valve_reply **reply)
+{
+	const struct valve_link_header *header = message;
+	int err;
+
+	valve_lock(&valve_shim.link_lock);
+	*reply = take_reply(header->seq);
+	if (!*reply)
+		err = -EBUSY;
+	else
+		err = valve_shim.link_fd < 0 ? -ENOTCONN
+		                             : send_packet(valve_shim.link_fd, message, bytes, fd);
+	if (err && *reply)
+		(*reply)->seq = 0;
+	valve_unlock(&valve_shim.link_lock);
+	return err;
 }
 
 /* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. */
 int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms)
 {
-	struct valve_link_header *header = message;
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
 	struct valve_reply *reply;
-	int err = -EAGAIN;
+	int err;
 
-	fill_header(header, bytes, type);
-	reply = take_reply(header->seq);
-	if (!reply)
-		return -EBUSY;
-	store_release(&reply->done, 0);
-	while (err == -EAGAIN) { /* a full socket: valved is slow, and offline may wait */
-		valve_lock(&valve_shim.link_lock);
-		err = valve_shim.link_fd < 0 ? -ENOTCONN
-		                             : send_packet(valve_shim.link_fd, message, bytes, fd);
-		valve_unlock(&valve_shim.link_lock);
-		if (err != -EAGAIN || milliseconds_left(deadline_ns) == 0)
-			break;
-		sleep_ns(1000000);
-	}
-	while (!err && !load_acquire(&reply->done)) {
+	fill_header(message, bytes, type);
+	while ((err = send_expecting(message, bytes, fd, &reply)) == -EAGAIN) {
 		if (milliseconds_left(deadline_ns) == 0)
-			err = -ETIMEDOUT;
-		else
-			futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
+			return err;
+		sleep_ns(1000000); /* a full socket: valved is slow, and offline may wait */
 	}
-	if (!err)
-		err = load_acquire(&reply->done) == 1 ? -(int)reply->status : -EPIPE;
-	store_release(&reply->seq, 0);
+	if (err)
+		return err;
+	while (!load_acquire(&reply->done) && milliseconds_left(deadline_ns))
+		futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
+	valve_lock(&valve_shim.link_lock);
+	if (!reply->done)
+		err = -ETIMEDOUT;
+	else
+		err = reply->done == 1 ? -(int)reply->status : -EPIPE;
+	reply->seq = 0;
+	valve_unlock(&valve_shim.link_lock);
 	return err;
 }
 
+/* seq 0: all who wait. */
 static void answer(uint32_t seq, uint32_t done, uint32_t status)
 {
+	valve_lock(&valve_shim.link_lock);
 	for (size_t i = 0; i < VALVE_REPLIES; i++) {
 		struct valve_reply *reply = &valve_shim.reply[i];
 
-		if (!load_acquire(&reply->seq) || (seq && reply->seq != seq))
+		if (!reply->seq || (seq && reply->seq != seq))
 			continue;
 		reply->status = status;
 		store_release(&reply->done, done);
 		futex_wake(&reply->done, 1);
 	}
+	valve_unlock(&valve_shim.link_lock);
 }
 
 int valve_link_receive(void)

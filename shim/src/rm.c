@@ -1,5 +1,5 @@
 /*
- * rm.c - the object map: insert, find, cascade. Decoding is in rmcall.c.
+ * rm.c - the object map: insert, find, cascade. Decoding is in rmcall.c and rmcontrol.c.
  *
  * A process has some hundred of the objects we keep (memory objects are not kept), so every look-up is a scan. Handles
  * repeat in every client: the key is (h_client, handle).

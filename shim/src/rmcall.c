@@ -1,5 +1,6 @@
 /*
- * rmcall.c - from ioctl bytes to the object map. Layouts: proto/abi/nvrm.h.
+ * rmcall.c - from ioctl bytes to the object map: wrapping, allocation, free. Layouts: proto/abi/nvrm.h. Controls and
+ * UVM calls are in rmcontrol.c.
  *
  * Nothing is believed before the driver accepted it, except to prepare: rm_before reads arguments that the driver has
  * not seen yet, so every pointer is tried first (`readable`). What cannot be decoded for a class that matters sets
@@ -9,7 +10,7 @@
 
 #include "rmmap.h"
 
-static bool fetch(struct rm_map *map, void *to, uint64_t from, size_t bytes)
+bool rm_fetch(struct rm_map *map, void *to, uint64_t from, size_t bytes)
 {
 	const void *pointer = (const void *)(uintptr_t)from;
 
@@ -19,9 +20,9 @@ static bool fetch(struct rm_map *map, void *to, uint64_t from, size_t bytes)
 	return true;
 }
 
-static bool fetch_argument(struct rm_map *map, const struct rm_call *call, void *to, size_t bytes)
+bool rm_fetch_argument(struct rm_map *map, const struct rm_call *call, void *to, size_t bytes)
 {
-	return call->size == bytes && fetch(map, to, (uintptr_t)call->argument, bytes);
+	return call->size == bytes && rm_fetch(map, to, (uintptr_t)call->argument, bytes);
 }
 
 /* ---- before ---- */
@@ -33,7 +34,7 @@ static bool unwrap(struct rm_map *map, struct rm_call *call)
 
 	if (call->nr != NV_ESC_IOCTL_XFER_CMD)
 		return true;
-	if (!fetch_argument(map, call, &xfer, sizeof(xfer)) || xfer.size > NV_XFER_MAX ||
+	if (!rm_fetch_argument(map, call, &xfer, sizeof(xfer)) || xfer.size > NV_XFER_MAX ||
 	    xfer.cmd == NV_ESC_IOCTL_XFER_CMD)
 		return false;
 	call->nr = xfer.cmd;
@@ -67,7 +68,7 @@ static void look_for_enable(struct rm_map *map, const struct nvos54_control *con
 
 	if (!schedules && control->cmd != NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS)
 		return;
-	if ((control->flags & NVOS54_FLAGS_FINN_SERIALIZED) || !fetch(map, &first, control->params, 1)) {
+	if ((control->flags & NVOS54_FLAGS_FINN_SERIALIZED) || !rm_fetch(map, &first, control->params, 1)) {
 		map->incomplete = 1;
 		return;
 	}
@@ -89,12 +90,12 @@ void rm_before(struct rm_map *map, uint32_t request, const void *argument, struc
 		call->nr = 0;
 		return;
 	}
-	if (call->nr == NV_ESC_RM_FREE && fetch_argument(map, call, &body.free, sizeof(body.free))) {
+	if (call->nr == NV_ESC_RM_FREE && rm_fetch_argument(map, call, &body.free, sizeof(body.free))) {
 		call->h_client = body.free.hRoot;
 		call->h_object = body.free.hObjectOld;
 		call->free_number = rm_doom(map, call->h_client, call->h_object);
 	} else if (call->nr == NV_ESC_RM_CONTROL &&
-	           fetch_argument(map, call, &body.control, sizeof(body.control))) {
+	           rm_fetch_argument(map, call, &body.control, sizeof(body.control))) {
 		call->h_client = body.control.hClient;
 		call->h_object = body.control.hObject;
 		call->command = body.control.cmd;
@@ -115,7 +116,7 @@ static bool decode_alloc(struct rm_map *map, const struct rm_call *call, struct 
 	struct nvos21_alloc old;
 	struct nvos64_alloc new;
 
-	if (fetch_argument(map, call, &new, sizeof(new)))
+	if (rm_fetch_argument(map, call, &new, sizeof(new)))
 		*out = (struct alloc){new.hRoot,
 		                      new.hObjectParent,
 		                      new.hObjectNew,
@@ -123,7 +124,7 @@ static bool decode_alloc(struct rm_map *map, const struct rm_call *call, struct 
 		                      new.status,
 		                      new.pAllocParms,
 		                      new.flags &NVOS64_FLAGS_FINN_SERIALIZED};
-	else if (fetch_argument(map, call, &old, sizeof(old)))
+	else if (rm_fetch_argument(map, call, &old, sizeof(old)))
 		*out = (struct alloc){old.hRoot,  old.hObjectParent, old.hObjectNew, old.hClass,
 		                      old.status, old.pAllocParms,   false};
 	else
@@ -133,7 +134,7 @@ static bool decode_alloc(struct rm_map *map, const struct rm_call *call, struct 
 
 static bool fetch_params(struct rm_map *map, const struct alloc *alloc, void *to, size_t bytes)
 {
-	if (!alloc->is_finn && fetch(map, to, alloc->params, bytes))
+	if (!alloc->is_finn && rm_fetch(map, to, alloc->params, bytes))
 		return true;
 	map->incomplete = 1;
 	return false;
@@ -255,124 +256,17 @@ static void after_free(struct rm_map *map, const struct rm_call *call, bool ok)
 
 	if (!call->free_number)
 		return;
-	if (ok && fetch_argument(map, call, &body, sizeof(body)) && body.status == NV_OK)
+	if (ok && rm_fetch_argument(map, call, &body, sizeof(body)) && body.status == NV_OK)
 		rm_bury(map, call->free_number);
 	else
 		rm_spare(map, call->free_number);
-}
-
-/* A group, VA space or share may live on in a second client under a second handle (MPS, IPC). Channels cannot. */
-static void after_dup(struct rm_map *map, const struct rm_call *call)
-{
-	struct nvos55_dup body;
-	struct rm_object *source, *copy;
-
-	if (!fetch_argument(map, call, &body, sizeof(body)) || body.status != NV_OK)
-		return;
-	source = rm_find(map, body.hClientSrc, body.hObjectSrc);
-	if (!source || (source->kind != RM_GROUP && source->kind != RM_SPACE && source->kind != RM_SHARE))
-		return;
-	copy = rm_insert(map, (enum rm_kind)source->kind, body.hClient, body.hParent, body.hObject);
-	source = rm_find(map, body.hClientSrc, body.hObjectSrc);
-	if (!copy || !source || copy == source)
-		return;
-	copy->engine = source->engine;
-	copy->scheduled = source->scheduled;
-}
-
-static void after_app_gate(struct rm_map *map, const struct nvos54_control *control)
-{
-	struct nv2080_fifo_disable_channels params;
-
-	if (!fetch(map, &params, control->params, sizeof(params)) ||
-	    params.numChannels > NV2080_DISABLE_CHANNELS_MAX) {
-		map->incomplete = 1;
-		return;
-	}
-	for (uint32_t i = 0; i < params.numChannels; i++) {
-		struct rm_object *channel = rm_find(map, params.hClientList[i], params.hChannelList[i]);
-
-		if (!channel || channel->kind != RM_CHANNEL ||
-		    channel->app_disabled == (params.bDisable != 0))
-			continue;
-		channel->app_disabled = params.bDisable != 0;
-		channel->note_due = 1;
-	}
-}
-
-/* A group may learn its engine only here (seen with some drivers). Channels that were told of before are told again. */
-static void after_bind(struct rm_map *map, const struct nvos54_control *control)
-{
-	struct rm_object *bound = rm_find(map, control->hClient, control->hObject);
-	struct nva06c_bind params;
-
-	if (!bound || (bound->kind != RM_GROUP && bound->kind != RM_CHANNEL) ||
-	    !fetch(map, &params, control->params, sizeof(params)) || bound->engine == params.engineType)
-		return;
-	bound->engine = params.engineType;
-	for (uint32_t i = 0; i < map->used; i++) {
-		struct rm_object *channel = &map->objects[i];
-
-		if (channel->kind == RM_CHANNEL && channel->h_client == control->hClient &&
-		    (channel == bound || channel->parent == bound->handle))
-			channel->reported = 0;
-	}
-}
-
-static void learn_uuid(struct rm_map *map, struct rm_object *device, const uint8_t *uuid)
-{
-	if (!device || (device->has_uuid && !memcmp(device->uuid, uuid, sizeof(device->uuid))))
-		return;
-	memcpy(device->uuid, uuid, sizeof(device->uuid));
-	device->has_uuid = 1;
-	device->reported = 0;
-	for (uint32_t i = 0; i < map->used; i++)
-		if (map->objects[i].kind == RM_CHANNEL && rm_device_of(map, &map->objects[i]) == device)
-			map->objects[i].reported = 0;
-}
-
-static void after_gid(struct rm_map *map, const struct nvos54_control *control)
-{
-	struct rm_object *subdevice = rm_find(map, control->hClient, control->hObject);
-	struct nv2080_gpu_gid_info info;
-
-	if (!subdevice || !fetch(map, &info, control->params, sizeof(info)) || info.flags != 2 ||
-	    info.length != 16)
-		return; /* other forms: text, or a longer hash */
-	learn_uuid(map, rm_device_of(map, subdevice), info.data);
-}
-
-static void after_control(struct rm_map *map, const struct rm_call *call)
-{
-	struct nvos54_control control;
-
-	if (!fetch_argument(map, call, &control, sizeof(control)) || control.status != NV_OK)
-		return;
-	switch (control.cmd) {
-	case NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS:
-	case NVA06C_CTRL_CMD_BIND:
-	case NVA06F_CTRL_CMD_BIND:
-		if (control.flags & NVOS54_FLAGS_FINN_SERIALIZED)
-			map->incomplete = 1;
-		else if (control.cmd == NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS)
-			after_app_gate(map, &control);
-		else
-			after_bind(map, &control);
-		return;
-	case NV2080_CTRL_CMD_GPU_GET_GID_INFO:
-		if (!(control.flags & NVOS54_FLAGS_FINN_SERIALIZED))
-			after_gid(map, &control);
-		return;
-	default:
-		return;
-	}
 }
 
 static void after_version(struct rm_map *map, const struct rm_call *call)
 {
 	struct nv_ioctl_rm_api_version body;
 
-	if (!fetch_argument(map, call, &body, sizeof(body)))
+	if (!rm_fetch_argument(map, call, &body, sizeof(body)))
 		return;
 	body.versionString[sizeof(body.versionString) - 1] = 0;
 	rm_set_version(map, body.versionString);
@@ -391,36 +285,15 @@ void rm_after(struct rm_map *map, int fd, const struct rm_call *call, bool ok)
 		after_alloc(map, fd, call);
 		break;
 	case NV_ESC_RM_DUP_OBJECT:
-		after_dup(map, call);
+		rm_after_dup(map, call);
 		break;
 	case NV_ESC_RM_CONTROL:
-		after_control(map, call);
+		rm_after_control(map, call);
 		break;
 	case NV_ESC_CHECK_VERSION_STR:
 		after_version(map, call);
 		break;
 	default:
 		break;
-	}
-}
-
-void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument)
-{
-	struct uvm_register_channel added;
-	struct uvm_unregister_channel gone;
-	struct rm_object *channel;
-
-	if (request == UVM_REGISTER_CHANNEL && fetch(map, &added, (uintptr_t)argument, sizeof(added))) {
-		channel = rm_find(map, added.hClient, added.hChannel);
-		if (added.rmStatus != NV_OK || !channel || channel->kind != RM_CHANNEL)
-			return;
-		learn_uuid(map, rm_device_of(map, channel), added.gpuUuid);
-		channel->due = 1;
-	} else if (request == UVM_UNREGISTER_CHANNEL &&
-	           fetch(map, &gone, (uintptr_t)argument, sizeof(gone))) {
-		/* Its FREE follows and takes it away; until then it is stopped for good, so nobody need gate it. */
-		channel = rm_find(map, gone.hClient, gone.hChannel);
-		if (gone.rmStatus == NV_OK && channel && channel->kind == RM_CHANNEL)
-			channel->unregistered = 1;
 	}
 }

@@ -90,7 +90,8 @@ struct valve_shim {
 	uint32_t daemon_features;
 	uint32_t driver; /* as in valve_link_hello */
 	int link_fd, doorbell_fd, order_fd;
-	uint64_t doorbell_dev, doorbell_ino;
+	uint64_t bell_dev, bell_ino; /* what an eventfd looks like to fstat */
+	uint32_t pid;                /* who registered: a vfork child shares this memory and is not it */
 	uint32_t next_seq;
 	struct valve_reply reply[VALVE_REPLIES];
 	uint32_t keeper_runs, watcher_runs;

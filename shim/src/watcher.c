@@ -225,12 +225,10 @@ static void stay_idle(void)
 	uint64_t nap_ns = NAP_NS;
 
 	while (is_proven() && VALVE_CONTROL->watch && !valve_shim.stopping) {
+		beat(VALVE_WATCHER_IDLE);
 		futex_wait(&VALVE_REGION->busy, 0, (VALVE_CONTROL->gate_epoch & 1) ? SLEEP_NS : nap_ns);
 		nap_ns = nap_ns * 2 < IDLE_NAP_NS ? nap_ns * 2 : IDLE_NAP_NS;
-		beat(VALVE_WATCHER_IDLE);
 	}
-	if (!is_proven() && !valve_shim.stopping)
-		note_gap();
 }
 
 /* One attempt; returns how long to rest. */
@@ -258,7 +256,7 @@ static uint64_t try_to_prove(void)
 
 static void *watch(void *unused)
 {
-	bool works = load_driver();
+	bool works = load_driver(), was_idle = false;
 
 	(void)unused;
 	while (!valve_shim.stopping) {
@@ -269,9 +267,14 @@ static void *watch(void *unused)
 			beat(VALVE_WATCHER_ERROR);
 			sleep_ns(SLEEP_NS);
 		} else if (is_proven()) {
+			was_idle = true;
 			stay_idle();
 		} else {
+			if (was_idle)
+				note_gap(); /* also one that ended while nobody asked us to look */
+			was_idle = false;
 			sleep_ns(try_to_prove());
+			was_idle = VALVE_REGION->watcher_state == VALVE_WATCHER_IDLE;
 		}
 	}
 	return NULL;

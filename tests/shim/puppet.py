@@ -1,0 +1,202 @@
+"""The process under test: loads libcuda, opens driver nodes, issues ioctls and launches, one JSON line per command.
+
+It runs with libvalve.so preloaded and knows nothing of it; everything goes through libc and libcuda by ctypes, the way
+a foreign program would.
+"""
+
+import ctypes
+import json
+import os
+import struct
+import sys
+import threading
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+LIBC.open.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+KEEP = []  # parameter blocks stay where they are while the process lives
+
+
+def iowr(nr, size):
+    return 0xC0000000 | size << 16 | 0x46 << 8 | nr
+
+
+def block(data):
+    """A buffer that lives for good; returns its address."""
+    made = ctypes.create_string_buffer(data, len(data))
+    KEEP.append(made)
+    return ctypes.addressof(made), made
+
+
+class Commands:
+    def __init__(self):
+        self.cuda = None
+
+    def load(self, path="libcuda.so.1", mode=0):
+        self.cuda = ctypes.CDLL(path, mode=mode)
+
+    def cu(self, name, *numbers):
+        return getattr(self.cuda, name)(*[ctypes.c_uint64(n) for n in numbers])
+
+    def cu_out(self, name, *numbers):
+        """A call whose first argument is an out pointer: [result, value]."""
+        out = ctypes.c_uint64()
+        return [getattr(self.cuda, name)(ctypes.byref(out), *[ctypes.c_uint64(n) for n in numbers]), out.value]
+
+    def end_capture(self, stream):
+        graph = ctypes.c_void_p()
+        return self.cuda.cuStreamEndCapture(ctypes.c_uint64(stream), ctypes.byref(graph))
+
+    def stub(self, what):
+        self.cuda.stub_count.restype = ctypes.c_uint64
+        return self.cuda.stub_count(what.encode())
+
+    def stub_arguments(self):
+        self.cuda.stub_argument.restype = ctypes.c_uint64
+        return [self.cuda.stub_argument(i) for i in range(11)]
+
+    def stub_answer(self, query, record=0):
+        self.cuda.stub_answer(query, record)
+
+    def launch(self, count=1, name="cuLaunchKernel"):
+        call = getattr(self.cuda, name)
+        for _ in range(count):
+            call(*[ctypes.c_uint64(n) for n in range(1, 12)])
+
+    def launch_globally(self, count=1, name="cuLaunchKernel"):
+        """Through the global scope, as a directly linked program's references are bound."""
+        call = getattr(LIBC, name)
+        return [call(*[ctypes.c_uint64(n) for n in range(1, 12)]) for _ in range(count)]
+
+    def launch_in_threads(self, threads, count):
+        team = [threading.Thread(target=self.launch, args=(count,)) for _ in range(threads)]
+        for thread in team:
+            thread.start()
+        for thread in team:
+            thread.join()
+
+    def launch_in_background(self, count=1):
+        """Launches on a thread of its own and answers at once."""
+        threading.Thread(target=self.launch, args=(count,), daemon=True).start()
+
+    def getproc(self, name, version=12000, flags=0, v2=True):
+        """[result, pointer, status]; v1 has no status."""
+        out, status = ctypes.c_void_p(), ctypes.c_int(-1)
+        if v2:
+            code = self.cuda.cuGetProcAddress_v2(
+                name.encode(), ctypes.byref(out), version, ctypes.c_uint64(flags), ctypes.byref(status)
+            )
+        else:
+            code = self.cuda.cuGetProcAddress(name.encode(), ctypes.byref(out), version, ctypes.c_uint64(flags))
+        return [code, out.value or 0, status.value]
+
+    def call(self, pointer, *numbers):
+        return ctypes.CFUNCTYPE(ctypes.c_int)(pointer)(*[ctypes.c_uint64(n) for n in numbers])
+
+    def getproc_by(self, pointer, name, version=12000, flags=0):
+        """Asks a cuGetProcAddress_v2 that was itself obtained by cuGetProcAddress."""
+        out = ctypes.c_void_p()
+        ctypes.CFUNCTYPE(ctypes.c_int)(pointer)(name.encode(), ctypes.byref(out), version, ctypes.c_uint64(flags), None)
+        return out.value or 0
+
+    def open(self, path, flags=os.O_RDWR):
+        return LIBC.open(path.encode(), flags, 0)
+
+    def close(self, fd):
+        ctypes.set_errno(0)
+        return [LIBC.close(fd), ctypes.get_errno()]
+
+    def close_by_syscall(self, fd):
+        return LIBC.syscall(3, fd)
+
+    def fds(self):
+        return {name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if self._links(name)}
+
+    @staticmethod
+    def _links(name):
+        return os.path.lexists(f"/proc/self/fd/{name}")
+
+    def threads(self):
+        return len(os.listdir("/proc/self/task"))
+
+    def alloc(self, fd, root, parent, handle, cls, params="", form=64, flags=0, xfer=False, argument=None):
+        """RM_ALLOC in either form. Returns the handle that came back."""
+        address = block(bytes.fromhex(params))[0] if params else (argument or 0)
+        body = struct.pack("<IIIIQ", root, parent, handle, cls, address)
+        body += struct.pack("<QIIII", 0, 0, flags, 0, 0) if form == 64 else struct.pack("<II", 0, 0)
+        where, made = block(body)
+        self._ioctl(fd, 0x2B, where, len(body), xfer)
+        return struct.unpack_from("<I", made, 8)[0]
+
+    def free(self, fd, root, handle, xfer=False):
+        where, made = block(struct.pack("<IIII", root, 0, handle, 0))
+        self._ioctl(fd, 0x29, where, 16, xfer)
+        return struct.unpack_from("<I", made, 12)[0]
+
+    def control(self, fd, client, handle, command, params="", flags=0, xfer=False, argument=None):
+        address = block(bytes.fromhex(params))[0] if params else (argument or 0)
+        where, made = block(struct.pack("<IIIIQII", client, handle, command, flags, address, len(params) // 2, 0))
+        self._ioctl(fd, 0x2A, where, 32, xfer)
+        return struct.unpack_from("<I", made, 28)[0]
+
+    def control_in_background(self, *arguments, **named):
+        threading.Thread(target=self.control, args=arguments, kwargs=named, daemon=True).start()
+
+    def dup(self, fd, client, parent, handle, client_from, handle_from):
+        where, _ = block(struct.pack("<IIIIIII", client, parent, handle, client_from, handle_from, 0, 0))
+        self._ioctl(fd, 0x34, where, 28, False)
+
+    def uvm(self, fd, request, data):
+        where, _ = block(bytes.fromhex(data))
+        return LIBC.ioctl(fd, request, where)
+
+    def raw_ioctl(self, fd, request, address):
+        return LIBC.ioctl(fd, request, address)
+
+    def _ioctl(self, fd, nr, where, size, xfer):
+        if xfer:
+            outer, _ = block(struct.pack("<IIQ", nr, size, where))
+            return LIBC.ioctl(fd, iowr(211, 16), outer)
+        return LIBC.ioctl(fd, iowr(nr, size), where)
+
+    def fork_and(self, name, *arguments):
+        """Runs a command in a forked child and returns what it returned there."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, json.dumps(getattr(self, name)(*arguments)).encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            text = answer.read()
+        os.waitpid(pid, 0)
+        return json.loads(text)
+
+    def fork_idle(self):
+        """A child that stays; returns its pid."""
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                threading.Event().wait()
+        return pid
+
+    def init_and_launch(self, count):
+        """What a child does that takes up CUDA itself."""
+        self.cuda.cuInit(0)
+        self.launch(count)
+        return [os.getpid(), self.stub("launches")]
+
+    def spawn(self, *command):
+        import subprocess
+
+        return subprocess.run(command, check=False, capture_output=True, text=True).stdout
+
+
+def main():
+    commands = Commands()
+    for line in sys.stdin:
+        name, arguments, named = json.loads(line)
+        print(json.dumps(getattr(commands, name)(*arguments, **named)), flush=True)
+
+
+main()

@@ -1,0 +1,264 @@
+"""Busy and idle: the doorbell rings once per gate epoch, and idleness is claimed only where it was proven."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+from fake_daemon import OFFLINE, ONLINE, until
+
+ASLEEP, WATCHING, IDLE, CAPTURE, NO_CONTEXT, ERROR = range(6)
+NOT_READY, ILLEGAL_ADDRESS = 600, 700
+
+
+def prove_idle(client):
+    client.control.watch = 1
+    until(lambda: not client.region.busy and client.region.idle_ns, "proven idle")
+
+
+def test_an_online_process_is_born_busy(world):
+    _, client = world.online()
+
+    until(lambda: client.region.magic, "the region is filled")
+
+    assert (client.region.busy, client.region.idle_ns) == (1, 0)
+
+
+def test_a_closed_gate_hears_nothing(world):
+    puppet, client = world.online()
+
+    client.gate(2)
+    puppet.launch(10)
+
+    assert (client.bells(), client.region.rings) == (0, 0)
+
+
+def test_an_open_gate_hears_one_bell_per_epoch(world):
+    puppet, client = world.online()
+
+    for epoch in (1, 3, 5):
+        client.gate(epoch)
+        puppet.launch(10)
+
+        assert client.bells() == 1
+        assert (epoch, 1) == (client.region.rung_epoch, client.region.busy)
+    assert client.region.rings == 3
+
+
+def test_many_threads_ring_one_bell(world):
+    puppet, client = world.online()
+
+    client.gate(1)
+    puppet.launch_in_threads(8, 50)
+
+    assert (client.bells(), client.region.rings) == (1, 1)
+
+
+def test_the_ringing_launch_is_stamped_before_it_is_made(world):
+    puppet, client = world.online()
+    before = client.region.launch_ns
+
+    client.gate(1)
+    puppet.launch(1)
+
+    assert client.region.launch_ns > before
+
+
+def test_idle_is_claimed_when_every_event_is_done(world):
+    puppet, client = world.online()
+
+    puppet.launch(3)
+    prove_idle(client)
+
+    assert client.region.idle_submitted == 3
+    assert client.region.watcher_state == IDLE
+    assert client.region.idle_seq % 2 == 0
+
+
+def test_work_that_still_runs_keeps_the_process_busy(world):
+    puppet, client = world.online()
+
+    puppet.stub_answer(NOT_READY)
+    puppet.launch(1)
+    client.control.watch = 1
+    until(lambda: puppet.stub("queries") > 20, "the watcher asked often")
+
+    assert (client.region.busy, client.region.idle_ns) == (1, 0)
+    puppet.stub_answer(0)
+    prove_idle(client)
+
+
+def test_a_probe_that_fails_keeps_the_process_busy(world):
+    puppet, client = world.online()
+
+    puppet.stub_answer(0, ILLEGAL_ADDRESS)
+    client.control.watch = 1
+    until(lambda: client.region.watcher_state == ERROR, "the failure is shown")
+
+    assert (client.region.busy, client.region.idle_ns) == (1, 0)
+
+
+def test_a_process_without_a_known_context_stays_busy(world):
+    daemon = world.daemon(ONLINE)
+    puppet = world.puppet()
+    puppet.load()
+    puppet.cu("cuInit", 0)
+    puppet.launch(1)
+    client = daemon.client()
+
+    client.control.watch = 1
+
+    until(lambda: client.region.magic, "registered")
+    assert (client.region.busy, client.region.idle_ns) == (1, 0)
+    puppet.cu_out("cuCtxCreate_v2", 0, 0)
+    prove_idle(client)
+
+
+def test_a_destroyed_context_is_asked_no_more(world):
+    puppet, client = world.online()
+    _, context = puppet.cu_out("cuCtxCreate_v2", 0, 0)
+    prove_idle(client)
+
+    puppet.cu("cuCtxDestroy_v2", context)
+    puppet.cu("cuDevicePrimaryCtxRelease_v2", 0)
+    puppet.launch(1)
+
+    until(lambda: client.region.watcher_state == NO_CONTEXT, "no context is left to prove anything with")
+
+
+def test_nothing_is_probed_while_a_capture_is_open(world):
+    """The stub fails such a probe, as the driver would and would also invalidate the capture."""
+    puppet, client = world.online()
+
+    puppet.cu("cuStreamBeginCapture_v2", 1, 0)
+    client.control.watch = 1
+    until(lambda: client.region.watcher_state == CAPTURE, "the capture is seen")
+
+    assert (client.region.capture_depth, puppet.stub("records")) == (1, 0)
+    puppet.end_capture(1)
+    prove_idle(client)
+    assert client.region.capture_depth == 0
+
+
+def test_a_capture_that_did_not_begin_does_not_count(world):
+    puppet, client = world.online()
+
+    assert puppet.cu("cuStreamBeginCapture_v2", 0, 0) != 0
+
+    assert client.region.capture_depth == 0
+    prove_idle(client)
+
+
+def test_a_capture_begun_by_a_driver_pointer_is_seen_too(world):
+    puppet, client = world.online()
+
+    pointer = puppet.getproc("cuStreamBeginCapture", 10010)[1]
+    puppet.call(pointer, 1, 0)
+
+    assert client.region.capture_depth == 1
+
+
+def test_a_gap_spans_from_proven_idle_to_the_next_submit(world):
+    puppet, client = world.online()
+    prove_idle(client)
+    idle_ns = client.region.idle_ns
+
+    client.gate(1)
+    puppet.launch(1)
+    until(lambda: client.region.gaps == 1, "the gap is written")
+
+    [(end_ns, gap_ns)] = client.gaps()
+    assert (idle_ns, client.region.launch_ns) == (end_ns - gap_ns, end_ns)
+
+
+def test_a_launch_behind_a_closed_gate_is_noticed_and_proven_again(world):
+    """Nobody rings while the gate is closed: the watcher itself must see that the count moved."""
+    puppet, client = world.online()
+    prove_idle(client)
+
+    puppet.launch(4)
+    until(lambda: client.region.idle_submitted == 4, "the new work was proven done")
+
+    assert (client.bells(), client.region.gaps) == (0, 1)
+
+
+def test_the_watcher_sleeps_when_nobody_asks(world):
+    puppet, client = world.online()
+    prove_idle(client)
+
+    client.control.watch = 0
+    until(lambda: client.region.watcher_state == ASLEEP, "asleep")
+    probes = client.region.probes
+    puppet.launch(100)
+
+    until(lambda: client.region.watcher_ns, "it still beats")
+    assert probes == client.region.probes
+
+
+def test_a_driver_without_context_events_is_asked_stream_by_stream(world):
+    puppet, client = world.online(cuda=world.libraries.old_cuda)
+    puppet.cu_out("cuStreamCreate", 0)
+
+    puppet.launch(1)
+    prove_idle(client)
+
+    assert puppet.stub("queries") >= 2, "the legacy stream and the one that was made"
+
+
+def test_without_context_events_per_thread_streams_keep_the_process_busy(world):
+    puppet, client = world.online(cuda=world.libraries.old_cuda)
+
+    puppet.launch(1, "cuLaunchKernel_ptsz")
+    client.control.watch = 1
+
+    until(lambda: client.region.watcher_state == ERROR, "nobody can ask those streams")
+    assert client.region.busy == 1
+    assert puppet.stub("launches") == 1, "the detour reached the driver"
+
+
+def test_an_offline_process_never_rings(world):
+    puppet, client = world.offline()
+
+    client.gate(1)
+    puppet.launch(3)
+
+    assert (client.bells(), client.submitted()) == (0, 3)
+
+
+def test_held_launches_wait_for_the_order_to_run(world):
+    puppet, client = world.offline()
+    puppet.launch(1)
+
+    client.control.order = 2
+    client.gate(1)
+    puppet.launch_in_background(1)
+    until(lambda: client.submitted() == 2, "the launch is on its way")
+    assert puppet.stub("launches") == 1
+    client.control.order = 0
+
+    until(lambda: puppet.stub("launches") == 2, "the launch went through")
+
+
+@pytest.mark.parametrize("role", [ONLINE, OFFLINE, None], ids=["online", "offline", "no-daemon"])
+def test_no_system_call_is_made_while_the_gate_is_closed(world, role):
+    """The program forbids itself everything but write and exit by seccomp, then launches: a call would kill it."""
+    if role is not None:
+        world.daemon(role)
+    program = world.libraries.compile("sealed", f"-L{world.libraries.cuda}", "-l:libcuda.so.1")
+
+    done = subprocess.run(
+        [program, "100000"], env=world.environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (0, "100000 launches\n")
+
+
+def test_a_launch_leaves_errno_alone(world):
+    daemon = world.daemon(ONLINE)
+    daemon.role = ONLINE
+    program = world.libraries.compile("errno", f"-L{world.libraries.cuda}", "-l:libcuda.so.1")
+
+    done = subprocess.run([program], env=world.environment(), capture_output=True, text=True, timeout=60, check=False)
+
+    assert f"{os.EX_OK} 1234 1234" == done.stdout.strip()

@@ -1,0 +1,328 @@
+"""A tiny valved for the shim's tests: the link socket, the shared pages, and as much manners as a test asks for.
+
+It speaks proto/abi/link.h and region.h by hand, so that a change of layout in C shows up here as a failing test.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import mmap
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAGIC, ABI = 0x4B4E4C56, 1
+HEADER = struct.Struct("<IHHIIQ")
+HELLO, WELCOME, REFUSED, ACK, RM_CLIENT, CHANNEL_ADD, CHANNEL_DEL, SCHEDULE_WAIT, NOTE, SCHEDULE_DONE = range(1, 11)
+NAMES = {
+    HELLO: "HELLO",
+    RM_CLIENT: "RM_CLIENT",
+    CHANNEL_ADD: "CHANNEL_ADD",
+    CHANNEL_DEL: "CHANNEL_DEL",
+    SCHEDULE_WAIT: "SCHEDULE_WAIT",
+    NOTE: "NOTE",
+    SCHEDULE_DONE: "SCHEDULE_DONE",
+}
+BODIES = {
+    HELLO: struct.Struct("<HHIII32s16s"),
+    RM_CLIENT: struct.Struct("<16sIIIIII"),
+    CHANNEL_ADD: struct.Struct("<16sIIIIIIII"),
+    CHANNEL_DEL: struct.Struct("<16sIIIIIIII"),
+    SCHEDULE_WAIT: struct.Struct("<II"),
+    NOTE: struct.Struct("<IIII96s"),
+    SCHEDULE_DONE: struct.Struct("<II"),
+}
+FIELDS = {
+    HELLO: "abi_min abi_max features wanted_role driver build comm",
+    RM_CLIENT: "gpu_uuid device_instance h_client h_device h_subdevice has_fd pad0",
+    CHANNEL_ADD: "gpu_uuid device_instance h_client h_channel cid h_tsg engine compute pad0",
+    CHANNEL_DEL: "gpu_uuid device_instance h_client h_channel cid h_tsg engine compute pad0",
+    SCHEDULE_WAIT: "h_client h_object",
+    NOTE: "code h_client h_channel pad0 text",
+    SCHEDULE_DONE: "h_client h_object",
+}
+ONLINE, OFFLINE = 1, 2
+RUN, STOP, HOLD = 0, 1, 2
+PAGE, SLOTS = 4096, 256
+CONTROL_BYTES, REGION_BYTES = PAGE, PAGE + SLOTS * 64 + PAGE
+CONTROL_MAGIC, REGION_MAGIC = 0x314C5443564C4156, 0x314E4752564C4156
+F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
+FEATURE_SCHEDULE_DONE = 16
+NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
+LONG_S = 20.0  # no test waits that long for something that happens
+
+CONTROL_WORDS = {
+    "gate_epoch": ("<I", 64),
+    "heartbeat_ns": ("<Q", 128),
+    "lease_ns": ("<Q", 136),
+    "online_registered": ("<I", 144),
+    "watch": ("<I", 148),
+    "order": ("<I", 152),
+    "order_seq": ("<I", 156),
+    "draining": ("<I", 160),
+    "quiet_us": ("<I", 164),
+}
+REGION_WORDS = {
+    "magic": ("<Q", 0),
+    "abi": ("<I", 8),
+    "bytes": ("<I", 12),
+    "features": ("<I", 16),
+    "slot_count": ("<I", 20),
+    "pid": ("<I", 36),
+    "busy": ("<I", 64),
+    "rung_epoch": ("<I", 68),
+    "launch_ns": ("<Q", 72),
+    "rings": ("<Q", 80),
+    "idle_submitted": ("<Q", 128),
+    "idle_ns": ("<Q", 136),
+    "watcher_ns": ("<Q", 144),
+    "idle_seq": ("<I", 152),
+    "watcher_state": ("<I", 156),
+    "gaps": ("<Q", 160),
+    "probes": ("<Q", 168),
+    "capture_depth": ("<I", 192),
+    "order_done": ("<I", 256),
+    "order_status": ("<I", 260),
+    "order_ns": ("<Q", 264),
+    "self_stops": ("<Q", 272),
+}
+
+
+def until(what: Callable[[], object], why: str = "") -> object:
+    """Waits for a condition, generously: the deadline only ends a hung test."""
+    deadline = time.monotonic() + LONG_S
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"never happened: {why or what}"
+        time.sleep(0.001)
+    return value
+
+
+@dataclass(frozen=True)
+class Message:
+    type: int
+    seq: int
+    fields: dict[str, int | bytes]
+    fds: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> int | bytes:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def name(self) -> str:
+        return NAMES.get(self.type, f"type {self.type}")
+
+
+class Words:
+    """A shared page by field names."""
+
+    def __init__(self, memory: mmap.mmap, words: dict[str, tuple[str, int]]) -> None:
+        object.__setattr__(self, "memory", memory)
+        object.__setattr__(self, "words", words)
+
+    def __getattr__(self, name: str) -> int:
+        form, at = self.words[name]
+        return struct.unpack_from(form, self.memory, at)[0]
+
+    def __setattr__(self, name: str, value: int) -> None:
+        form, at = self.words[name]
+        struct.pack_into(form, self.memory, at, value)
+
+
+@dataclass
+class Client:
+    """One connection, as valved sees it."""
+
+    link: socket.socket
+    role: int
+    lease_ns: int
+    inbox: queue.Queue[Message] = field(default_factory=queue.Queue)
+    seen: list[Message] = field(default_factory=list)
+    gone: threading.Event = field(default_factory=threading.Event)
+    hello: Message | None = None
+
+    def make_pages(self) -> list[int]:
+        control_fd = os.memfd_create("control", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        region_fd = os.memfd_create("region", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(control_fd, CONTROL_BYTES)
+        os.ftruncate(region_fd, REGION_BYTES)
+        page = mmap.mmap(control_fd, CONTROL_BYTES)
+        struct.pack_into("<QIIIIQ", page, 0, CONTROL_MAGIC, ABI, CONTROL_BYTES, FEATURE_SCHEDULE_DONE, self.role, 7)
+        fcntl.fcntl(control_fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SHRINK | F_SEAL_GROW)
+        fcntl.fcntl(region_fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        self.control = Words(page, CONTROL_WORDS)
+        self.control.lease_ns = self.lease_ns
+        self.control.heartbeat_ns = time.monotonic_ns()
+        self.region_memory = mmap.mmap(region_fd, REGION_BYTES)
+        self.region = Words(self.region_memory, REGION_WORDS)
+        self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.order_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return [control_fd, region_fd, self.doorbell, self.order_bell]
+
+    # -- what a test reads --
+
+    def slots(self) -> list[tuple[int, int]]:
+        """(tid, submitted) of each claimed slot."""
+        found = []
+        for index in range(SLOTS):
+            submitted, tid = struct.unpack_from("<QI", self.region_memory, PAGE + index * 64)
+            if tid or submitted:
+                found.append((tid, submitted))
+        return found
+
+    def submitted(self) -> int:
+        return sum(count for _, count in self.slots())
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """(end_ns, gap_ns), oldest first; no test makes more than the ring holds."""
+        at = PAGE + SLOTS * 64
+        return [struct.unpack_from("<QQ", self.region_memory, at + 16 * i) for i in range(self.region.gaps)]
+
+    def bells(self) -> int:
+        """Doorbell writes since the last look."""
+        with suppress(BlockingIOError):
+            return os.eventfd_read(self.doorbell)
+        return 0
+
+    def expect(self, kind: int, **wanted: int | bytes) -> Message:
+        """The next message of this kind, which must have these fields; others before it are kept in `seen`."""
+        while True:
+            message = self.inbox.get(timeout=LONG_S)
+            self.seen.append(message)
+            if message.type != kind:
+                continue
+            got = {name: message.fields[name] for name in wanted}
+            assert wanted == got
+            return message
+
+    def none_of(self, kind: int) -> bool:
+        while not self.inbox.empty():
+            self.seen.append(self.inbox.get())
+        return all(message.type != kind for message in self.seen)
+
+    # -- what a test does --
+
+    def gate(self, epoch: int) -> None:
+        self.control.gate_epoch = epoch
+
+    def give_order(self, order: int) -> int:
+        self.control.order = order
+        self.control.order_seq = seq = self.control.order_seq + 1
+        os.eventfd_write(self.order_bell, 1)
+        return seq
+
+    def send(self, kind: int, seq: int, body: bytes, fds: list[int] | None = None) -> None:
+        header = HEADER.pack(MAGIC, ABI, kind, HEADER.size + len(body), seq, time.monotonic_ns())
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with suppress(OSError):
+            self.link.sendmsg([header + body], rights)
+
+    def ack(self, message: Message, status: int = 0, want_fd: int = 0) -> None:
+        self.send(ACK, message.seq, struct.pack("<II", status, want_fd))
+
+
+class FakeDaemon:
+    """Accepts clients and answers as told. `on_message` returns True when it answered itself."""
+
+    def __init__(self, folder: Path, role: int = ONLINE) -> None:
+        self.role = role
+        self.lease_ns = 10**15  # long: a test that is about the lease sets its own
+        self.refusal: int | None = None
+        self.silent = False
+        self.on_hello: Callable[[Client, Message], bool] | None = None
+        self.on_message: Callable[[Client, Message], bool] | None = None
+        self.clients: queue.Queue[Client] = queue.Queue()
+        self.alive: list[Client] = []
+        self.path = folder / "link.sock"
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self.listener.bind(str(self.path))
+        self.listener.listen(16)
+        self.stop_r, self.stop_w = os.pipe()
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
+
+    def client(self) -> Client:
+        """The next client that was welcomed."""
+        return self.clients.get(timeout=LONG_S)
+
+    def close(self) -> None:
+        """As if valved had been killed: every socket goes, no word is written."""
+        os.write(self.stop_w, b"x")
+        self.thread.join()
+        self.listener.close()
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        for client in self.alive:
+            with suppress(OSError):
+                client.link.shutdown(socket.SHUT_RDWR)
+            client.link.close()
+
+    def _accept(self) -> None:
+        while True:
+            ready, _, _ = select.select([self.listener, self.stop_r], [], [])
+            if self.stop_r in ready:
+                return
+            link, _ = self.listener.accept()
+            client = Client(link=link, role=self.role, lease_ns=self.lease_ns)
+            self.alive.append(client)
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: Client) -> None:
+        for message in _messages(client.link):
+            if message.type == HELLO:
+                client.hello = message
+                self._greet(client, message)
+                continue
+            client.inbox.put(message)
+            if self.on_message and self.on_message(client, message):
+                continue
+            if message.type in {RM_CLIENT, CHANNEL_ADD, SCHEDULE_WAIT} and not self.silent:
+                client.ack(message)
+        client.gone.set()
+
+    def _greet(self, client: Client, hello: Message) -> None:
+        if self.on_hello and self.on_hello(client, hello):
+            return
+        if self.silent:
+            return
+        if self.refusal is not None:
+            client.send(REFUSED, hello.seq, struct.pack("<IHH96s", self.refusal, 1, 1, b"no"))
+            return
+        self.welcome(client, hello)
+
+    def welcome(self, client: Client, hello: Message) -> None:
+        fds = client.make_pages()
+        body = struct.pack(
+            "<HHIQQII", ABI, self.role, FEATURE_SCHEDULE_DONE, 7, len(self.alive), CONTROL_BYTES, REGION_BYTES
+        )
+        client.send(WELCOME, hello.seq, body, fds)
+        os.close(fds[0])
+        os.close(fds[1])
+        self.clients.put(client)
+
+
+def _messages(link: socket.socket) -> Iterator[Message]:
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(link, 512, 8)
+        except OSError:
+            return
+        if not data:
+            return
+        magic, _, kind, length, seq, _ = HEADER.unpack_from(data)
+        assert (magic, length) == (MAGIC, len(data))
+        values = BODIES[kind].unpack_from(data, HEADER.size)
+        yield Message(kind, seq, dict(zip(FIELDS[kind].split(), values, strict=True)), tuple(fds))
