@@ -35,9 +35,9 @@ def on_gpu(
     def decorate(body: Callable[..., None]) -> Callable[[], None]:
         @functools.wraps(body)
         def test() -> None:
-            from valve_tools.emulator.node import Options, node
+            from valve_tools.emulator.node import NO_LATENCY, Options, node
 
-            options = Options(gpus=gpus, gpu_bytes=gpu_bytes, knobs=knobs or {})
+            options = Options(gpus=gpus, gpu_bytes=gpu_bytes, knobs={**NO_LATENCY, **(knobs or {})})
             with node(options) as emulator:
                 done = subprocess.run(
                     [sys.executable, "-m", "emulated", body.__code__.co_filename, body.__name__],

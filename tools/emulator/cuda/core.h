@@ -163,7 +163,7 @@ struct context {
 	struct context *next;
 };
 
-/* The library's only writable state. */
+/* The library's writable state, but for the books of memory (memory.h). */
 struct emu {
 	pthread_mutex_t lock;
 	bool ready, forked;
@@ -176,7 +176,7 @@ struct emu {
 	struct channel *channels;
 	struct context *contexts;
 	struct capture *captures;
-	uint64_t next_id, unknown_kernels;
+	uint64_t next_id;
 };
 extern struct emu emu;
 

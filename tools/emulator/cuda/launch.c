@@ -10,6 +10,9 @@
 #define EXTRA_BUFFER       ((void *)1)
 #define EXTRA_BUFFER_BYTES ((void *)2)
 
+/* For tests and the curious: launches of kernels that nobody here can run. */
+__attribute__((visibility("default"))) uint64_t valve_emu_unknown_kernels;
+
 static CUresult run_native(struct channel *channel, const struct emu_native *native, const void *args)
 {
 	for (uint64_t step = 0; turn_check(channel); step++)
@@ -27,7 +30,7 @@ static CUresult run_launch(struct work *work, struct channel *channel)
 		return function->builtin->run(channel, launch->args);
 	if (function->native)
 		return run_native(channel, function->native, launch->args);
-	__atomic_fetch_add(&emu.unknown_kernels, 1, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&valve_emu_unknown_kernels, 1, __ATOMIC_RELAXED);
 	turn_run(channel, real_ns(emu.knobs.kernel_us * 1000u));
 	return CUDA_SUCCESS;
 }

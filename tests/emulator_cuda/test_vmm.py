@@ -1,0 +1,277 @@
+"""Virtual memory management: the rules of the real calls, holes, sharing between processes, sparse ranges."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from ctypes import byref, c_int, c_uint64
+
+from cuda_driver import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Cuda
+from emulated import on_gpu
+from gate_process import gate_of
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+ALREADY_MAPPED = 208
+READ_WRITE = 3
+
+
+class Prop(ctypes.Structure):
+    _fields_ = [("type", c_int), ("handles", c_int), ("place", c_int), ("id", c_int), ("rest", c_uint64 * 2)]
+
+
+class Access(ctypes.Structure):
+    _fields_ = [("place", c_int), ("id", c_int), ("flags", c_int)]
+
+
+def create(cuda: Cuda, size: int = PAGE, handles: int = 1, place: int = 1, device: int = 0) -> int:
+    return cuda.value("cuMemCreate", size, byref(Prop(1, handles, place, device)), 0)
+
+
+def reserve(cuda: Cuda, size: int) -> int:
+    return cuda.value("cuMemAddressReserve", size, 0, 0, 0)
+
+
+def allow(cuda: Cuda, address: int, size: int, flags: int = READ_WRITE) -> int:
+    return cuda.call("cuMemSetAccess", address, size, byref(Access(1, 0, flags)), 1)
+
+
+def backed(cuda: Cuda, pages: int = 1) -> int:
+    address = reserve(cuda, pages * PAGE)
+    for page in range(pages):
+        cuda.cuMemMap(address + page * PAGE, PAGE, 0, create(cuda), 0)
+    assert allow(cuda, address, pages * PAGE) == 0
+    return address
+
+
+@on_gpu()
+def test_a_mapping_gives_no_access_until_it_is_set(cuda: Cuda) -> None:
+    cuda.start()
+    address = reserve(cuda, PAGE)
+    cuda.cuMemMap(address, PAGE, 0, create(cuda), 0)
+    flags = c_uint64(9)
+    cuda.cuMemGetAccess(byref(flags), byref(Access(1, 0)), address)
+    cuda.launch(cuda.kernel("emu_touch"), address, 4096, 4096)
+
+    assert flags.value == 0
+    assert cuda.call("cuCtxSynchronize") == ILLEGAL_ADDRESS
+
+
+@on_gpu()
+def test_mapped_memory_is_memory(cuda: Cuda) -> None:
+    cuda.start()
+    address, wrong = backed(cuda, 3), cuda.alloc(8)
+    cuda.cuMemsetD8_v2(wrong, 0, 8)
+    cuda.launch(cuda.kernel("emu_tag"), address, 3 * PAGE, 42)
+    cuda.launch(cuda.kernel("emu_check"), address, 3 * PAGE, 42, wrong)
+    flags = c_uint64()
+    cuda.cuMemGetAccess(byref(flags), byref(Access(1, 0)), address + PAGE)
+
+    assert cuda.read(wrong, 8) == bytes(8)
+    assert flags.value == READ_WRITE
+
+
+@on_gpu()
+def test_the_refusals_of_the_real_calls(cuda: Cuda) -> None:
+    cuda.start()
+    address, handle = reserve(cuda, 4 * PAGE), create(cuda, 2 * PAGE)
+    refused = {
+        "size is no whole page": cuda.call("cuMemCreate", byref(c_uint64()), 4096, byref(Prop(1, 0, 1, 0)), 0),
+        "offset is not 0": cuda.call("cuMemMap", address, PAGE, PAGE, handle, 0),
+        "not reserved": cuda.call("cuMemMap", address + 4 * PAGE, PAGE, 0, handle, 0),
+        "larger than the handle": cuda.call("cuMemMap", address, 4 * PAGE, 0, handle, 0),
+        "nothing mapped": cuda.call("cuMemUnmap", address, 2 * PAGE),
+    }
+    cuda.cuMemMap(address, 2 * PAGE, 0, handle, 0)
+    refused |= {
+        "part of a mapping": cuda.call("cuMemUnmap", address, PAGE),
+        "beyond the mappings": cuda.call("cuMemUnmap", address, 3 * PAGE),
+        "access to more than is mapped": allow(cuda, address, 3 * PAGE),
+        "still mapped": cuda.call("cuMemAddressFree", address, 4 * PAGE),
+        "not exportable": cuda.call("cuMemExportToShareableHandle", byref(c_int()), create(cuda, PAGE, 0), 1, 0),
+    }
+
+    assert dict.fromkeys(refused, INVALID_VALUE) == refused
+    assert cuda.call("cuMemMap", address, 2 * PAGE, 0, handle, 0) == ALREADY_MAPPED
+    assert cuda.call("cuMemCreate", byref(c_uint64()), 2 << 30, byref(Prop(1, 0, 1, 0)), 0) == OUT_OF_MEMORY
+
+
+@on_gpu()
+def test_one_unmap_may_cover_many_mappings_and_leaves_a_hole(cuda: Cuda) -> None:
+    cuda.start()
+    address = backed(cuda, 4)
+    cuda.cuMemUnmap(address + PAGE, 2 * PAGE)
+    cuda.launch(cuda.kernel("emu_touch"), address, PAGE, 4096)
+    cuda.cuCtxSynchronize()
+    cuda.launch(cuda.kernel("emu_touch"), address, 4 * PAGE, 4096)
+
+    assert cuda.call("cuCtxSynchronize") == ILLEGAL_ADDRESS
+
+
+@on_gpu()
+def test_one_handle_may_stand_in_many_places(cuda: Cuda) -> None:
+    """The quarantine page: all ranges show the same bytes."""
+    cuda.start()
+    address, handle = reserve(cuda, 8 * PAGE), create(cuda)
+    for page in range(8):
+        cuda.cuMemMap(address + page * PAGE, PAGE, 0, handle, 0)
+    allow(cuda, address, 8 * PAGE)
+    cuda.write(address + 3 * PAGE, b"seen")
+
+    assert {cuda.read(address + page * PAGE, 4) for page in range(8)} == {b"seen"}
+    assert cuda.emulator.state().used_bytes() < 4 * PAGE + 32 * MIB
+
+
+@on_gpu()
+def test_memory_lives_until_its_last_mapping_and_handle_are_gone(cuda: Cuda) -> None:
+    cuda.start()
+    before = cuda.emulator.state().used_bytes()
+    address, handle = reserve(cuda, PAGE), create(cuda)
+    cuda.cuMemMap(address, PAGE, 0, handle, 0)
+    allow(cuda, address, PAGE)
+    cuda.cuMemRelease(handle)
+    kept = cuda.value("cuMemRetainAllocationHandle", address + 100)
+    used = [cuda.emulator.state().used_bytes() - before]
+    cuda.cuMemUnmap(address, PAGE)
+    used.append(cuda.emulator.state().used_bytes() - before)
+    cuda.cuMemRelease(kept)
+    used.append(cuda.emulator.state().used_bytes() - before)
+    cuda.cuMemAddressFree(address, PAGE)
+
+    assert kept == handle
+    assert used == [PAGE, PAGE, 0]
+    assert cuda.call("cuMemRelease", kept) == INVALID_VALUE
+
+
+@on_gpu()
+def test_host_memory_can_be_mapped_as_collective_libraries_do(cuda: Cuda) -> None:
+    cuda.start()
+    address = reserve(cuda, PAGE)
+    cuda.cuMemMap(address, PAGE, 0, create(cuda, place=3), 0)
+    allow(cuda, address, PAGE)
+    cuda.write(address, b"numa")
+
+    assert cuda.read(address, 4) == b"numa"
+
+
+def export_fd(cuda: Cuda, handle: int) -> int:
+    fd = c_int(-1)
+    cuda.cuMemExportToShareableHandle(byref(fd), handle, 1, 0)
+    return fd.value
+
+
+IMPORTER = """
+import sys
+sys.path.insert(0, {support!r})
+sys.path.insert(0, {tests!r})
+from ctypes import byref, c_void_p
+from cuda_driver import Cuda
+from test_vmm import PAGE, allow, reserve
+cuda = Cuda().start()
+handle = cuda.value("cuMemImportFromShareableHandle", c_void_p({fd}), 1)
+address = reserve(cuda, PAGE)
+cuda.cuMemMap(address, PAGE, 0, handle, 0)
+assert allow(cuda, address, PAGE) == 0
+assert cuda.read(address, 5) == b"hello"
+cuda.write(address, b"there")
+"""
+
+
+@on_gpu()
+def test_an_exported_handle_is_the_same_memory_in_another_process(cuda: Cuda) -> None:
+    cuda.start()
+    address, handle = reserve(cuda, PAGE), create(cuda)
+    cuda.cuMemMap(address, PAGE, 0, handle, 0)
+    allow(cuda, address, PAGE)
+    cuda.write(address, b"hello")
+    fd = export_fd(cuda, handle)
+    here = os.path.dirname(__file__)
+    program = IMPORTER.format(support=os.path.join(here, "..", "support"), tests=here, fd=fd)
+    done = subprocess.run([sys.executable, "-c", program], pass_fds=[fd], check=False)
+
+    assert done.returncode == 0
+    assert cuda.read(address, 5) == b"there"
+
+
+@on_gpu()
+def test_an_exported_fd_alone_keeps_the_memory(cuda: Cuda) -> None:
+    cuda.start()
+    before = cuda.emulator.state().used_bytes()
+    handle = create(cuda)
+    fd = export_fd(cuda, handle)
+    cuda.cuMemRelease(handle)
+    held = cuda.emulator.state().used_bytes() - before
+    os.close(fd)
+    cuda.emulator.wait(lambda state: state.used_bytes() == before, "the memory is back")
+
+    assert held == PAGE
+
+
+@on_gpu()
+def test_a_sparse_range_reads_zeros_and_can_be_backed_again(cuda: Cuda) -> None:
+    """Given the uvm fd elsewhere, when a range is made sparse there, then kernels here read zeros and nobody faults."""
+    cuda.start()
+    address, wrong = backed(cuda, 4), cuda.alloc(8)
+    cuda.launch(cuda.kernel("emu_tag"), address, 4 * PAGE, 7)
+    cuda.cuMemsetD8_v2(wrong, 0, 8)
+    cuda.cuCtxSynchronize()
+    uvm = next(fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}") and _is_uvm(fd))
+    with gate_of(cuda) as gate:
+        process = gate.tree.process
+        socket.send_fds(process.relay, [b"f"], [uvm])
+        theirs = int(process.call("receive_fd"))
+        uuid = bytes.fromhex(cuda.emulator.state().raw["gpus"][0]["uuid"].removeprefix("GPU-").replace("-", ""))
+        params = struct.pack("<QQ", address + PAGE, 2 * PAGE) + uuid + bytes(8)
+        answer = process.ioctl(theirs, 74, params)
+    cuda.launch(cuda.kernel("emu_check"), address + PAGE, 2 * PAGE, 0, wrong)
+    cuda.launch(cuda.kernel("emu_check"), address, PAGE, 7, wrong)
+    cuda.cuCtxSynchronize()
+    sparse_pages_wrong = cuda.read(wrong, 8)
+    cuda.cuMemUnmap(address + PAGE, 2 * PAGE)
+    cuda.cuMemMap(address + PAGE, PAGE, 0, create(cuda), 0)
+
+    assert (answer.errno, answer.word(32)) == (0, 0)
+    assert sparse_pages_wrong == bytes(8)
+    assert allow(cuda, address + PAGE, PAGE) == 0
+
+
+def _is_uvm(fd: int) -> bool:
+    libc = ctypes.CDLL(None)
+    name, size = ctypes.create_string_buffer(110), c_int(110)
+    return libc.getsockname(fd, name, byref(size)) == 0 and b"/3/0/" in name.raw
+
+
+@on_gpu(cuda="unmap_waits=1")
+def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) -> None:
+    """The hazard of a helper thread (cuda-interposition 3.2), as a setting: unmapping while gated does not return."""
+    cuda.start()
+    address = backed(cuda)
+    with gate_of(cuda) as gate:
+        cuda.launch(cuda.kernel("emu_spin"), 1000)
+        gate.close()
+        thread = threading.Thread(target=cuda.cuMemUnmap, args=(address, PAGE))
+        thread.start()
+        thread.join(0.05)
+        stuck = thread.is_alive()
+        gate.open()
+        thread.join()
+
+    assert stuck
+
+
+@on_gpu(knobs={"map_us": "36", "unmap_us": "26"})
+def test_remapping_costs_what_the_model_says_per_mapping(cuda: Cuda) -> None:
+    """A lower bound only: the wall clock decides nothing else."""
+    import time
+
+    cuda.start()
+    start = time.monotonic()
+    address = backed(cuda, 50)
+    cuda.cuMemUnmap(address, 50 * PAGE)
+
+    assert time.monotonic() - start >= 50 * (36 + 26) * 1e-6
