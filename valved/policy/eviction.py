@@ -9,18 +9,20 @@ A chain is a run of blocks held by the same requests: a shared prefix is one cha
 column costs a chain everything behind the first block lost, in it or in a chain before it; the cost of a set is the
 sum over chains of the worst loss any chosen column causes. So shared prefixes count once and marginal costs only
 fall, but a fallen cost can become the smallest: a lazy heap of old costs is NOT exact for a minimum. `select`
-therefore keeps all marginal costs up to date, touching only the chains hit, largest loss first.
+therefore keeps all marginal costs up to date, touching only the chains hit. Its loop is C (greedy.c).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from valved.model.memory import ColumnId, ColumnPick, EvictionCost, OfflineRequest, ReclaimDecision
+from valved.policy._greedy import ffi, lib
 from valved.policy.columns import ColumnMap
 
 Ints = NDArray[np.int64]
@@ -86,29 +88,42 @@ class CostIndex:
 
 def select(index: CostIndex, needed_handles: int, policy: str = "selective") -> ReclaimDecision:
     """Greedy: each step takes a cheapest column; ties go to fewer chains, more free blocks, lower address."""
+    handles = index.column_map.handles_of_column
+    columns = len(handles)
     costs = index.column_cost.copy()
+    unused = _unused(index, needed_handles)
+    costs[unused] = np.inf
+    freed = int(handles[unused].sum())
     lost = np.zeros(len(index.chain_ptr) - 1)
     live_end = index.chain_ptr[1:].copy()
-    handles = index.column_map.handles_of_column
-    picks: list[ColumnPick] = []
-    freed = 0
-    while freed < needed_handles:
-        cheapest = float(costs.min(initial=np.inf))
-        if cheapest == np.inf:
-            break
-        tied = np.flatnonzero(costs == cheapest)
-        if cheapest == 0:
-            tied = tied[np.argsort(-index.free_blocks[tied], kind="stable")]
-            enough = int(np.searchsorted(np.cumsum(handles[tied]), needed_handles - freed)) + 1
-            taken = tied[:enough]
-        else:
-            taken = tied[:1] if len(tied) == 1 else _break_tie(index, tied, lost)
-        costs[taken] = np.inf
-        freed += int(handles[taken].sum())
-        picks += [ColumnPick(column_id=ColumnId(int(one)), marginal_cost=int(cheapest)) for one in taken]
-        if cheapest > 0:
-            _lose(index, int(taken[0]), costs, lost, live_end)
-    return decision_of(policy, index.cost, picks, needed_handles, freed)
+    picks, marginal = np.empty(columns, dtype=np.int64), np.empty(columns)
+    view = ffi.new("struct valve_cost_index *", {"columns": columns})
+    view.chain_ptr, view.entry_column = _ints(index.chain_ptr), _ints(index.entry_column)
+    view.entry_loss, view.entry_chain = _floats(index.entry_loss), _ints(index.entry_chain)
+    view.column_ptr, view.column_entries = _ints(index.column_ptr), _ints(index.column_entries)
+    view.free_blocks, view.handles = _ints(index.free_blocks), _ints(handles)
+    scratch = (_floats(costs), _floats(lost), _ints(live_end))
+    count = lib.valve_greedy_select(view, *scratch, needed_handles - freed, _ints(picks), _floats(marginal))
+    taken = np.concatenate([unused, picks[:count]])
+    steps = zip(taken.tolist(), [0.0] * len(unused) + marginal[:count].tolist(), strict=True)
+    made = [ColumnPick(column_id=ColumnId(column), marginal_cost=int(cost)) for column, cost in steps]
+    return decision_of(policy, index.cost, made, needed_handles, int(handles[taken].sum()))
+
+
+def _unused(index: CostIndex, needed_handles: int) -> Ints:
+    """Columns that cost nothing from the start, in tie order, as far as they are needed."""
+    unused = np.flatnonzero(index.column_cost == 0)
+    unused = unused[np.argsort(-index.free_blocks[unused], kind="stable")]
+    reached = np.cumsum(index.column_map.handles_of_column[unused])
+    return unused[: int(np.searchsorted(reached, needed_handles)) + 1] if needed_handles > 0 else unused[:0]
+
+
+def _ints(values: Ints) -> Any:
+    return ffi.from_buffer("int64_t[]", values)
+
+
+def _floats(values: Floats) -> Any:
+    return ffi.from_buffer("double[]", values)
 
 
 def decision_of(
@@ -126,30 +141,6 @@ def decision_of(
         total_cost=sum(pick.marginal_cost for pick in picks),
         reason=reason if not missing else f"{reason}; no reclaimable column is left for {missing}",
     )
-
-
-def _break_tie(index: CostIndex, tied: Ints, lost: Floats) -> Ints:
-    newly = np.array([(lost[index.entry_chain[index.entries_of(int(one))]] == 0).sum() for one in tied])
-    order = np.lexsort((tied, -index.free_blocks[tied], newly))
-    return tied[order[:1]]
-
-
-def _lose(index: CostIndex, column: int, costs: Floats, lost: Floats, live_end: Ints) -> None:
-    """Charge the chains hit and lower the marginal cost of every column that shares them."""
-    entries = index.entries_of(column)
-    chains = index.entry_chain[entries]
-    worse = entries < live_end[chains]
-    entries, chains = entries[worse], chains[worse]
-    before, after = lost[chains], index.entry_loss[entries]
-    starts, stops = index.chain_ptr[chains], live_end[chains]
-    lengths = stops - starts
-    ends = np.cumsum(lengths)
-    owner = np.repeat(np.arange(len(chains)), lengths)
-    touched = np.arange(int(ends[-1])) + (starts - ends + lengths)[owner]
-    fall = np.minimum(index.entry_loss[touched], after[owner]) - before[owner]
-    np.subtract.at(costs, index.entry_column[touched], fall)
-    lost[chains] = after
-    live_end[chains] = entries
 
 
 def index_requests(column_map: ColumnMap, tables: BlockTables, settings: EvictionSettings) -> CostIndex:
