@@ -1,0 +1,154 @@
+"""The mechanics of the eviction experiment on pools small enough to follow by hand."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from valve_tools.sim import eviction
+from valve_tools.sim.eviction_engine import AffineFreeList, Engine, EngineSettings, Loss, StockFreeList
+
+from valved.model.memory import ColumnId, ColumnPick
+from valved.policy.columns import uniform_columns
+from valved.policy.eviction import decision_of
+
+SETTINGS = EngineSettings(watermark=0.0)
+FOUR_BY_FOUR = uniform_columns(4, 4)
+
+
+def take(*columns):
+    """A policy that always takes these columns."""
+
+    def choose(column_map, tables, ages, needed):
+        picks = [ColumnPick(column_id=ColumnId(one), marginal_cost=0) for one in columns]
+        return decision_of("fixed", None, picks, needed, len(picks))
+
+    return choose
+
+
+def engine_of(lengths, loss=Loss.BEHIND, column_map=FOUR_BY_FOUR, stock=False):
+    free = (StockFreeList if stock else AffineFreeList)(column_map.block_columns.tolist())
+    return Engine(SETTINGS, column_map, free, lengths, loss)
+
+
+def test_the_stock_list_is_a_queue_that_gets_blocks_back_last_first():
+    free = StockFreeList([0, 0, 1, 1])
+    first = free.take(3)
+    free.give(first)
+
+    assert first == [0, 1, 2]
+    assert free.take(4) == [3, 2, 1, 0]
+
+
+def test_the_stock_list_parks_blocks_of_withheld_columns():
+    free = StockFreeList([0, 0, 1, 1])
+    held = free.take(1)
+    free.withhold_all([0])
+    free.give(held)
+    assert len(free) == 2
+
+    free.restore_all([0])
+    assert {0, 1, 2, 3} == set(free.take(4))
+
+
+def test_every_prompt_and_output_token_counts_once_when_nothing_is_taken():
+    """One request of 48 + 16 tokens fits at a time and ends within each step."""
+    engine = engine_of([(48, 16)], column_map=uniform_columns(5, 1))
+    for _ in range(20):
+        engine.step()
+    engine.check_integrity()
+
+    assert engine.lost_tokens == 0
+    assert engine.useful_tokens == pytest.approx(20 * 64)
+
+
+def test_tokens_computed_again_do_not_count_again():
+    engine = engine_of([(160, 64)], loss=Loss.ALL)
+    engine._admit()
+    engine._prefill(10.0)
+    engine.reclaim(take(1), 1)
+    engine._admit()
+    engine._prefill(10.0)
+
+    assert engine.useful_tokens == 160
+
+
+@pytest.mark.parametrize(("loss", "kept"), [(Loss.ALL, 0.0), (Loss.BEHIND, 64.0)])
+def test_what_a_request_keeps_follows_the_rule(loss, kept):
+    """160 prompt tokens in columns 0 to 2; column 1 goes, so 64 are valid."""
+    engine = engine_of([(160, 64)], loss=loss)
+    engine._admit()
+    engine._prefill(10.0)
+    held = engine.useful_tokens
+    engine.reclaim(take(1), 1)
+    (waiting,) = [seq for seq in engine._waiting if seq.best == 160]
+
+    assert held == 160
+    assert waiting.done == kept
+    assert engine.lost_tokens == 160 - kept
+    assert len(waiting.blocks) == kept // 16
+    engine.check_integrity()
+
+
+def test_capacity_alone_wastes_no_token():
+    engine = engine_of([(160, 64)], loss=Loss.NOTHING)
+    engine._admit()
+    engine._prefill(10.0)
+    engine.reclaim(take(0, 1), 2)
+
+    assert engine.lost_tokens == 0
+
+
+def test_a_withheld_column_is_not_used_until_it_returns():
+    engine = engine_of([(16, 16)])
+    columns = engine.reclaim(take(0, 1, 2), 3)
+    engine.step()
+    assert all(block >= 12 for seq in engine._holders() for block in seq.blocks)
+
+    engine.restore(columns)
+    engine.step()
+    engine.check_integrity()
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_counted():
+    engine = engine_of([(16, 16), (100_000, 1)])
+    for _ in range(3):
+        engine.step()
+    assert engine.refused > 0
+
+    with pytest.raises(ValueError, match="no request fits"):
+        engine_of([(100_000, 1)])
+
+
+SMALL = eviction.EvictionPlan(
+    intervals_s=(30,), sizes=(0.3,), other_handles_mib=(), pool_mib=8192, churn_s=60, reclaims=3, min_s=60, max_s=90
+)
+
+
+def test_the_experiment_is_the_same_for_the_same_seed():
+    first = eviction.run_eviction(None, (3,), plan=SMALL)
+
+    assert first == eviction.run_eviction(None, (3,), plan=SMALL)
+    assert {one.policy for one in first.cells} == {rival.name for rival in eviction.RIVALS}
+    assert "median cell" in first.table()
+
+
+def test_selective_loses_less_than_fifo_on_a_small_pool():
+    result = eviction.run_eviction(None, (0,), plan=SMALL)
+    lost = {(one.allocator, one.policy): one.lost_tokens_per_s for one in result.cells}
+
+    assert lost["affine", "selective"] < 0.5 * lost["affine", "fifo"]
+    assert lost["affine", "selective"] < 0.5 * lost["stock", "selective"]
+    assert all(ratio >= 1.0 for ratio in result.greedy_over_exact)
+
+
+def test_lengths_are_found_by_their_columns_and_bad_rows_by_their_line(tmp_path: Path):
+    with gzip.open(tmp_path / "requests.csv.gz", "wt") as out:
+        out.write("t_s,in_tok,out_tok\n0,1,2\n")
+    (tmp_path / "summaries.csv").write_text("in_tok,out_tok\n10,20\n,5\n30,40\n")
+    assert eviction.offline_lengths(tmp_path) == ([(10, 20), (30, 40)], "summaries.csv")
+
+    (tmp_path / "summaries.csv").write_text("in_tok,out_tok\n10,20\nten,5\n")
+    with pytest.raises(ValueError, match=r"summaries\.csv:3"):
+        eviction.offline_lengths(tmp_path)

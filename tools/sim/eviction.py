@@ -1,0 +1,375 @@
+"""The eviction experiment: what the choice of columns, and the order in which blocks are handed out, save.
+
+An offline engine with a full pool loses a share of it again and again and gets it back five seconds later. Every policy
+runs on the same backlog from the same fragmented pool (one hour of churn on its allocator); loss is against the
+same engine left alone, reduction against FIFO on the same allocator. Called by `valve replay eviction`.
+
+`fifo`, `random`, `lru`, `fewest-requests` and `greedy` recompute a request from its first token once a block of it is
+lost, as the paper's baselines do; names ending in `+prefix` keep the valid prefix. `selective` is the product: prefix
+kept, priced by recompute time. `fifo+prefix` shows how much of the gain is the prefix alone, `capacity-only` what no
+choice of columns can avoid, because the pool is smaller for a while.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from valve_tools.sim.eviction_engine import (
+    AffineFreeList,
+    Engine,
+    EngineSettings,
+    Lengths,
+    Loss,
+    Select,
+    StockFreeList,
+)
+
+from valved.model.memory import ColumnId, EvictionCost, ReclaimDecision
+from valved.policy import baselines
+from valved.policy.baselines import ColumnAges
+from valved.policy.columns import ColumnMap, uniform_columns
+from valved.policy.eviction import BlockTables, EvictionSettings, index_requests, select
+
+INTERVALS_S = (5, 10, 30, 60, 120, 300)
+SIZES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.40)
+PRODUCT = "selective"
+Progress = Callable[[str, float], None]
+"""Called with what runs and the share done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionPlan:
+    """The grid; every value a parameter. Pool: 36 GiB of 8B KV in 2 MiB blocks of 16 tokens."""
+
+    intervals_s: tuple[int, ...] = INTERVALS_S
+    sizes: tuple[float, ...] = SIZES
+    handle_mib: int = 64
+    other_handles_mib: tuple[int, ...] = (2, 16, 256)
+    """Handle sizes run with FIFO and the product only, on every second interval and size."""
+    pool_mib: int = 36 * 1024
+    block_mib: int = 2
+    churn_s: float = 3600.0
+    returned_after_s: float = 5.0
+    reclaims: int = 12
+    """Reclaims per cell, within the two bounds below."""
+    min_s: float = 240.0
+    max_s: float = 900.0
+    engine: EngineSettings = field(default_factory=EngineSettings)
+
+    def cell_s(self, interval_s: int) -> float:
+        wanted = min(max(self.reclaims * interval_s, self.min_s), self.max_s)
+        return wanted // interval_s * interval_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A policy and what requests keep under it."""
+
+    name: str
+    loss: Loss
+    cost: EvictionCost | None
+    """None: by age or at random."""
+
+
+RIVALS = (
+    Rival(name="fifo", loss=Loss.ALL, cost=None),
+    Rival(name="fifo+prefix", loss=Loss.BEHIND, cost=None),
+    Rival(name="lru", loss=Loss.ALL, cost=None),
+    Rival(name="random", loss=Loss.ALL, cost=None),
+    Rival(name="fewest-requests", loss=Loss.ALL, cost=EvictionCost.REQUESTS),
+    Rival(name="greedy", loss=Loss.ALL, cost=EvictionCost.TOKENS),
+    Rival(name="greedy+prefix", loss=Loss.BEHIND, cost=EvictionCost.PREFIX_TOKENS),
+    Rival(name=PRODUCT, loss=Loss.BEHIND, cost=EvictionCost.RECOMPUTE_NS),
+    Rival(name="capacity-only", loss=Loss.NOTHING, cost=EvictionCost.RECOMPUTE_NS),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    allocator: str
+    handle_mib: int
+    interval_s: int
+    size: float
+    policy: str
+    seed: int
+    loss: float
+    """1 - throughput / throughput of the engine left alone."""
+    reduction: float
+    """1 - loss / loss of FIFO on the same allocator; 0 where FIFO loses nothing."""
+    lost_tokens_per_s: float
+    """Tokens whose KV was taken; those that growth preempts are not among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    claim: str
+    value: float
+    bound: float
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionResult:
+    lengths: str
+    seeds: tuple[int, ...]
+    cells: tuple[CellResult, ...]
+    greedy_over_exact: tuple[float, ...]
+    """Cost of the greedy set over the cheapest set there is, on small pools."""
+    claims: tuple[Claim, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def reductions(self, allocator: str, handle_mib: int = 64, policy: str = PRODUCT) -> dict[tuple[int, float], float]:
+        """Mean over seeds per cell."""
+        return self._mean(allocator, handle_mib, policy, "reduction")
+
+    def losses(self, allocator: str, handle_mib: int = 64, policy: str = "fifo") -> dict[tuple[int, float], float]:
+        return self._mean(allocator, handle_mib, policy, "loss")
+
+    def _mean(self, allocator: str, handle_mib: int, policy: str, figure: str) -> dict[tuple[int, float], float]:
+        found: dict[tuple[int, float], list[float]] = {}
+        for cell in self.cells:
+            if (cell.allocator, cell.handle_mib, cell.policy) == (allocator, handle_mib, policy):
+                found.setdefault((cell.interval_s, cell.size), []).append(getattr(cell, figure))
+        return {key: float(np.mean(values)) for key, values in found.items()}
+
+    def table(self) -> str:
+        """Markdown: FIFO's loss and the product's reduction per cell, then medians of every policy, then the claims."""
+        lines = [f"Lengths: {self.lengths}. Seeds: {list(self.seeds)}.", ""]
+        for allocator in ("affine", "stock"):
+            lines += [f"### {allocator} hand-out: loss of FIFO -> of selective (reduction), %", ""]
+            lines += [*self._grid(allocator), ""]
+        lines += [*self._medians(), ""]
+        gaps = sorted(self.greedy_over_exact)
+        lines.append(
+            f"Greedy over exact optimum on {len(gaps)} small cases: median {np.median(gaps):.3f}, worst {gaps[-1]:.3f}."
+        )
+        lines += ["", "| claim | value | bound | holds |", "|---|---|---|---|"]
+        lines += [
+            f"| {one.claim} | {one.value:.3f} | {one.bound:.3f} | {'yes' if one.ok else 'NO'} |" for one in self.claims
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _grid(self, allocator: str) -> list[str]:
+        fifo, ours = self.losses(allocator), self.losses(allocator, policy=PRODUCT)
+        cut = self.reductions(allocator)
+        intervals = sorted({key[0] for key in fifo})
+        sizes = sorted({key[1] for key in fifo})
+        lines = ["| every | " + " | ".join(f"{size:.0%}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+        for interval in intervals:
+            row = [
+                f"{100 * fifo[interval, s]:.1f} -> {100 * ours[interval, s]:.1f} ({100 * cut[interval, s]:.0f})"
+                for s in sizes
+            ]
+            lines.append(f"| {interval} s | " + " | ".join(row) + " |")
+        return lines
+
+    def _medians(self) -> list[str]:
+        lines = ["### median over cells: loss (reduction against FIFO of the same allocator), %", ""]
+        keys = sorted({(cell.allocator, cell.handle_mib) for cell in self.cells})
+        lines += ["| policy | " + " | ".join(f"{a} {h} MiB" for a, h in keys) + " |", "|---" * (len(keys) + 1) + "|"]
+        for rival in RIVALS:
+            row = []
+            for allocator, handle in keys:
+                losses = self.losses(allocator, handle, rival.name)
+                cuts = self.reductions(allocator, handle, rival.name)
+                row.append(f"{100 * _median(losses):.1f} ({100 * _median(cuts):.0f})" if losses else "")
+            lines.append(f"| {rival.name} | " + " | ".join(row) + " |")
+        return lines
+
+
+def run_eviction(
+    traces_dir: Path | None,
+    seeds: Sequence[int] = (0,),
+    progress: Progress = lambda what, share: None,
+    plan: EvictionPlan | None = None,
+) -> EvictionResult:
+    """The whole experiment; deterministic for the same lengths, seeds and plan."""
+    plan = plan or EvictionPlan()
+    lengths, source = offline_lengths(traces_dir)
+    cells: list[CellResult] = []
+    runs = [(seed, part) for seed in seeds for part in _parts(plan)]
+    for number, (seed, (allocator, handle_mib)) in enumerate(runs):
+        part_progress = _within(progress, number / len(runs), 1 / len(runs))
+        cells += _run_part(plan, lengths, seed, allocator, handle_mib, part_progress)
+    exact = tuple(ratio for seed in seeds for ratio in greedy_over_exact(lengths, seed))
+    draft = EvictionResult(lengths=source, seeds=tuple(seeds), cells=tuple(cells), greedy_over_exact=exact, claims=())
+    progress("done", 1.0)
+    return EvictionResult(
+        lengths=source, seeds=tuple(seeds), cells=tuple(cells), greedy_over_exact=exact, claims=_claims(draft)
+    )
+
+
+def _within(progress: Progress, start: float, share: float) -> Progress:
+    return lambda what, done: progress(what, start + share * done)
+
+
+def offline_lengths(traces_dir: Path | None) -> tuple[Lengths, str]:
+    """(prompt, output) pairs from the first file of the folder that has these two columns and no times; else drawn."""
+    for path in sorted(traces_dir.glob("*.csv*")) if traces_dir else []:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8", newline="") as lines:
+            reader = csv.reader(lines)
+            if next(reader, None) == ["in_tok", "out_tok"]:
+                return _read_lengths(path, reader), path.name
+    rng = np.random.default_rng(20)
+    prompts = np.clip(rng.normal(2750, 900, 8192), 150, 4000).astype(int)
+    outputs = np.clip(rng.lognormal(np.log(190), 0.75, 8192), 16, 4000).astype(int)
+    return list(zip(prompts.tolist(), outputs.tolist(), strict=True)), "drawn, about those of a summarising job"
+
+
+def _read_lengths(path: Path, rows: Iterable[list[str]]) -> Lengths:
+    """A blank cell is a missing sample; anything else that is no positive number is refused with its place."""
+    lengths = []
+    for line, row in enumerate(rows, start=2):
+        if len(row) == 2 and all(cell.strip() for cell in row):
+            if not all(cell.isascii() and cell.isdigit() and int(cell) > 0 for cell in row):
+                raise ValueError(f"{path}:{line}: {','.join(row)!r} is not a pair of positive token counts")
+            lengths.append((int(row[0]), int(row[1])))
+    if not lengths:
+        raise ValueError(f"{path}: no pair of token counts")
+    return lengths
+
+
+def _parts(plan: EvictionPlan) -> Iterator[tuple[str, int]]:
+    for allocator in ("affine", "stock"):
+        yield allocator, plan.handle_mib
+    for handle_mib in plan.other_handles_mib:
+        yield "affine", handle_mib
+
+
+def _run_part(
+    plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, handle_mib: int, progress: Progress
+) -> list[CellResult]:
+    is_main = handle_mib == plan.handle_mib
+    start = pickle.dumps(_churned(plan, lengths, seed, allocator, handle_mib))
+    alone = _left_alone(plan, start)
+    step = 1 if is_main else 2
+    grid = [(i, s) for i in plan.intervals_s[1 - step % 2 :: step] for s in plan.sizes[1 - step % 2 :: step]]
+    rivals = [one for one in RIVALS if is_main or one.name in ("fifo", PRODUCT)]
+    results = []
+    for number, (interval_s, size) in enumerate(grid):
+        progress(f"{allocator} {handle_mib} MiB, every {interval_s} s {size:.0%}", number / len(grid))
+        seconds = plan.cell_s(interval_s)
+        fifo_loss = 0.0
+        for rival in rivals:
+            engine = _run_cell(plan, start, rival, interval_s, size, seed)
+            loss = 1 - engine.useful_tokens / alone[seconds]
+            fifo_loss = loss if rival.name == "fifo" else fifo_loss
+            results.append(
+                CellResult(
+                    allocator=allocator,
+                    handle_mib=handle_mib,
+                    interval_s=interval_s,
+                    size=size,
+                    policy=rival.name,
+                    seed=seed,
+                    loss=loss,
+                    reduction=1 - loss / fifo_loss if fifo_loss > 0 else 0.0,
+                    lost_tokens_per_s=engine.lost_tokens / seconds,
+                )
+            )
+    return results
+
+
+def _churned(plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, handle_mib: int) -> Engine:
+    per_column = handle_mib // plan.block_mib
+    column_map = uniform_columns(plan.pool_mib // handle_mib, per_column, pinned=1)
+    make = AffineFreeList if allocator == "affine" else StockFreeList
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    shuffled = [lengths[i] for i in order]
+    engine = Engine(
+        plan.engine, column_map, make(column_map.block_columns.tolist(), reserved=(0,)), shuffled, loss=Loss.BEHIND
+    )
+    for _ in range(int(plan.churn_s / plan.engine.step_s)):
+        engine.step()
+    engine.check_integrity()
+    return engine
+
+
+def _left_alone(plan: EvictionPlan, start: bytes) -> dict[float, float]:
+    """Useful tokens of the undisturbed engine after each length of cell."""
+    engine: Engine = pickle.loads(start)
+    engine.start_counting()
+    at: dict[float, float] = {}
+    elapsed = 0.0
+    for seconds in sorted({plan.cell_s(interval) for interval in plan.intervals_s}):
+        while elapsed < seconds:
+            engine.step()
+            elapsed += plan.engine.step_s
+        at[seconds] = engine.useful_tokens
+    return at
+
+
+def _run_cell(plan: EvictionPlan, start: bytes, rival: Rival, interval_s: int, size: float, seed: int) -> Engine:
+    engine: Engine = pickle.loads(start)
+    engine.loss = rival.loss
+    engine.start_counting()
+    needed = max(1, round(size * len(engine.column_map.columns)))
+    choose = _chooser(rival, seed)
+    out: list[tuple[float, tuple[ColumnId, ...]]] = []
+    step_s = plan.engine.step_s
+    for number in range(int(plan.cell_s(interval_s) / step_s)):
+        now_s = number * step_s
+        while out and out[0][0] <= now_s:
+            engine.restore(out.pop(0)[1])
+        if now_s % interval_s == 0:
+            out.append((now_s + plan.returned_after_s, engine.reclaim(choose, needed)))
+        engine.step()
+    return engine
+
+
+def _chooser(rival: Rival, seed: int) -> Select:
+    settings = EvictionSettings(cost=rival.cost or EvictionCost.TOKENS)
+    draws = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
+
+    def choose(column_map: ColumnMap, tables: BlockTables, ages: ColumnAges, needed: int) -> ReclaimDecision:
+        index = index_requests(column_map, tables, settings)
+        if rival.cost is not None:
+            return select(index, needed, rival.name)
+        if rival.name == "random":
+            return baselines.shuffled(index, next(draws), needed)
+        return (baselines.lru if rival.name == "lru" else baselines.fifo)(index, ages, needed)
+
+    return choose
+
+
+def greedy_over_exact(lengths: Lengths, seed: int, cases: int = 40) -> list[float]:
+    """Small pools (14 columns of 8 blocks) of short requests, half of them handed out by columns, half in any order."""
+    rng = np.random.default_rng(seed)
+    column_map = uniform_columns(14, 8)
+    ratios = []
+    for case in range(cases):
+        order = np.arange(column_map.blocks) if case % 2 else rng.permutation(column_map.blocks)
+        picks = rng.integers(0, len(lengths), 40)
+        counts = np.array([1 + sum(lengths[i]) // 300 for i in picks])
+        counts = counts[np.cumsum(counts) <= 0.9 * column_map.blocks]
+        ptr = np.concatenate([[0], np.cumsum(counts)])
+        tables = BlockTables(ptr=ptr, blocks=order[: ptr[-1]], tokens=counts * 16 - rng.integers(0, 16, len(counts)))
+        index = index_requests(column_map, tables, EvictionSettings())
+        for needed in (2, 4, 7):
+            best = baselines.exact(index, needed).total_cost
+            ratios.append(select(index, needed).total_cost / best if best else 1.0)
+    return ratios
+
+
+def _claims(result: EvictionResult) -> tuple[Claim, ...]:
+    cuts, fifo = result.reductions("affine"), result.losses("affine")
+    hurt = [cuts[key] for key, loss in fifo.items() if loss > 0.02]
+    median, worst = _median(cuts), min(hurt, default=1.0)
+    return (
+        Claim(claim="median cell: loss against FIFO, same allocator", value=median, bound=0.6, ok=median >= 0.6),
+        Claim(claim="worst cell where FIFO loses over 2 %", value=worst, bound=0.3, ok=worst >= 0.3),
+    )
+
+
+def _median(values: dict[tuple[int, float], float]) -> float:
+    return float(np.median(list(values.values()))) if values else 0.0
