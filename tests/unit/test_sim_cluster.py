@@ -1,0 +1,287 @@
+"""The mechanics of the cluster experiment, each on a fleet made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from valve_scheduler.placement import PlacementSettings
+from valve_tools.sim.cluster import ClusterPlan, run_cluster
+from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
+from valve_tools.sim.cluster_load import (
+    MINUTES,
+    ONLINE_8B,
+    ONLINE_32B,
+    STEPS,
+    WINDOWS,
+    FleetLoad,
+    LoadSettings,
+    Service,
+    drawn_services,
+    fleet_load,
+    services_from,
+)
+from valve_tools.sim.cluster_reports import Reports
+from valve_tools.sim.cluster_run import ClusterRun, RunSettings
+from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, Offer, Scheduler
+
+EIGHT_B, TP2 = 0, 2
+
+
+def fleet(idle_of_replica, free_of_replica=None, ranks=None, alignment=None, nodes=1):
+    """One node; replicas in GPU order, one or two ranks each, constant over the week."""
+    ranks = np.array(ranks or [1] * len(idle_of_replica))
+    free_of_replica = free_of_replica or [1.0] * len(ranks)
+
+    def bytes_of(values):
+        return np.repeat(np.rint(np.array(values) * STEPS).astype(np.uint8)[:, None], MINUTES, axis=1)
+
+    return FleetLoad(
+        settings=LoadSettings(nodes=nodes),
+        replica_of_gpu=np.repeat(np.arange(len(ranks)), ranks),
+        rank_alignment=np.array(alignment or [1.0] * len(ranks)),
+        ranks=ranks,
+        idle=bytes_of(idle_of_replica),
+        free=bytes_of(free_of_replica),
+        borrowed=0,
+    )
+
+
+def share(load, members, model, recompute_s=0.0):
+    achieved, ran = Truth(load, recompute_s).share(5, np.array([members]), model)
+    return float(achieved[0]), float(ran[0])
+
+
+def test_alone_on_an_idle_card_a_job_achieves_everything():
+    assert share(fleet([1.0] * 8), [0], EIGHT_B) == (1.0, 1.0)
+
+
+def test_a_job_runs_for_the_idle_share_of_its_gpu():
+    achieved, ran = share(fleet([0.6] * 8), [3], EIGHT_B)
+
+    assert ran == pytest.approx(0.6)
+    assert achieved == pytest.approx(0.6)
+
+
+def test_gpus_of_different_services_must_be_idle_at_once():
+    _, ran = share(fleet([0.6, 0.6] + [1.0] * 6), [0, 1], TP2)
+
+    assert ran == pytest.approx(0.36)
+
+
+def test_ranks_of_one_service_are_idle_together_as_far_as_they_are_aligned():
+    """Busy 0.4 each; overlap over union 0.6 makes the union 0.4 * 2 / 1.6 = 0.5."""
+    aligned = fleet([0.6] * 4, ranks=[2] * 4)
+    partly = fleet([0.6] * 4, ranks=[2] * 4, alignment=[0.6] * 4)
+
+    assert share(aligned, [0, 1], TP2)[1] == pytest.approx(0.6)
+    assert share(partly, [0, 1], TP2)[1] == pytest.approx(0.5)
+    assert share(partly, [1, 2], TP2)[1] == pytest.approx(0.36)
+
+
+def test_the_rank_with_least_memory_sets_the_pace():
+    load = fleet([1.0] * 8, free_of_replica=[1.0, 0.5] + [1.0] * 6)
+    half = float(MODELS[TP2].requests_per_s(np.array([round(0.5 * STEPS) / STEPS * 71.8]))[0])
+    full = float(MODELS[TP2].requests_per_s(np.array([71.8]))[0])
+
+    assert share(load, [0, 1], TP2)[0] == pytest.approx(half / full)
+
+
+def test_too_little_memory_means_no_throughput():
+    assert share(fleet([1.0] * 8, free_of_replica=[0.2] * 8), [0], EIGHT_B)[0] == 0.0
+
+
+def test_memory_taken_back_costs_recomputation_in_proportion():
+    """At one minute of window 5 the card loses 40 of 71.8 GiB, of the 53.8 GiB cache: 20 s * 40 / 53.8 of 600 s."""
+    load = fleet([1.0] * 8)
+    steps = round(40 / 71.8 * STEPS)
+    load.free[0, 55:60] -= np.uint8(steps)
+    lost_gib = steps / STEPS * 71.8
+    without, _ = share(load, [0], EIGHT_B)
+    with_loss, _ = share(load, [0], EIGHT_B, recompute_s=20.0)
+
+    assert without - with_loss == pytest.approx(20 / 600 * lost_gib / (71.8 - 18.0))
+
+
+def test_curves_rise_with_memory_and_start_at_the_smallest_cache():
+    for model in MODELS:
+        rates = model.requests_per_s(np.linspace(0, 71.8, 60))
+
+        assert (np.diff(rates) >= 0).all()
+        assert model.requests_per_s(np.array([model.fit_gib - 0.1]))[0] == 0
+
+
+def test_reports_say_what_the_day_before_was():
+    load = fleet([0.25] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.7] * 4)
+    seen = Reports(load).fleet(30, np.ones((1, 8), dtype=bool))
+
+    assert seen.idle == pytest.approx(np.full((1, 8), round(0.25 * STEPS) / STEPS), abs=1e-6)
+    assert seen.histogram.sum(axis=2) == pytest.approx(np.ones((1, 8)))
+    assert seen.histogram[0, 0].argmax() == 16
+    assert seen.alignment[0, 0, 1] == pytest.approx(0.7)
+    busy = 1 - round(0.25 * STEPS) / STEPS
+    assert seen.alignment[0, 0, 2] == pytest.approx(busy**2 / (2 * busy - busy**2), abs=1e-5)
+
+
+def scheduler(name, load):
+    truth = Truth(load, 0.0)
+    foresight = Foresight(truth, load.settings.nodes) if name == "oracle" else None
+    return Scheduler(name, Reports(load), foresight, PlacementSettings(), 0), truth
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_offers_an_open_set_that_fits(name):
+    load = fleet([0.5] * 4, ranks=[2] * 4)
+    one, _ = scheduler(name, load)
+    free = np.ones((1, 8), dtype=bool)
+    free[0, :6] = False
+
+    offer = one.offer(10, TP2, 0.2, frozenset(), free)
+
+    assert offer.set_index[0] == 27  # {6, 7}, the last of the 28 pairs
+    assert one.offer(10, TP2, 0.2, frozenset(), np.zeros((1, 8), dtype=bool)).set_index[0] == -1
+
+
+def test_only_the_full_model_and_the_oracle_keep_ranks_together():
+    """Idle 0.5 on GPUs 0 and 1 of one service, 0.6 on 2 and 3 of two services: the blind go where idle is highest."""
+    load = fleet([0.5, 0.6, 0.6, 0.1, 0.1, 0.1, 0.1], ranks=[2] + [1] * 6)
+    chosen = {}
+    for name in ("most-idle", "full", "oracle"):
+        one, _ = scheduler(name, load)
+        chosen[name] = int(one.offer(10, TP2, 0.2, frozenset(), np.ones((1, 8), dtype=bool)).set_index[0])
+
+    pairs = [(i, j) for i in range(8) for j in range(i + 1, 8)]
+    assert {name: pairs[index] for name, index in chosen.items()} == {
+        "most-idle": (2, 3),
+        "full": (0, 1),
+        "oracle": (0, 1),
+    }
+
+
+def jobs(*rows):
+    """(arrival, model, gpus, sla, work) each."""
+    arrival, model, gpus, sla, work = map(np.array, zip(*rows, strict=True))
+    return JobTable(arrival=arrival, model=model, gpus=gpus, sla=sla.astype(np.float64), work=work.astype(np.float64))
+
+
+def test_a_job_ends_when_its_instances_have_done_its_work():
+    """Two instances at 0.5 do one GPU-hour in an hour: six windows."""
+    load = fleet([0.5] * 8)
+    one, truth = scheduler("full", load)
+    run = ClusterRun(one, truth, jobs((0, EIGHT_B, 2, 0.2, 0.99)), 1, RunSettings(counted_from=0))
+    for window in range(5):
+        run.step(window)
+    assert run.tally.finished == 0
+    run.step(5)
+    run.check_integrity()
+
+    assert run.tally.finished == 1
+    assert run.tally.occupied_gpus == 12
+    assert run.tally.saved_gpus == pytest.approx(6, abs=0.05)
+
+
+def test_a_gpu_takes_one_offline_instance():
+    load = fleet([0.9] * 8)
+    one, truth = scheduler("full", load)
+    run = ClusterRun(one, truth, jobs((0, EIGHT_B, 64, 0.2, 1e9)), 1, RunSettings())
+    run.step(0)
+    run.check_integrity()
+
+    assert len(run._running.job) == 8
+    assert run.waiting == 1
+
+
+class Optimist(Scheduler):
+    """Promises anything, so that the monitor has work."""
+
+    def offer(self, window, model, sla, avoid, open_gpus):
+        self.avoided = avoid
+        offer = super().offer(window, model, 0.0, avoid, open_gpus)
+        return Offer(share=offer.share, set_index=offer.set_index, score=offer.score)
+
+
+def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
+    load = fleet([0.3] * 8)
+    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    run = ClusterRun(
+        one, Truth(load, 0.0), jobs((0, EIGHT_B, 1, 0.6, 1e9)), 1, RunSettings(counted_from=0, warm_up_windows=1)
+    )
+    for window in range(6):
+        run.step(window)
+    assert (run.tally.violations, run.tally.moved) == (1, 1)
+
+    run.step(6)
+    assert one.avoided == frozenset({"node-0000"})
+    assert len(run._running.job) == 0
+
+
+def test_the_demand_sets_the_rate_of_arrivals():
+    table = draw_jobs(JobSettings(backlog_h=0.0), 1000.0, WINDOWS, 1)
+
+    assert table.work.sum() == pytest.approx(1000 * 168, rel=0.15)
+
+
+def constant_service(model, concurrency):
+    rate = concurrency / (100 / model.prefill_tokens_per_s + 100 * model.token_s)
+    return Service(
+        name="constant",
+        model=model,
+        rate=np.full(WINDOWS, rate),
+        cv=np.ones(WINDOWS),
+        in_tokens=100.0,
+        out_tokens=100.0,
+    )
+
+
+def test_replicas_are_sized_for_the_wanted_idle_share():
+    settings = LoadSettings(nodes=4, fleet_idle=0.46)
+    load = fleet_load([constant_service(ONLINE_8B, 40.0), constant_service(ONLINE_32B, 40.0)], settings, 1)
+    idle = (load.idle.mean(axis=1) / STEPS)[load.replica_of_gpu].mean()
+
+    assert len(load.replica_of_gpu) == 32
+    assert idle == pytest.approx(0.46, abs=0.05)
+
+
+def test_the_ranks_of_a_service_sit_side_by_side():
+    load = fleet_load([constant_service(ONLINE_32B, 40.0)], LoadSettings(nodes=4), 1)
+
+    assert (load.replica_of_gpu[0::2] == load.replica_of_gpu[1::2]).all()
+
+
+def test_about_a_third_of_the_instances_overlap_only_partly():
+    load = fleet_load([constant_service(ONLINE_32B, 400.0)], LoadSettings(nodes=200), 1)
+
+    assert (load.rank_alignment < 0.96).mean() == pytest.approx(0.32, abs=0.05)
+
+
+def test_services_are_read_by_shape_and_lengths_are_borrowed_by_seed(tmp_path: Path):
+    rows = "".join(f"{600 * w},{c},2.0,1.1,Gamma,1,1\n" for w in range(WINDOWS) for c in (0, 1))
+    (tmp_path / "svc_rates.csv").write_text("t,client,rate,cv,dist,a,b\n" + rows)
+    (tmp_path / "svc_lengths.csv").write_text("client,win_s,kind,mean\n0,0,input,100\n0,0,output,20\n")
+
+    services, borrowed = services_from(tmp_path, 0)
+
+    assert (len(services), borrowed) == (2, 1)
+    assert services[1].in_tokens == 100
+
+    (tmp_path / "svc_rates.csv").write_text("t,client,rate,cv,dist,a,b\n0,0,many,1.1,Gamma,1,1\n")
+    with pytest.raises(ValueError, match=r"svc_rates\.csv:2: column rate"):
+        services_from(tmp_path, 0)
+
+
+def test_a_small_week_runs_under_every_scheduler_and_is_the_same_again():
+    plan = ClusterPlan(demands=(1.0,), judged_demand=1.0, load=LoadSettings(nodes=3))
+    first = run_cluster(None, (1,), plan=plan)
+    again = run_cluster(None, (1,), plan=replace(plan, schedulers=("full",)))
+
+    def without_clock(result):
+        return [
+            replace(one, decision_p50_ms=0.0, decision_p99_ms=0.0) for one in result.weeks if one.scheduler == "full"
+        ]
+
+    assert without_clock(first) == without_clock(again)
+    assert [one.scheduler for one in first.weeks] == list(SCHEDULERS)
+    assert all(0 <= one.saved_of_fleet <= one.gain <= one.fleet_idle + 0.01 for one in first.weeks)
+    assert drawn_services(3)[0].name == "drawn-0"

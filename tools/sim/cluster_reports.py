@@ -1,0 +1,85 @@
+"""What the nodes of the simulated fleet would report every hour: the scheduler sees nothing else.
+
+Idle share, histogram of free memory and pairwise alignment, over the last 24 hours. The week wraps around, so the first
+day's reports rest on the last day.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_scheduler.model import HISTOGRAM_BINS
+from valve_scheduler.placement import Fleet, Standing
+from valve_tools.sim.cluster_load import MINUTES, MINUTES_PER_WINDOW, STEPS, WINDOWS, FleetLoad
+
+HOURS = WINDOWS // 6
+DAY = 24
+
+
+class Reports:
+    """Hourly snapshots, computed once and shared by all schedulers."""
+
+    def __init__(self, load: FleetLoad) -> None:
+        self._load = load
+        settings = load.settings
+        self.nodes, self.gpus = settings.nodes, settings.gpus_per_node
+        self.full_mib = settings.usable_gib * 1024
+        windows = load.idle.reshape(len(load.ranks), WINDOWS, MINUTES_PER_WINDOW).mean(axis=2, dtype=np.float32)
+        self._idle = _last_day(windows.reshape(len(load.ranks), HOURS, 6).mean(axis=2).T / STEPS)
+        self._histogram = _last_day(self._hourly_histograms())
+        self._both = _last_day(self._hourly_overlaps(windows / STEPS))
+        self._names = [f"node-{node:04d}" for node in range(self.nodes)]
+
+    def fleet(self, hour: int, open_gpus: NDArray[np.bool_]) -> Fleet:
+        """The snapshot that the scheduler of the product ranks; `open_gpus` is shared, not copied."""
+        shape = (self.nodes, self.gpus)
+        replicas = self._load.replica_of_gpu
+        idle = self._idle[hour][replicas].reshape(shape).astype(np.float64)
+        return Fleet(
+            names=self._names,
+            standing=np.full(self.nodes, Standing.HARVESTING, dtype=np.int8),
+            gpu_model=np.full(self.nodes, "H100"),
+            full_mib=np.full(self.nodes, self.full_mib),
+            idle=idle,
+            histogram=self._histogram[hour][replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
+            alignment=self._alignment(hour, idle),
+            open_gpus=open_gpus,
+        )
+
+    def _alignment(self, hour: int, idle: NDArray[np.float64]) -> NDArray[np.float64]:
+        busy = 1 - idle
+        both = self._both[hour].astype(np.float64)
+        either = busy[:, :, None] + busy[:, None, :] - both
+        aligned = np.divide(both, either, out=np.ones_like(both), where=either > 1e-9)
+        replicas = self._load.replica_of_gpu.reshape(self.nodes, self.gpus)
+        same = replicas[:, :, None] == replicas[:, None, :]
+        own = np.broadcast_to(self._load.rank_alignment[replicas][:, :, None], same.shape)
+        diagonal = np.eye(self.gpus, dtype=np.bool_)
+        return np.where(diagonal, 1.0, np.where(same, own, np.clip(aligned, 0.0, 1.0)))
+
+    def _hourly_histograms(self) -> NDArray[np.float32]:
+        """Memory in each bin, weighted by how much offline could have used the minute."""
+        replicas = len(self._load.ranks)
+        rows = np.arange(replicas)[:, None] * HISTOGRAM_BINS
+        out = np.empty((HOURS, replicas, HISTOGRAM_BINS), dtype=np.float32)
+        to_bin = (np.arange(STEPS + 1) * HISTOGRAM_BINS // (STEPS + 1)).astype(np.int64)
+        for hour in range(HOURS):
+            minutes = slice(hour * MINUTES // HOURS, (hour + 1) * MINUTES // HOURS)
+            bins = rows + to_bin[self._load.free[:, minutes]]
+            weights = self._load.idle[:, minutes].ravel() + 1e-3
+            counted = np.bincount(bins.ravel(), weights=weights, minlength=replicas * HISTOGRAM_BINS)
+            shaped = counted.reshape(replicas, HISTOGRAM_BINS)
+            out[hour] = shaped / shaped.sum(axis=1, keepdims=True)
+        return out
+
+    def _hourly_overlaps(self, idle: NDArray[np.float32]) -> NDArray[np.float32]:
+        busy = (1 - idle)[self._load.replica_of_gpu].reshape(self.nodes, self.gpus, HOURS, 6)
+        busy = busy.transpose(2, 0, 1, 3)
+        return np.asarray(busy @ busy.transpose(0, 1, 3, 2) / 6, dtype=np.float32)
+
+
+def _last_day(hourly: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Mean over the 24 hours before each hour, the week taken as a circle."""
+    total = np.cumsum(np.concatenate([hourly[-DAY:], hourly]), axis=0, dtype=np.float64)
+    total = np.concatenate([np.zeros_like(total[:1]), total])
+    return ((total[DAY : DAY + len(hourly)] - total[: len(hourly)]) / DAY).astype(np.float32)

@@ -1,0 +1,163 @@
+"""The five schedulers of the cluster experiment behind one question: which GPU set on which node, expecting what.
+
+`full` is the product's own `placement.rank`. The rivals see the same hourly reports but ignore part of them; the oracle
+sees the true future. Each answers with a share per node and the set it means, -1 where it refuses.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_scheduler import placement
+from valve_scheduler.model import fits_share, memory_factor, memory_weights, set_members
+from valve_scheduler.placement import Fleet, GpuSets, PlacementSettings, gpu_sets
+from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, Truth
+from valve_tools.sim.cluster_load import WINDOWS
+from valve_tools.sim.cluster_reports import Reports
+
+SCHEDULERS = ("random", "most-idle", "idle-x-memory", "full", "oracle")
+PRODUCT = "full"
+HORIZON = 144
+"""Windows that the oracle looks ahead: a day, about the life of an instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Per node: the predicted share of standalone throughput on the offered set."""
+
+    share: Floats
+    set_index: Ints
+    score: Floats
+    """What nodes are ordered by; the same as share but for the schedulers that cannot predict one."""
+
+
+class Foresight:
+    """True shares of the sets an oracle may use: single GPUs, neighbouring pairs, pairs of such pairs."""
+
+    def __init__(self, truth: Truth, nodes: int) -> None:
+        self.members = {
+            ranks: np.array([row for row in set_members(ranks) if _is_neighbourly(row)]) for ranks in (1, 2, 4)
+        }
+        self.set_index = {
+            ranks: np.array([i for i, row in enumerate(set_members(ranks)) if _is_neighbourly(row)])
+            for ranks in (1, 2, 4)
+        }
+        self._nodes = nodes
+        self._sums = [self._prefix_sums(truth, model) for model in range(len(MODELS))]
+
+    def share(self, model: int, window: int) -> Floats:
+        """[nodes, sets]: mean over the day to come, or what is left of the week."""
+        stop = min(window + HORIZON, WINDOWS)
+        sums = self._sums[model]
+        mean: Floats = ((sums[stop] - sums[window]) / (stop - window)).reshape(self._nodes, -1).astype(np.float64)
+        return mean
+
+    def _prefix_sums(self, truth: Truth, model: int) -> NDArray[np.float32]:
+        members = self.members[MODELS[model].ranks]
+        everywhere = (np.arange(self._nodes)[:, None, None] * 8 + members).reshape(-1, members.shape[1])
+        sums = np.zeros((WINDOWS + 1, len(everywhere)), dtype=np.float32)
+        for window in range(WINDOWS):
+            sums[window + 1] = sums[window] + truth.share(window, everywhere, model)[0]
+        return sums
+
+
+def _is_neighbourly(row: Ints) -> bool:
+    return len(row) == 1 or all(row[i] % 2 == 0 and row[i + 1] == row[i] + 1 for i in range(0, len(row), 2))
+
+
+class Scheduler:
+    """One of SCHEDULERS over one run; remembers what it derived from the current hour's reports."""
+
+    def __init__(
+        self, name: str, reports: Reports, foresight: Foresight | None, settings: PlacementSettings, seed: int
+    ) -> None:
+        self.name = name
+        self.decision_ms: list[float] = []
+        self._reports = reports
+        self._foresight = foresight
+        self._settings = settings
+        self._rng = np.random.default_rng(seed)
+        self._hour = -1
+        self._fleet: Fleet | None = None
+        self._sets: dict[int, GpuSets] = {}
+        self._judged: dict[int, tuple[Floats, NDArray[np.bool_]]] = {}
+        self._profiles = [model.profile(reports.full_mib / 1024) for model in MODELS]
+
+    def offer(self, window: int, model: int, sla: float, avoid: frozenset[str], open_gpus: NDArray[np.bool_]) -> Offer:
+        fleet, sets = self._view(window, model, open_gpus)
+        if self.name == PRODUCT:
+            job = placement.Job(gpus=MODELS[model].ranks, sla=sla, profile=self._profiles[model], avoid=avoid)
+            began = time.perf_counter()
+            ranking = placement.rank(fleet, sets, job, self._settings)
+            self.decision_ms.append((time.perf_counter() - began) * 1e3)
+            share = np.where(ranking.set_index >= 0, ranking.share, 0.0)
+            return Offer(share=share, set_index=ranking.set_index.astype(np.int64), score=share)
+        if self._foresight is not None and self.name == "oracle":
+            return self._foreseen(window, model, sla, open_gpus)
+        return self._blind(fleet, sets, model, sla)
+
+    def _view(self, window: int, model: int, open_gpus: NDArray[np.bool_]) -> tuple[Fleet, GpuSets]:
+        hour = window // 6
+        if self._fleet is None or hour != self._hour:
+            self._hour, self._fleet, self._sets = hour, self._reports.fleet(hour, open_gpus), {}
+            self._judged = {}
+        if self._fleet.open_gpus is not open_gpus:
+            self._fleet = replace(self._fleet, open_gpus=open_gpus)
+        ranks = MODELS[model].ranks
+        if ranks not in self._sets:
+            self._sets[ranks] = gpu_sets(self._fleet.idle, self._fleet.alignment, ranks, self._settings)
+        return self._fleet, self._sets[ranks]
+
+    def _blind(self, fleet: Fleet, sets: GpuSets, model: int, sla: float) -> Offer:
+        """Feasible sets by chance, by idle time, or by idle time and memory; alignment is not looked at."""
+        if model not in self._judged:
+            self._judged[model] = self._judge(fleet, sets, model)
+        share, fits = self._judged[model]
+        usable = fits & _all_open(fleet.open_gpus, sets.members)
+        if self.name == "random":
+            return _best(np.where(usable, self._rng.random(share.shape), -1.0), share)
+        return _best(np.where(usable & (share >= sla), share, -1.0), share)
+
+    def _judge(self, fleet: Fleet, sets: GpuSets, model: int) -> tuple[Floats, NDArray[np.bool_]]:
+        """What the hour's reports say of every set: its share, and whether the job fits."""
+        profile, full_mib = self._profiles[model], self._reports.full_mib
+        fits = np.asarray(fits_share(fleet.histogram, profile.fit_mib, full_mib) >= self._settings.fit_time)
+        share = fleet.idle[:, sets.members].min(axis=2)
+        if self.name == "idle-x-memory":
+            memory = memory_factor(fleet.histogram, memory_weights(profile, full_mib))
+            share = share * memory[:, sets.members].min(axis=2)
+        all_fit: NDArray[np.bool_] = np.all(fits[:, sets.members], axis=2)
+        return share, all_fit
+
+    def _foreseen(self, window: int, model: int, sla: float, open_gpus: NDArray[np.bool_]) -> Offer:
+        assert self._foresight is not None
+        ranks = MODELS[model].ranks
+        share = self._foresight.share(model, window)
+        usable = _all_open(open_gpus, self._foresight.members[ranks]) & (share >= sla) & (share > 0)
+        offer = _best(np.where(usable, share, -1.0), share)
+        return replace(
+            offer, set_index=np.where(offer.set_index >= 0, self._foresight.set_index[ranks][offer.set_index], -1)
+        )
+
+
+def _all_open(open_gpus: NDArray[np.bool_], members: Ints) -> NDArray[np.bool_]:
+    """[nodes, sets]: a node's open GPUs as bits of one byte, compared with each set at once."""
+    have = np.packbits(open_gpus, axis=1, bitorder="little")
+    wanted = (1 << members).sum(axis=1).astype(np.uint8)
+    is_open: NDArray[np.bool_] = (have & wanted) == wanted
+    return is_open
+
+
+def _best(score: Floats, share: Floats) -> Offer:
+    index = score.argmax(axis=1)
+    rows = np.arange(len(index))
+    best = score[rows, index]
+    found = best >= 0
+    return Offer(
+        share=np.where(found, share[rows, index], 0.0),
+        set_index=np.where(found, index, -1),
+        score=np.where(found, best, 0.0),
+    )
