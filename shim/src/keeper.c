@@ -20,7 +20,9 @@
 #define RETRY_SLOW_NS   5000000000u
 #define RETRY_FAST_FOR  10000000000u
 #define LEASE_NS        1000000000u /* when the daemon names none */
-#define EXIT_NO_DAEMON  69          /* EX_UNAVAILABLE */
+#define REST_MIN_MS     50
+#define REST_MAX_MS     1000
+#define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */
 
 static struct {
 	uint32_t wanted_role;
@@ -144,18 +146,32 @@ static void check_lease(void)
 
 /* ---- the thread ---- */
 
-static void serve(void)
+/* A quarter of the lease, so that its end is seen soon; at most a second, because a new valved may shorten it. */
+static int rest_ms(void)
 {
 	uint64_t lease_ns = VALVE_CONTROL->lease_ns ? VALVE_CONTROL->lease_ns : LEASE_NS;
-	int wait_ms = lease_ns / 4000000u < 50 ? 50 : (int)(lease_ns / 4000000u);
-	struct pollfd ready[] = {{.fd = valve_shim.link_fd, .events = POLLIN},
+	uint64_t quarter_ms = lease_ns / 4000000u;
+
+	if (!is_offline())
+		return -1;
+	return quarter_ms < REST_MIN_MS   ? REST_MIN_MS
+	       : quarter_ms > REST_MAX_MS ? REST_MAX_MS
+	                                  : (int)quarter_ms;
+}
+
+static void serve(void)
+{
+	bool untold = load_relaxed(&valve_shim.untold);
+	struct pollfd ready[] = {{.fd = valve_shim.link_fd, .events = untold ? POLLIN | POLLOUT : POLLIN},
 	                         {.fd = valve_shim.order_fd, .events = POLLIN}};
-	int count = poll(ready, 2, is_offline() ? wait_ms : -1);
+	int count = poll(ready, 2, rest_ms());
 
 	if (count > 0 && ready[1].revents)
 		obey();
-	if (count > 0 && ready[0].revents && valve_link_receive())
+	if (count > 0 && (ready[0].revents & ~POLLOUT) && valve_link_receive())
 		lose_link();
+	else if (count > 0 && (ready[0].revents & POLLOUT))
+		valve_capture_report(false);
 }
 
 /* A new valved. Our own stop ends before the channels are announced: from then on they are valved's (link.h). */

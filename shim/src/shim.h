@@ -82,30 +82,28 @@ struct valve_reply {
 #define VALVE_REPLIES 32 /* threads that may wait for an answer at once */
 
 struct valve_shim {
-	uint32_t
-	        ptds; /* first: trampoline.S sets it. Work may sit in per-thread default streams, which nobody can query */
-	uint32_t state; /* valve_state. Writer: whoever holds link_lock */
-	uint32_t role;  /* valve_role that valved gave */
-	uint32_t features;
-	uint32_t daemon_features;
-	uint32_t driver; /* as in valve_link_hello */
+	/* First, because trampoline.S sets it: work may sit in streams that nobody can query. */
+	uint32_t ptds;
+	uint32_t state;           /* valve_state */
+	uint32_t role;            /* valve_role that valved gave */
+	uint32_t daemon_features; /* valve_feature bits */
+	uint32_t driver;          /* as in valve_link_hello */
+	uint32_t pid;             /* who registered: a vfork child shares this memory and is not it */
 	int link_fd, doorbell_fd, order_fd;
 	uint64_t bell_dev, bell_ino; /* what an eventfd looks like to fstat */
-	uint32_t pid;                /* who registered: a vfork child shares this memory and is not it */
 	uint32_t next_seq;
-	struct valve_reply reply[VALVE_REPLIES];
-	uint32_t keeper_runs, watcher_runs;
-	struct valve_lock link_lock;    /* link_fd, sending */
-	struct valve_lock capture_lock; /* the rm map */
-	struct valve_lock
-	        probe_lock; /* contexts, streams, capture depth: held around the watcher's records */
-	struct valve_lock entry_lock; /* pools of trampolines */
-	struct valve_lock note_lock;  /* notes not sent yet */
-	struct valve_lock gate_lock;  /* path C's buffer; before capture_lock */
 	uint32_t next_slot;
-	uint32_t
-	        self_stopped; /* path C holds this process's channels off, also those that are still to come */
-	uint32_t stopping;    /* the process exits: the watcher leaves the driver alone */
+	uint32_t watcher_runs;
+	uint32_t untold;       /* valved's socket was full: the keeper tells the rest */
+	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
+	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
+	struct valve_reply reply[VALVE_REPLIES];
+	struct valve_lock link_lock;    /* link_fd, replies, sending */
+	struct valve_lock capture_lock; /* the rm map */
+	struct valve_lock probe_lock;   /* contexts, streams, capture depth */
+	struct valve_lock entry_lock;   /* pools of trampolines */
+	struct valve_lock note_lock;    /* notes */
+	struct valve_lock gate_lock;    /* path C's buffer; taken before capture_lock */
 };
 extern struct valve_shim valve_shim;
 

@@ -180,6 +180,15 @@ class Commands:
                 threading.Event().wait()
         return pid
 
+    def fork_many(self, count):
+        """Children that open the driver and end, one after another."""
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                LIBC.open(b"/dev/nvidiactl", os.O_RDWR, 0)
+                os._exit(0)
+            os.waitpid(pid, 0)
+
     def init_and_launch(self, count):
         """What a child does that takes up CUDA itself."""
         self.cuda.cuInit(0)

@@ -255,8 +255,10 @@ class FakeDaemon:
         self.thread.start()
 
     def client(self) -> Client:
-        """The next client that was welcomed."""
-        return self.clients.get(timeout=LONG_S)
+        """The next client that was welcomed and has taken its region."""
+        client = self.clients.get(timeout=LONG_S)
+        until(lambda: client.region.magic or client.gone.is_set(), "the region is filled")
+        return client
 
     def close(self) -> None:
         """As if valved had been killed: every socket goes, no word is written."""
