@@ -32,10 +32,10 @@ class Options:
     seed: int = 1
     knobs: Mapping[str, str] = field(default_factory=dict)
     faults: Sequence[str] = ()
-    server: Path | None = None  # a server built otherwise, e.g. with a sanitizer
+    server: Path | None = None  # a server built otherwise (also VALVE_EMU_SERVER), e.g. with a sanitizer
 
     def command(self, directory: Path) -> list[str]:
-        server = self.server or LIBRARIES / "valve-emu-server"
+        server = self.server or os.environ.get("VALVE_EMU_SERVER") or LIBRARIES / "valve-emu-server"
         command = [os.fspath(server), "--dir", os.fspath(directory), "--gpus", str(self.gpus)]
         command += ["--bytes", str(self.gpu_bytes), "--name", self.name, "--seed", str(self.seed)]
         for name, value in self.knobs.items():
@@ -81,11 +81,13 @@ def start(directory: Path, options: Options) -> subprocess.Popen[str]:
     return server
 
 
-def stop(server: subprocess.Popen[str]) -> None:
+def stop(server: subprocess.Popen[str]) -> int:
+    """End the server and return its exit code; processes still on the node find their nodes dead."""
     server.send_signal(signal.SIGTERM)
-    server.wait()
+    code = server.wait()
     if server.stdout is not None:
         server.stdout.close()
+    return code
 
 
 @contextmanager

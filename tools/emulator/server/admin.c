@@ -53,6 +53,13 @@ static void reply_result(int sock, const char *wrong)
 	reply(sock, text, strlen(text));
 }
 
+void driver_text(char out[64])
+{
+	state_lock();
+	memcpy(out, S.driver, sizeof S.driver);
+	state_unlock();
+}
+
 /* "580.159.04": what the card says of itself, and the branch that decides sizes and commands. */
 static const char *set_driver(const char *version)
 {
@@ -62,7 +69,8 @@ static const char *set_driver(const char *version)
 	    sscanf(version, "%u.%u.%u", &part[0], &part[1], &part[2]) < 1)
 		return "a driver version is like 580.159.04";
 	state_lock();
-	snprintf(S.driver, sizeof S.driver, "%s", version);
+	memset(S.driver, 0, sizeof S.driver);
+	memcpy(S.driver, version, strlen(version));
 	for (int i = 0; i < 3; i++)
 		store(&S.board->driver[i], part[i]);
 	state_unlock();

@@ -56,8 +56,8 @@ static uint32_t make_subdevice(struct making *m)
 	if (m->parent->cls != NV01_DEVICE_0)
 		return NV_ERR_INVALID_OBJECT_PARENT;
 	TAILQ_FOREACH(o, &m->client->objects, in_client)
-	if (o->cls == NV20_SUBDEVICE_0 && o->parent == m->parent)
-		return NV_ERR_INVALID_STATE; /* one per instance and device */
+		if (o->cls == NV20_SUBDEVICE_0 && o->parent == m->parent)
+			return NV_ERR_INVALID_STATE; /* one per instance and device */
 	return new_below(m);
 }
 

@@ -156,8 +156,8 @@ uint32_t fifo_group_info(struct control *k)
 	if (t) {
 		p->tsgId = t->id;
 		TAILQ_FOREACH(ch, &t->channels, link)
-		if (p->numChannels < 128)
-			p->channelUniqueID[p->numChannels++] = ch->cid;
+			if (p->numChannels < 128)
+				p->channelUniqueID[p->numChannels++] = ch->cid;
 	}
 	state_unlock();
 	return t ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
@@ -190,8 +190,8 @@ static uint32_t channels_of(const struct tsg *t, struct channel **list)
 
 	state_lock();
 	TAILQ_FOREACH(ch, &t->channels, link)
-	if (n < TSG_CHANNELS_MAX)
-		list[n++] = ch;
+		if (n < TSG_CHANNELS_MAX)
+			list[n++] = ch;
 	state_unlock();
 	return n;
 }
@@ -219,7 +219,7 @@ uint32_t tsg_bind(struct control *k)
 	state_lock();
 	k->object->tsg->engine = p->engineType;
 	TAILQ_FOREACH(ch, &k->object->tsg->channels, link)
-	store(&ch->slot->engine, p->engineType);
+		store(&ch->slot->engine, p->engineType);
 	state_unlock();
 	return NV_OK;
 }

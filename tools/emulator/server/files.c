@@ -27,7 +27,7 @@ struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, u
 		return NULL;
 	f->kind = kind;
 	f->minor = minor;
-	f->refs = 1;
+	f->refs = 2; /* the fds that other processes hold, and the caller */
 	f->pid = pid;
 	f->uid = uid;
 	f->sock = sock;
@@ -56,8 +56,8 @@ struct file *file_get(uint64_t id)
 
 	state_lock();
 	TAILQ_FOREACH(f, &S.files, link)
-	if (f->id == id)
-		break;
+		if (f->id == id && f->refs)
+			break; /* at 0 it is being released and cannot come back */
 	if (f)
 		f->refs++;
 	state_unlock();
@@ -81,8 +81,7 @@ static void *release(void *argument)
 	struct file *f = argument;
 	struct scope scope;
 
-	if (f->kind == EMU_CTL)
-		stop_channels_of_file(f);
+	stop_channels_of_file(f);
 	if (f->uvm)
 		uvm_release(f);
 	api_enter(&scope, API_WRITE);

@@ -133,8 +133,9 @@ static int write_file(const char *name, const char *format, const char *text)
 /* What a reader of /proc/driver/nvidia finds (O/nvidia/nv-procfs.c). */
 int proc_files_write(void)
 {
-	char path[sizeof S.dir + 64];
+	char path[sizeof S.dir + 64], driver[64];
 
+	driver_text(driver);
 	snprintf(path, sizeof path, "%s/proc", S.dir);
 	if (mkdir(path, 0755) && errno != EEXIST)
 		return -1;
@@ -142,7 +143,7 @@ int proc_files_write(void)
 	               "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build "
 	               " (emulated)\n"
 	               "GCC version:  none\n",
-	               S.driver))
+	               driver))
 		return -1;
 	return write_file("params", "EnableGpuFirmware: 18\nOpenRmEnableUnsupportedGpus: 1\n%s", "");
 }
@@ -234,6 +235,7 @@ static void read_dir(int argc, char **argv)
 int main(int argc, char **argv)
 {
 	struct rlimit files = {0};
+	char driver[64];
 	pthread_t thread;
 	sigset_t ends;
 	int listener, signal_number;
@@ -263,10 +265,11 @@ int main(int argc, char **argv)
 	finish_board();
 	if (files_init() || runlists_start())
 		die("threads");
+	driver_text(driver);
 	listener = make_socket();
 	pthread_create(&thread, NULL, watch_thread, NULL);
 	pthread_create(&thread, NULL, accept_thread, (void *)(intptr_t)listener);
-	printf("valve-emu-server: %u x %s, driver %s, seed %llu, %s/%s\n", S.gpus, options.name, S.driver,
+	printf("valve-emu-server: %u x %s, driver %s, seed %llu, %s/%s\n", S.gpus, options.name, driver,
 	       (unsigned long long)S.seed, S.dir, EMU_SOCKET);
 	fflush(stdout);
 	sigwait(&ends, &signal_number);

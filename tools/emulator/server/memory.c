@@ -57,8 +57,8 @@ static bool is_empty_target(const struct file *f)
 	if (!f || f->kind != EMU_CTL || f->has_export)
 		return false;
 	TAILQ_FOREACH(c, &S.clients, link)
-	if (c->file == f)
-		return false;
+		if (c->file == f)
+			return false;
 	return true;
 }
 

@@ -30,8 +30,8 @@ struct object *find_object(uint32_t h_client, uint32_t handle)
 	struct object *o;
 
 	LIST_FOREACH(o, bucket_of(h_client, handle), in_bucket)
-	if (o->handle == handle && o->client->handle == h_client)
-		return o;
+		if (o->handle == handle && o->client->handle == h_client)
+			return o;
 	return NULL;
 }
 

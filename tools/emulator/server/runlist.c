@@ -29,8 +29,8 @@ static bool has_work(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-	if (may_run(c) && load(&c->slot->pending))
-		return true;
+		if (may_run(c) && load(&c->slot->pending))
+			return true;
 	return false;
 }
 
@@ -138,10 +138,10 @@ static bool others_stopped(struct gpu *g, const struct tsg *but, uint64_t now)
 
 	g->stopping_since_ns = since_ns;
 	TAILQ_FOREACH(t, &g->tsgs, link)
-	if (t != but && is_graphics(t))
-		TAILQ_FOREACH(c, &t->channels, link)
-	if (!stopped(c, now - since_ns))
-		return false;
+		if (t != but && is_graphics(t))
+			TAILQ_FOREACH(c, &t->channels, link)
+				if (!stopped(c, now - since_ns))
+					return false;
 	g->stopping_since_ns = 0;
 	return true;
 }
@@ -170,8 +170,8 @@ static void give_all(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-	if (may_run(c))
-		give(c);
+		if (may_run(c))
+			give(c);
 }
 
 static void take_all(struct tsg *t)
@@ -179,7 +179,7 @@ static void take_all(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-	take(c);
+		take(c);
 	t->once_off = false;
 }
 
@@ -190,8 +190,8 @@ static bool lingers(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-	if (!may_run(c) && load(&c->slot->grant))
-		return true;
+		if (!may_run(c) && load(&c->slot->grant))
+			return true;
 	return false;
 }
 
@@ -389,6 +389,6 @@ void gpu_lose(struct gpu *g)
 	store(&g->board->lost, 1);
 	xid(g, 79, 0, "GPU has fallen off the bus");
 	TAILQ_FOREACH(t, &g->tsgs, link)
-	take_all(t);
+		take_all(t);
 	runlist_poke(g);
 }

@@ -212,6 +212,7 @@ void memory_put(struct memory *m);
 int memory_fd(struct memory *m); /* a dup for the caller to close, or -1 */
 
 /* files.c */
+/* The caller has a reference of its own to put. */
 struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, uid_t uid);
 struct file *file_get(uint64_t id); /* takes a reference; NULL when unknown */
 void file_put(struct file *f);
@@ -312,6 +313,7 @@ uint32_t faults_held(void); /* how many stand there */
 void admin_serve(int fd);
 void calls_serve(int fd, pid_t pid, uid_t uid);
 void *connection_thread(void *fd);
+void driver_text(char out[64]); /* the version, as of now */
 const char *setting(const char *name,
                     const char *value); /* a knob or the driver version; NULL or what is wrong */
 int proc_files_write(void);

@@ -45,11 +45,10 @@ static void write_channels(FILE *out)
 
 	for (uint32_t i = 0; i < S.gpus; i++)
 		TAILQ_FOREACH(t, &S.gpu[i].tsgs, link)
-	TAILQ_FOREACH(c, &t->channels, link)
-	{
-		write_channel(out, c, comma);
-		comma = ",";
-	}
+			TAILQ_FOREACH(c, &t->channels, link) {
+				write_channel(out, c, comma);
+				comma = ",";
+			}
 }
 
 static void write_clients(FILE *out)
@@ -58,12 +57,11 @@ static void write_clients(FILE *out)
 	struct client *c;
 	struct object *o;
 
-	TAILQ_FOREACH(c, &S.clients, link)
-	{
+	TAILQ_FOREACH(c, &S.clients, link) {
 		uint32_t objects = 0;
 
 		TAILQ_FOREACH(o, &c->objects, in_client)
-		objects++;
+			objects++;
 		fprintf(out, "%s{\"handle\":%u,\"pid\":%d,\"file\":%llu,\"objects\":%u}", comma, c->handle,
 		        c->pid, (unsigned long long)c->file->id, objects);
 		comma = ",";
@@ -77,19 +75,18 @@ static void write_memory(FILE *out)
 	struct object *o;
 
 	TAILQ_FOREACH(c, &S.clients, link)
-	TAILQ_FOREACH(o, &c->objects, in_client)
-	{
-		const struct memory *m = o->memory;
+		TAILQ_FOREACH(o, &c->objects, in_client) {
+			const struct memory *m = o->memory;
 
-		if (!m)
-			continue;
-		fprintf(out,
-		        "%s{\"hClient\":%u,\"hMemory\":%u,\"serial\":%u,\"bytes\":%llu,\"refs\":%u,"
-		        "\"gpu\":%d,\"pid\":%d}",
-		        comma, c->handle, o->handle, m->serial, (unsigned long long)m->size, m->refs,
-		        m->gpu ? (int)m->gpu->index : -1, c->pid);
-		comma = ",";
-	}
+			if (!m)
+				continue;
+			fprintf(out,
+			        "%s{\"hClient\":%u,\"hMemory\":%u,\"serial\":%u,\"bytes\":%llu,\"refs\":%u,"
+			        "\"gpu\":%d,\"pid\":%d}",
+			        comma, c->handle, o->handle, m->serial, (unsigned long long)m->size, m->refs,
+			        m->gpu ? (int)m->gpu->index : -1, c->pid);
+			comma = ",";
+		}
 }
 
 static void write_files(FILE *out)
@@ -98,8 +95,7 @@ static void write_files(FILE *out)
 	const char *comma = "";
 	struct file *f;
 
-	TAILQ_FOREACH(f, &S.files, link)
-	{
+	TAILQ_FOREACH(f, &S.files, link) {
 		fprintf(out, "%s{\"id\":%llu,\"kind\":\"%s\",\"minor\":%u,\"pid\":%d,\"exports\":%u}", comma,
 		        (unsigned long long)f->id, kinds[f->kind], f->minor, f->pid,
 		        f->exported ? f->exported->serial : 0);
@@ -136,13 +132,11 @@ void snapshot_procs(FILE *out)
 	struct object *o;
 
 	state_lock();
-	TAILQ_FOREACH(c, &S.clients, link)
-	{
+	TAILQ_FOREACH(c, &S.clients, link) {
 		uint64_t bytes[EMU_GPUS] = {0};
 		bool channels[EMU_GPUS] = {false};
 
-		TAILQ_FOREACH(o, &c->objects, in_client)
-		{
+		TAILQ_FOREACH(o, &c->objects, in_client) {
 			if (o->memory && o->memory->gpu)
 				bytes[o->memory->gpu->index] += o->memory->size;
 			if (o->channel)

@@ -137,10 +137,30 @@ static uint32_t unregister_channel(struct call *c)
 
 /* ---- closing ---- */
 
+static bool is_registered(const struct channel *c)
+{
+	return c->uvm_registered;
+}
+
 static bool must_wait(const struct channel *c)
 {
 	return c->uvm_registered && c->disabled && load(&c->slot->pending) &&
 	       knob(K_stop_disabled) == STOP_WAIT;
+}
+
+static uint32_t count_channels(const struct file *f, bool (*counts)(const struct channel *))
+{
+	struct client *c;
+	struct object *o;
+	uint32_t n = 0;
+
+	state_lock();
+	TAILQ_FOREACH(c, &S.clients, link)
+		if (c->file == f)
+			TAILQ_FOREACH(o, &c->objects, in_client)
+				n += o->channel && counts(o->channel);
+	state_unlock();
+	return n;
 }
 
 /*
@@ -151,19 +171,14 @@ static bool must_wait(const struct channel *c)
  */
 void stop_channels_of_file(const struct file *f)
 {
-	uint32_t waits = 0;
 	struct scope scope;
-	struct client *c;
-	struct object *o;
+	uint32_t waits;
 
+	if (!count_channels(f, is_registered))
+		return;
 	api_enter(&scope, API_WRITE);
 	gpus_enter(&scope, all_gpus());
-	state_lock();
-	TAILQ_FOREACH(c, &S.clients, link)
-	if (c->file == f)
-		TAILQ_FOREACH(o, &c->objects, in_client)
-	waits += o->channel && must_wait(o->channel);
-	state_unlock();
+	waits = count_channels(f, must_wait);
 	if (waits)
 		kernel_log("stopping %u disabled channels of pid %d", waits, f->pid);
 	model_sleep_ns(waits * (uint64_t)knob(K_stop_wait_ms));

@@ -24,8 +24,8 @@ static struct range *find_range(const struct vaspace *v, uint64_t base, uint64_t
 	struct range *r;
 
 	TAILQ_FOREACH(r, &v->ranges, link)
-	if (is_inside(r, base, length))
-		return r;
+		if (is_inside(r, base, length))
+			return r;
 	return NULL;
 }
 
@@ -42,8 +42,8 @@ static void insert_mapping(struct range *r, struct mapping *m)
 	struct mapping *at;
 
 	TAILQ_FOREACH(at, &r->mappings, link)
-	if (at->base > m->base)
-		break;
+		if (at->base > m->base)
+			break;
 	if (at)
 		TAILQ_INSERT_BEFORE(at, m, link);
 	else
@@ -143,8 +143,8 @@ uint32_t range_create(struct call *c)
 	if (!p->length || p->base % PAGE || p->length % PAGE || p->base + p->length < p->base)
 		return NV_ERR_INVALID_ADDRESS;
 	TAILQ_FOREACH(r, &v->ranges, link)
-	if (p->base < r->base + r->length && r->base < p->base + p->length)
-		return NV_ERR_UVM_ADDRESS_IN_USE;
+		if (p->base < r->base + r->length && r->base < p->base + p->length)
+			return NV_ERR_UVM_ADDRESS_IN_USE;
 	r = calloc(1, sizeof *r);
 	if (!r)
 		return NV_ERR_NO_MEMORY;
@@ -239,8 +239,7 @@ static uint64_t whole_mappings(const struct range *r, uint64_t base, uint64_t le
 	uint64_t end = base + length, n = 0;
 	struct mapping *m;
 
-	TAILQ_FOREACH(m, &r->mappings, link)
-	{
+	TAILQ_FOREACH(m, &r->mappings, link) {
 		if (m->base + m->length <= base || m->base >= end)
 			continue;
 		if (m->base < base || m->base + m->length > end)

@@ -179,6 +179,7 @@ static bool greet(int sock, struct emu_hello *hello, const struct ucred *peer)
 {
 	struct emu_welcome welcome = {.nonce = S.nonce, .file = EMU_NO_FILE};
 	struct file *f = NULL;
+	bool sent;
 
 	if (receive(sock, hello, sizeof *hello) != sizeof *hello || hello->magic != EMU_WIRE_MAGIC)
 		return false;
@@ -188,7 +189,11 @@ static bool greet(int sock, struct emu_hello *hello, const struct ucred *peer)
 		welcome.error = f ? 0 : ENOMEM;
 		welcome.file = f ? f->id : EMU_NO_FILE;
 	}
-	return (send_with_fd(sock, &welcome, sizeof welcome, -1) == 0 && !welcome.error) || f;
+	sent = send_with_fd(sock, &welcome, sizeof welcome, -1) == 0 && !welcome.error;
+	if (!f)
+		return sent;
+	file_put(f); /* from here on the socket belongs to the file */
+	return true;
 }
 
 void *connection_thread(void *argument)

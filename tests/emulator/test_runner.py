@@ -1,0 +1,96 @@
+"""tools/emulator/run and the environment it gives to programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from valve_tools.emulator.client import Emulator
+from valve_tools.emulator.node import LIBRARIES, environment, is_running
+
+RUN = [sys.executable, "-m", "valve_tools.emulator.run"]
+
+
+def run(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "VALVE_EMU_DIR"}
+    return subprocess.run([*RUN, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_program_finds_the_cards_it_was_promised() -> None:
+    code = "import os; print([os.path.exists(f'/dev/nvidia{n}') for n in range(4)])"
+
+    done = run("--gpus", "3", "--", sys.executable, "-c", code)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[True, True, True, False]")
+
+
+def test_the_banner_names_the_seed_on_standard_error() -> None:
+    done = run("--seed", "77", "--", "true")
+
+    assert "seed 77" in done.stderr
+
+
+def test_the_exit_code_is_the_program_s() -> None:
+    assert run("--", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_the_server_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
+    run("--dir", str(tmp_path), "--", "true")
+
+    assert not is_running(tmp_path)
+
+
+def test_a_second_command_joins_the_node_that_runs(emulator: Emulator) -> None:
+    code = "print(open('/dev/nvidia-emu-state').read()[:12])"
+
+    done = run("--dir", str(emulator.directory), "--gpus", "8", "--", sys.executable, "-c", code)
+
+    assert (done.stdout.strip(), "seed" in done.stderr) == ('{"driver":"5', False)
+    assert is_running(emulator.directory)
+
+
+def test_knobs_and_faults_can_be_given_at_start(tmp_path: Path) -> None:
+    code = "import json; print(json.load(open('/dev/nvidia-emu-state'))['knobs']['lock'])"
+
+    done = run("--set", "lock=device-only", "--fault", "on disable: silent", "--", sys.executable, "-c", code)
+
+    assert done.stdout.strip() == "device-only"
+
+
+def test_a_bad_knob_stops_the_start() -> None:
+    done = run("--set", "lock=brass", "--", "true")
+
+    assert done.returncode != 0
+    assert "lock=brass" in done.stderr
+
+
+def test_our_preload_stands_behind_those_that_are_there() -> None:
+    env = environment(Path("/nowhere"), {"LD_PRELOAD": "libvalve.so", "LD_LIBRARY_PATH": "/opt/lib"})
+
+    assert env["LD_PRELOAD"].split(":") == ["libvalve.so", str(LIBRARIES / "libfakenv.so")]
+    assert env["LD_LIBRARY_PATH"].split(":") == [str(LIBRARIES), "/opt/lib"]
+
+
+def test_the_preload_alone_changes_nothing() -> None:
+    env = environment(Path("/nowhere"), os.environ)
+    del env["VALVE_EMU_DIR"]
+
+    done = subprocess.run(["ls", "/dev/nvidiactl"], env=env, capture_output=True, text=True, check=False)
+
+    assert "No such file" in done.stderr
+
+
+def test_without_a_server_the_nodes_look_like_an_unloaded_driver(tmp_path: Path) -> None:
+    code = "import os\ntry: os.open('/dev/nvidiactl', 2)\nexcept OSError as e: print(e.errno)"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path, os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.stdout.strip() == "19"  # ENODEV

@@ -1,0 +1,186 @@
+/* device.c - see nvml.h: one card's identity, memory, load and processes. */
+#include "nvml.h"
+#include <stdio.h>
+#include <string.h>
+
+/* Each call checks the handle first; FIRST also refuses a NULL result. */
+#define DEVICE_CALL(name, ...)                                          \
+	NVML_API nvml_return_t name(nvml_device_t device, __VA_ARGS__); \
+	nvml_return_t name(nvml_device_t device, __VA_ARGS__)
+#define CHECK(result)                                        \
+	do {                                                 \
+		nvml_return_t checked = board_check(device); \
+		if (checked)                                 \
+			return checked;                      \
+		if (!(result))                               \
+			return NVML_INVALID_ARGUMENT;        \
+	} while (0)
+
+static nvml_return_t copy_text(char *out, unsigned size, const char *text)
+{
+	if (strlen(text) >= size)
+		return NVML_INSUFFICIENT_SIZE;
+	memcpy(out, text, strlen(text) + 1);
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetName, char *text, unsigned size)
+{
+	CHECK(text);
+	return copy_text(text, size, device->name);
+}
+
+DEVICE_CALL(nvmlDeviceGetUUID, char *text, unsigned size)
+{
+	char uuid[64];
+
+	CHECK(text);
+	board_uuid(device, uuid, sizeof uuid);
+	return copy_text(text, size, uuid);
+}
+
+DEVICE_CALL(nvmlDeviceGetIndex, unsigned *index)
+{
+	CHECK(index);
+	*index = board_index(device);
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetMinorNumber, unsigned *minor)
+{
+	CHECK(minor);
+	*minor = device->minor;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetPciInfo_v3, struct nvml_pci *pci)
+{
+	CHECK(pci);
+	board_pci(device, pci);
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetMemoryInfo, struct nvml_memory *memory)
+{
+	CHECK(memory);
+	memory->total = device->total_bytes;
+	memory->used = __atomic_load_n(&device->used_bytes, __ATOMIC_RELAXED);
+	memory->free = memory->total - memory->used;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetMemoryInfo_v2, struct nvml_memory_v2 *memory)
+{
+	struct nvml_memory plain;
+
+	CHECK(memory);
+	nvmlDeviceGetMemoryInfo(device, &plain);
+	memory->total = plain.total;
+	memory->reserved = 0;
+	memory->free = plain.free;
+	memory->used = plain.used;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetUtilizationRates, struct nvml_utilization *rates)
+{
+	CHECK(rates);
+	rates->gpu = board_utilization(device);
+	rates->memory = 0;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetComputeRunningProcesses_v3, unsigned *count, struct nvml_process *list)
+{
+	unsigned room, n;
+
+	CHECK(count);
+	room = list ? *count : 0;
+	n = board_processes(device, list, room);
+	*count = n;
+	return n > room ? NVML_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetComputeRunningProcesses_v2, unsigned *count, struct nvml_process *list)
+{
+	return nvmlDeviceGetComputeRunningProcesses_v3(device, count, list);
+}
+
+DEVICE_CALL(nvmlDeviceGetGraphicsRunningProcesses_v3, unsigned *count, struct nvml_process *list)
+{
+	CHECK(count);
+	(void)list;
+	*count = 0;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetComputeMode, unsigned *mode)
+{
+	CHECK(mode);
+	*mode = 0; /* default: any number of processes */
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetPersistenceMode, unsigned *mode)
+{
+	CHECK(mode);
+	*mode = 1;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetMigMode, unsigned *current, unsigned *pending)
+{
+	CHECK(current && pending);
+	*current = *pending = 0;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetGspFirmwareMode, unsigned *enabled, unsigned *preset)
+{
+	CHECK(enabled && preset);
+	*enabled = *preset = 1;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetGspFirmwareVersion, char *text)
+{
+	const struct emu_board *b = board_get();
+
+	CHECK(text);
+	snprintf(text, 32, "%u.%u.%02u", b->driver[0], b->driver[1], b->driver[2]);
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetCudaComputeCapability, int *major, int *minor)
+{
+	CHECK(major && minor);
+	*major = 9;
+	*minor = 0;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetArchitecture, unsigned *architecture)
+{
+	CHECK(architecture);
+	*architecture = 9; /* Hopper */
+	return NVML_SUCCESS;
+}
+
+/* Sensors that tools ask for on every line they print: a clear "not supported" keeps the line. */
+#define NO_SENSOR(name)                    \
+	DEVICE_CALL(name, void *out)       \
+	{                                  \
+		CHECK(out);                \
+		return NVML_NOT_SUPPORTED; \
+	}
+NO_SENSOR(nvmlDeviceGetPowerUsage)
+NO_SENSOR(nvmlDeviceGetEnforcedPowerLimit)
+NO_SENSOR(nvmlDeviceGetFanSpeed)
+NO_SENSOR(nvmlDeviceGetPerformanceState)
+
+DEVICE_CALL(nvmlDeviceGetTemperature, int sensor, unsigned *celsius)
+{
+	CHECK(celsius);
+	(void)sensor;
+	return NVML_NOT_SUPPORTED;
+}
