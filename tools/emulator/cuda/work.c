@@ -4,6 +4,7 @@
 #include "fault.h"
 #include "turn.h"
 
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 
@@ -43,16 +44,23 @@ static bool is_head_ready(struct channel *channel)
 	return channel->head && deps_met(&channel->head->deps);
 }
 
+/* The program's signals are for its own threads; only what a faulting kernel raises belongs here. */
 static void start_executor(struct channel *channel)
 {
 	pthread_attr_t attr;
+	sigset_t ours, before;
 
 	if (channel->started)
 		return;
+	sigfillset(&ours);
+	sigdelset(&ours, SIGSEGV);
+	sigdelset(&ours, SIGBUS);
+	pthread_sigmask(SIG_SETMASK, &ours, &before);
 	pthread_attr_init(&attr);
 	pthread_attr_setstacksize(&attr, 512 * 1024);
 	channel->started = pthread_create(&channel->thread, &attr, executor_main, channel) == 0;
 	pthread_attr_destroy(&attr);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* The default-stream rules: work of the legacy stream follows all blocking streams, and they follow it. */
