@@ -376,8 +376,8 @@ int valve_link_receive(void)
 		if (!is_packet(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
 			return -EPROTO; /* not our valved's words: better none than wrong ones */
 		answer(ack->header.seq, 1, ack->status);
-		if (ack->want_fd && !ack->status)
-			valve_capture_want_fd(ack->header.seq);
+		if (ack->want_fd)
+			valve_capture_want_fd();
 	}
 }
 

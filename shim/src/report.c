@@ -144,29 +144,13 @@ static void take_back(const struct report *report)
 	valve_unlock(&valve_shim.capture_lock);
 }
 
-static void remember_seq(const struct report *report, uint32_t seq)
-{
-	struct rm_object *device;
-
-	valve_lock(&valve_shim.capture_lock);
-	device = rm_find(&valve_rm, report->h_client, report->handle);
-	if (device && device->kind == RM_DEVICE)
-		device->report_seq = seq;
-	valve_unlock(&valve_shim.capture_lock);
-}
-
 static int send_report(struct report *report, bool wait)
 {
 	if (report->kind == REPORT_NOTE)
 		return valve_link_send(&report->body.note, sizeof(report->body.note), VALVE_LINK_NOTE, -1);
-	if (report->kind == REPORT_CLIENT) {
-		/* Never waited for; the keeper reads the ACK, which may ask for the fd (valve_capture_want_fd). */
-		int err = valve_link_send(&report->body.client, sizeof(report->body.client),
-		                          VALVE_LINK_RM_CLIENT, report->fd);
-
-		remember_seq(report, report->body.client.header.seq);
-		return err;
-	}
+	if (report->kind == REPORT_CLIENT) /* never waited for */
+		return valve_link_send(&report->body.client, sizeof(report->body.client),
+		                       VALVE_LINK_RM_CLIENT, report->fd);
 	if (!wait)
 		return valve_link_send(&report->body.channel, sizeof(report->body.channel),
 		                       VALVE_LINK_CHANNEL_ADD, -1);
@@ -218,7 +202,11 @@ void valve_capture_forget_reports(void)
 	valve_unlock(&valve_shim.capture_lock);
 }
 
-void valve_capture_want_fd(uint32_t seq)
+/*
+ * valved found that it cannot switch a channel of ours from its own RM client. What refused it (firmware policy) holds for
+ * every client of this process, so all get their nvidiactl fd passed, whichever message was being answered.
+ */
+void valve_capture_want_fd(void)
 {
 	bool wanted = false;
 
@@ -226,7 +214,7 @@ void valve_capture_want_fd(uint32_t seq)
 	for (uint32_t i = 0; i < valve_rm.used; i++) {
 		struct rm_object *device = &valve_rm.objects[i];
 
-		if (device->kind != RM_DEVICE || device->report_seq != seq || device->wants_fd)
+		if (device->kind != RM_DEVICE || device->wants_fd)
 			continue;
 		device->wants_fd = 1;
 		device->reported = 0;

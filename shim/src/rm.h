@@ -19,7 +19,6 @@ struct rm_object {
 	uint32_t engine;       /* group, channel: NV2080_ENGINE_TYPE_*, 0 unknown */
 	uint32_t instance;     /* device: RM device instance */
 	uint32_t cid;          /* channel: unique per driver session */
-	uint32_t report_seq;   /* device: link seq of the last RM_CLIENT */
 	int32_t fd;            /* client: the nvidiactl file it belongs to */
 	uint32_t dying;        /* the FREE that is taking it away, 0 none */
 	uint8_t kind;

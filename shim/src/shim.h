@@ -169,7 +169,7 @@ int valve_real_ioctl(int fd, unsigned long request, void *argument);
 /* report.c */
 void valve_capture_report(bool wait); /* tells valved what it does not know yet */
 void valve_capture_forget_reports(void);
-void valve_capture_want_fd(uint32_t seq); /* valved asked for the fd of the client it was told of under seq */
+void valve_capture_want_fd(void); /* valved asked for the fds of our RM clients (path B) */
 void valve_capture_reset(void);
 
 /* selfgate.c: path C. Returns the RM status of the worst call, 0 when all is well */

@@ -447,7 +447,7 @@ def test_more_than_64_channels_go_in_two_calls(world, offline):
 
 
 def test_a_dead_daemon_stops_offline_work_beside_online_work(world, offline):
-    puppet, process, client = offline
+    _puppet, process, client = offline
     client.control.online_registered = 1
     client.control.lease_ns = 50_000_000
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +103,3 @@ def service(node: EmulatedNode, name: str) -> Any:
 
 def nothing_left_off(node: EmulatedNode) -> bool:
     return not node.emulator.state().disabled
-
-
-def eventually(node: EmulatedNode, look: Callable[[], bool], what: str) -> None:
-    node.wait_for(look, what)
-
-
-def open_fds(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))

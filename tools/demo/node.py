@@ -111,6 +111,14 @@ class EmulatedNode:
         finally:
             connection.close()
 
+    def valved_fds(self) -> int:
+        """How many descriptors valved holds: what tests compare before and after."""
+        assert self.valved is not None, "start valved first"
+        return len(os.listdir(f"/proc/{self.valved.pid}/fd"))
+
+    def valve_command(self, *arguments: str) -> list[str]:
+        return [str(VALVE), *arguments]
+
     # workloads
 
     def run(

@@ -39,6 +39,7 @@ class WakeReason(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeSettings:
     watcher_lease_ns: int = 2 * SECOND  # a watcher's heartbeat older than this: it is gone or stuck
+    dead_look_ns: int = 100 * MS  # a service is born before its watcher runs: look again soon
     hint_lease_ns: int = SECOND  # an open-request report older than this is not believed
     refused_backoff_ns: int = MS  # first pause after a refusal, doubling up to the cooldown
     look_share: int = 16  # a look at a busy service may be late by 1/16 of the time it has been busy ...
@@ -142,7 +143,7 @@ def _obstacle(
     if not observation.is_offline_present:
         return WakeReason.NO_OFFLINE, None
     if any(now_ns - launcher.watcher_ns > settings.watcher_lease_ns for launcher in observation.launchers):
-        return WakeReason.WATCHER_DEAD, now_ns + settings.watcher_lease_ns
+        return WakeReason.WATCHER_DEAD, now_ns + settings.dead_look_ns
     held_ns = now_ns - observation.held_since_ns
     soon_ns = min(max(held_ns // settings.look_share, settings.look_least_ns), settings.look_most_ns)
     if any(hint.open_requests > 0 for hint in fresh):
