@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import pairs
+from valve_tools.replay import pairs, sensitivity, tp8, whatif
 from valve_tools.replay.report import Report, Table, claims_table, text, write
 from valve_tools.replay.work import Progress, bars, silent
 from valve_tools.replay.work import Shown as Bars
@@ -30,8 +30,58 @@ def _pairs(options: argparse.Namespace, progress: Progress) -> Report:
     return pairs.run(folder_of(options), seeds_of(options), progress, options.jobs)
 
 
-EXPERIMENTS: dict[str, Experiment] = {"pairs": _pairs}
-HELP = {"pairs": "ten online/offline pairs under every combination of policies"}
+def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
+    return tp8.run(folder_of(options), seeds_of(options), progress, options.jobs)
+
+
+def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
+    return sensitivity.run(folder_of(options), seeds_of(options), progress, options.jobs)
+
+
+def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
+    from valve_tools.replay import eviction
+
+    return eviction.run(options.traces, seeds_of(options), progress)
+
+
+def _cluster(options: argparse.Namespace, progress: Progress) -> Report:
+    from valve_tools.replay import cluster
+
+    return cluster.run(options.traces, seeds_of(options), progress)
+
+
+def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
+    question = whatif.Question(
+        requests=options.requests,
+        prometheus=options.prometheus,
+        machine=options.machine,
+        gpu=options.gpu,
+        online=options.online,
+        offline=options.offline,
+        tp=options.tp,
+        replicas=options.replicas,
+    )
+    return whatif.run(question, seeds_of(options), progress, options.jobs)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "pairs": _pairs,
+    "tp8": _tp8,
+    "eviction": _eviction,
+    "cluster": _cluster,
+    "sensitivity": _sensitivity,
+}
+ALL = tuple(EXPERIMENTS)
+EXPERIMENTS["whatif"] = _whatif
+HELP = {
+    "pairs": "ten online/offline pairs under every combination of policies",
+    "tp8": "an eight-GPU service on the stock driver and on the patched one",
+    "eviction": "which KV columns to take: policies over reclaim rate and size",
+    "cluster": "a week of 8,000 GPUs under five schedulers",
+    "sensitivity": "one setting at a time, as tornado charts",
+    "whatif": "your own load and machine: an estimate and recommended settings",
+    "all": "every experiment but whatif",
+}
 
 
 def folder_of(options: argparse.Namespace) -> Folder:
@@ -49,15 +99,30 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="valve replay", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
-    for name in (*EXPERIMENTS, "all"):
-        command = commands.add_parser(name, help=HELP.get(name, "every experiment"))
+    for name, words in HELP.items():
+        command = commands.add_parser(name, help=words)
         command.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces (default: generated)")
         command.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.html there")
         command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
         command.add_argument("--hours", type=float, metavar="H", help="only the first H hours of every trace")
         command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
         command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
+        if name == "whatif":
+            _whatif_options(command)
     return top
+
+
+def _whatif_options(command: argparse.ArgumentParser) -> None:
+    load = command.add_argument_group("load (one of the two)")
+    load.add_argument("--requests", type=Path, metavar="FILE", help="CSV with t_s,in_tok,out_tok")
+    load.add_argument("--prometheus", type=Path, metavar="FILE", help="JSON of /api/v1/query_range, see docs/replay.md")
+    load.add_argument("--replicas", type=_positive, default=1, metavar="K", help="the load is that of K replicas")
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--gpu", default="H100", help="H100, H200 or A100 (default H100)")
+    machine.add_argument("--machine", type=Path, metavar="FILE", help="JSON with figures of another card")
+    machine.add_argument("--online", default="8B", metavar="MODEL", help="1B to 70B (default 8B)")
+    machine.add_argument("--offline", default="8B", metavar="MODEL", help="1B to 70B (default 8B)")
+    machine.add_argument("--tp", type=_positive, default=1, metavar="K", help="GPUs that both run on (default 1)")
 
 
 def _positive(words: str) -> int:
@@ -69,7 +134,7 @@ def _positive(words: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    names = list(EXPERIMENTS) if options.experiment == "all" else [options.experiment]
+    names = list(ALL) if options.experiment == "all" else [options.experiment]
     held = True
     for name in names:
         try:

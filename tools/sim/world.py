@@ -244,7 +244,9 @@ class Memory:
 
     def block_tables(self) -> tuple[IntArray, IntArray, IntArray]:
         """(ptr, column of each block in token order, tokens with KV) of every offline request."""
-        cap = self.handles * 4096
+        world = self.world
+        per_handle = blocks_per_handle(world.job.model, world.job.tp, world.settings) if world.job else 0
+        cap = self.handles * per_handle
         block = [np.empty(cap, dtype=np.int32) for _ in range(3)]
         n = int(self._lib.sim_offline_blocks(self._sim, cap, *self._int32(*block)))
         ids = [np.empty(4096, dtype=np.int32) for _ in range(2)]

@@ -1,0 +1,184 @@
+"""`valve replay sensitivity`: one setting at a time, what it does to online and to offline, as tornado charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from valve_tools.replay import svg
+from valve_tools.replay.report import Cell, Chart, Report, Table
+from valve_tools.replay.work import Progress, spread
+from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
+from valve_tools.sim.metrics import Summary, interval, summarise
+from valve_tools.sim.pairs import PAIRS, Bound, bind
+from valve_tools.sim.traces import Folder
+
+MS = 1_000_000
+SECOND = 1000 * MS
+SHAPES = ("P1", "P3", "P5", "P7", "P8")
+"""Compute bursts, KV bursts, short gaps, a tight pool, a periodic swing."""
+SECONDS = 2 * 3600.0
+DEFAULT = "default"
+WITHOUT_HINT = "Channel without hint+OurMem"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value of one parameter; `combination` is where it matters."""
+
+    parameter: str
+    label: str
+    tuning: Tuning
+    combination: str = OURS
+
+
+def _reservation(parameter: str, values: Sequence[tuple[str, float]]) -> list[Setting]:
+    base = Tuning()
+    return [
+        Setting(
+            parameter=parameter,
+            label=label,
+            tuning=replace(base, reservation=replace(base.reservation, **{parameter: value})),  # type: ignore[arg-type]
+        )
+        for label, value in values
+    ]
+
+
+def _cooldown(parameter: str, values: Sequence[tuple[str, float]]) -> list[Setting]:
+    base = Tuning()
+    return [
+        Setting(
+            parameter=f"cooldown {parameter}",
+            label=label,
+            tuning=replace(base, cooldown=replace(base.cooldown, **{parameter: value})),  # type: ignore[arg-type]
+            combination=WITHOUT_HINT,
+        )
+        for label, value in values
+    ]
+
+
+def _machine(parameter: str, label: str, tuning: Tuning) -> Setting:
+    return Setting(parameter=parameter, label=label, tuning=tuning)
+
+
+def settings() -> list[Setting]:
+    """Every setting that is tried, a low and a high value for each parameter."""
+    base = Tuning()
+    return [
+        *_cooldown("factor", [("1.5", 1.5), ("4", 4.0)]),
+        *_cooldown("ceiling_ns", [("100 ms", 100 * MS), ("2 s", 2 * SECOND)]),
+        *_cooldown("floor_ns", [("1 ms", MS), ("20 ms", 20 * MS)]),
+        *_reservation("alpha", [("1.25", 1.25), ("4", 4.0)]),
+        *_reservation("beta", [("1.25", 1.25), ("4", 4.0)]),
+        *_reservation("delta_ns", [("0.1 s", SECOND // 10), ("10 s", 10 * SECOND)]),
+        *_reservation("target_per_hour", [("1", 1.0), ("60", 60.0), ("600", 600.0)]),
+        *_reservation("headroom_max_handles", [("32", 32), ("64", 64), ("128", 128)]),
+        *_reservation("pressure_ratio", [("0.8", 0.8), ("0.97", 0.97)]),
+        *_reservation("tau_start_ns", [("0.2 s", SECOND // 5), ("60 s", 60 * SECOND)]),
+        *(
+            _machine("handle size", f"{mib} MiB", replace(base, settings=replace(base.settings, handle_mib=mib)))
+            for mib in (16, 256)
+        ),
+        *(
+            _machine("stop latency", f"{us} us", replace(base, stop=replace(base.stop, median_ns=us * 1000.0)))
+            for us in (100, 1000)
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    bound: Bound
+    seed: int
+    settings: tuple[Setting, ...]
+
+
+def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
+    """(parameter, label, combination) -> summary, for one pair and seed; solo is run once per machine."""
+    found = {}
+    solos: dict[object, tuple[object, float]] = {}
+    bound = replace(task.bound, trace=task.bound.trace.first(SECONDS))
+    for setting in task.settings:
+        machine = setting.tuning.settings
+        if machine not in solos:
+            alone = run_job_alone(bound, task.seed, setting.tuning).offline_tokens_per_s
+            solos[machine] = (run_solo(bound, task.seed, setting.tuning), alone)
+        solo, alone = solos[machine]
+        context = Context(bound=bound, seed=task.seed, solo=solo, tuning=setting.tuning)  # type: ignore[arg-type]
+        result = run_combination(BY_NAME[setting.combination], context)
+        found[setting.parameter, setting.label, setting.combination] = summarise(result, solo, alone)  # type: ignore[arg-type]
+    return found
+
+
+def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2) -> Report:
+    bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
+    tried = (
+        Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
+        Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning(), combination=WITHOUT_HINT),
+        *settings(),
+    )
+    tasks = [Task(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
+    return _report(tried, tasks, spread(run_task, tasks, progress, jobs, label="sensitivity"), seeds)
+
+
+Runs = list[dict[tuple[str, str, str], Summary]]
+Figure = Callable[[Summary], float]
+
+
+def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, seeds: Sequence[int]) -> Report:
+    def over_default(setting: Setting) -> float:
+        """Offline throughput over that of the defaults, mean over pairs and seeds."""
+        key, base = _key(setting), (DEFAULT, DEFAULT, setting.combination)
+        pairs = [(run[key].offline_tokens_per_s, run[base].offline_tokens_per_s) for run in runs]
+        return interval([one / other for one, other in pairs if other > 0]).mean
+
+    def worst(setting: Setting, figure: Figure) -> float:
+        """The worst pair's mean over seeds."""
+        by_pair: dict[str, list[float]] = {}
+        for task, run in zip(tasks, runs, strict=True):
+            by_pair.setdefault(task.bound.pair.key, []).append(figure(run[_key(setting)]))
+        return max(interval(values).mean for values in by_pair.values())
+
+    figures: dict[str, Callable[[Setting], float]] = {
+        "offline throughput over the defaults'": over_default,
+        "worst mean TTFT increase %": lambda setting: worst(setting, lambda one: one.ttft_increase["mean"]),
+        "worst reclaims in an hour": lambda setting: worst(setting, lambda one: float(max(one.reclaims_by_hour))),
+    }
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (setting.parameter, setting.label, setting.combination, *(figure(setting) for figure in figures.values()))
+        for setting in tried
+    )
+    charts = [
+        Chart(title=f"{name.capitalize()}{suffix}", svg=_tornado(tried, combination, figure, name))
+        for combination, suffix in ((OURS, ""), (WITHOUT_HINT, ", without a hint"))
+        for name, figure in figures.items()
+        if combination == OURS or "reclaims" not in name
+    ]
+    return Report(
+        name="sensitivity",
+        title="Sensitivity: what each setting does",
+        summary=(
+            "One setting at a time on five shapes of load, two hours each; everything else at the product's defaults. "
+            "Cooldown only matters for a service without a lifecycle hint, so it is varied there.",
+        ),
+        tables=(
+            Table(title="All settings", columns=("parameter", "value", "combination", *figures), rows=rows),
+        ),
+        charts=tuple(charts),
+        data={"rows": [list(row) for row in rows]},
+        seeds=tuple(seeds),
+    )  # fmt: skip
+
+
+def _key(setting: Setting) -> tuple[str, str, str]:
+    return setting.parameter, setting.label, setting.combination
+
+
+def _tornado(tried: Sequence[Setting], combination: str, figure: Callable[[Setting], float], unit: str) -> str:
+    mine = [setting for setting in tried if setting.combination == combination]
+    centre = next(figure(setting) for setting in mine if setting.parameter == DEFAULT)
+    rows: dict[str, list[tuple[str, float]]] = {}
+    for setting in mine:
+        if setting.parameter != DEFAULT:
+            rows.setdefault(setting.parameter, []).append((setting.label, figure(setting)))
+    return svg.tornado(list(rows.items()), centre=centre, unit=unit)
