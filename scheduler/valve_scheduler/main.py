@@ -11,14 +11,17 @@ import socket
 import sys
 import uuid
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
+from valve_scheduler.admission import AdmissionSettings, Backend
 from valve_scheduler.controller import ControllerSettings, run_controller
 from valve_scheduler.extender_service import ExtenderSettings, run_extender
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import KubeClient
 from valve_scheduler.monitor import MonitorSettings
 from valve_scheduler.placement import PlacementSettings
+from valve_scheduler.webhook import WebhookSettings, run_webhook
 
 _STANDARD = set(vars(logging.makeLogRecord({})))
 
@@ -56,6 +59,20 @@ def parser() -> argparse.ArgumentParser:
     controller.add_argument("--monitor-every", type=float, default=30.0, metavar="SECONDS")
     controller.add_argument("--sla-window", type=float, default=MonitorSettings().window_s, metavar="SECONDS")
 
+    webhook = commands.add_parser("webhook", help="make offline pods schedulable, inject the shim into online pods")
+    webhook.add_argument("--port", type=int, default=8443)
+    webhook.add_argument("--host", default="0.0.0.0")
+    webhook.add_argument("--probe-host", default="0.0.0.0")
+    webhook.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
+    webhook.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
+    webhook.add_argument("--secret", default="valve-webhook-tls", help="holds the self-managed certificate")
+    webhook.add_argument("--configuration", default="valve", help="MutatingWebhookConfiguration to keep trusted")
+    webhook.add_argument("--hostname", action="append", help="in the certificate; repeat for several")
+    webhook.add_argument("--certificate-folder", type=Path, help="tls.crt and tls.key from cert-manager")
+    webhook.add_argument("--backend", choices=[b.value for b in Backend], default=Backend.ENVVAR.value)
+    webhook.add_argument("--runtime-class", default=AdmissionSettings().runtime_class)
+    webhook.add_argument("--offline-env", action="append", default=[], metavar="NAME=VALUE")
+
     return top
 
 
@@ -78,6 +95,8 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
             monitor=MonitorSettings(window_s=options.sla_window),
         )
         return run_controller(client, watching, f"{socket.gethostname()}_{uuid.uuid4()}")
+    if options.command == "webhook":
+        return run_webhook(client, _webhook_settings(options))
     settings = ExtenderSettings(
         port=options.port,
         probe_host=options.probe_host,
@@ -88,6 +107,26 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
         placement=PlacementSettings(theta=options.alignment_threshold),
     )
     return run_extender(client, settings)
+
+
+def _webhook_settings(options: argparse.Namespace) -> WebhookSettings:
+    admission = AdmissionSettings(
+        backend=Backend(options.backend),
+        runtime_class=options.runtime_class,
+        offline_env=dict(entry.split("=", 1) for entry in options.offline_env),
+    )
+    return WebhookSettings(
+        port=options.port,
+        host=options.host,
+        probe_host=options.probe_host,
+        probe_port=options.probe_port,
+        namespace=options.namespace,
+        secret=options.secret,
+        configuration=options.configuration,
+        hosts=tuple(options.hostname or [f"valve-webhook.{options.namespace}.svc"]),
+        certificate_folder=options.certificate_folder,
+        admission=admission,
+    )
 
 
 async def _until_signal(service: Coroutine[Any, Any, None]) -> None:

@@ -54,3 +54,8 @@ admissions = Counter(
     ["role", "result"],
     registry=REGISTRY,
 )
+certificate_expiry = Gauge(
+    "valve_webhook_certificate_expiry_timestamp_seconds",
+    "When the webhook's certificate ends; it is renewed at two thirds of its life",
+    registry=REGISTRY,
+)

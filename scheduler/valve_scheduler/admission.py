@@ -1,0 +1,210 @@
+"""What the webhook does to a pod at creation. Pure: pod in, changed pod or refusal out; applied twice it changes
+nothing.
+
+Offline pods are made what Valve can schedule, and refused when they cannot be (fail closed). Online pods get the
+shim by an addition that every container survives without; on any doubt they stay exactly as they are (fail open).
+"""
+
+import copy
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from valve_scheduler import names
+from valve_scheduler.errors import InvalidObject
+from valve_scheduler.objects import annotation, gpus_wanted, resource_count, sla_of
+
+Pod = dict[str, Any]
+
+# Written by Valve alone: a pod that brings them was copied from a running one, or forges a placement.
+_OWN = (names.GPUS, names.PREDICTED, names.DECISION)
+_VOLUMES = ("valve-shim", "valve-run")
+# A gated process may not end on SIGTERM before it is woken: longer waits only block the node's drain.
+_MAX_GRACE_S = 30
+
+
+class Backend(enum.Enum):
+    """How an offline container gets its GPUs: by an environment variable or by CDI devices made late on the node."""
+
+    ENVVAR = "envvar"
+    CDI = "cdi"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """The chart's values. Paths are folders on the node: a file mounted alone goes stale when it is replaced."""
+
+    backend: Backend = Backend.ENVVAR
+    runtime_class: str = "nvidia"
+    shim_folder: str = "/var/lib/valve/shim"
+    run_folder: str = "/run/valve"
+    preload: str = "/var/lib/valve/shim/current/libvalve.so"
+    sandboxed_runtimes: tuple[str, ...] = ("gvisor", "runsc", "kata", "kata-qemu", "kata-clh")
+    offline_env: Mapping[str, str] = field(default_factory=dict)  # engine timeouts that a gate would trip
+
+
+class Refused(Exception):
+    """The pod cannot run as it is; the text goes to whoever created it."""
+
+
+class Skipped(Exception):
+    """An online pod that is better left alone; the text becomes its injection mark."""
+
+
+def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
+    """The pod as Valve schedules it; raises Refused with what its author has to change."""
+    try:
+        _refuse_offline(pod)
+    except InvalidObject as error:
+        raise Refused(str(error)) from error
+    changed = copy.deepcopy(pod)
+    spec, metadata = changed["spec"], changed["metadata"]
+    metadata.setdefault("labels", {})[names.ROLE] = names.OFFLINE
+    spec["schedulerName"] = names.SCHEDULER
+    if spec.get("priorityClassName") != names.PRIORITY_CLASS:
+        spec["priorityClassName"] = names.PRIORITY_CLASS
+        # Resolved from the former class already; the API server refuses values that contradict the new one.
+        spec.pop("priority", None)
+        spec.pop("preemptionPolicy", None)
+    spec["terminationGracePeriodSeconds"] = min(spec.get("terminationGracePeriodSeconds", _MAX_GRACE_S), _MAX_GRACE_S)
+    if settings.backend is Backend.ENVVAR and not spec.get("runtimeClassName"):
+        spec["runtimeClassName"] = settings.runtime_class
+    if not resource_count(pod, names.RESOURCE):
+        _claim(spec["containers"][0], int(annotation(pod, names.GPUS_REQUIRED) or 1))
+    for container in _containers(changed):
+        if _limit(container, names.RESOURCE):
+            _offline_env(container, settings)
+    tolerations = spec.setdefault("tolerations", [])
+    if not any(t.get("key") in (None, "", names.ONLINE_RESOURCE) for t in tolerations):
+        tolerations.append({"key": names.ONLINE_RESOURCE, "operator": "Exists", "effect": "NoSchedule"})
+
+    return changed
+
+
+def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
+    """The pod with the shim preloaded in its GPU containers; raises Skipped with the reason where it must not be."""
+    containers = [c for c in _containers(pod) if _limit(c, names.ONLINE_RESOURCE)]
+    _skip_online(pod, containers, settings)
+    changed = copy.deepcopy(pod)
+    for container in _containers(changed):
+        if _limit(container, names.ONLINE_RESOURCE):
+            _inject(container, settings)
+    volumes = changed["spec"].setdefault("volumes", [])
+    present = {volume["name"] for volume in volumes}
+    for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
+        if name not in present:
+            # DirectoryOrCreate: on a node without Valve the pod still starts, and ld.so ignores the missing file.
+            volumes.append({"name": name, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
+    changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
+
+    return marked(changed, "ok")
+
+
+def marked(pod: Pod, injection: str) -> Pod:
+    """The pod with its injection mark, which the daemon compares with what it sees."""
+    changed = copy.deepcopy(pod)
+    annotations = changed["metadata"].get("annotations") or {}
+    changed["metadata"]["annotations"] = {**annotations, names.INJECTION: injection}
+
+    return changed
+
+
+def _refuse_offline(pod: Pod) -> None:
+    spec, metadata = pod["spec"], pod["metadata"]
+    if resource_count(pod, names.ONLINE_RESOURCE):
+        raise Refused(f"an offline pod must not ask for {names.ONLINE_RESOURCE}; it runs on GPUs others hold")
+    forged = [key for key in _OWN if key in (metadata.get("annotations") or {})]
+    if forged:
+        raise Refused(f"annotation {forged[0]} is written by Valve alone; remove it")
+    scheduler = spec.get("schedulerName") or "default-scheduler"
+    if scheduler not in ("default-scheduler", names.SCHEDULER):
+        raise Refused(f"schedulerName is {scheduler}; offline pods are placed by {names.SCHEDULER}, leave it out")
+    if spec.get("nodeName"):
+        raise Refused("nodeName is set; offline pods are placed by Valve, use nodeSelector or affinity instead")
+    if spec.get("hostPID"):
+        raise Refused("hostPID is not allowed: the daemon tells pods apart by their processes")
+    for container in _containers(pod):
+        if (container.get("securityContext") or {}).get("privileged"):
+            raise Refused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
+    sla_of(pod)
+    if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
+        gpus_wanted(pod)
+    if annotation(pod, names.SLA) and not annotation(pod, names.PROFILE):
+        raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
+
+
+def _skip_online(pod: Pod, containers: list[Pod], settings: AdmissionSettings) -> None:
+    """Every reason to leave the pod alone, the plainest first."""
+    spec = pod["spec"]
+    wish = annotation(pod, names.INJECT)
+    if wish == "false":
+        raise Skipped("opt-out")
+    if not containers:
+        raise Skipped("no-gpu")
+    if spec.get("hostPID"):
+        raise Skipped("host-pid")
+    if spec.get("runtimeClassName") in settings.sandboxed_runtimes:
+        raise Skipped("sandboxed-runtime")
+    if (spec.get("os") or {}).get("name") == "windows":
+        raise Skipped("windows")
+    for container in containers:
+        preload = _variable(container, "LD_PRELOAD")
+        if preload is not None and "valueFrom" in preload:
+            raise Skipped("ld-preload-from-reference")
+        if preload is None and container.get("envFrom") and wish != "true":
+            # It may hold an LD_PRELOAD that ours would override; `inject: "true"` says that it does not.
+            raise Skipped("env-from")
+        paths = {m["mountPath"].rstrip("/"): m["name"] for m in container.get("volumeMounts") or []}
+        for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
+            if paths.get(folder, name) != name:
+                raise Skipped("mount-path-taken")
+
+
+def _inject(container: Pod, settings: AdmissionSettings) -> None:
+    preload = _variable(container, "LD_PRELOAD")
+    if preload is None:
+        container.setdefault("env", []).append({"name": "LD_PRELOAD", "value": settings.preload})
+    elif settings.preload not in preload.get("value", "").split(":"):
+        preload["value"] = ":".join(filter(None, (settings.preload, preload.get("value", ""))))
+    mounts = container.setdefault("volumeMounts", [])
+    present = {mount["name"] for mount in mounts}
+    for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
+        if name not in present:
+            mounts.append({"name": name, "mountPath": folder, "readOnly": True})
+
+
+def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
+    """Devices always as Valve says, over whatever the pod had; engine settings only where the pod has none."""
+    visible: Pod = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
+    if settings.backend is Backend.ENVVAR:
+        field_path = f"metadata.annotations['{names.GPUS}']"
+        reference = {"apiVersion": "v1", "fieldPath": field_path}
+        visible = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": reference}}
+    kept = [entry for entry in container.get("env") or [] if entry["name"] != visible["name"]]
+    present = {entry["name"] for entry in kept}
+    more = [{"name": key, "value": value} for key, value in settings.offline_env.items() if key not in present]
+    container["env"] = [visible, *kept, *more]
+
+
+def _claim(container: Pod, count: int) -> None:
+    resources = container.setdefault("resources", {})
+    for kind in ("limits", "requests"):
+        resources.setdefault(kind, {})[names.RESOURCE] = str(count)
+
+
+def _containers(pod: Pod) -> list[Pod]:
+    spec = pod["spec"]
+    return [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+
+
+def _limit(container: Pod, resource: str) -> str:
+    limits = (container.get("resources") or {}).get("limits") or {}
+    text = str(limits.get(resource, "0"))
+
+    return "" if text == "0" else text
+
+
+def _variable(container: Pod, name: str) -> Pod | None:
+    found: Pod | None = next((entry for entry in container.get("env") or [] if entry["name"] == name), None)
+    return found

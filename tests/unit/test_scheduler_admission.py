@@ -1,0 +1,261 @@
+"""Admission: offline pods become schedulable or are refused, online pods are injected or left exactly as they are."""
+
+import asyncio
+import base64
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonpatching import apply
+from valve_scheduler import names
+from valve_scheduler.admission import (
+    AdmissionSettings,
+    Backend,
+    Refused,
+    Skipped,
+    mutate_offline,
+    mutate_online,
+)
+from valve_scheduler.jsonpatch import diff
+from valve_scheduler.kube.access import Access
+from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.webhook import Webhook, WebhookSettings, review_offline, review_online
+
+Pod = dict[str, Any]
+SETTINGS = AdmissionSettings(offline_env={"VLLM_ENGINE_ITERATION_TIMEOUT_S": "3600"})
+SHIM = SETTINGS.preload
+
+
+def pod(*containers: Pod, annotations: dict[str, str] | None = None, **spec: Any) -> Pod:
+    given = list(containers) or [container()]
+    return {"metadata": {"name": "p", "annotations": annotations or {}}, "spec": {"containers": given, **spec}}
+
+
+def container(resource: str = names.RESOURCE, count: str = "1", **more: Any) -> Pod:
+    return {"name": "work", "image": "i", "resources": {"limits": {resource: count}}, **more}
+
+
+def online(**more: Any) -> Pod:
+    return container(names.ONLINE_RESOURCE, **more)
+
+
+def test_an_offline_pod_gets_all_that_it_takes_to_be_placed() -> None:
+    changed = mutate_offline(pod(priority=0, preemptionPolicy="PreemptLowerPriority"), SETTINGS)
+
+    spec = changed["spec"]
+    assert changed["metadata"]["labels"] == {names.ROLE: names.OFFLINE}
+    assert (spec["schedulerName"], spec["priorityClassName"]) == ("valve-scheduler", "valve-offline")
+    assert "priority" not in spec
+    assert "preemptionPolicy" not in spec
+    assert (spec["runtimeClassName"], spec["terminationGracePeriodSeconds"]) == ("nvidia", 30)
+    assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert spec["containers"][0]["env"] == [
+        {
+            "name": "NVIDIA_VISIBLE_DEVICES",
+            "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.annotations['valve.gpu/gpus']"}},
+        },
+        {"name": "VLLM_ENGINE_ITERATION_TIMEOUT_S", "value": "3600"},
+    ]
+
+
+def test_devices_are_as_valve_says_whatever_the_pod_says() -> None:
+    forged = container(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}, {"name": "A", "value": "1"}])
+
+    env = mutate_offline(pod(forged), AdmissionSettings(backend=Backend.CDI))["spec"]["containers"][0]["env"]
+
+    assert env == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}, {"name": "A", "value": "1"}]
+
+
+def test_the_cdi_backend_needs_no_runtime_class() -> None:
+    assert "runtimeClassName" not in mutate_offline(pod(), AdmissionSettings(backend=Backend.CDI))["spec"]
+
+
+def test_a_pod_that_names_no_resource_gets_as_many_gpus_as_its_annotation_says() -> None:
+    bare = {"name": "work", "image": "i"}
+
+    changed = mutate_offline(pod(bare, annotations={names.GPUS_REQUIRED: "2"}), SETTINGS)
+
+    wanted = {names.RESOURCE: "2"}
+    assert changed["spec"]["containers"][0]["resources"] == {"limits": wanted, "requests": wanted}
+
+
+def test_sidecars_without_gpus_stay_as_they_are() -> None:
+    sidecar = {"name": "log", "image": "alpine"}
+
+    assert mutate_offline(pod(container(), sidecar), SETTINGS)["spec"]["containers"][1] == sidecar
+    assert mutate_online(pod(online(), sidecar), SETTINGS)["spec"]["containers"][1] == sidecar
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (pod(online()), "must not ask for nvidia.com/gpu"),
+        (pod(container(), container(names.ONLINE_RESOURCE)), "must not ask for nvidia.com/gpu"),
+        (pod(annotations={names.GPUS: "GPU-a"}), "written by Valve alone"),
+        (pod(annotations={names.SLA: "1.5", names.PROFILE: "x"}), "must be a number in"),
+        (pod(annotations={names.SLA: "0.5"}), "needs valve.gpu/profile"),
+        (pod(annotations={names.GPUS_REQUIRED: "9"}), "must be 1 to 8"),
+        (pod(container(count="x")), "must be a whole number"),
+        (pod(container(securityContext={"privileged": True})), "is privileged"),
+        (pod(hostPID=True), "hostPID is not allowed"),
+        (pod(nodeName="n1"), "nodeName is set"),
+        (pod(schedulerName="volcano"), "schedulerName is volcano"),
+        (pod(initContainers=[container(securityContext={"privileged": True})]), "is privileged"),
+    ],
+)
+def test_an_offline_pod_that_cannot_run_is_refused_with_the_cure(bad: Pod, why: str) -> None:
+    with pytest.raises(Refused, match=why):
+        mutate_offline(bad, SETTINGS)
+
+
+def test_an_online_pod_gets_the_shim_read_only_and_optional() -> None:
+    changed = mutate_online(pod(online()), SETTINGS)
+
+    work = changed["spec"]["containers"][0]
+    assert work["env"] == [{"name": "LD_PRELOAD", "value": SHIM}]
+    assert [(mount["mountPath"], mount["readOnly"]) for mount in work["volumeMounts"]] == [
+        ("/var/lib/valve/shim", True),
+        ("/run/valve", True),
+    ]
+    assert {volume["hostPath"]["type"] for volume in changed["spec"]["volumes"]} == {"DirectoryOrCreate"}
+    assert changed["metadata"]["annotations"][names.INJECTION] == "ok"
+    assert "schedulerName" not in changed["spec"]
+
+
+def test_a_preload_of_its_own_stays_behind_ours() -> None:
+    own = online(env=[{"name": "LD_PRELOAD", "value": "/usr/lib/libjemalloc.so"}])
+
+    env = mutate_online(pod(own), SETTINGS)["spec"]["containers"][0]["env"]
+
+    assert env == [{"name": "LD_PRELOAD", "value": f"{SHIM}:/usr/lib/libjemalloc.so"}]
+
+
+@pytest.mark.parametrize(
+    ("left_alone", "why"),
+    [
+        (pod(online(), annotations={names.INJECT: "false"}), "opt-out"),
+        (pod({"name": "a", "image": "i"}), "no-gpu"),
+        (pod(online(), hostPID=True), "host-pid"),
+        (pod(online(), runtimeClassName="gvisor"), "sandboxed-runtime"),
+        (pod(online(), os={"name": "windows"}), "windows"),
+        (pod(online(env=[{"name": "LD_PRELOAD", "valueFrom": {}}])), "ld-preload-from-reference"),
+        (pod(online(envFrom=[{"configMapRef": {"name": "c"}}])), "env-from"),
+        (pod(online(volumeMounts=[{"name": "mine", "mountPath": "/run/valve/"}])), "mount-path-taken"),
+    ],
+)
+def test_an_online_pod_in_doubt_is_left_alone_with_the_reason(left_alone: Pod, why: str) -> None:
+    with pytest.raises(Skipped, match=f"^{why}$"):
+        mutate_online(left_alone, SETTINGS)
+
+    response = review_online({"uid": "u", "object": left_alone}, SETTINGS)
+    patched = apply(left_alone, json.loads(base64.b64decode(response["patch"])))
+
+    assert response["allowed"]
+    assert patched["spec"] == left_alone["spec"]
+    assert patched["metadata"]["annotations"][names.INJECTION] == f"skipped-{why}"
+
+
+def test_a_pod_that_vouches_for_its_references_is_injected() -> None:
+    given = pod(online(envFrom=[{"configMapRef": {"name": "c"}}]), annotations={names.INJECT: "true"})
+
+    assert mutate_online(given, SETTINGS)["spec"]["containers"][0]["env"][0]["value"] == SHIM
+
+
+@pytest.mark.parametrize("broken", [{}, {"metadata": {}}, {"metadata": {}, "spec": {"containers": [{}]}}, None, []])
+def test_an_online_pod_nobody_can_read_is_allowed_untouched(broken: Any) -> None:
+    response = review_online({"uid": "u", "object": broken}, SETTINGS)
+
+    assert response["allowed"]
+
+
+def test_an_offline_review_refuses_with_a_message_or_patches() -> None:
+    why = "valve: hostPID is not allowed: the daemon tells pods apart by their processes"
+
+    refused = review_offline({"uid": "u", "object": pod(hostPID=True)}, SETTINGS)
+    allowed = review_offline({"uid": "u", "object": pod()}, SETTINGS)
+
+    assert refused == {
+        "uid": "u",
+        "allowed": False,
+        "status": {
+            "code": 403,
+            "message": why,
+        },
+    }
+    assert allowed["patchType"] == "JSONPatch"
+    assert apply(pod(), json.loads(base64.b64decode(allowed["patch"]))) == mutate_offline(pod(), SETTINGS)
+
+
+PODS = [pod(), pod(container(env=[]), annotations={names.GPUS_REQUIRED: "1"}), pod(initContainers=[container()])]
+ONLINE_PODS = [
+    pod(online()),
+    pod(online(env=[{"name": "LD_PRELOAD", "value": "/a.so"}], volumeMounts=[{"name": "v", "mountPath": "/v"}])),
+]
+
+
+@pytest.mark.parametrize("given", PODS)
+def test_an_offline_pod_is_changed_once(given: Pod) -> None:
+    """reinvocationPolicy IfNeeded sends pods twice."""
+    once = mutate_offline(given, SETTINGS)
+
+    assert diff(once, mutate_offline(once, SETTINGS)) == []
+
+
+@pytest.mark.parametrize("given", ONLINE_PODS)
+def test_an_online_pod_is_changed_once(given: Pod) -> None:
+    once = mutate_online(given, SETTINGS)
+
+    assert diff(once, mutate_online(once, SETTINGS)) == []
+
+
+@pytest.mark.parametrize("given", [*PODS, *ONLINE_PODS])
+def test_the_pod_that_came_in_is_never_changed(given: Pod) -> None:
+    before = copy.deepcopy(given)
+    mutate_online(given, SETTINGS) if given in ONLINE_PODS else mutate_offline(given, SETTINGS)
+
+    assert given == before
+
+
+values = st.recursive(
+    st.none() | st.integers(0, 3) | st.text("a/~", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab/~", max_size=2), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(before=values, after=values)
+def test_a_patch_leads_from_any_value_to_any_other(before: Any, after: Any) -> None:
+    assert apply(before, diff(before, after)) == after
+
+
+@given(value=values)
+def test_nothing_to_do_needs_no_operation(value: Any) -> None:
+    assert diff(value, copy.deepcopy(value)) == []
+
+
+def answer(path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+    from datetime import datetime, timezone
+
+    client = KubeClient(Access(host="127.0.0.1", port=1, tls=None, authorization=str))
+    webhook = Webhook(client, WebhookSettings(), lambda: datetime.now(timezone.utc))
+    found = asyncio.run(webhook.answer(method, path, json.dumps(body).encode()))
+
+    return found.status, found.body
+
+
+def test_a_review_comes_back_with_its_kind_and_uid() -> None:
+    review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {"uid": "u", "object": pod()}}
+
+    status, body = answer("/mutate/offline", review)
+
+    found = json.loads(body)
+    assert status == 200
+    assert (found["kind"], found["response"]["uid"], found["response"]["allowed"]) == ("AdmissionReview", "u", True)
+
+
+def test_unknown_paths_are_404() -> None:
+    assert answer("/mutate/other", {})[0] == 404
+    assert answer("/mutate/offline", {}, "GET")[0] == 404
