@@ -21,6 +21,7 @@ from valve_scheduler.kube.reflector import Reflector, Sink
 from valve_scheduler.monitor import MonitorSettings, Owner, Sample, Track, choose_evictions, evicted, observe
 from valve_scheduler.objects import offline_pod, owner_uid, pod_place, sla_of, started_at_s
 from valve_scheduler.placement import Job, PlacementSettings
+from valve_scheduler.probes import Probes
 from valve_scheduler.requeue import Pending, newly_feasible
 from valve_scheduler.state import ClusterState
 from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
@@ -36,6 +37,8 @@ class ControllerSettings:
     """Rounds: retries are looked for each second, SLAs at the pace of node reports."""
 
     namespace: str = "valve-system"
+    probe_host: str = "0.0.0.0"
+    probe_port: int = 8902
     lease_name: str = "valve-controller"
     requeue_every_s: float = 1.0
     monitor_every_s: float = 30.0
@@ -92,9 +95,8 @@ class Controller:
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
 
-    @property
-    def synced(self) -> bool:
-        return all(view.synced for view in self.views)
+    def missing(self) -> list[str]:
+        return [view.path for view in self.views if not view.synced]
 
     # Retries
 
@@ -237,7 +239,7 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
 
     async def every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
-            if controller.synced and lease.held:
+            if not controller.missing() and lease.held:
                 try:
                     await act()
                 except Exception:
@@ -250,4 +252,5 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
         every(settings.monitor_every_s, controller.monitor),
     ]
     with contextlib.closing(client):
+        await Probes(controller.missing).serve(settings.probe_host, settings.probe_port)
         await asyncio.gather(lease.run(), *tasks, *rounds)

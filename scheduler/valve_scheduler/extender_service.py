@@ -10,8 +10,6 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
 from valve_scheduler import metrics
 from valve_scheduler.errors import InvalidObject, NotReady
 from valve_scheduler.extender import Extender
@@ -19,6 +17,7 @@ from valve_scheduler.kube.client import Json, KubeClient
 from valve_scheduler.kube.reflector import SILENCE_S, Reflector
 from valve_scheduler.leadership import Leadership, lease_view
 from valve_scheduler.placement import PlacementSettings
+from valve_scheduler.probes import Probes
 from valve_scheduler.server import Answer, json_answer, serve, text_answer
 from valve_scheduler.state import ClusterState
 from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
@@ -59,6 +58,7 @@ class ExtenderService:
             self._leadership = Leadership(settings.hostname, self.pods.relist)
             lease = lease_view(client, self._leadership, settings.lease_namespace, settings.lease_name)
             self.views.append(lease)
+        self.probes = Probes(self._missing, self._refresh_gauges)
         self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer)
 
     def can_answer(self) -> bool:
@@ -66,10 +66,14 @@ class ExtenderService:
         leads = self._leadership is None or self._leadership.leads
         return leads and all(view.synced for view in self.views)
 
+    def _missing(self) -> list[str]:
+        """What keeps /readyz back; a follower with a complete view is ready to take over."""
+        return [view.path for view in self.views if not view.synced]
+
     async def run(self) -> None:
         """Until cancelled."""
         main = await serve(self.answer, self._settings.host, self._settings.port)
-        probes = await serve(self.probe, self._settings.probe_host, self._settings.probe_port)
+        probes = await self.probes.serve(self._settings.probe_host, self._settings.probe_port)
         tasks = [asyncio.create_task(view.run()) for view in self.views]
         tasks.append(asyncio.create_task(self._housekeeping()))
         log.info("extender listens", extra={"port": self._settings.port, "theta": self.state.settings.theta})
@@ -90,18 +94,6 @@ class ExtenderService:
         metrics.requests.labels(verb, str(answer.status)).observe(time.perf_counter() - started)
 
         return answer
-
-    async def probe(self, method: str, path: str, body: bytes) -> Answer:
-        """/healthz: the loop turns. /readyz: the view is complete; a follower is ready to take over."""
-        if path == "/healthz":
-            return text_answer("ok")
-        if path == "/readyz":
-            missing = [view.path for view in self.views if not view.synced]
-            return text_answer("not synced: " + " ".join(missing), 503) if missing else text_answer("ok")
-        if path == "/metrics":
-            self._refresh_gauges()
-            return Answer(body=generate_latest(metrics.REGISTRY), content_type=CONTENT_TYPE_LATEST)
-        return text_answer("try /healthz, /readyz or /metrics", 404)
 
     async def _call(self, verb: str, body: bytes) -> Answer:
         try:

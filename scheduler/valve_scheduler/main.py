@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from valve_scheduler.admission import AdmissionSettings, Backend
+from valve_scheduler.check import check
 from valve_scheduler.controller import ControllerSettings, run_controller
+from valve_scheduler.drain import DrainSettings, drain
+from valve_scheduler.errors import SchedulerError
 from valve_scheduler.extender_service import ExtenderSettings, run_extender
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import KubeClient
@@ -56,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
 
     controller = commands.add_parser("controller", help="watch SLAs, evict within a budget, requeue pending pods")
     controller.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
+    controller.add_argument("--probe-host", default="0.0.0.0")
+    controller.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
     controller.add_argument("--monitor-every", type=float, default=30.0, metavar="SECONDS")
     controller.add_argument("--sla-window", type=float, default=MonitorSettings().window_s, metavar="SECONDS")
 
@@ -73,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
     webhook.add_argument("--runtime-class", default=AdmissionSettings().runtime_class)
     webhook.add_argument("--offline-env", action="append", default=[], metavar="NAME=VALUE")
 
+    before = commands.add_parser("drain", help="before an uninstall: webhooks gone, nodes off, no offline pod left")
+    before.add_argument("--configuration", default="valve", help="MutatingWebhookConfiguration to remove")
+    before.add_argument("--timeout", type=float, default=DrainSettings().timeout_s, metavar="SECONDS")
+
+    commands.add_parser("check", help="can these rights read what Valve follows")
+
     return top
 
 
@@ -82,7 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     client = KubeClient(find(dict(os.environ), options.kubeconfig))
-    asyncio.run(_until_signal(_service(client, options)))
+    try:
+        asyncio.run(_until_signal(_service(client, options)))
+    except SchedulerError as error:
+        print(f"valve-scheduler {options.command}: {error}", file=sys.stderr)
+        return 1
 
     return 0
 
@@ -91,10 +106,16 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
     if options.command == "controller":
         watching = ControllerSettings(
             namespace=options.namespace,
+            probe_host=options.probe_host,
+            probe_port=options.probe_port,
             monitor_every_s=options.monitor_every,
             monitor=MonitorSettings(window_s=options.sla_window),
         )
         return run_controller(client, watching, f"{socket.gethostname()}_{uuid.uuid4()}")
+    if options.command == "check":
+        return check(client)
+    if options.command == "drain":
+        return drain(client, DrainSettings(configuration=options.configuration, timeout_s=options.timeout))
     if options.command == "webhook":
         return run_webhook(client, _webhook_settings(options))
     settings = ExtenderSettings(

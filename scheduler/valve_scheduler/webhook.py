@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-
 from valve_scheduler import metrics
 from valve_scheduler.admission import (
     AdmissionSettings,
@@ -27,6 +25,7 @@ from valve_scheduler.admission import (
 from valve_scheduler.certificates import Material, expires_at, renew
 from valve_scheduler.jsonpatch import diff
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_scheduler.probes import Probes
 from valve_scheduler.server import Answer, json_answer, serve, text_answer
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,8 @@ class Webhook:
 
     async def run(self) -> None:
         """Until cancelled. Listens only once there is a certificate to show."""
-        probes = await serve(self.probe, self._settings.probe_host, self._settings.probe_port)
+        missing = Probes(lambda: [] if self._served[0] else ["certificate"])
+        probes = await missing.serve(self._settings.probe_host, self._settings.probe_port)
         while not self._served[0]:
             await self.refresh()
             await asyncio.sleep(0 if self._served[0] else 0.5)
@@ -127,15 +127,6 @@ class Webhook:
         response = reviews[path](request, self._settings.admission)
 
         return json_answer({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response})
-
-    async def probe(self, method: str, path: str, body: bytes) -> Answer:
-        if path == "/healthz":
-            return text_answer("ok")
-        if path == "/readyz":
-            return text_answer("ok") if self._served[0] else text_answer("no certificate yet", 503)
-        if path == "/metrics":
-            return Answer(body=generate_latest(metrics.REGISTRY), content_type=CONTENT_TYPE_LATEST)
-        return text_answer("try /healthz, /readyz or /metrics", 404)
 
     async def refresh(self) -> None:
         """Read the certificate, renew what is due, publish the bundle; a failure leaves all as it was."""

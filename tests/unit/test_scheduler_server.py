@@ -86,7 +86,7 @@ def test_calls_before_the_first_list_are_503_and_readyz_names_what_is_missing() 
     assert answer("/scheduler/filter").status == 503
     assert json.loads(answer("/scheduler/bind").body)["Error"].startswith("valve: this replica does not lead")
 
-    probe = asyncio.run(service().probe("GET", "/readyz", b""))
+    probe = asyncio.run(service().probes.answer("GET", "/readyz", b""))
 
     assert probe.status == 503
     assert b"/api/v1/pods" in probe.body
@@ -107,7 +107,7 @@ def test_unknown_calls_are_404() -> None:
 
 
 def test_metrics_are_served_with_their_descriptions() -> None:
-    probe = asyncio.run(service().probe("GET", "/metrics", b""))
+    probe = asyncio.run(service().probes.answer("GET", "/metrics", b""))
 
     assert b"# HELP valve_extender_request_seconds Time to answer" in probe.body
     assert b"valve_extender_ready 0.0" in probe.body

@@ -150,7 +150,14 @@ class ControlPlane:
         return port, probes
 
     def start_controller(self, *arguments: str, name: str = "controller") -> None:
-        flags = ["-m", "valve_scheduler.main", f"--kubeconfig={self.kubeconfig}", "controller", *arguments]
+        flags = [
+            "-m",
+            "valve_scheduler.main",
+            f"--kubeconfig={self.kubeconfig}",
+            "controller",
+            "--probe-host=127.0.0.1",
+        ]
+        flags += [f"--probe-port={free_port()}", *arguments]
         self.spawn(name, *flags, program=sys.executable)
 
     def start_scheduler(self, extender_port: int, *, name: str = "kube-scheduler", lease: bool = False) -> int:

@@ -1,0 +1,91 @@
+{{/* One install per cluster: CRDs, webhooks and the scheduler's name are cluster-wide, so names are fixed. */}}
+
+{{- define "valve.labels" -}}
+app.kubernetes.io/name: valve
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{/* Usage: include "valve.selector" (dict "root" . "component" "scheduler") */}}
+{{- define "valve.selector" -}}
+app.kubernetes.io/name: valve
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Usage: include "valve.image" (dict "root" . "image" .Values.image "tag" DEFAULT) */}}
+{{- define "valve.image" -}}
+{{- $repository := .image.repository -}}
+{{- with .root.Values.global.imageRegistry -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^[^/]*[.:][^/]*/" $repository "") -}}
+{{- end -}}
+{{- if .image.digest -}}{{ $repository }}@{{ .image.digest }}
+{{- else -}}{{ $repository }}:{{ .image.tag | default .tag }}
+{{- end -}}
+{{- end }}
+
+{{- define "valve.ownImage" -}}
+{{ include "valve.image" (dict "root" . "image" .Values.image "tag" .Chart.AppVersion) }}
+{{- end }}
+
+{{/* The scheduler must fit the API server: same version unless told otherwise. */}}
+{{- define "valve.kubeSchedulerImage" -}}
+{{- $version := regexFind "^v[0-9]+\\.[0-9]+\\.[0-9]+" .Capabilities.KubeVersion.Version -}}
+{{ include "valve.image" (dict "root" . "image" .Values.scheduler.kubeScheduler "tag" $version) }}
+{{- end }}
+
+{{- define "valve.pod" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "valve.container" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "valve.environment" -}}
+- {name: VALVE_DOMAIN, value: {{ .Values.domain | quote }}}
+- {name: OPENBLAS_NUM_THREADS, value: "1"}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+{{- end }}
+
+{{/* Probes and metrics of every process of valve-scheduler. */}}
+{{- define "valve.probes" -}}
+ports:
+- {name: metrics, containerPort: 8902}
+livenessProbe:
+  httpGet: {path: /healthz, port: metrics}
+  periodSeconds: 10
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: metrics}
+  periodSeconds: 5
+{{- end }}
+
+{{- define "valve.spread" -}}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "valve.selector" . | nindent 12 }}
+{{- end }}
+
+{{/* Which namespaces are opted in to injection. */}}
+{{- define "valve.optIn" -}}
+{{- toYaml (.Values.admission.online.namespaceLabel | default (dict (printf "%s/inject" .Values.domain) "enabled")) }}
+{{- end }}

@@ -1,0 +1,71 @@
+"""Before an uninstall: no webhook in anyone's way, every node off, no offline pod running; then the chart may go."""
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from valve_scheduler import names
+from valve_scheduler.errors import SchedulerError
+from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient
+from valve_scheduler.objects import pod_place
+from valve_scheduler.views import OFFLINE_PODS
+from valve_scheduler.webhook import CONFIGURATIONS
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 2.0
+
+
+class DrainTimeout(SchedulerError):
+    """Offline pods were still there at the end; the text names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainSettings:
+    """timeout_s covers a grace period of 30 s and a disruption budget that lets go one by one."""
+
+    configuration: str = "valve"
+    timeout_s: float = 240.0
+
+
+async def drain(client: KubeClient, settings: DrainSettings) -> None:
+    """Safe to run again at any point; raises DrainTimeout with what is left."""
+    # First: a webhook that outlives its server refuses every offline pod, and uninstalls have left some behind.
+    with contextlib.suppress(ApiError):
+        await client.request("DELETE", f"{CONFIGURATIONS}/{settings.configuration}")
+    nodes, _ = await client.list(f"{names.API_PATH}/gpuharvestnodes")
+    for node in nodes:
+        await _off(client, node)
+    end_s = asyncio.get_running_loop().time() + settings.timeout_s
+    while running := await _running(client):
+        if asyncio.get_running_loop().time() > end_s:
+            raise DrainTimeout(f"{len(running)} offline pods still run: {', '.join(map(_title, running[:10]))}")
+        for pod in running:
+            await _evict(client, pod)
+        await asyncio.sleep(_LOOK_EVERY_S)
+    log.info("drained", extra={"nodes": len(nodes)})
+
+
+async def _off(client: KubeClient, node: Json) -> None:
+    path = f"{names.API_PATH}/gpuharvestnodes/{node['metadata']['name']}"
+    await client.request("PATCH", path, body={"spec": {"mode": "off"}}, content_type=MERGE_PATCH)
+
+
+async def _running(client: KubeClient) -> list[Json]:
+    pods, _ = await client.list("/api/v1/pods", OFFLINE_PODS)
+    return [pod for pod in pods if pod_place(pod).node and not pod_place(pod).finished]
+
+
+async def _evict(client: KubeClient, pod: Json) -> None:
+    metadata = pod["metadata"]
+    path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/eviction"
+    name = {"name": metadata["name"], "namespace": metadata["namespace"]}
+    try:
+        await client.request("POST", path, body={"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name})
+    except ApiError as error:
+        log.warning("eviction refused", extra={"pod": _title(pod), "error": str(error)})
+
+
+def _title(pod: Json) -> str:
+    return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"

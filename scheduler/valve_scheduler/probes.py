@@ -1,0 +1,31 @@
+"""/healthz, /readyz and /metrics of each process, on a port of their own."""
+
+import asyncio
+from collections.abc import Callable
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from valve_scheduler import metrics
+from valve_scheduler.server import Answer, serve, text_answer
+
+
+class Probes:
+    """`missing` names what is not there yet; `refresh` sets gauges that are read, not counted."""
+
+    def __init__(self, missing: Callable[[], list[str]], refresh: Callable[[], None] = lambda: None) -> None:
+        self._missing = missing
+        self._refresh = refresh
+
+    async def answer(self, method: str, path: str, body: bytes) -> Answer:
+        if path == "/healthz":
+            return text_answer("ok")
+        if path == "/readyz":
+            missing = self._missing()
+            return text_answer("not ready: " + " ".join(missing), 503) if missing else text_answer("ok")
+        if path == "/metrics":
+            self._refresh()
+            return Answer(body=generate_latest(metrics.REGISTRY), content_type=CONTENT_TYPE_LATEST)
+        return text_answer("try /healthz, /readyz or /metrics", 404)
+
+    async def serve(self, host: str, port: int) -> asyncio.Server:
+        return await serve(self.answer, host, port)

@@ -1,0 +1,211 @@
+"""The chart as it renders.
+
+Valid for every supported Kubernetes, least rights, and nothing that can stop an online pod.
+"""
+
+import functools
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from valve_scheduler import metrics
+
+Json = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/helm/golden"
+FILES = ("default", "airgapped", "certmanager")
+# Oldest, newest and one between them; each object costs a tenth of a second.
+RENDERED = [("default", "1.30"), ("default", "1.36"), ("airgapped", "1.30"), ("certmanager", "1.33")]
+# Kinds of other projects, whose schemas the validator does not carry.
+FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
+
+
+@functools.cache
+def objects(name: str) -> list[Json]:
+    text = (GOLDEN / f"{name}.yaml").read_text()
+    return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]
+
+
+def of_kind(kind: str, name: str = "default") -> list[Json]:
+    return [found for found in objects(name) if found["kind"] == kind]
+
+
+def pod_specs(name: str = "default") -> Iterator[tuple[str, Json]]:
+    for found in objects(name):
+        if found["kind"] == "Pod":
+            yield found["metadata"]["name"], found["spec"]
+        elif "template" in found.get("spec", {}):
+            yield found["metadata"]["name"], found["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(("name", "version"), RENDERED)
+def test_every_object_is_valid_to_the_letter(name: str, version: str) -> None:
+    for found in objects(name):
+        if found["apiVersion"] not in FOREIGN:
+            kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.cluster
+def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
+    script = ROOT / "tests/cluster/build_tools.sh"
+    programs = subprocess.run([str(script), "--where"], capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(programs, "helm").exists():
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+
+    subprocess.run([str(ROOT / "tests/helm/render.sh"), str(tmp_path)], check=True)
+
+    for name in FILES:
+        expected, rendered = ((folder / f"{name}.yaml").read_text() for folder in (GOLDEN, tmp_path))
+        assert expected == rendered, f"run tests/helm/render.sh and review the change of {name}.yaml"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_role_has_a_wildcard_or_reads_secrets_of_others(name: str) -> None:
+    for role in [*of_kind("ClusterRole", name), *of_kind("Role", name)]:
+        for rule in role["rules"]:
+            assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]], role["metadata"]["name"]
+            if "secrets" in rule["resources"]:
+                assert role["kind"] == "Role"
+                assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["valve-webhook-tls"]
+
+
+def test_the_daemon_has_no_right_on_nodes_and_cannot_touch_pods() -> None:
+    (role,) = (role for role in of_kind("ClusterRole") if role["metadata"]["name"] == "valve-daemon")
+
+    granted = {(resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]}
+
+    assert not any(resource.startswith("nodes") for resource, _ in granted)
+    assert {verb for resource, verb in granted if resource.startswith("pods")} == {"get", "list", "watch"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_daemon_is_privileged_and_on_the_host(name: str) -> None:
+    for owner, spec in pod_specs(name):
+        if owner == "valve-daemon":
+            assert not spec.get("hostNetwork")  # it would block the surge of an update
+            continue
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert not any(spec.get(key) for key in ("hostPID", "hostNetwork", "hostIPC"))
+        assert not any("hostPath" in volume for volume in spec.get("volumes", []))
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert not context["allowPrivilegeEscalation"]
+            assert context["readOnlyRootFilesystem"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_container_has_its_share_and_a_pinned_image(name: str) -> None:
+    for _, spec in pod_specs(name):
+        for container in spec["containers"]:
+            assert container["resources"]["requests"]["memory"]
+            assert container["resources"]["limits"]["memory"]
+            assert re.search(r"(:v?\d|@sha256:)", container["image"])
+            assert not container["image"].endswith(":latest")
+
+
+def test_a_mirror_is_in_front_of_every_image() -> None:
+    images = {container["image"] for _, spec in pod_specs("airgapped") for container in spec["containers"]}
+
+    assert len(images) == 2
+    assert all(image.startswith("registry.example.com/mirror/") for image in images)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_of_the_webhook_can_stop_an_online_pod(name: str) -> None:
+    (configuration,) = of_kind("MutatingWebhookConfiguration", name)
+    offline, online = configuration["webhooks"]
+
+    assert (online["failurePolicy"], online["timeoutSeconds"]) == ("Ignore", 2)
+    assert online["namespaceSelector"]["matchLabels"]
+    assert any("nvidia.com/gpu" in condition["expression"] for condition in online["matchConditions"])
+    assert offline["failurePolicy"] == "Fail"
+    (condition,) = offline["matchConditions"]
+    assert condition["expression"].count("== 'offline'") == 2  # as a label or as an annotation, and nothing else
+    for hook in (offline, online):
+        assert hook["rules"] == [
+            {
+                "apiGroups": [""],
+                "apiVersions": ["v1"],
+                "resources": ["pods"],
+                "operations": ["CREATE"],
+                "scope": "Namespaced",
+            }
+        ]
+        excluded = hook["namespaceSelector"]["matchExpressions"][0]["values"]
+        assert excluded == ["kube-system", "valve-system"]
+
+
+def test_no_node_is_bought_for_offline_work() -> None:
+    (priority,) = of_kind("PriorityClass")
+
+    assert priority["value"] < -10
+    assert priority["preemptionPolicy"] == "Never"
+    assert not priority["globalDefault"]
+
+
+def test_the_scheduler_is_configured_as_the_extender_expects() -> None:
+    (configuration,) = (c for c in of_kind("ConfigMap") if c["metadata"]["name"] == "valve-scheduler")
+
+    found = yaml.safe_load(configuration["data"]["config.yaml"])
+
+    (extender,) = found["extenders"]
+    assert (extender["nodeCacheCapable"], extender["ignorable"]) == (True, False)
+    assert extender["managedResources"] == [{"name": "valve.gpu/harvested-gpu", "ignoredByScheduler": False}]
+    assert found["percentageOfNodesToScore"] == 100
+    assert found["profiles"] == [{"schedulerName": "valve-scheduler"}]
+
+
+def test_an_update_of_the_daemon_never_leaves_a_node_without_one() -> None:
+    (daemon,) = of_kind("DaemonSet")
+
+    assert daemon["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_crds_survive_an_uninstall() -> None:
+    crds = of_kind("CustomResourceDefinition")
+
+    assert len(crds) == 4
+    assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds)
+
+
+def test_another_domain_reaches_every_name() -> None:
+    text = (GOLDEN / "certmanager.yaml").read_text()
+
+    left = [line for line in text.splitlines() if "valve.gpu" in line]
+
+    assert left == []
+    assert "harvest.example.com/harvested-gpu" in text
+
+
+def known_metrics() -> set[str]:
+    """Families of the scheduler from its registry, of the daemon from the names in its metrics file."""
+    page = generate_latest(metrics.REGISTRY).decode()
+    own = set(re.findall(r"^# TYPE (\S+) ", page, re.M))
+    daemon = set(re.findall(r'"(valve_[a-z_]+)"', (ROOT / "valved/metrics.py").read_text()))
+
+    return {f"{name}{suffix}" for name in own | daemon for suffix in ("", "_total", "_bucket", "_sum", "_count")}
+
+
+def queries() -> Iterator[str]:
+    dashboard = json.loads((ROOT / "helm/valve/dashboards/valve.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    for group in yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"]
+
+
+def test_every_query_is_about_metrics_that_exist() -> None:
+    asked = {name for query in queries() for name in re.findall(r"valve_[a-z_]+", query)}
+
+    assert asked
+    assert asked <= known_metrics()

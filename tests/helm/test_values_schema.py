@@ -1,0 +1,90 @@
+"""values.schema.json: the defaults pass, every documented value is known, and each wrong one is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "helm/valve"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def errors(values: Any) -> list[str]:
+    found = jsonschema.Draft202012Validator(SCHEMA).iter_errors(values)
+    return ["/".join(map(str, error.absolute_path)) for error in found]
+
+
+def with_value(path: str, value: Any) -> Any:
+    values = json.loads(json.dumps(DEFAULTS))
+    *parents, last = path.split(".")
+    target = values
+    for part in parents:
+        target = target[part]
+    target[last] = value
+
+    return values
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", sorted(CHART.glob("ci/*.yaml")), ids=lambda path: path.stem)
+def test_the_values_of_the_goldens_pass(path: Path) -> None:
+    assert errors(yaml.safe_load(path.read_text())) == []
+
+
+def test_the_defaults_pass() -> None:
+    assert errors(DEFAULTS) == []
+
+
+# Free-form by nature: resource quantities, selectors and environments take any key.
+FREE = ("resources", "nodeSelector", "namespaceLabel", "offlineEnv", "tolerations", "global")
+
+
+@pytest.mark.parametrize("path", [leaf for leaf in leaves(DEFAULTS) if not any(part in leaf for part in FREE)])
+def test_a_misspelt_key_is_refused_everywhere(path: str) -> None:
+    assert errors(with_value(f"{path}x", DEFAULTS)) != []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("domain", "valve"),
+        ("domain", "Valve.gpu"),
+        ("mode", "on"),
+        ("mode", True),
+        ("image.tag", "latest"),
+        ("image.digest", "sha256:short"),
+        ("image.pullPolicy", "Sometimes"),
+        ("daemon.metricsPort", 0),
+        ("daemon.runFolder", "run/valve"),
+        ("scheduler.replicas", 0),
+        ("scheduler.alignmentThreshold", 1.1),
+        ("scheduler.kubeScheduler.tag", "latest"),
+        ("controller.sla.windowSeconds", 5),
+        ("admission.backend", "magic"),
+        ("admission.certificates.source", "letsencrypt"),
+        ("admission.certificates", {"source": "certManager", "issuer": {}}),
+        ("admission.offlineEnv", {"1BAD": "x"}),
+        ("admission.offlineEnv", {"GOOD": 1}),
+        ("priorityClass.value", -10),
+        ("drainHook.timeoutSeconds", 1),
+        ("crds.install", "yes"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_stands(path: str, value: Any) -> None:
+    assert any(found.startswith(path.replace(".", "/")) for found in errors(with_value(path, value)))
