@@ -51,8 +51,11 @@ class EvictionPlan:
     intervals_s: tuple[int, ...] = INTERVALS_S
     sizes: tuple[float, ...] = SIZES
     handle_mib: int = 64
+    allocators: tuple[str, ...] = ("affine", "stock")
     other_handles_mib: tuple[int, ...] = (2, 16, 256)
     """Handle sizes run with FIFO and the product only, on every second interval and size."""
+    policies: tuple[str, ...] = ()
+    """Rivals to run; all when empty. FIFO is always among them."""
     pool_mib: int = 36 * 1024
     block_mib: int = 2
     churn_s: float = 3600.0
@@ -240,7 +243,7 @@ def _read_lengths(path: Path, rows: Iterable[list[str]]) -> Lengths:
 
 
 def _parts(plan: EvictionPlan) -> Iterator[tuple[str, int]]:
-    for allocator in ("affine", "stock"):
+    for allocator in plan.allocators:
         yield allocator, plan.handle_mib
     for handle_mib in plan.other_handles_mib:
         yield "affine", handle_mib
@@ -254,7 +257,8 @@ def _run_part(
     alone = _left_alone(plan, start)
     step = 1 if is_main else 2
     grid = [(i, s) for i in plan.intervals_s[1 - step % 2 :: step] for s in plan.sizes[1 - step % 2 :: step]]
-    rivals = [one for one in RIVALS if is_main or one.name in ("fifo", PRODUCT)]
+    wanted = plan.policies if is_main else (PRODUCT,)
+    rivals = [one for one in RIVALS if not wanted or one.name in ("fifo", *wanted)]
     results = []
     for number, (interval_s, size) in enumerate(grid):
         progress(f"{allocator} {handle_mib} MiB, every {interval_s} s {size:.0%}", number / len(grid))

@@ -10,7 +10,7 @@ from cffi import FFI
 
 
 def main() -> int:
-    header = re.sub(r"^#.*$", "", Path(sys.argv[1]).read_text(), flags=re.MULTILINE)
+    header = re.sub(r"^#include.*$", "", Path(sys.argv[1]).read_text(), flags=re.MULTILINE)
     ffi = FFI()
     ffi.cdef(header)
     ffi.set_source("valved.policy._greedy", '#include "greedy.h"')

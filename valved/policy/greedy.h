@@ -16,10 +16,15 @@ struct valve_cost_index {
 	const int64_t *handles;
 };
 
+/* Columns are scanned in groups, and only groups whose costs changed are scanned again. */
+#define VALVE_GREEDY_GROUP 128
+
 /*
  * Take cheapest columns until `needed` handles are free or no finite cost is left; returns how many were taken.
  * Scratch of the caller: costs [columns] starts as the columns' costs, infinite where barred; lost [chains] as
- * zeros; live_end [chains] as the end of each chain. Results: picks and marginal, [columns] each.
+ * zeros; live_end [chains] as the end of each chain; least, one per group, as -1. Results: picks and marginal,
+ * [columns] each.
  */
 int64_t valve_greedy_select(const struct valve_cost_index *index, double *costs, double *lost,
-                            int64_t *live_end, int64_t needed, int64_t *picks, double *marginal);
+                            int64_t *live_end, double *least, int64_t needed, int64_t *picks,
+                            double *marginal);
