@@ -29,8 +29,8 @@ class RunSettings:
     avoid_windows: int = 36
     sla_margin: float = 1.0
     """The product asks for this multiple of the SLA, since a day's mean hides its busy hours."""
-    tries_per_window: int = 40
-    """Jobs of the queue that are looked at in one window."""
+    searches_per_window: int = 60
+    """Jobs for which the fleet is searched in one window, oldest first."""
     counted_from: int = 72
     """Figures leave out the first half day, in which the backlog is placed."""
 
@@ -136,11 +136,12 @@ class ClusterRun:
             self._queue.append(self._arrived)
             self._arrived += 1
         refused: dict[int, float] = {}
-        tries = len(self._queue) if window == 0 else min(len(self._queue), self._settings.tries_per_window)
-        for _ in range(tries):
+        searches = len(self._queue) if window == 0 else self._settings.searches_per_window
+        for _ in range(len(self._queue)):
             job = self._queue.popleft()
             model, sla = int(self._jobs.model[job]), float(self._jobs.sla[job])
-            if sla < refused.get(model, 2.0):
+            if searches > 0 and sla < refused.get(model, 2.0):
+                searches -= 1
                 self._place_job(window, job, model, sla)
                 if self._unplaced[job] > 0:
                     refused[model] = sla  # nothing is left for it, nor for a stricter job
