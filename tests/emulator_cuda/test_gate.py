@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from cuda_driver import NOT_READY, Cuda, wait_until, word
 from emulated import on_gpu
@@ -153,12 +158,6 @@ def test_destroying_a_context_waits_for_its_gated_work(cuda: Cuda) -> None:
 @on_gpu()
 def test_two_processes_share_the_card_by_time_slices(cuda: Cuda) -> None:
     """Given an endless kernel of another process, when we launch, then our kernel is done all the same."""
-    import os
-    import subprocess
-    import sys
-    import tempfile
-    from pathlib import Path
-
     with tempfile.NamedTemporaryFile() as page:
         page.truncate(4096)
         program = Path(__file__).parents[1] / "support" / "node_workload.py"
@@ -173,3 +172,39 @@ def test_two_processes_share_the_card_by_time_slices(cuda: Cuda) -> None:
             other.kill()
 
     assert [channel.launches for channel in cuda.channels() if channel.launches] == [1]
+
+
+EXITING = """
+import sys
+sys.path.insert(0, {support!r})
+from cuda_driver import Cuda
+cuda = Cuda().start()
+spin = cuda.kernel("emu_spin")
+print("ready", flush=True)
+sys.stdin.readline()
+cuda.launch(spin, 1000)
+"""
+
+
+@on_gpu(cuda="exit_waits=1")
+def test_a_process_that_waits_in_exit_hangs_there_while_it_is_gated(cuda: Cuda) -> None:
+
+    program = EXITING.format(support=str(Path(__file__).parents[1] / "support"))
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        gate_of(cuda) as gate,
+    ):
+        assert other.stdout is not None
+        other.stdout.readline()
+        pairs = [(c.h_client, c.h_channel) for c in cuda.emulator.state().of(other.pid) if c.is_compute]
+        gate.tree.gate(pairs, on=False)
+        assert other.stdin is not None
+        other.stdin.write(b"\n")
+        other.stdin.flush()
+        cuda.emulator.wait(lambda s: sum(c.pending for c in s.of(other.pid)) == 1, "the kernel is queued")
+        time.sleep(SETTLE_S)
+        while_gated = other.poll()
+        gate.tree.gate(pairs, on=True)
+        other.wait()
+
+    assert while_gated is None

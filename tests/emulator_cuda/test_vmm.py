@@ -275,3 +275,17 @@ def test_remapping_costs_what_the_model_says_per_mapping(cuda: Cuda) -> None:
     cuda.cuMemUnmap(address, 50 * PAGE)
 
     assert time.monotonic() - start >= 50 * (36 + 26) * 1e-6
+
+
+@on_gpu()
+def test_a_range_leaves_as_a_file_only_when_one_mapping_holds_it(cuda: Cuda) -> None:
+    """What registers memory with a NIC gets a file; it pins those pages, so a range over two handles is refused."""
+    cuda.start()
+    address, plain, fd = backed(cuda, 2), cuda.alloc(4 * MIB), c_int(-1)
+    cuda.write(address, b"pinned")
+    cuda.cuMemGetHandleForAddressRange(byref(fd), address, PAGE, 1, 0)
+
+    assert os.pread(fd.value, 6, 0) == b"pinned"
+    assert cuda.call("cuMemGetHandleForAddressRange", byref(fd), address, 2 * PAGE, 1, 0) == INVALID_VALUE
+    assert cuda.call("cuMemGetHandleForAddressRange", byref(fd), plain, 4 * MIB, 1, 0) == 0
+    assert cuda.call("cuIpcGetMemHandle", ctypes.create_string_buffer(64), address) == INVALID_VALUE

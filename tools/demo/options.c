@@ -17,14 +17,15 @@ static void list(const struct option *options, const char *about)
 	exit(0);
 }
 
-static void refuse(const char *program, const char *what, const char *why)
+static void refuse(const char *program, const char *option, const char *why)
 {
-	fprintf(stderr, "%s: %s: %s (see --help)\n", program, what, why);
+	fprintf(stderr, "%s: %s: %s (see --help)\n", program, option, why);
 	exit(2);
 }
 
-static void set(const char *program, const struct option *option, const char *text)
+static void set(char **argv, int at, const struct option *option)
 {
+	const char *text = argv[at];
 	char *end;
 
 	if (option->kind == OPTION_TEXT) {
@@ -33,7 +34,7 @@ static void set(const char *program, const struct option *option, const char *te
 	}
 	*(double *)option->value = strtod(text, &end);
 	if (end == text || *end)
-		refuse(program, text, "expected a number");
+		refuse(argv[0], argv[at - 1], "expected a number");
 }
 
 void options_parse(int argc, char **argv, const struct option *options, const char *about)
@@ -49,8 +50,8 @@ void options_parse(int argc, char **argv, const struct option *options, const ch
 		if (o->kind == OPTION_FLAG)
 			*(int *)o->value = 1;
 		else if (++i < argc)
-			set(argv[0], o, argv[i]);
+			set(argv, i, o);
 		else
-			refuse(argv[0], o->name, "needs a value");
+			refuse(argv[0], argv[i - 1], "needs a value");
 	}
 }

@@ -19,7 +19,7 @@ from valve_tools.emulator.client import Emulator
 LIBRARIES = Path(__file__).resolve().parent / "lib"
 
 # For tests of what happens rather than of how long it takes.
-NO_LATENCY = dict.fromkeys(("rpc_us", "preempt_us", "masking_us", "alloc_us", "map_us", "unmap_us"), "0")
+NO_LATENCY = dict.fromkeys(("rpc_us", "preempt_us", "masking_us", "alloc_us", "map_us", "map_mib_us", "unmap_us"), "0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

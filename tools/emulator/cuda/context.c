@@ -143,6 +143,17 @@ CUAPI(cuDevicePrimaryCtxReset_v2, CUdevice handle)
 	return primary_drop(handle, true);
 }
 
+/* The first forms, still exported for programs that were linked against CUDA 7 to 10. */
+CUAPI(cuDevicePrimaryCtxRelease, CUdevice handle)
+{
+	return primary_drop(handle, false);
+}
+
+CUAPI(cuDevicePrimaryCtxReset, CUdevice handle)
+{
+	return primary_drop(handle, true);
+}
+
 CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 {
 	CUresult result = driver_check();
@@ -172,6 +183,11 @@ CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 	if (dev->primary)
 		dev->primary->flags = flags;
 	return CUDA_SUCCESS;
+}
+
+CUAPI(cuDevicePrimaryCtxSetFlags, CUdevice handle, unsigned flags)
+{
+	return cuDevicePrimaryCtxSetFlags_v2(handle, flags);
 }
 
 CUAPI(cuCtxPushCurrent_v2, CUcontext handle)

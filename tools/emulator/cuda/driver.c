@@ -89,7 +89,8 @@ static void child_after_fork(void)
 {
 	if (emu.ready)
 		emu.forked = true;
-	pthread_mutex_init(&emu.lock, NULL);
+	pthread_mutex_init(&emu.lock, NULL); /* whoever held them is not in this process */
+	pthread_mutex_init(&memory.lock, NULL);
 }
 
 static void at_exit(void)

@@ -34,7 +34,7 @@ CUAPI(cuGetProcAddress_v2, const char *name, void **out, int version, uint64_t f
 {
 	int found;
 
-	if (!name || !out || flags > 3 || version > HIGHEST_VERSION + 999)
+	if (!name || !out || flags > 3 || version > HIGHEST_VERSION)
 		return CUDA_ERROR_INVALID_VALUE;
 	const struct entry *entry =
 	        find(name, version, (flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0, &found);

@@ -3,11 +3,15 @@
  * reaches the kernel and where the shim and the emulated nodes listen (facts: interposition of ioctl by preload).
  */
 #include "rm.h"
+#include "wire.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #define HANDLE_BASE 0x5c000001u
@@ -78,6 +82,21 @@ uint32_t rm_control(uint32_t object, uint32_t cmd, void *params, uint32_t size)
 	struct nvos54_control c = {emu.h_client, object, cmd, 0, (uintptr_t)params, size, 0};
 
 	return rm_escape(emu.ctl, NV_ESC_RM_CONTROL, &c, sizeof(c)) ? FAILED : c.status;
+}
+
+int rm_object_file(uint32_t h_memory)
+{
+	struct sockaddr_un name = {0};
+	socklen_t length = sizeof(name) - 1;
+	unsigned nonce, kind, minor;
+	unsigned long long file;
+	char path[96];
+
+	if (getsockname(emu.ctl, (struct sockaddr *)&name, &length) ||
+	    sscanf(name.sun_path + 1, EMU_NAME_FORMAT, &nonce, &kind, &minor, &file) != 4)
+		return -1;
+	snprintf(path, sizeof(path), "/dev/nvidia-emu-mem/%llu/%u/%u", file, emu.h_client, h_memory);
+	return open(path, O_RDWR | O_CLOEXEC);
 }
 
 /* UVM requests are bare numbers; every struct has a status word of its own. */

@@ -15,6 +15,9 @@ uint32_t rm_control(uint32_t object, uint32_t cmd, void *params, uint32_t size);
 int rm_escape(int fd, uint32_t nr, void *argument, uint32_t size); /* 0, or -1 with errno */
 uint32_t rm_new_handle(void); /* 0x5c0000xx: the same in every process, as the real library's */
 
+int rm_object_file(
+        uint32_t h_memory); /* a new fd of the file behind a memory object; -1 when there is none */
+
 uint32_t uvm_open(void);
 uint32_t uvm_register_gpu(struct device *dev);
 uint32_t uvm_register_vaspace(struct device *dev, uint32_t h_vaspace);

@@ -5,14 +5,10 @@
  */
 #include "vmm.h"
 #include "rm.h"
-#include "wire.h"
 
 #include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #define IMPORT_TYPE_RM_OBJECT 1u
@@ -184,18 +180,9 @@ CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle valu
 /* How large an imported object is: the file behind it knows. */
 static uint64_t object_bytes(uint32_t h_memory)
 {
-	struct sockaddr_un name = {0};
-	socklen_t length = sizeof(name);
-	unsigned nonce, kind, minor;
-	unsigned long long file;
 	struct stat info = {0};
-	char path[96];
+	int fd = rm_object_file(h_memory);
 
-	if (getsockname(emu.ctl, (struct sockaddr *)&name, &length) ||
-	    sscanf(name.sun_path + 1, EMU_NAME_FORMAT, &nonce, &kind, &minor, &file) != 4)
-		return 0;
-	snprintf(path, sizeof(path), "/dev/nvidia-emu-mem/%llu/%u/%u", file, emu.h_client, h_memory);
-	int fd = open(path, O_RDWR | O_CLOEXEC);
 	if (fd < 0)
 		return 0;
 	if (fstat(fd, &info))

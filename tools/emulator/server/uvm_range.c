@@ -202,6 +202,11 @@ static struct memory *hold_memory(struct call *c, const struct uvm_map_external_
 	return m;
 }
 
+static uint64_t map_cost_ns(uint64_t length)
+{
+	return (uint64_t)knob(K_map_us) + (uint64_t)knob(K_map_mib_us) * (length >> 20);
+}
+
 uint32_t range_map(struct call *c)
 {
 	struct uvm_map_external_head *p = (struct uvm_map_external_head *)c->arg;
@@ -219,7 +224,7 @@ uint32_t range_map(struct call *c)
 	if (p->offset > m->size || p->length > m->size - p->offset)
 		status = NV_ERR_INVALID_ARGUMENT;
 	else {
-		model_sleep_ns((uint64_t)knob(K_map_us));
+		model_sleep_ns(map_cost_ns(p->length));
 		state_lock();
 		cut(r, p->base, p->length);
 		insert_mapping(r, new_mapping(p->base, p->length, p->offset, m));

@@ -1,0 +1,68 @@
+/*
+ * share.c - the other ways by which memory leaves a process. Legacy IPC is refused: for ranges of cuMemMap as on the card,
+ * for the rest because the emulator has none. A range can be handed to a device driver as a file (dma-buf on the card;
+ * here the file behind the memory), as long as one allocation or one mapping holds all of it.
+ */
+#include "rm.h"
+#include "vmm.h"
+
+#define DMA_BUF_HANDLE 1
+#define HOST_PAGE      4096u
+
+CUAPI(cuIpcGetMemHandle, void *out, CUdeviceptr address)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	const struct range *range = range_at(address, false);
+	return out && range && range->kind == RANGE_DEVICE ? CUDA_ERROR_NOT_SUPPORTED
+	                                                   : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUAPI(cuIpcOpenMemHandle_v2, CUdeviceptr *out, CUuuid low, CUuuid second, CUuuid third, CUuuid high,
+      unsigned flags)
+{
+	(void)low, (void)second, (void)third, (void)high,
+	        (void)flags; /* 64 bytes by value travel on the stack */
+	return out ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUAPI(cuIpcCloseMemHandle, CUdeviceptr address)
+{
+	(void)address;
+	return CUDA_ERROR_INVALID_VALUE; /* nothing was ever opened */
+}
+
+/* The memory object that holds the whole range, or 0. */
+static uint32_t object_of(uint64_t address, uint64_t bytes)
+{
+	uint32_t h_memory = 0;
+
+	pthread_mutex_lock(&memory.lock);
+	const struct range *mapping = book_find(&memory.mappings, address);
+	const struct range *area = book_find(&memory.areas, address);
+	if (mapping && address + bytes <= mapping->base + mapping->bytes)
+		h_memory = mapping->handle->h_memory;
+	else if (!mapping && area && area->h_memory && address + bytes <= area->base + area->bytes)
+		h_memory = area->h_memory;
+	pthread_mutex_unlock(&memory.lock);
+	return h_memory;
+}
+
+CUAPI(cuMemGetHandleForAddressRange, void *out, CUdeviceptr address, size_t bytes, int type,
+      unsigned long long flags)
+{
+	CUresult result = driver_check();
+
+	if (result)
+		return result;
+	if (!out || !bytes || address % HOST_PAGE || bytes % HOST_PAGE || type != DMA_BUF_HANDLE || flags > 1)
+		return CUDA_ERROR_INVALID_VALUE;
+	uint32_t h_memory = object_of(address, bytes);
+	int fd = h_memory ? rm_object_file(h_memory) : -1;
+	if (fd < 0)
+		return CUDA_ERROR_INVALID_VALUE;
+	*(int *)out = fd;
+	return CUDA_SUCCESS;
+}
