@@ -37,7 +37,7 @@ def gate_all(emulator: Emulator, trees: list[Tree], held: int) -> list[Future[An
 
 
 def overlap(first: Gate, second: Gate) -> bool:
-    return first.entry_ns < second.done_ns and second.entry_ns < first.done_ns
+    return first.locked_ns < second.done_ns and second.locked_ns < first.done_ns
 
 
 @pytest.mark.parametrize("lock", ["device-only", "route-to-physical"])
@@ -64,7 +64,7 @@ def test_with_the_stock_driver_eight_cards_are_gated_one_after_another(emulator:
         waiting = sum(not call.done() for call in calls)
         emulator.release()
         wait(calls, timeout=60)
-        gates = sorted(emulator.state().gates, key=lambda gate: gate.entry_ns)
+        gates = sorted(emulator.state().gates, key=lambda gate: gate.locked_ns)
 
     assert (waiting, len(gates)) == (8, 8)
     assert not any(overlap(first, second) for first in gates for second in gates if first is not second)

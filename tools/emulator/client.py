@@ -52,7 +52,8 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One disable (`on` false) or enable call: when it came, when execution had stopped, when it returned."""
+    """One disable (`on` false) or enable call: when it came, when it had all its locks, when execution had
+    stopped (0: it did not wait for that), when it returned."""
 
     gpu: int
     on: bool
@@ -61,6 +62,7 @@ class Gate:
     client: int
     pid: int
     entry_ns: int
+    locked_ns: int
     stopped_ns: int
     done_ns: int
 

@@ -175,6 +175,7 @@ static uint32_t run(struct call *c, struct control *k, const struct nvos54_contr
 	if (k->object->gpu && load(&k->object->gpu->board->lost))
 		return NV_ERR_GPU_IS_LOST;
 	gpus_enter(scope, lock_mask(row, k->object));
+	k->locked_ns = now_ns();
 	if (row->firmware)
 		model_sleep_ns((uint64_t)knob(K_rpc_us));
 	return row->run(k);

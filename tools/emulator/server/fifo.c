@@ -101,7 +101,8 @@ uint32_t fifo_disable_channels(struct control *k)
 	struct gate g = {.k = k, .p = k->params};
 	uint32_t status;
 
-	g.entry = (struct gate_entry){.entry_ns = now_ns(),
+	g.entry = (struct gate_entry){.entry_ns = k->call->entry_ns,
+	                              .locked_ns = k->locked_ns,
 	                              .gpu = k->object->gpu->index,
 	                              .on = !g.p->bDisable,
 	                              .client = k->client->handle,

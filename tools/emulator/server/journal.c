@@ -67,10 +67,10 @@ void journal_write(FILE *out)
 		fprintf(out,
 		        "%s{\"gpu\":%u,\"on\":%s,\"channels\":%u,\"status\":%u,\"client\":%u,"
 		        "\"pid\":%d,"
-		        "\"entry_ns\":%llu,\"stopped_ns\":%llu,\"done_ns\":%llu}",
+		        "\"entry_ns\":%llu,\"locked_ns\":%llu,\"stopped_ns\":%llu,\"done_ns\":%llu}",
 		        i > first ? "," : "", e->gpu, e->on ? "true" : "false", e->channels, e->status,
-		        e->client, e->pid, (unsigned long long)e->entry_ns, (unsigned long long)e->stopped_ns,
-		        (unsigned long long)e->done_ns);
+		        e->client, e->pid, (unsigned long long)e->entry_ns, (unsigned long long)e->locked_ns,
+		        (unsigned long long)e->stopped_ns, (unsigned long long)e->done_ns);
 	}
 	fputc(']', out);
 	pthread_mutex_unlock(&lock);

@@ -31,6 +31,7 @@
 	X(stop_disabled, "wait,idle", "wait",                                                                \
 	  "whether a disabled channel with work counts as busy at close")                                    \
 	X(gpfifo_depth, "int", "1024", "work items a channel takes before a launch blocks")                  \
+	X(realtime, "int", "1", "run before ordinary processes where permitted, at start")                   \
 	X(time_scale, "ratio", "1", "model microseconds per real microsecond, at start")
 
 enum knob_id {

@@ -148,6 +148,7 @@ struct call {
 	uid_t uid;
 	char *arg, *params;
 	uint32_t params_out; /* bytes of params that go back */
+	uint64_t entry_ns;
 	struct emu_page_op page;
 	int memfd; /* passed with the answer when page.kind is set; -1 none */
 };
@@ -247,6 +248,7 @@ struct control {
 	struct object *object;
 	void *params;
 	uint32_t size;
+	uint64_t locked_ns; /* when the last lock was taken */
 };
 uint32_t fifo_disable_channels(struct control *k);
 uint32_t fifo_channel_ids(struct control *k);
@@ -283,7 +285,7 @@ void stop_channels_of_file(const struct file *f);
 enum tally { TALLY_CONTROL, TALLY_CLASS, TALLY_ESCAPE, TALLY_UVM, TALLY_KINDS };
 void tally_unknown(enum tally kind, uint32_t number);
 struct gate_entry {
-	uint64_t entry_ns, stopped_ns, done_ns;
+	uint64_t entry_ns, locked_ns, stopped_ns, done_ns;
 	uint32_t gpu, on, channels, status, client;
 	pid_t pid;
 };

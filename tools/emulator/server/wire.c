@@ -134,6 +134,7 @@ void calls_serve(int sock, pid_t pid, uid_t uid)
 		if (c.head.arg_size > NV_XFER_MAX || c.head.params_size > EMU_PARAMS_MAX ||
 		    (size_t)n != sizeof c.head + c.head.arg_size + c.head.params_size)
 			break;
+		c.entry_ns = now_ns();
 		c.pid = pid;
 		c.uid = uid;
 		c.memfd = -1;
