@@ -19,7 +19,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1
 
 # emu.h: offsets of the board
-GPU_AT, GPU_SIZE, CHANNELS = 64, 320, 8192
+CHANNELS = 32768
+GPU_AT, GPU_SIZE, WORK_AT = 64, 320 + CHANNELS // 8, 320
 GPUS = 16
 CHANNEL_AT, CHANNEL_SIZE = GPU_AT + GPUS * GPU_SIZE, 128
 GRANT, PENDING, ACTIVE, ACK = 0, 64, 68, 64
@@ -112,10 +113,12 @@ class Agent:
         slot = CHANNEL_AT + (cid % CHANNELS) * CHANNEL_SIZE
         grant, pending, active = (self._word(slot + at) for at in (GRANT, PENDING, ACTIVE))
         kick, ack = (self._word(GPU_AT + gpu * GPU_SIZE + at) for at in (0, ACK))
+        work = self._word(GPU_AT + gpu * GPU_SIZE + WORK_AT + cid % CHANNELS // 32 * 4)
         self.beats[cid] = 0
 
         def execute() -> None:
             pending.value = 1
+            work.value |= 1 << cid % 32
             self._bump(kick)
             while True:
                 active.value = 1

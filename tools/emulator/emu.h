@@ -28,7 +28,8 @@
  * the server grants it: one thread per GPU in the server walks the TSGs that have pending work and
  * are scheduled and enabled, a time slice each. Stopping = grant 0, wake, wait until every channel
  * of the TSG says active 0. All words are accessed with sequentially consistent atomics and shared
- * futexes. An executor raises active before it reads grant and the server clears grant before it
+ * futexes. When pending leaves 0 the process sets the channel's bit in the GPU's work words, then
+ * bumps kick. An executor raises active before it reads grant and the server clears grant before it
  * reads active, so one of the two always sees the other; an executor that finds grant 0 lowers
  * active, bumps ack and waits on grant; at the end of work, pending falls before active does. On
  * process death the server clears active and pending itself.
@@ -45,7 +46,7 @@
 
 #define EMU_BOARD_MAGIC 0x3144524f42554d45ull /* "EMUBORD1" */
 #define EMU_GPUS        16u
-#define EMU_CHANNELS    8192u /* slot of a channel on the board = cid % EMU_CHANNELS; live cids never collide */
+#define EMU_CHANNELS    32768u /* slot of a channel on the board = cid % EMU_CHANNELS; live cids never collide */
 
 /* Environment: VALVE_EMU_DIR holds emu.sock, the log and the pid; unset means libfakenv passes
  * everything through. */
@@ -84,6 +85,7 @@ struct emu_gpu {
 	char name[64]; /* "NVIDIA H100 80GB HBM3 (emulated)" */
 	uint32_t gpu_id, minor, device_instance, lost;
 	uint8_t pad3[48];
+	uint32_t work[EMU_CHANNELS / 32]; /* bit per slot: got work; set before the kick */
 };
 
 #define EMU_PARKS       1024u
@@ -108,6 +110,6 @@ struct emu_board {
 };
 
 _Static_assert(sizeof(struct emu_channel) == 128, "channel");
-_Static_assert(sizeof(struct emu_gpu) == 320, "gpu");
+_Static_assert(sizeof(struct emu_gpu) == 320 + EMU_CHANNELS / 8, "gpu");
 
 #endif

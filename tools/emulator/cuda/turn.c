@@ -113,6 +113,9 @@ void turn_publish_locked(struct channel *channel, bool ready)
 	uint32_t before = __atomic_exchange_n(&channel->slot->pending, pending, __ATOMIC_SEQ_CST);
 
 	if (pending && !before) {
+		uint32_t at = channel->slot->cid % EMU_CHANNELS;
+
+		__atomic_fetch_or(&channel->gpu->work[at / 32], 1u << at % 32, __ATOMIC_SEQ_CST);
 		__atomic_fetch_add(&channel->gpu->kick, 1, __ATOMIC_SEQ_CST);
 		futex_wake(&channel->gpu->kick);
 	}

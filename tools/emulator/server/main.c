@@ -95,6 +95,7 @@ static void make_gpu(uint32_t i)
 	S.gpu[i].index = i;
 	S.gpu[i].board = b;
 	TAILQ_INIT(&S.gpu[i].tsgs);
+	TAILQ_INIT(&S.gpu[i].ready);
 }
 
 static void make_board(void)

@@ -5,23 +5,14 @@
  * TSGs of copy engines have runlists of their own: they are granted as long as they are enabled.
  */
 #include "server.h"
-#include <signal.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-enum { LIVENESS_NS = 5000000 }; /* how often a wait for a stop looks whether the process still exists */
+enum { LOOK_AGAIN_NS = 5000000 }; /* while a TSG leaves the engine: its process may have died */
 
-static bool is_graphics(const struct tsg *t)
+static bool tsg_is_graphics(const struct tsg *t)
 {
 	return t->engine == NV_ENGINE_NULL || NV_ENGINE_IS_GR(t->engine);
-}
-
-static bool may_run(const struct channel *c)
-{
-	return c->scheduled && !c->disabled && !c->reset && !load(&c->tsg->gpu->board->lost);
 }
 
 static bool has_work(struct tsg *t)
@@ -29,46 +20,9 @@ static bool has_work(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-		if (may_run(c) && load(&c->slot->pending))
+		if (channel_may_run(c) && load(&c->slot->pending))
 			return true;
 	return false;
-}
-
-static void give(struct channel *c)
-{
-	if (load(&c->slot->grant))
-		return;
-	c->slot->granted_ns = now_ns();
-	store(&c->slot->grant, 1);
-	if (load(&c->slot->pending))
-		futex_wake(&c->slot->grant);
-}
-
-/* Threads that cannot look at the grant themselves are told; they lower active when they have parked. */
-static void park_threads(const struct channel *c)
-{
-	siginfo_t info = {.si_signo = EMU_PARK_SIGNAL, .si_code = SI_QUEUE, .si_pid = getpid()};
-
-	for (uint32_t i = 0; load(&c->slot->parks) && i < EMU_PARKS; i++) {
-		struct emu_park *p = &S.board->park[i];
-
-		if (load(&p->cid) == c->cid && load(&p->ready))
-			syscall(SYS_rt_tgsigqueueinfo, p->pid, p->tid, EMU_PARK_SIGNAL, &info);
-	}
-}
-
-/* The executor raised active before it read grant, so active 0 here means that it will see grant 0.
- */
-static void take(struct channel *c)
-{
-	if (!load(&c->slot->grant))
-		return;
-	c->slot->revoked_ns = now_ns();
-	store(&c->slot->grant, 0);
-	if (!load(&c->slot->active))
-		return;
-	futex_wake(&c->slot->grant);
-	park_threads(c);
 }
 
 void runlist_poke(struct gpu *g)
@@ -79,90 +33,78 @@ void runlist_poke(struct gpu *g)
 	futex_wake(&g->board->ack);
 }
 
-/* ---- stopping ---- */
-
-/* Xid 109: context switch timeout. The group is lost, as after robust-channel recovery. */
-static void reset(struct channel *c)
+/* Only one TSG executes on the engine: the one that was taken off must have stopped before the next is let on. */
+static bool has_left(struct gpu *g, uint64_t now)
 {
-	if (!c->reset)
-		xid(c->tsg->gpu, 109, c->pid, "channel did not stop, reset");
-	c->reset = true;
-	store(&c->slot->reset, 1);
-	store(&c->slot->active, 0);
-}
-
-/* A process that died while executing never lowers its words. waited_ns counts from the start of
- * this wait, not from the revoke: an executor of a channel that is off raises active for a moment
- * each time it looks. state held. */
-static bool stopped(struct channel *c, uint64_t waited_ns)
-{
-	if (!load(&c->slot->active) || c->reset)
-		return true;
-	if (waited_ns > LIVENESS_NS && process_gone(c->pid)) {
-		store(&c->slot->pending, 0);
-		store(&c->slot->active, 0);
-		return true;
-	}
-	if (waited_ns > model_to_real_ns((uint64_t)knob(K_preempt_timeout_ms)))
-		reset(c);
-	return false;
-}
-
-bool channels_wait_stopped(struct channel **list, uint32_t n)
-{
-	struct gpu *g = n ? list[0]->tsg->gpu : NULL;
-	bool all = false, in_time = true;
-	uint64_t start_ns = now_ns();
-
-	while (n && !all) {
-		uint32_t seen = load(&g->board->ack);
-
-		all = true;
-		state_lock();
-		for (uint32_t i = 0; i < n; i++)
-			all = stopped(list[i], now_ns() - start_ns) && all;
-		state_unlock();
-		if (!all)
-			futex_wait(&g->board->ack, seen, now_ns() + LIVENESS_NS);
-	}
-	for (uint32_t i = 0; i < n; i++)
-		in_time = in_time && !list[i]->reset;
-	return in_time;
-}
-
-static bool others_stopped(struct gpu *g, const struct tsg *but, uint64_t now)
-{
-	uint64_t since_ns = g->stopping_since_ns ? g->stopping_since_ns : now;
 	struct channel *c;
-	struct tsg *t;
 
-	g->stopping_since_ns = since_ns;
-	TAILQ_FOREACH(t, &g->tsgs, link)
-		if (t != but && is_graphics(t))
-			TAILQ_FOREACH(c, &t->channels, link)
-				if (!stopped(c, now - since_ns))
-					return false;
+	if (!g->stopping_since_ns)
+		g->stopping_since_ns = now;
+	if (g->leaving)
+		TAILQ_FOREACH(c, &g->leaving->channels, link)
+			if (!channel_stopped(c, now - g->stopping_since_ns))
+				return false;
+	g->leaving = NULL;
 	g->stopping_since_ns = 0;
 	return true;
 }
 
 /* ---- slices ---- */
 
-/* The next TSG with work after `after`, in a circle, not `after` itself. */
-static struct tsg *next_with_work(struct gpu *g, struct tsg *after)
+/* The first other TSG in the queue that has work. Those that have none leave it until one of their channels gets some. */
+static struct tsg *next_with_work(struct gpu *g)
 {
-	struct tsg *start = after ? TAILQ_NEXT(after, link) : NULL, *t;
+	struct tsg *t, *next;
 
-	if (!start)
-		start = TAILQ_FIRST(&g->tsgs);
-	for (t = start; t;) {
-		if (t != after && is_graphics(t) && has_work(t))
+	for (t = TAILQ_FIRST(&g->ready); t; t = next) {
+		next = TAILQ_NEXT(t, in_ready);
+		if (t == g->running)
+			continue;
+		if (has_work(t))
 			return t;
-		t = TAILQ_NEXT(t, link) ? TAILQ_NEXT(t, link) : TAILQ_FIRST(&g->tsgs);
-		if (t == start)
-			break;
+		TAILQ_REMOVE(&g->ready, t, in_ready);
+		t->is_ready = false;
 	}
 	return NULL;
+}
+
+void runlist_ready(struct tsg *t)
+{
+	struct channel *c;
+
+	if (!tsg_is_graphics(t)) {
+		TAILQ_FOREACH(c, &t->channels, link)
+			if (channel_may_run(c))
+				channel_give(c);
+	} else if (!t->is_ready) {
+		TAILQ_INSERT_TAIL(&t->gpu->ready, t, in_ready);
+		t->is_ready = true;
+	}
+}
+
+static void to_the_tail(struct tsg *t)
+{
+	if (t->is_ready)
+		TAILQ_REMOVE(&t->gpu->ready, t, in_ready);
+	t->is_ready = false;
+	runlist_ready(t);
+}
+
+/* Which channels got work since the last look: a kick alone would mean to look at thousands. */
+static void collect_work(struct gpu *g)
+{
+	for (uint32_t i = 0; i < EMU_CHANNELS / 32; i++) {
+		uint32_t bits = load(&g->board->work[i])
+		                        ? __atomic_exchange_n(&g->board->work[i], 0, __ATOMIC_SEQ_CST)
+		                        : 0;
+
+		for (; bits; bits &= bits - 1) {
+			struct channel *c = channel_of_slot(i * 32 + (uint32_t)__builtin_ctz(bits));
+
+			if (c)
+				runlist_ready(c->tsg);
+		}
+	}
 }
 
 static void give_all(struct tsg *t)
@@ -170,8 +112,8 @@ static void give_all(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-		if (may_run(c))
-			give(c);
+		if (channel_may_run(c))
+			channel_give(c);
 }
 
 static void take_all(struct tsg *t)
@@ -179,7 +121,7 @@ static void take_all(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-		take(c);
+		channel_take(c);
 	t->once_off = false;
 }
 
@@ -190,7 +132,7 @@ static bool lingers(struct tsg *t)
 	struct channel *c;
 
 	TAILQ_FOREACH(c, &t->channels, link)
-		if (!may_run(c) && load(&c->slot->grant))
+		if (!channel_may_run(c) && load(&c->slot->grant))
 			return true;
 	return false;
 }
@@ -244,8 +186,10 @@ static struct wait next_step(struct gpu *g)
 {
 	struct wait w = {&g->board->kick, 0};
 	uint64_t now = now_ns();
-	struct tsg *next = next_with_work(g, g->running);
+	struct tsg *next;
 
+	collect_work(g);
+	next = next_with_work(g);
 	if (g->running) {
 		struct tsg *before = g->running;
 
@@ -253,18 +197,20 @@ static struct wait next_step(struct gpu *g)
 			return w;
 		take_all(before);
 		g->running = NULL;
+		g->leaving = before;
 		if (!next && has_work(before))
 			next = before;
 	}
 	if (!next)
 		return w;
-	if (!others_stopped(g, next, now))
-		return (struct wait){&g->board->ack, now + LIVENESS_NS};
+	if (!has_left(g, now))
+		return (struct wait){&g->board->ack, now + LOOK_AGAIN_NS};
 	g->running = next;
+	to_the_tail(next);
 	g->slice_start_ns = now;
 	g->slice_end_ns = 0;
 	give_all(next);
-	next = next_with_work(g, g->running);
+	next = next_with_work(g);
 	keeps(g, next, now, &w);
 	return w;
 }
@@ -294,8 +240,6 @@ int runlists_start(void)
 	return 0;
 }
 
-/* ---- what calls change ---- */
-
 struct tsg *tsg_new(struct gpu *g, uint32_t engine)
 {
 	struct tsg *t = calloc(1, sizeof *t);
@@ -317,69 +261,12 @@ void tsg_put(struct tsg *t)
 		return;
 	if (t->gpu->running == t)
 		t->gpu->running = NULL;
+	if (t->gpu->leaving == t)
+		t->gpu->leaving = NULL;
+	if (t->is_ready)
+		TAILQ_REMOVE(&t->gpu->ready, t, in_ready);
 	TAILQ_REMOVE(&t->gpu->tsgs, t, link);
 	free(t);
-}
-
-/* Unique while the server lives and never the slot of another live channel: the cid detects reused
- * handles. */
-static uint32_t next_cid(void)
-{
-	for (uint32_t tries = 0; tries < EMU_CHANNELS; tries++) {
-		uint32_t cid = ++S.next_cid;
-
-		if (cid && !load(&S.board->channel[cid % EMU_CHANNELS].cid))
-			return cid;
-	}
-	return 0;
-}
-
-struct channel *channel_new(struct tsg *t, struct object *o, uint32_t engine, pid_t pid)
-{
-	uint32_t cid = next_cid();
-	struct channel *c = cid ? calloc(1, sizeof *c) : NULL;
-	struct emu_channel *slot;
-
-	if (!c)
-		return NULL;
-	slot = &S.board->channel[cid % EMU_CHANNELS];
-	memset(slot, 0, sizeof *slot);
-	*c = (struct channel){.tsg = t, .object = o, .slot = slot, .cid = cid, .engine = engine, .pid = pid};
-	slot->gpu = t->gpu->index;
-	slot->pid = (uint32_t)pid;
-	slot->tsg = t->id;
-	slot->engine = engine;
-	store(&slot->cid, cid);
-	t->refs++;
-	TAILQ_INSERT_TAIL(&t->channels, c, link);
-	return c;
-}
-
-void channel_gone(struct channel *c)
-{
-	struct tsg *t = c->tsg;
-	struct gpu *g = t->gpu;
-
-	take(c);
-	g->board->busy_ns += load(&c->slot->busy_ns);
-	TAILQ_REMOVE(&t->channels, c, link);
-	store(&c->slot->cid, 0);
-	free(c);
-	tsg_put(t);
-	runlist_poke(g);
-}
-
-void channel_set(struct channel *c, bool scheduled, bool disabled, bool revoke)
-{
-	c->scheduled = scheduled;
-	c->disabled = disabled;
-	store(&c->slot->scheduled, scheduled);
-	store(&c->slot->disabled, disabled);
-	if (!may_run(c) && revoke)
-		take(c);
-	if (may_run(c) && !is_graphics(c->tsg))
-		give(c);
-	runlist_poke(c->tsg->gpu);
 }
 
 void gpu_lose(struct gpu *g)

@@ -52,7 +52,9 @@ struct channel {
 };
 
 struct tsg {
-	TAILQ_ENTRY(tsg) link; /* in its GPU */
+	TAILQ_ENTRY(tsg) link;     /* in its GPU */
+	TAILQ_ENTRY(tsg) in_ready; /* in the queue of those that may have work */
+	bool is_ready;
 	TAILQ_HEAD(channels, channel) channels;
 	struct gpu *gpu;
 	uint32_t id, engine, refs;
@@ -68,7 +70,9 @@ struct gpu {
 	pthread_mutex_t lock; /* modelled */
 	pthread_t thread;
 	TAILQ_HEAD(tsgs, tsg) tsgs;
-	struct tsg *running; /* holder of the graphics runlist */
+	TAILQ_HEAD(ready, tsg) ready;
+	struct tsg *running; /* holder of the graphics engine */
+	struct tsg *leaving; /* taken off it, perhaps not stopped yet */
 	uint64_t slice_start_ns;
 	uint64_t slice_end_ns;      /* 0: nobody else wants to run */
 	uint64_t stopping_since_ns; /* a switch waits for the old TSG to stop; 0: none does */
@@ -269,6 +273,15 @@ uint32_t export_info(struct control *k);
 int runlists_start(void); /* state not held */
 struct tsg *tsg_new(struct gpu *g, uint32_t engine);
 void tsg_put(struct tsg *t);
+void runlist_ready(struct tsg *t); /* one of its channels may have become able to run */
+
+/* channel.c; state held unless said */
+struct channel *channel_of_slot(uint32_t slot); /* NULL: free */
+bool channel_may_run(const struct channel *c);
+void channel_give(struct channel *c);
+void channel_take(struct channel *c);
+/* Whether it executes no more; waited_ns counts from the start of the caller's wait. */
+bool channel_stopped(struct channel *c, uint64_t waited_ns);
 struct channel *channel_new(struct tsg *t, struct object *o, uint32_t engine, pid_t pid);
 void channel_gone(struct channel *c);
 void channel_set(struct channel *c, bool scheduled, bool disabled, bool revoke);
