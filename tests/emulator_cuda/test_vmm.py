@@ -252,7 +252,7 @@ def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) 
     cuda.start()
     address = backed(cuda)
     with gate_of(cuda) as gate:
-        cuda.launch(cuda.kernel("emu_spin"), 1000)
+        cuda.launch(cuda.kernel("emu_spin"), 200_000)  # still running when the gate has closed
         gate.close()
         thread = threading.Thread(target=cuda.cuMemUnmap, args=(address, PAGE))
         thread.start()
