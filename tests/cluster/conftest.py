@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_helm import Helm
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
 from valve_tools.cluster.fleet import create_nodes, delete_nodes, delete_pods, install_crds
 
@@ -51,3 +52,20 @@ def no_pods_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "control_plane" in request.fixturenames:
         delete_pods(request.getfixturevalue("control_plane").api)
+
+
+@pytest.fixture(scope="session")
+def helm(control_plane: ControlPlane) -> Helm:
+    if not (control_plane.programs / "helm").exists():
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+    return Helm(control_plane)
+
+
+@pytest.fixture(scope="module")
+def chart(helm: Helm) -> Iterator[Helm]:
+    """The chart, installed; its pods stay pending, their processes are started by the tests."""
+    helm.install("--set=admission.enabled=false")
+    try:
+        yield helm
+    finally:
+        helm.uninstall()

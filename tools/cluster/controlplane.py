@@ -140,36 +140,51 @@ class ControlPlane:
                 process.kill()
                 process.wait()
 
-    def start_extender(self, *, name: str = "extender", arguments: tuple[str, ...] = ()) -> tuple[int, int]:
+    def account_kubeconfig(self, namespace: str, name: str) -> Path:
+        """A kubeconfig with the rights of a service account and nothing more."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
+        token = self.api.post(path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
+        return self._write_kubeconfig(self.folder / f"{namespace}-{name}.kubeconfig", token)
+
+    def start_extender(
+        self, *, name: str = "extender", arguments: tuple[str, ...] = (), kubeconfig: Path | None = None
+    ) -> tuple[int, int]:
         """Returns its port for kube-scheduler and its port for probes."""
         port, probes = free_port(), free_port()
-        flags = ["-m", "valve_scheduler.main", f"--kubeconfig={self.kubeconfig}", "extender", f"--port={port}"]
+        access = f"--kubeconfig={kubeconfig or self.kubeconfig}"
+        flags = ["-m", "valve_scheduler.main", access, "extender", f"--port={port}"]
         flags += ["--probe-host=127.0.0.1", f"--probe-port={probes}", *(arguments or ("--no-leader-election",))]
         self.spawn(name, *flags, program=sys.executable)
 
         return port, probes
 
-    def start_controller(self, *arguments: str, name: str = "controller") -> None:
-        flags = [
-            "-m",
-            "valve_scheduler.main",
-            f"--kubeconfig={self.kubeconfig}",
-            "controller",
-            "--probe-host=127.0.0.1",
-        ]
-        flags += [f"--probe-port={free_port()}", *arguments]
+    def start_controller(self, *arguments: str, name: str = "controller", kubeconfig: Path | None = None) -> None:
+        access = f"--kubeconfig={kubeconfig or self.kubeconfig}"
+        flags = ["-m", "valve_scheduler.main", access, "controller"]
+        flags += ["--probe-host=127.0.0.1", f"--probe-port={free_port()}", *arguments]
         self.spawn(name, *flags, program=sys.executable)
 
-    def start_scheduler(self, extender_port: int, *, name: str = "kube-scheduler", lease: bool = False) -> int:
-        """A stock kube-scheduler with the configuration of the chart; returns its secure port."""
+    def start_scheduler(
+        self,
+        extender_port: int,
+        *,
+        name: str = "kube-scheduler",
+        lease: str = "",
+        kubeconfig: Path | None = None,
+    ) -> int:
+        """A stock kube-scheduler with the configuration of the chart; returns its secure port.
+
+        `lease` is the namespace of its lease; without one it leads at once.
+        """
         configuration = self.folder / f"{name}.json"
-        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, lease)))
+        access = kubeconfig or self.kubeconfig
+        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, lease, access)))
         port = free_port()
         self.spawn(
             name,
             f"--config={configuration}",
-            f"--authentication-kubeconfig={self.kubeconfig}",
-            f"--authorization-kubeconfig={self.kubeconfig}",
+            f"--authentication-kubeconfig={access}",
+            f"--authorization-kubeconfig={access}",
             "--authorization-always-allow-paths=/healthz,/readyz,/metrics",
             f"--secure-port={port}",
             "--bind-address=127.0.0.1",
@@ -182,15 +197,15 @@ class ControlPlane:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def _scheduler_configuration(self, extender_port: int, lease: bool) -> dict[str, Any]:
-        election: dict[str, Any] = {"leaderElect": lease}
+    def _scheduler_configuration(self, extender_port: int, lease: str, kubeconfig: Path) -> dict[str, Any]:
+        election: dict[str, Any] = {"leaderElect": bool(lease)}
         if lease:
-            election |= {"resourceName": "valve-scheduler", "resourceNamespace": "default"}
+            election |= {"resourceName": "valve-scheduler", "resourceNamespace": lease}
             election |= {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}
         return {
             "apiVersion": "kubescheduler.config.k8s.io/v1",
             "kind": "KubeSchedulerConfiguration",
-            "clientConnection": {"kubeconfig": str(self.kubeconfig), "qps": 500, "burst": 1000},
+            "clientConnection": {"kubeconfig": str(kubeconfig), "qps": 500, "burst": 1000},
             "leaderElection": election,
             "percentageOfNodesToScore": 100,
             "podInitialBackoffSeconds": 1,
@@ -249,19 +264,21 @@ class ControlPlane:
         )
         (self.folder / "accounts.key").write_bytes(pem)
         (self.folder / "tokens.csv").write_text(f"{TOKEN},administrator,1,system:masters\n")
+        self._write_kubeconfig(self.kubeconfig, TOKEN)
+
+    def _write_kubeconfig(self, path: Path, token: str) -> Path:
         cluster = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
-        self.kubeconfig.write_text(
-            json.dumps(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "current-context": "test",
-                    "clusters": [{"name": "test", "cluster": cluster}],
-                    "users": [{"name": "test", "user": {"token": TOKEN}}],
-                    "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-                }
-            )
-        )
+        configuration = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }
+        path.write_text(json.dumps(configuration))
+
+        return path
 
 
 def _die_with_parent() -> None:

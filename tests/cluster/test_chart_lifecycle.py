@@ -1,0 +1,141 @@
+"""The chart through its life with real helm: install, upgrade, rollback, drain, uninstall."""
+
+import base64
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cluster_helm import CHART, Helm
+from cluster_pods import PODS
+from valve_scheduler import names
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane
+from valve_tools.cluster.fleet import CRDS, offline_pod
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+WEBHOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+LABEL = "labelSelector=app.kubernetes.io%2Fname%3Dvalve"
+KINDS = [
+    "/api/v1/configmaps",
+    "/api/v1/services",
+    "/api/v1/serviceaccounts",
+    "/apis/apps/v1/deployments",
+    "/apis/apps/v1/daemonsets",
+    "/apis/policy/v1/poddisruptionbudgets",
+    "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+    "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
+    "/apis/rbac.authorization.k8s.io/v1/roles",
+    "/apis/rbac.authorization.k8s.io/v1/rolebindings",
+    "/apis/scheduling.k8s.io/v1/priorityclasses",
+    "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
+    "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings",
+    WEBHOOKS,
+]
+
+
+@pytest.fixture
+def release(helm: Helm) -> Iterator[Helm]:
+    helm.install()
+    yield helm
+    if "valve" in helm.run("list", "--namespace=valve-system", "--short"):
+        helm.uninstall()
+
+
+def left(plane: ControlPlane) -> list[str]:
+    return [
+        f"{kind}/{item['metadata']['name']}" for kind in KINDS for item in plane.api.get(f"{kind}?{LABEL}")["items"]
+    ]
+
+
+def test_every_object_of_the_chart_is_accepted_by_the_server_and_gone_after_an_uninstall(
+    control_plane: ControlPlane, release: Helm
+) -> None:
+    """All but the CRDs, which keep what was measured, and the certificate, which is the webhook's own."""
+    found = left(control_plane)
+    assert all(any(name.startswith(kind) for name in found) for kind in KINDS)
+
+    release.uninstall()
+
+    assert left(control_plane) == []
+    assert len(control_plane.api.get(CRDS)["items"]) == 4
+
+
+def test_an_upgrade_and_a_rollback_keep_the_published_authority(control_plane: ControlPlane, release: Helm) -> None:
+    """helm must not take back what the webhook wrote: offline pods would be refused until its next round."""
+    hooks = control_plane.api.get(f"{WEBHOOKS}/valve")["webhooks"]
+    bundle = base64.b64encode(b"what the webhook wrote").decode()
+    for hook in hooks:
+        hook["clientConfig"]["caBundle"] = bundle
+    control_plane.api.patch(f"{WEBHOOKS}/valve", {"webhooks": hooks})
+
+    flags = ("--namespace=valve-system", "--no-hooks")
+    release.run("upgrade", "valve", str(CHART), *flags, "--set=mode=harvest,admission.online.allGpuPods=true")
+    upgraded = control_plane.api.get(f"{WEBHOOKS}/valve")["webhooks"]
+    release.run("rollback", "valve", "1", *flags)
+    rolled_back = control_plane.api.get(f"{WEBHOOKS}/valve")["webhooks"]
+
+    assert [hook["clientConfig"]["caBundle"] for hook in (*upgraded, *rolled_back)] == [bundle] * 4
+    assert [len(hook["matchConditions"]) for hook in (upgraded[1], rolled_back[1])] == [1, 2]
+
+
+def test_a_drain_removes_the_webhooks_switches_nodes_off_and_names_pods_that_stay(
+    control_plane: ControlPlane, release: Helm
+) -> None:
+    api = control_plane.api
+    api.post(f"{names.API_PATH}/gpuharvestnodes", harvest_node())
+    hooks = api.get(f"{WEBHOOKS}/valve")["webhooks"]
+    for hook in hooks:  # no server stands behind them here
+        hook["failurePolicy"] = "Ignore"
+    api.patch(f"{WEBHOOKS}/valve", {"webhooks": hooks})
+    api.post(PODS, offline_pod("stays"))
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "stays"}}
+    api.post(f"{PODS}/stays/binding", binding | {"target": {"apiVersion": "v1", "kind": "Node", "name": "n"}})
+    api.patch(f"{PODS}/stays", {"metadata": {"finalizers": ["example.com/stay"]}})
+
+    stuck = drain(control_plane, 1)
+    api.patch(f"{PODS}/stays", {"metadata": {"finalizers": None}})
+    api.delete(f"{PODS}/stays", {"gracePeriodSeconds": 0})
+    done = drain(control_plane, 30)
+
+    assert (stuck.returncode, stuck.stderr.splitlines()[-1]) == (
+        1,
+        "valve-scheduler drain: 1 offline pods still run: default/stays",
+    )
+    assert done.returncode == 0
+    assert api.get(WEBHOOKS)["items"] == []
+    assert api.get(f"{names.API_PATH}/gpuharvestnodes/n")["spec"]["mode"] == "off"
+    api.delete(f"{names.API_PATH}/gpuharvestnodes/n")
+
+
+def harvest_node() -> dict[str, object]:
+    kind = {"apiVersion": names.API_VERSION, "kind": "GPUHarvestNode"}
+    return kind | {"metadata": {"name": "n"}, "spec": {"mode": "harvest"}}
+
+
+def drain(plane: ControlPlane, timeout_s: int) -> subprocess.CompletedProcess[str]:
+    access = f"--kubeconfig={plane.kubeconfig}"
+    command = [sys.executable, "-m", "valve_scheduler.main", access, "drain", f"--timeout={timeout_s}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("offlineworkloads", {"spec": {"ownerUID": "u", "sla": 1.5}}),
+        ("offlineworkloads", {"spec": {}}),
+        ("offlineprofiles", {"spec": {"workload": {"model": "m", "tensorParallel": 16}}}),
+        ("offlineprofiles", {"spec": {"workload": {"model": "m"}, "curve": [{"freeMiB": -1, "tokensPerSecond": 1}]}}),
+    ],
+)
+def test_an_object_that_cannot_be_is_refused_by_the_schema(
+    control_plane: ControlPlane, kind: str, body: dict[str, object]
+) -> None:
+    kinds = {"offlineworkloads": "OfflineWorkload", "offlineprofiles": "OfflineProfile"}
+    identity = {"apiVersion": names.API_VERSION, "kind": kinds[kind], "metadata": {"name": "bad"}}
+
+    with pytest.raises(Refused) as refused:
+        control_plane.api.post(f"/apis/{names.API_VERSION}/namespaces/default/{kind}", identity | body)
+
+    assert refused.value.status == 422
