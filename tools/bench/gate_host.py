@@ -1,0 +1,116 @@
+"""The gate of a benchmark, as a process on an emulated node: `gate_host JSON` runs edges, prints its stamps as JSON.
+
+The online process and the workload are processes of their own; only the stamps are used, so what this Python does
+between edges costs nothing that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from valve_tools.emulator.node import environment
+
+from valved.mechanism.gate import GateSettings, NativeGate
+from valved.mechanism.ports import Stamp, StampKind, WakeOutcome
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
+
+SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)
+PATIENCE_MS = 30_000  # only ends a run that hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measured run."""
+
+    gpus: int
+    channels: int  # on each
+    edges: int
+    spin_ns: int = 0
+    seed: int = 1
+
+
+def _add_channels(gate: NativeGate, workload: subprocess.Popen[str]) -> None:
+    assert workload.stdout is not None
+    for gpu, tree in enumerate(json.loads(workload.stdout.readline())):
+        for handle, cid in tree["channels"]:
+            ref = ChannelRef(
+                gpu=GpuIndex(gpu),
+                h_client=tree["h_client"],
+                h_channel=handle,
+                cid=cid,
+                h_tsg=tree["h_tsg"],
+                engine=1,
+                compute=True,
+            )
+            result = gate.add_channel(WORKLOAD, ref)
+            if result.status:
+                raise RuntimeError(f"channel {handle:#x} could not be armed: {result}")
+
+
+def _one_edge(gate: NativeGate, gpus: int) -> list[Stamp]:
+    """Wake, and wait until the next ring has closed every GPU."""
+    while gate.wake(SERVICE) is WakeOutcome.REFUSED:
+        select.select([], [], [], 0.0002)
+    closed: list[Stamp] = []
+    poll = select.poll()
+    poll.register(gate.stamps_fd(), select.POLLIN)
+    while len(closed) < gpus:
+        if not poll.poll(PATIENCE_MS):
+            raise TimeoutError(f"{len(closed)} of {gpus} GPUs were closed")
+        stamps = [stamp for stamp in gate.drain_stamps() if stamp.client == ONLINE]
+        closed += [stamp for stamp in stamps if stamp.kind is StampKind.GATE]
+        if any(stamp.kind is StampKind.HOLD for stamp in stamps):
+            return []  # rung before the enable was through: nothing had to be closed
+    return closed
+
+
+def measure(run: Run) -> list[list[Stamp]]:
+    gate = NativeGate(GateSettings(spin_ns=run.spin_ns))
+    peers = [sys.executable, "-m", "valve_tools.bench.gate_peers"]
+    workload = subprocess.Popen(
+        [*peers, "channels", str(run.gpus), str(run.channels)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    gate.create_client(WORKLOAD, Role.OFFLINE, ServiceId(0))
+    _add_channels(gate, workload)
+    gate.put_service(SERVICE, frozenset(map(GpuIndex, range(run.gpus))))
+    fds = gate.create_client(ONLINE, Role.ONLINE, SERVICE)
+    passed = (fds.control, fds.region, fds.doorbell)
+    numbers = [str(number) for number in (*passed, run.seed)]
+    online = subprocess.Popen([*peers, "launcher", *numbers], pass_fds=passed)
+    edges = [_one_edge(gate, run.gpus) for _ in range(run.edges)]
+    online.kill()
+    online.wait()
+    gate.close()
+    workload.communicate()
+    return [edge for edge in edges if edge]
+
+
+def run_on(directory: Path, run: Run) -> list[list[Stamp]]:
+    """`measure` in a process that has the emulated driver under it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "valve_tools.bench.gate_host", json.dumps(asdict(run))],
+        env=environment(directory, os.environ),
+        cwd=directory,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return [[Stamp(**stamp) for stamp in edge] for edge in json.loads(done.stdout)]
+
+
+def main(arguments: list[str]) -> None:
+    edges = measure(Run(**json.loads(arguments[0])))
+    json.dump([[asdict(stamp) for stamp in edge] for edge in edges], sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

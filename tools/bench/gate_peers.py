@@ -1,0 +1,81 @@
+"""The two neighbours of the gate in its benchmarks, each a process of its own.
+
+`channels GPUS PER_GPU`: an offline workload; allocates channels by raw ioctl, prints them, ends with its stdin.
+`launcher CONTROL REGION BELL SEED`: an online process; counts a launch, looks at its gate word, rings, until killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import random
+import struct
+import sys
+import time
+
+from valved.mechanism import region
+
+ROOT, DEVICE, SUBDEVICE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0xA06C, 0xC86F
+SCHEDULE = 0xA06C0101
+_ALLOC = 0xC020462B
+_CONTROL = 0xC020462A
+
+
+def _call(fd: int, request: int, head: tuple[int, ...], params: bytes) -> tuple[int, bytes]:
+    """NVOS21 and NVOS54 alike: four words, a pointer, a size, a status. Returns (third word, parameters)."""
+    buffer = ctypes.create_string_buffer(params, max(len(params), 1))
+    argument = bytearray(struct.pack("<4IQII", *head, ctypes.addressof(buffer) if params else 0, len(params), 0))
+    fcntl.ioctl(fd, request, argument, True)
+    words = struct.unpack("<4IQII", argument)
+    if words[6]:
+        raise OSError(f"RM status {words[6]:#x} for {head}")
+    return words[2], buffer.raw[: len(params)]
+
+
+def allocate(gpu: int, count: int) -> dict[str, object]:
+    """One RM client with `count` scheduled channels in one compute group. Its files stay open on purpose."""
+    ctl = os.open("/dev/nvidiactl", os.O_RDWR)
+    os.open(f"/dev/nvidia{gpu}", os.O_RDWR)
+    client, _ = _call(ctl, _ALLOC, (0, 0, 0, ROOT), b"")
+    device, _ = _call(ctl, _ALLOC, (client, client, 0, DEVICE), struct.pack("<II", gpu, client) + bytes(48))
+    _call(ctl, _ALLOC, (client, device, 0, SUBDEVICE), bytes(4))
+    group, _ = _call(ctl, _ALLOC, (client, device, 0, TSG), struct.pack("<IIIIB3x", 0, 0, 0, 1, 0))
+    channels = []
+    for _ in range(count):
+        handle, answer = _call(ctl, _ALLOC, (client, group, 0, CHANNEL), bytes(368))
+        channels.append((handle, struct.unpack_from("<I", answer, 132)[0]))
+    _call(ctl, _CONTROL, (client, group, SCHEDULE, 0), b"\1\0\0")
+    return {"h_client": client, "h_tsg": group, "channels": channels}
+
+
+def hold_channels(gpus: int, per_gpu: int) -> None:
+    print(json.dumps([allocate(gpu, per_gpu) for gpu in range(gpus)]), flush=True)
+    sys.stdin.read()
+
+
+def launch(control_fd: int, region_fd: int, bell: int, seed: int) -> None:
+    """Each edge: wait for an open word, stay quiet for a random while, launch, and be done at once."""
+    control, mine = region.control_page(control_fd), region.region_page(region_fd)
+    region.fill_region(mine)
+    quiet = random.Random(seed)
+    for edge in itertools.count(1):
+        while control["gate_epoch"] % 2 == 0:
+            time.sleep(0.0001)
+        time.sleep(quiet.uniform(0.0002, 0.001))
+        region.set_submitted(mine, 0, edge)
+        mine["rung_epoch"] = control["gate_epoch"]
+        mine["launch_ns"] = time.monotonic_ns()
+        os.eventfd_write(bell, 1)
+        mine["idle_submitted"] = edge
+
+
+def main(arguments: list[str]) -> None:
+    role, *numbers = arguments
+    {"channels": hold_channels, "launcher": launch}[role](*map(int, numbers))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
