@@ -5,8 +5,6 @@
 #include "internal.h"
 
 #include <fcntl.h>
-#include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,25 +22,6 @@ static int real_open(const char *path, int flags)
 static int real_ioctl(int fd, unsigned long request, void *argument)
 {
 	return ioctl(fd, request, argument);
-}
-
-/* Native threads take no signals (those are Python's), and run in real time where that is permitted: on a busy host
- * a normal thread waits for a time slice before it sees a doorbell. */
-int thread_start(struct valve_gate *gate, pthread_t *thread, void *(*body)(void *), void *argument,
-                 bool real_time)
-{
-	struct sched_param param = {.sched_priority = (int)gate->config.fifo_priority};
-	sigset_t all, before;
-	int rc;
-
-	sigfillset(&all);
-	pthread_sigmask(SIG_SETMASK, &all, &before);
-	rc = pthread_create(thread, NULL, body, argument);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	/* A spinning thread in real time would meet the kernel's throttling: 50 ms without CPU every second. */
-	if (rc == 0 && real_time && param.sched_priority && gate->config.spin_ns == 0)
-		pthread_setschedparam(*thread, SCHED_FIFO, &param); /* EPERM: as a normal thread, then */
-	return -rc;
 }
 
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
@@ -88,10 +67,12 @@ static void open_driver(struct valve_gate *gate)
 
 static int start_threads(struct valve_gate *gate)
 {
-	int rc = listener_start(gate);
+	int rc = listener_open(gate);
 
 	for (uint32_t i = 0; i < gate->gpu_count && rc == 0; i++)
-		rc = issuer_start(&gate->gpu[i]);
+		rc = worker_start(gate, &gate->worker[i], &gate->gpu[i]);
+	if (rc == 0)
+		rc = worker_start(gate, &gate->worker[gate->gpu_count], NULL);
 	return rc ? rc : keeper_start(gate);
 }
 
@@ -210,12 +191,11 @@ int valve_gate_close(struct valve_gate *gate)
 	futex_wake(&gate->quit);
 	if (write(gate->wake, &one, sizeof one) < 0)
 		joined = true; /* counter full: readable already */
-	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		issuer_kick(&gate->gpu[i]);
-		joined &= !gate->gpu[i].started || join(gate->gpu[i].thread);
-	}
+	for (uint32_t i = 0; i <= gate->gpu_count; i++)
+		joined &= !gate->worker[i].started || join(gate->worker[i].thread);
 	joined &= !gate->keeper || join(gate->keeper);
-	joined &= !gate->listener || join(gate->listener);
 	if (!joined)
 		return -EBUSY;
 	for (uint32_t i = 0; i < gate->gpu_count; i++)

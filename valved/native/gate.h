@@ -28,7 +28,7 @@ struct valve_config {
 	uint64_t order_ns;      /* how long an in-process order may take */
 	uint64_t spin_ns;       /* listener and issuers spin this long after their last work; 0: sleep mode */
 	uint32_t quiet_us;      /* control.quiet_us */
-	uint32_t fifo_priority; /* SCHED_FIFO where permitted; 0: never ask */
+	uint32_t fifo_priority; /* SCHED_FIFO where permitted; 0: niceness */
 };
 
 struct valve_gpu_info {

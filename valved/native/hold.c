@@ -24,7 +24,7 @@ uint32_t holders_closer(uint64_t holders)
 	return (uint32_t)(holders >> 16 & 0xFFFFu);
 }
 
-/* Count one more hold. True if nobody held this GPU before. */
+/* Count one more hold. True if nobody held this GPU before: its issuer must look. */
 static bool gpu_hold(struct gpu *gpu, uint32_t service)
 {
 	uint64_t old = load_relaxed(&gpu->holders), next; /* the swap decides */
@@ -34,10 +34,7 @@ static bool gpu_hold(struct gpu *gpu, uint32_t service)
 		if (holders_count(old) == 0)
 			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | 1u;
 	} while (!compare_swap(&gpu->holders, &old, next));
-	if (holders_count(old) != 0)
-		return false;
-	issuer_kick(gpu);
-	return true;
+	return holders_count(old) == 0;
 }
 
 static void gpu_drop(struct gpu *gpu)
@@ -70,9 +67,10 @@ static void raise_words(const struct service *service, uint32_t epoch)
 		word_raise(&list->client[i]->control->gate_epoch, epoch);
 }
 
-/* Take the hold. False if the service holds already. Listener, or caller with cause NULL. */
+/* Take the hold. False if the service holds already. The listener also takes the seat of the first GPU that nobody
+ * held (see issuer_take), if *taken is not set yet; the caller passes NULL for cause and taken. */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
-                  uint64_t launch_ns, uint64_t seen_ns)
+                  uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken)
 {
 	struct service *service = &gate->service[index];
 	uint32_t epoch = load_full(&service->epoch), mask;
@@ -89,8 +87,13 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	store_relaxed(&service->seen_ns, seen_ns);
 	mask = load_acquire(&service->mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
-		if (mask & 1u << i)
-			closed |= gpu_hold(&gate->gpu[i], index);
+		if (!(mask & 1u << i) || !gpu_hold(&gate->gpu[i], index))
+			continue;
+		closed = true;
+		if (taken && !*taken && issuer_take(&gate->gpu[i]))
+			*taken = &gate->gpu[i];
+		else
+			issuer_kick(&gate->gpu[i]);
 	}
 	if (!closed) {
 		struct valve_stamp stamp = {
@@ -242,7 +245,7 @@ int valve_wake(struct valve_gate *gate, int32_t index)
 
 int valve_hold(struct valve_gate *gate, int32_t index)
 {
-	bool taken = service_hold(gate, (uint32_t)index, NULL, 0, now_ns());
+	bool taken = service_hold(gate, (uint32_t)index, NULL, 0, now_ns(), NULL);
 
 	settle(&gate->service[index]);
 	return taken ? 0 : -EALREADY;
@@ -284,8 +287,8 @@ void valve_service_gpus(struct valve_gate *gate, int32_t index, uint32_t mask)
 	store_relaxed(&service->seen_ns, now_ns());
 	store_release(&service->mask, mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
-		if (mask & ~old & 1u << i)
-			gpu_hold(&gate->gpu[i], (uint32_t)index);
+		if ((mask & ~old & 1u << i) && gpu_hold(&gate->gpu[i], (uint32_t)index))
+			issuer_kick(&gate->gpu[i]);
 		else if (old & ~mask & 1u << i)
 			gpu_drop(&gate->gpu[i]);
 	}

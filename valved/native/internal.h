@@ -2,8 +2,10 @@
  * internal.h - the state of the gate, and who may touch what.
  *
  * Threads
- *   listener   one: doorbells in, holds taken, words closed, issuers kicked. Real time where permitted.
- *   issuer     one per GPU: the only thread that switches that GPU's channels. Real time where permitted.
+ *   listener   one: doorbells in, holds taken, words closed, issuers kicked.
+ *   issuer     one per GPU: whoever sits at its seat, and nobody else, switches that GPU's channels.
+ *              These are workers (worker.c), who swap places: at a ring the listener sits down at the first GPU that
+ *              it has to close, if its issuer sleeps, and that one goes to listen.
  *   keeper     one: heartbeat of all control pages, and the watchdog over the issuers.
  *   caller     valved's Python thread: everything in gate.h.
  *
@@ -92,19 +94,24 @@ struct mail {
 /* A flight is whatever an issuer does in the driver, as the watchdog sees it: the word is (number << 2 | state). */
 enum flight_state { FLIGHT_NONE = 0, FLIGHT_OUT = 1, FLIGHT_LOST = 2, FLIGHT_HELD = 3 };
 
+/* gpu.seat: number of its holder << 1 | asleep. A seat changes hands only while its holder sleeps. */
+#define SEAT_ASLEEP 1u
+#define SEAT_NEXT   2u
+
 struct gpu {
 	struct valve_gate *gate;
 	uint32_t index;
 	struct valve_gpu_info info;
 	struct rm_client own; /* the issuer's alone, from its start to its end */
-	pthread_t thread;
-	bool started;
+	uint32_t closings;    /* issuer's alone: how many it has seen */
 
 	_Alignas(64) uint32_t kick; /* futex: anyone increments and wakes it when the issuer must look */
 
 	/* Who holds: closings << 32 | closer << 16 | count. Listener and caller, by compare-and-swap. The closer is
 	 * the service that made the count leave 0; closings rises each time that happens. */
 	_Alignas(64) uint64_t holders;
+
+	_Alignas(64) uint32_t seat; /* issuer and listener */
 
 	_Alignas(64) struct mail *mail; /* caller pushes, issuer takes all */
 
@@ -168,6 +175,14 @@ struct stamp_ring {
 	struct stamp_cell cell[STAMPS];
 };
 
+/* A thread that is the listener or sits at a GPU; which of them changes. */
+struct worker {
+	struct valve_gate *gate;
+	struct gpu *gpu; /* where it starts; NULL: as the listener */
+	pthread_t thread;
+	bool started;
+};
+
 struct valve_gate {
 	struct valve_config config;
 	struct valve_os os;
@@ -179,8 +194,10 @@ struct valve_gate {
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
 
-	pthread_t listener, keeper;
-	int epoll, wake; /* wake: an eventfd that makes the listener look at quit */
+	struct worker worker[MAX_GPUS + 1];
+	pthread_t keeper;
+	uint32_t listening; /* 1 while somebody is the listener */
+	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit */
 	_Alignas(64) uint64_t
 	        listener_turn; /* odd while the listener handles events; listener writes, caller reads */
 	struct valve_client *client[MAX_CLIENTS];
@@ -219,22 +236,28 @@ void plan_free(struct plan *plan);
 uint32_t plan_channels(const struct plan *plan);
 
 /* issuer.c */
-int issuer_start(struct gpu *gpu);
+bool issuer_take(struct gpu *gpu);
+void issuer_serve(struct gpu *gpu);
 void issuer_kick(struct gpu *gpu);
 
 /* listener.c */
-int listener_start(struct valve_gate *gate);
+int listener_open(struct valve_gate *gate);
+struct gpu *listener_serve(struct valve_gate *gate);
 void listener_quiesce(struct valve_gate *gate);
 int listener_add(struct valve_gate *gate, struct valve_client *client);
 void listener_remove(struct valve_gate *gate, const struct valve_client *client);
 void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mute);
+
+/* worker.c */
+int thread_start(pthread_t *thread, void *(*body)(void *), void *argument);
+int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu);
 
 /* keeper.c */
 int keeper_start(struct valve_gate *gate);
 
 /* hold.c */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
-                  uint64_t launch_ns, uint64_t seen_ns);
+                  uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken);
 void service_owe(struct gpu *gpu);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 uint32_t holders_count(uint64_t holders);
@@ -255,8 +278,6 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp);
 void mail_discard(struct gpu *gpu);
 
 /* gate.c */
-int thread_start(struct valve_gate *gate, pthread_t *thread, void *(*body)(void *), void *argument,
-                 bool real_time);
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders);
 
 #endif

@@ -1,6 +1,6 @@
 /*
- * issuer.c - one thread per GPU, the only one that switches that GPU's channels. It compares what should be (holders,
- * brakes) with what is (state), walks the plan when they differ, reads its mail, and sleeps on its kick word.
+ * issuer.c - the seat of a GPU: whoever sits there is the only one that switches that GPU's channels. It compares what
+ * should be (holders, brakes) with what is (state), walks the plan when they differ, reads its mail, and sleeps.
  *
  * It follows levels, not messages: a hold that came and went while it was busy needs no walk, and none is lost.
  */
@@ -186,23 +186,34 @@ static void read_mail(struct gpu *gpu)
 	}
 }
 
-static void wait_for_kick(struct gpu *gpu, uint32_t seen, uint64_t timeout_ns)
+/* False: the listener took the seat while we slept. */
+static bool wait_for_kick(struct gpu *gpu, uint32_t seen, uint64_t timeout_ns)
 {
 	uint64_t until = gpu->gate->config.spin_ns ? now_ns() + gpu->gate->config.spin_ns : 0;
+	uint32_t seat = load_relaxed(&gpu->seat) | SEAT_ASLEEP; /* ours: only a sleeper's seat is taken */
 
+	store_release(&gpu->seat, seat); /* pairs with the swap in issuer_take: all that a seat goes with */
 	while (until && load_acquire(&gpu->kick) == seen && now_ns() < until)
 		__builtin_ia32_pause();
 	futex_wait(&gpu->kick, seen, timeout_ns);
+	return compare_swap(&gpu->seat, &seat, seat & ~SEAT_ASLEEP);
 }
 
-static void *issuer_main(void *argument)
+/* Listener: become the issuer of a GPU whose issuer sleeps. That one must be kicked, and listens instead: so the first
+ * GPU of a ring is closed by the thread that saw it, and no second thread has to wake up first. */
+bool issuer_take(struct gpu *gpu)
 {
-	struct gpu *gpu = argument;
-	uint32_t closings = 0;
+	uint32_t seat = load_relaxed(&gpu->seat); /* the swap decides */
 
+	return (seat & SEAT_ASLEEP) && compare_swap(&gpu->seat, &seat, (seat & ~SEAT_ASLEEP) + SEAT_NEXT);
+}
+
+/* Be the issuer of this GPU until the seat is taken (or the gate closes). */
+void issuer_serve(struct gpu *gpu)
+{
 	for (;;) {
-		uint32_t seen =
-		        load_acquire(&gpu->kick); /* first: whoever changes something kicks afterwards */
+		/* First of all: whoever changes something kicks afterwards. */
+		uint32_t seen = load_acquire(&gpu->kick);
 		enum valve_gpu_state target;
 		uint64_t holders, timeout_ns = 0;
 
@@ -211,21 +222,14 @@ static void *issuer_main(void *argument)
 		target = gpu_target(gpu, holders);
 		if (target != gpu->state && !turn(gpu, target, holders))
 			timeout_ns = RETRY_NS;
-		if ((uint32_t)(holders >> 32) != closings) {
-			closings = (uint32_t)(holders >> 32);
+		if ((uint32_t)(holders >> 32) != gpu->closings) {
+			gpu->closings = (uint32_t)(holders >> 32);
 			service_owe(gpu);
 		}
 		if (load_acquire(&gpu->gate->quit))
-			return NULL;
+			return;
 		store_release(&gpu->handled, seen); /* pairs with valve_gate_settle */
-		wait_for_kick(gpu, seen, timeout_ns);
+		if (!wait_for_kick(gpu, seen, timeout_ns))
+			return;
 	}
-}
-
-int issuer_start(struct gpu *gpu)
-{
-	int rc = thread_start(gpu->gate, &gpu->thread, issuer_main, gpu, true);
-
-	gpu->started = rc == 0;
-	return rc;
 }

@@ -72,5 +72,5 @@ static void *keeper_main(void *argument)
 
 int keeper_start(struct valve_gate *gate)
 {
-	return thread_start(gate, &gate->keeper, keeper_main, gate, false);
+	return thread_start(&gate->keeper, keeper_main, gate);
 }

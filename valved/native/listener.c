@@ -23,7 +23,7 @@ static void turn_page(struct valve_gate *gate)
 	store_full(&gate->listener_turn, load_relaxed(&gate->listener_turn) + 1); /* nobody else writes it */
 }
 
-static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns)
+static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns, struct gpu **taken)
 {
 	struct valve_client *client = load_full(&gate->client[name & 0xFFFFFFFFu]);
 	uint64_t launch_ns;
@@ -33,7 +33,7 @@ static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns)
 	launch_ns = load_relaxed(&client->region->launch_ns); /* a claim: used for a statistic only */
 	if (launch_ns > seen_ns || seen_ns - launch_ns > PLAUSIBLE)
 		launch_ns = 0;
-	if (service_hold(gate, (uint32_t)client->service, client, launch_ns, seen_ns))
+	if (service_hold(gate, (uint32_t)client->service, client, launch_ns, seen_ns, taken))
 		return;
 	if (seen_ns - client->window_ns > WINDOW_NS) {
 		client->window_ns = seen_ns;
@@ -43,37 +43,45 @@ static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns)
 		listener_mute(gate, client, true);
 }
 
-static void *listener_main(void *argument)
+static struct gpu *handle(struct valve_gate *gate, const struct epoll_event *events, int count,
+                          uint64_t seen_ns)
 {
-	struct valve_gate *gate = argument;
+	struct gpu *taken = NULL;
+
+	turn_page(gate);
+	for (int i = 0; i < count; i++) {
+		if (events[i].data.u64 != SELF)
+			ring(gate, events[i].data.u64, seen_ns, &taken);
+	}
+	turn_page(gate);
+	return taken;
+}
+
+/* Be the listener until a ring closes a GPU whose issuer sleeps: then sit down there, and let that one listen. NULL:
+ * the gate closes. */
+struct gpu *listener_serve(struct valve_gate *gate)
+{
 	struct epoll_event events[BATCH];
 	uint64_t spin_until = 0;
+	struct gpu *taken = NULL;
 
-	while (!load_acquire(&gate->quit)) {
-		int timeout = spin_until ? 0 : -1;
-		uint64_t seen_ns;
-		int count;
+	while (swap(&gate->listening, 1)) /* the one before is at the end of its last batch */
+		sleep_ns(2000);
+	while (!taken && !load_acquire(&gate->quit)) {
+		int count = epoll_wait(gate->epoll, events, BATCH, spin_until ? 0 : -1);
+		uint64_t seen_ns = now_ns();
 
-		count = epoll_wait(gate->epoll, events, BATCH, timeout);
-		seen_ns = now_ns();
-		if (count > 0)
-			turn_page(gate);
-		for (int i = 0; i < count; i++) {
-			uint64_t one;
-
-			if (events[i].data.u64 != SELF)
-				ring(gate, events[i].data.u64, seen_ns);
-			else if (read(gate->wake, &one, sizeof one) < 0)
-				continue;
-		}
 		if (count > 0) {
-			turn_page(gate);
+			taken = handle(gate, events, count, seen_ns);
 			spin_until = gate->config.spin_ns ? seen_ns + gate->config.spin_ns : 0;
 		} else if (seen_ns > spin_until) {
 			spin_until = 0;
 		}
 	}
-	return NULL;
+	store_release(&gate->listening, 0);
+	if (taken)
+		issuer_kick(taken);
+	return taken;
 }
 
 /* Wait until the listener has left the batch it is in now: it holds no pointer that was unpublished before. */
@@ -112,11 +120,9 @@ void listener_remove(struct valve_gate *gate, const struct valve_client *client)
 	epoll_ctl(gate->epoll, EPOLL_CTL_DEL, client->doorbell, NULL);
 }
 
-int listener_start(struct valve_gate *gate)
+int listener_open(struct valve_gate *gate)
 {
 	struct epoll_event event = {.events = EPOLLIN, .data.u64 = SELF};
 
-	if (epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &event) < 0)
-		return -errno;
-	return thread_start(gate, &gate->listener, listener_main, gate, true);
+	return epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &event) < 0 ? -errno : 0;
 }

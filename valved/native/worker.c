@@ -1,0 +1,64 @@
+/*
+ * worker.c - the hot threads: one more than there are GPUs, each either the listener or at a GPU's seat. They swap
+ * places at a ring (issuer_take), because waking a second thread costs as much as all the rest: 4 us where it runs on
+ * the same core, 30 to 40 us where a virtual machine has to interrupt another one.
+ */
+#include "internal.h"
+
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+
+#define NICE (-20)
+
+/* Real time if it is asked for, else the best niceness, where permitted. The scheduler places a normal thread beside
+ * the launch that woke it, and a real-time one where it last ran: that interrupt is the 30 us above. In return, real
+ * time cannot be kept waiting on a host where every core is busy with other nice work. A thread that spins must not
+ * be real-time: the kernel takes its CPU away for 50 ms of every second. */
+static void hurry(const struct valve_config *config)
+{
+	struct sched_param param = {.sched_priority = (int)config->fifo_priority};
+
+	if (config->fifo_priority && config->spin_ns == 0 && sched_setscheduler(0, SCHED_FIFO, &param) == 0)
+		return;
+	setpriority(PRIO_PROCESS, 0, NICE); /* of this thread alone; EPERM: as a normal one, then */
+}
+
+static void *worker_main(void *argument)
+{
+	struct worker *worker = argument;
+	struct valve_gate *gate = worker->gate;
+	struct gpu *gpu = worker->gpu;
+
+	hurry(&gate->config);
+	while (!load_acquire(&gate->quit)) {
+		if (gpu)
+			issuer_serve(gpu);
+		gpu = listener_serve(gate);
+	}
+	return NULL;
+}
+
+/* Native threads take no signals: those are Python's. */
+int thread_start(pthread_t *thread, void *(*body)(void *), void *argument)
+{
+	sigset_t all, before;
+	int rc;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	rc = pthread_create(thread, NULL, body, argument);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	return -rc;
+}
+
+int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu)
+{
+	int rc;
+
+	worker->gate = gate;
+	worker->gpu = gpu;
+	rc = thread_start(&worker->thread, worker_main, worker);
+	worker->started = rc == 0;
+	return rc;
+}
