@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from valved.mechanism.ports import Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)
-PATIENCE_MS = 30_000  # only ends a run that hangs
+PATIENCE_S = 30  # only ends a run that hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Run:
     channels: int  # on each
     edges: int
     spin_ns: int = 0
+    fifo_priority: int = 0
     seed: int = 1
 
 
@@ -53,25 +55,36 @@ def _add_channels(gate: NativeGate, workload: subprocess.Popen[str]) -> None:
                 raise RuntimeError(f"channel {handle:#x} could not be armed: {result}")
 
 
-def _one_edge(gate: NativeGate, gpus: int) -> list[Stamp]:
-    """Wake, and wait until the next ring has closed every GPU."""
-    while gate.wake(SERVICE) is WakeOutcome.REFUSED:
-        select.select([], [], [], 0.0002)
+def _wait_until_running(gate: NativeGate, gpus: int) -> None:
+    """Until the last enable is through: a ring during one would wait for the driver, which is not our share."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(gate.is_gated(GpuIndex(gpu)) for gpu in range(gpus)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a GPU was not enabled again")
+        time.sleep(0.0002)
+
+
+def _one_edge(gate: NativeGate, online: subprocess.Popen[bytes], gpus: int) -> list[Stamp]:
+    """Wake, let the online process launch, and wait until every GPU is closed."""
+    while gate.wake(SERVICE) is not WakeOutcome.WOKEN:
+        time.sleep(0.0002)
+    _wait_until_running(gate, gpus)
+    gate.drain_stamps()
+    assert online.stdin is not None
+    online.stdin.write(b".")
+    online.stdin.flush()
     closed: list[Stamp] = []
     poll = select.poll()
     poll.register(gate.stamps_fd(), select.POLLIN)
     while len(closed) < gpus:
-        if not poll.poll(PATIENCE_MS):
+        if not poll.poll(PATIENCE_S * 1000):
             raise TimeoutError(f"{len(closed)} of {gpus} GPUs were closed")
-        stamps = [stamp for stamp in gate.drain_stamps() if stamp.client == ONLINE]
-        closed += [stamp for stamp in stamps if stamp.kind is StampKind.GATE]
-        if any(stamp.kind is StampKind.HOLD for stamp in stamps):
-            return []  # rung before the enable was through: nothing had to be closed
+        closed += [stamp for stamp in gate.drain_stamps() if stamp.kind is StampKind.GATE]
     return closed
 
 
 def measure(run: Run) -> list[list[Stamp]]:
-    gate = NativeGate(GateSettings(spin_ns=run.spin_ns))
+    gate = NativeGate(GateSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority))
     peers = [sys.executable, "-m", "valve_tools.bench.gate_peers"]
     workload = subprocess.Popen(
         [*peers, "channels", str(run.gpus), str(run.channels)],
@@ -85,13 +98,12 @@ def measure(run: Run) -> list[list[Stamp]]:
     fds = gate.create_client(ONLINE, Role.ONLINE, SERVICE)
     passed = (fds.control, fds.region, fds.doorbell)
     numbers = [str(number) for number in (*passed, run.seed)]
-    online = subprocess.Popen([*peers, "launcher", *numbers], pass_fds=passed)
-    edges = [_one_edge(gate, run.gpus) for _ in range(run.edges)]
-    online.kill()
-    online.wait()
+    online = subprocess.Popen([*peers, "launcher", *numbers], pass_fds=passed, stdin=subprocess.PIPE)
+    edges = [_one_edge(gate, online, run.gpus) for _ in range(run.edges)]
+    online.communicate()
     gate.close()
     workload.communicate()
-    return [edge for edge in edges if edge]
+    return edges
 
 
 def run_on(directory: Path, run: Run) -> list[list[Stamp]]:

@@ -1,7 +1,7 @@
 """The two neighbours of the gate in its benchmarks, each a process of its own.
 
 `channels GPUS PER_GPU`: an offline workload; allocates channels by raw ioctl, prints them, ends with its stdin.
-`launcher CONTROL REGION BELL SEED`: an online process; counts a launch, looks at its gate word, rings, until killed.
+`launcher CONTROL REGION BELL SEED`: an online process; counts a launch and rings, once for each byte on stdin.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def hold_channels(gpus: int, per_gpu: int) -> None:
 
 
 def launch(control_fd: int, region_fd: int, bell: int, seed: int) -> None:
-    """Each edge: wait for an open word, stay quiet for a random while, launch, and be done at once."""
+    """Each byte on stdin: stay quiet for a random while, launch, and be done at once."""
     control, mine = region.control_page(control_fd), region.region_page(region_fd)
     region.fill_region(mine)
     quiet = random.Random(seed)
     for edge in itertools.count(1):
-        while control["gate_epoch"] % 2 == 0:
-            time.sleep(0.0001)
+        if not os.read(0, 1):
+            return
         time.sleep(quiet.uniform(0.0002, 0.001))
         region.set_submitted(mine, 0, edge)
         mine["rung_epoch"] = control["gate_epoch"]

@@ -11,10 +11,11 @@
 
 #define NICE (-20)
 
-/* Real time if it is asked for, else the best niceness, where permitted. The scheduler places a normal thread beside
- * the launch that woke it, and a real-time one where it last ran: that interrupt is the 30 us above. In return, real
- * time cannot be kept waiting on a host where every core is busy with other nice work. A thread that spins must not
- * be real-time: the kernel takes its CPU away for 50 ms of every second. */
+/* Real time if it is asked for, else the best niceness, where permitted. A normal thread is placed by the scheduler: on
+ * an idle core if there is one, else beside the launch that woke it. A real-time one stays where it last ran, be that
+ * the core of the very launch (which it then keeps from running while the driver spins) or one that has to be
+ * interrupted. In return it never waits for other nice work; so it is for hosts without idle cores. A thread that
+ * spins must not be real-time: the kernel takes its CPU away for 50 ms of every second. */
 static void hurry(const struct valve_config *config)
 {
 	struct sched_param param = {.sched_priority = (int)config->fifo_priority};
