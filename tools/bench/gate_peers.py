@@ -73,8 +73,12 @@ def launch(control_fd: int, region_fd: int, bell: int, seed: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    role, *numbers = arguments
-    {"channels": hold_channels, "launcher": launch}[role](*map(int, numbers))
+    role, *words = arguments
+    numbers = [int(word) for word in words]
+    if role == "channels":
+        hold_channels(*numbers)
+    else:
+        launch(*numbers)
 
 
 if __name__ == "__main__":
