@@ -1,0 +1,110 @@
+"""Benches of valved: what it costs a node (daemon-cost) and how often a request is preempted (once-per-request)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from valve_tools.bench.once import bench_once
+from valve_tools.bench.row import Row, row_of
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.emulator.node import Options
+
+ONLINE, OFFLINE, CHANNELS, GPUS = 100, 64, 64, 8
+CYCLES_PER_S = 500  # each is two edges: busy and idle
+WINDOWS, WINDOW_S = 8, 1.0
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of all threads of a process: scheduler's nanoseconds where the kernel tells them."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
+def rss_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def shares(pid: int, windows: int) -> list[float]:
+    """Percent of a core, one figure per window."""
+    found = []
+    for _ in range(windows):
+        began, used = time.monotonic(), cpu_s(pid)
+        time.sleep(WINDOW_S)
+        found.append(100 * (cpu_s(pid) - used) / (time.monotonic() - began))
+    return found
+
+
+def bench_cost() -> Iterator[Row]:
+    name, unit = "daemon-cost", "% of a core"
+    with (
+        tempfile.TemporaryDirectory(prefix="valve-bench-") as folder,
+        EmulatedNode(Path(folder), options=Options(gpus=GPUS)) as node,
+    ):
+        pid = node.start_valved().pid
+        time.sleep(WINDOW_S)
+        yield row_of(name, "idle-empty", unit, shares(pid, WINDOWS), 1.0, judged="p50")
+        crowd = start_crowd(node)
+        try:
+            size = f"{ONLINE} online, {OFFLINE} offline x {CHANNELS} channels, {GPUS} GPUs"
+            yield row_of(name, "idle-full", unit, shares(pid, WINDOWS), 1.0, judged="p50", note=size)
+            yield from busy(node, crowd, pid)
+            yield row_of(name, "rss", "MB", [rss_mb(pid)], 120.0, judged="max", note=size)
+        finally:
+            crowd.kill()
+            crowd.wait()
+
+
+def start_crowd(node: EmulatedNode) -> subprocess.Popen[str]:
+    """The crowd in a process of its own, under the emulated driver; returns when everybody is welcomed."""
+    sizes = [ONLINE, OFFLINE, CHANNELS, GPUS]
+    crowd = subprocess.Popen(
+        [sys.executable, "-m", "valve_tools.bench.daemon", str(node.run_dir), *map(str, sizes)],
+        env=node.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert crowd.stdout is not None
+    if not crowd.stdout.readline():
+        raise RuntimeError(f"the crowd did not come up: exit code {crowd.wait()}")
+    return crowd
+
+
+def busy(node: EmulatedNode, crowd: subprocess.Popen[str], pid: int) -> Iterator[Row]:
+    assert crowd.stdin is not None
+    crowd.stdin.write(json.dumps([CYCLES_PER_S, WINDOWS * WINDOW_S + 2]) + "\n")
+    crowd.stdin.flush()
+    time.sleep(1)
+    before, began = node.status().counters.wakes, time.monotonic()
+    used = shares(pid, WINDOWS)
+    edges = 2 * (node.status().counters.wakes - before) / (time.monotonic() - began)
+    note = f"{edges:.0f} edges/s reached; includes the emulated driver's client side"
+    yield row_of("daemon-cost", "1000-edges/s", "% of a core", used, 10.0, judged="p50", note=note)
+
+
+def crowd_main(argv: list[str]) -> None:
+    from valve_tools.bench.crowd import Crowd
+
+    online, offline, channels, gpus = map(int, argv[1:])
+    with Crowd(Path(argv[0]), online=online, offline=offline, channels=channels, gpus=gpus) as crowd:
+        print("up", flush=True)
+        for line in sys.stdin:
+            crowd.play(*json.loads(line))
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"daemon-cost": bench_cost, "once-per-request": bench_once}
+
+if __name__ == "__main__":
+    crowd_main(sys.argv[1:])
