@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -49,6 +50,7 @@ log = logging.getLogger("valved")
 
 EXIT_FAILED, EXIT_CONFIG = 1, 78  # EX_CONFIG of sysexits.h: a restart would not help
 KNOWN_BRANCHES = range(535, 596)  # NV_BRANCH_FIRST to NV_BRANCH_LAST of proto/abi/nvrm.h
+GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections over thousands of channels cost most
 TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes: nothing that is in a hurry
 SAVE_EVERY_TICKS = 30
 
@@ -284,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
     log.info("settings", extra={"facts": {**effective(config), "run_dir": str(folder.path)}})
     folder.sign()
+    gc.freeze()  # what the imports made lives for ever
+    gc.set_threshold(*GC_THRESHOLDS)
     from valved.mechanism.process import LinuxProcesses
 
     try:

@@ -348,3 +348,18 @@ def test_gates_and_decisions_are_on_record_with_their_times(world):
     assert gate.service == world.service_of(online)
     assert gate.detail["done_ns"] - gate.detail["launch_ns"] == STOP_NS
     assert [event.reason for event in world.events(EventKind.DECIDED)][:2] == ["cooling", "cooldown-over"]
+
+
+def test_the_watcher_is_asked_at_the_ring_and_not_a_cooldown_later(world):
+    """The cooldown runs from the proof of idleness: a proof that comes late is harvest lost after every request."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    cooldown_ms = world.state(online).cooldown.cooldown_ns / MS
+    world.gate.launch(online)
+    world.run(1)
+    world.gate.finish(online)
+
+    world.run(cooldown_ms + 1)
+
+    assert not world.gate.off

@@ -61,6 +61,7 @@ class Client:
     channels: dict = dataclasses.field(default_factory=dict)
     app_disabled: set = dataclasses.field(default_factory=set)
     watch: bool = False
+    pending_proof: bool = False
     online_registered: bool | None = None
 
 
@@ -101,6 +102,7 @@ class FakeGate:
         now = self.clock.now_ns()
         self._note_gap(entry, now)
         entry.view = dataclasses.replace(entry.view, submitted=entry.view.submitted + count, busy=True)
+        entry.pending_proof = False
         service = self.services[entry.service]
         if service.holds:
             return False
@@ -114,8 +116,11 @@ class FakeGate:
             entry.view = dataclasses.replace(entry.view, gaps=(*entry.view.gaps, gap)[-64:])
 
     def finish(self, client):
-        """The watcher proves everything done."""
+        """The watcher proves everything done, if it was asked to watch; else as soon as it is."""
         now, entry = self.clock.now_ns(), self.clients[client]
+        if not entry.watch:
+            entry.pending_proof = True
+            return
         entry.view = dataclasses.replace(
             entry.view, idle_submitted=entry.view.submitted, idle_ns=now, watcher_ns=now, busy=False
         )
@@ -235,7 +240,11 @@ class FakeGate:
         return Reach.CHANNEL_OWN, ""
 
     def set_watch(self, client, on):
-        self.clients[client].watch = on
+        entry = self.clients[client]
+        entry.watch = on
+        if on and entry.pending_proof:
+            entry.pending_proof = False
+            self.finish(client)
 
     def set_online_registered(self, client, on):
         self.clients[client].online_registered = on

@@ -67,7 +67,13 @@ def step_breaker(
 ) -> tuple[BreakerState, BreakerDecision]:
     """Add what happened since the last step and judge the window."""
     state = _forget(state, now_ns, settings)
-    state = replace(state, newer=state.newer.plus(observation))
+    state = BreakerState(
+        since_ns=state.since_ns,
+        newer=state.newer.plus(observation),
+        older=state.older,
+        trips=state.trips,
+        open_until_ns=state.open_until_ns,
+    )
     whole = state.newer.plus(state.older)
     share = whole.delay_ns / whole.held_ns if whole.held_ns > 0 else 0.0
     is_open = now_ns < state.open_until_ns

@@ -85,6 +85,7 @@ class GateService:
         for gpu in held - gpus:
             self.gpus[gpu].release(service, now_ns)
         online = self.online[service]
+        online.gpus = gpus
         if gpus - held and not online.holding:
             online.begin_hold(now_ns)
         if online.holding:
@@ -200,9 +201,10 @@ class GateService:
         if online.woken_epoch is not None and _is_before(stamp.epoch, online.woken_epoch):
             return  # a slow issuer reports a stop after the wake that undid it
         at_ns = stamp.launch_ns or stamp.seen_ns or self._clock.now_ns()
-        self._book_hold(online.id, self._gpus_of(online.id), stamp.done_ns or at_ns)
+        self._book_hold(online.id, online.gpus, stamp.done_ns or at_ns)
         if not online.holding:
             online.begin_hold(at_ns)
+            self._set_watch(online, self._has_offline(online))  # at once: the cooldown runs from the proof of idleness
             # Unhinted, nothing can come of a look before one cooldown; a hinted request may be over in a moment.
             least_ns = self.settings.wake.look_least_ns if online.is_hinted else online.cooldown.cooldown_ns
             self.look_soon(online, least_ns)
@@ -210,14 +212,13 @@ class GateService:
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
         self.counters.wakes += 1
         at_ns = stamp.done_ns or self._clock.now_ns()
-        for account in self.gpus.values():
-            account.release(stamp.service, at_ns)
+        for gpu in self._gpus_of(stamp.service):
+            self.gpus[gpu].release(stamp.service, at_ns)
         if online is not None:
-            tally = online.end_hold(at_ns)
+            online.end_hold(at_ns, self.settings.cooldown)
             online.woken_epoch = stamp.epoch
             for requests in online.tallies.values():
                 requests.woken()
-            self._judge(online, tally)
         reason = online.decision.reason.value if online is not None and online.decision is not None else ""
         self._record(EventKind.WAKE, stamp, tuple(self._gpus_of(stamp.service)), reason)
         self._may_have_opened()
@@ -259,7 +260,7 @@ class GateService:
             self._views(online.id),
             now_ns,
             self.settings.cooldown,
-            is_offline_present=self.is_observing or any(self.gpus[gpu].channels for gpu in self._gpus_of(online.id)),
+            is_offline_present=self._has_offline(online),
             is_braked=self.is_braked or bool(online.away) or self._is_resting(online, now_ns),
         )
         online.wake_state, decision = decide_wake(online.wake_state, observation, now_ns, self.settings.wake)
@@ -287,19 +288,19 @@ class GateService:
 
     def _woken_unseen(self, online: OnlineService, now_ns: int) -> None:
         """Our book said it holds and the native side knows better: a stamp was lost."""
-        for account in self.gpus.values():
-            account.release(online.id, now_ns)
-        online.end_hold(now_ns)
+        for gpu in online.gpus:
+            self.gpus[gpu].release(online.id, now_ns)
+        online.end_hold(now_ns, self.settings.cooldown)
 
     def resync(self) -> None:
         """Find a hold whose stamp was lost (the ring is bounded): else its offline work would never be woken."""
         for online in self.online.values():
             if online.holding:
                 continue
-            closed = [gpu for gpu in self._gpus_of(online.id) if self._gate.is_gated(gpu)]
+            closed = [gpu for gpu in online.gpus if self._gate.is_gated(gpu)]
             if closed and not any(self.gpus[gpu].holders for gpu in closed):
                 online.begin_hold(self._clock.now_ns())
-                self._book_hold(online.id, self._gpus_of(online.id), self._clock.now_ns())
+                self._book_hold(online.id, online.gpus, self._clock.now_ns())
                 self.look_soon(online)
 
     def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
@@ -327,7 +328,7 @@ class GateService:
             self._journal.emit(
                 EventKind.BREAKER,
                 service=online.id,
-                gpus=tuple(self._gpus_of(online.id)),
+                gpus=tuple(online.gpus),
                 reason="delay exceeds the budget of this service",
                 share_ppm=round(decision.share * 1e6),
                 budget_ppm=round(self.settings.breaker.budget_share * 1e6),
@@ -337,24 +338,34 @@ class GateService:
             if not online.holding:
                 self._gate.hold(online.id, int(StampKind.GATE))
 
+    def _has_offline(self, online: OnlineService) -> bool:
+        return self.is_observing or any(self.gpus[gpu].channels for gpu in online.gpus)
+
     def _is_resting(self, online: OnlineService, now_ns: int) -> bool:
         return now_ns < online.breaker.open_until_ns
 
     def _gpus_of(self, service: ServiceId) -> frozenset[GpuIndex]:
-        if service in self._books.services:
-            return self._books.services[service].gpus
-        return frozenset(self.gpus) if service in self.online else frozenset()
+        online = self.online.get(service)
+        return online.gpus if online is not None else frozenset()
 
     # Records
 
     def _record(self, kind: EventKind, stamp: Stamp, gpus: tuple[GpuIndex, ...], reason: str) -> None:
+        at_ns = stamp.done_ns or stamp.seen_ns
+        if kind in (EventKind.HOLD, EventKind.WAKE):  # the many; no driver call belongs to them
+            more = {"launch_ns": stamp.launch_ns} if stamp.launch_ns else {}
+            service, client = stamp.service, stamp.client
+            self._journal.emit(
+                kind, service=service, client=client, gpus=gpus, reason=reason, t_ns=at_ns, epoch=stamp.epoch, **more
+            )
+            return
         self._journal.emit(
             kind,
             service=stamp.service,
             client=stamp.client,
             gpus=gpus,
             reason=reason,
-            t_ns=stamp.done_ns or stamp.seen_ns,
+            t_ns=at_ns,
             epoch=stamp.epoch,
             channels=stamp.channels,
             status=stamp.status,
@@ -369,7 +380,7 @@ class GateService:
             self._journal.emit(
                 EventKind.DECIDED,
                 service=online.id,
-                gpus=tuple(self._gpus_of(online.id)),
+                gpus=tuple(online.gpus),
                 reason=now.reason.value,
                 action=now.action.value,
                 quiet_us=now.quiet_ns // 1000,

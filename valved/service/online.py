@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from valved.mechanism.clock import TimerHandle
 from valved.mechanism.link import Feature
 from valved.mechanism.ports import ClientView
 from valved.mechanism.stats import Histogram
-from valved.model.ids import ClientId, Role, ServiceId
+from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
     Cooldown,
@@ -23,10 +23,13 @@ from valved.policy.wake import HintView, LauncherView, WakeDecision, WakeObserva
 from valved.service.books import ClientEntry
 from valved.service.requests import RequestTally
 
+AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
+
 
 @dataclass(slots=True, kw_only=True)
 class OnlineService:
     id: ServiceId
+    gpus: frozenset[GpuIndex] = frozenset()
     cooldown_state: CooldownState
     cooldown: Cooldown
     breaker: BreakerState
@@ -42,6 +45,7 @@ class OnlineService:
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds
+    judged_ns: int = 0  # held_ns at the breaker's last judgement
     woken_epoch: int | None = None  # of the last wake
     epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
     epoch_delay_ns: int = 0
@@ -54,25 +58,29 @@ class OnlineService:
         """Quiet time does not age the cooldown's mark: only its clock is brought up to date."""
         self.holding = True
         self.since_ns = self.looking_since_ns = at_ns
-        self.cooldown_state = replace(self.cooldown_state, seen_ns=max(at_ns, self.cooldown_state.seen_ns))
+        old = self.cooldown_state
+        seen_ns = max(at_ns, old.seen_ns)
+        self.cooldown_state = CooldownState(mark_ns=old.mark_ns, age_ns=old.age_ns, seen_ns=seen_ns, gaps=old.gaps)
 
-    def end_hold(self, at_ns: int) -> Tally:
-        """Returns the finished hold for the breaker's books."""
-        held_ns = max(0, at_ns - self.since_ns)
-        self.held_ns += held_ns
+    def end_hold(self, at_ns: int, settings: CooldownSettings) -> None:
+        self.held_ns += max(0, at_ns - self.since_ns)
         self.holding = False
         self.since_ns = at_ns
-        return Tally(held_ns=held_ns)
+        self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, CooldownObservation(), at_ns, settings)
 
     def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
-        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them."""
+        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.
+
+        Returns what the breaker has not judged yet: this, and the holds since the last preemption.
+        """
         first = epoch != self.epoch
         added_ns = delay_ns if first else max(0, delay_ns - self.epoch_delay_ns)
         self.epoch_delay_ns = delay_ns if first else max(delay_ns, self.epoch_delay_ns)
         self.epoch = epoch
         self.preemptions += first
         self.delay_ns += added_ns
-        return Tally(delay_ns=added_ns, gates=int(first))
+        held_ns, self.judged_ns = self.held_ns - self.judged_ns, self.held_ns
+        return Tally(delay_ns=added_ns, held_ns=held_ns, gates=int(first))
 
     def observe(
         self,
@@ -104,8 +112,9 @@ class OnlineService:
         open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)
         inside = gaps_inside_hold(gaps, self.looking_since_ns, now_ns) if counted and gaps else ()
-        observation = CooldownObservation(gaps_ns=inside, held=self.holding)
-        self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
+        if inside or now_ns - self.cooldown_state.seen_ns > AGE_NS:
+            observation = CooldownObservation(gaps_ns=inside)
+            self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
         return WakeObservation(
             held_since_ns=self.since_ns,
             cooldown_ns=self.cooldown.cooldown_ns,
