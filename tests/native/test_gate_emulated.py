@@ -204,6 +204,29 @@ def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> Non
         assert here.off() == 0
 
 
+@on_gpu(gpus=2, knobs={"lock": "device-only"})
+def test_a_gpu_whose_driver_hangs_delays_no_ring_for_another(cuda: Any) -> None:
+    """Whoever heard the first ring hangs with it; another thread has listened since."""
+    with world() as here:
+        here.workload(gpu=0, channels=1)
+        here.workload(gpu=1, channels=1)
+        first = here.online({0})
+        second = Launcher(here, ClientId(3), ServiceId(8))  # type: ignore[arg-type]
+        here.gate.put_service(ServiceId(8), frozenset({GpuIndex(1)}))
+        here.wake(0)
+        assert here.gate.wake(ServiceId(8)) is WakeOutcome.WOKEN
+        wait_until(lambda: not here.gate.is_gated(GpuIndex(1)), "GPU 1 runs")
+        here.emulator.fault("on disable 1 gpu 0: hang 1s")
+
+        first.launch()
+        wait_until(lambda: here.gate.is_gated(GpuIndex(0)), "the first ring is heard")
+        second.launch()
+        stamp = here.stamp(lambda stamp: stamp.gpu == 1 and stamp.client == second.client)
+
+        assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
+        assert not here.gate.is_stopped(GpuIndex(0))
+
+
 @on_gpu(gpus=2)
 def test_a_card_that_falls_off_the_bus_fails_alone(cuda: Any) -> None:
     with world() as here:

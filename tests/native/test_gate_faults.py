@@ -179,26 +179,6 @@ def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(rig: Rig) -> N
     assert workload.on() == 2
 
 
-def test_a_hanging_gpu_does_not_delay_another(rig: Rig) -> None:
-    zero, one = rig.offline(gpu=0), rig.offline(gpu=1)
-    zero.add()
-    one.add()
-    first, second = rig.online(1, {0}), rig.online(2, {1})
-    rig.gate.wake(ServiceId(1))
-    rig.gate.wake(ServiceId(2))
-    rig.wait_gated(0, False)
-    rig.wait_gated(1, False)
-    rig.driver.rules.hang = 1
-    first.launch()
-    wait_until(lambda: rig.driver.counts.hanging == 1, "the first disable hangs")
-    rig.driver.rules.hang = 0
-
-    second.launch()
-    rig.wait_gated(1)
-
-    assert one.on() == 0
-
-
 def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stops_later(rig: Rig) -> None:
     workload, late, online = rig.offline(), rig.offline(), rig.online(7, {0})
     running(rig)

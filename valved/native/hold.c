@@ -120,7 +120,7 @@ void service_owe(struct gpu *gpu)
 {
 	struct valve_gate *gate = gpu->gate;
 
-	for (uint32_t i = 0; i < MAX_SERVICES; i++) {
+	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
 		struct service *service = &gate->service[i];
 		uint32_t epoch = load_acquire(&service->epoch), stamped = load_acquire(&service->stamped);
 		struct valve_stamp stamp = {.kind = VALVE_STAMP_HOLD, .gpu = gpu->index, .epoch = epoch};
@@ -271,6 +271,8 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 		store_relaxed(&service->stamped, service->epoch);
 		store_relaxed(&service->settled, service->epoch);
 		store_release(&service->live, 1);
+		if (i >= gate->services)
+			store_release(&gate->services, i + 1);
 		return (int32_t)i;
 	}
 	return -1;

@@ -204,6 +204,7 @@ struct valve_gate {
 	uint32_t generation;
 	pthread_mutex_t roster_lock; /* keeper against caller: client[] and their control pages */
 
+	uint32_t services; /* slots ever used: nobody needs to look beyond */
 	struct service service[MAX_SERVICES];
 	struct stamp_ring stamps;
 	struct plan *leftover; /* nothing is freed under a thread that hangs */
