@@ -252,8 +252,8 @@ def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) 
     cuda.start()
     address = backed(cuda)
     with gate_of(cuda) as gate:
-        cuda.launch(cuda.kernel("emu_spin"), 200_000)  # still running when the gate has closed
         gate.close()
+        cuda.launch(cuda.kernel("emu_spin"), 1000)
         thread = threading.Thread(target=cuda.cuMemUnmap, args=(address, PAGE))
         thread.start()
         thread.join(0.05)
