@@ -12,6 +12,7 @@ from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_
 from valve_tools.replay.work import Progress, spread
 from valve_tools.sim.combinations import (
     BUDGET_ORACLE,
+    CANDIDATE,
     COMBINATIONS,
     ORACLE,
     OURS,
@@ -32,6 +33,8 @@ TTFT_MARKS = {"mean": 2.5, "p99": 5.0}
 TPOT_MARKS = {"mean": 1.0, "p99": 2.0}
 KEEPS = 0.95
 """Offline throughput that must be left of the reference."""
+TIE = 0.99
+"""Within 1 % is a tie: where memory never presses, all reservations do the same."""
 SHOWN = ("KernelPreempt+UVM", "GPreempt+UVM", "Channel+UVM", PRISM, "Channel+StaticMem", OURS)
 
 
@@ -192,7 +195,7 @@ def _throughput_claims(pair: str, results: Results) -> list[Claim]:
     best = max(fair, key=lambda name: results.over(pair, name, _tokens).mean, default=None)
     lead = results.ratio(pair, OURS, best) if best is not None else None
     if best is not None and lead is not None:
-        claims.append(at_least("ahead of baselines that keep latency", pair, lead.high, 1.0, f"best is {best}"))
+        claims.append(at_least("level with baselines that keep latency", pair, lead.low, TIE, f"best is {best}"))
     return claims
 
 
@@ -290,6 +293,7 @@ def _charts(bounds: Sequence[Bound], results: Results) -> list[Chart]:
         ratios = [results.ratio(key, name, ORACLE) for key in keys]
         return [ratio.mean if ratio else None for ratio in ratios]
 
+    reservations = {name: kept(name) for name in (*SHOWN, CANDIDATE, BUDGET_ORACLE)}
     return [
         Chart(
             title="Mean TTFT increase over the service alone",
@@ -306,9 +310,7 @@ def _charts(bounds: Sequence[Bound], results: Results) -> list[Chart]:
         ),
         Chart(
             title="Offline throughput against a clairvoyant reservation that sees the next minute",
-            svg=svg.grouped_bars(
-                keys, {name: kept(name) for name in (*SHOWN, BUDGET_ORACLE)}, unit="ratio", bound=KEEPS, cap=1.6
-            ),
+            svg=svg.grouped_bars(keys, reservations, unit="ratio", bound=KEEPS, cap=1.6),
             note="The clairvoyant reservation in budget knows the whole future but may take memory back only as often "
             "as the operator's reclaim target allows: no policy within the target can beat it by much.",
         ),

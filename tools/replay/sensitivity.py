@@ -149,7 +149,7 @@ def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, seeds: 
         for setting in tried
     )
     charts = [
-        Chart(title=f"{name.capitalize()}{suffix}", svg=_tornado(tried, combination, figure, name))
+        Chart(title=f"{name[0].upper()}{name[1:]}{suffix}", svg=_tornado(tried, combination, figure, name))
         for combination, suffix in ((OURS, ""), (WITHOUT_HINT, ", without a hint"))
         for name, figure in figures.items()
         if combination == OURS or "reclaims" not in name

@@ -9,6 +9,8 @@ from html import escape
 PALETTE = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#5b5f97", "#a1662f", "#7d8491", "#2e4057", "#c08497")
 BAD, INK, FAINT = "#d1495b", "#24292f", "#d8dee4"
 LEGEND_COLUMNS, LEGEND_WIDTH = 3, 235
+LEAST_LABELLED = 3.0
+"""Pixels by which a tornado's bar must leave the centre to carry a label."""
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 11, colour: str = INK) -> str:
@@ -154,13 +156,13 @@ def tornado(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, centre: 
     for i, (name, settings) in enumerate(sorted(rows, key=reach, reverse=True)):
         y = base + i * step + 5
         parts.append(_text(left - 8, y + 12, name, "end"))
-        ends = {min(settings, key=lambda one: one[1]), max(settings, key=lambda one: one[1])}
         for s, (label, value) in enumerate(settings):
             x = min(px(centre), px(value))
             title = f"{name} = {label}: {value:.4g} {unit}"
             parts.append(_rect(x, y, abs(px(value) - px(centre)), 15, PALETTE[s % 4], title, 0.55))
-            if (label, value) in ends and value != centre:
-                side = 1 if value > centre else -1
+        for side, pick in ((-1, min), (1, max)):
+            label, value = pick(settings, key=lambda one: one[1])
+            if side * (px(value) - px(centre)) > LEAST_LABELLED:
                 parts.append(_text(px(value) + 4 * side, y + 11, label, "start" if side > 0 else "end", 10))
     parts.append(_line(px(centre), base - 4, px(centre), bottom, INK))
     parts.append(_text(left + plot_w, bottom + 29, unit, "end", 10))

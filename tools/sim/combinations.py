@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from valve_tools.sim.machine import GIB, Settings
-from valve_tools.sim.memory_policies import AllOffline, NoShare, Plan, Prism, StaticMem, Uvm, budget_plan
+from valve_tools.sim.memory_policies import AllOffline, NoShare, Plan, Prism, RecentPeak, StaticMem, Uvm, budget_plan
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.world import CHANNEL_STOP, GPREEMPT_STOP, Compute, MemoryPolicy, Result, Stop, World, run
@@ -21,6 +21,7 @@ from valved.policy.reservation import ReservationSettings
 
 OURS = "Channel+OurMem"
 PRISM = "Channel+Prism"
+CANDIDATE = "Channel+recent peak (candidate)"
 ORACLE = "Channel+clairvoyant"
 BUDGET_ORACLE = "Channel+clairvoyant in budget"
 SAME_ENGINE = "SameEnginePriority"
@@ -90,6 +91,10 @@ def _ours(context: Context) -> MemoryPolicy:
     return OurMemory(settings=context.tuning.reservation)
 
 
+def _recent_peak(context: Context) -> MemoryPolicy:
+    return RecentPeak(target_per_hour=context.tuning.reservation.target_per_hour)
+
+
 def _oracle(context: Context) -> MemoryPolicy:
     return Plan(usage=context.solo.usage)
 
@@ -113,6 +118,7 @@ COMBINATIONS = (
     Combination(name="Edge+OurMem", compute=Compute.EDGE, memory=_ours),
     Combination(name="Layer+OurMem", compute=Compute.LAYER, memory=_ours),
     Combination(name="GPreempt+OurMem", compute=Compute.GPREEMPT, memory=_ours, stop=GPREEMPT_STOP),
+    Combination(name=CANDIDATE, compute=Compute.CHANNEL, memory=_recent_peak, is_baseline=False),
     Combination(name=ORACLE, compute=Compute.CHANNEL, memory=_oracle, is_baseline=False),
     Combination(name=BUDGET_ORACLE, compute=Compute.CHANNEL, memory=_budget_oracle, is_baseline=False),
     Combination(name=SAME_ENGINE, compute=Compute.SAME_ENGINE, memory=lambda _: NoShare(), same_model_only=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -142,6 +143,84 @@ class StaticMem:
             memory.give(share - view.offline_backed)
             memory.back_offline(share - view.offline_backed)
         memory.take_free(memory.handles)
+
+
+@dataclass(slots=True, kw_only=True)
+class RecentPeak:
+    """A candidate for the product, kept here to be compared: hold what was used at most within a horizon.
+
+    MIAD on the horizon instead of on the headroom: a reclaim above the target doubles it, a calm minute shortens it.
+    What no request used for a whole horizon goes back at once, an eighth of the surplus a second.
+    """
+
+    target_per_hour: float
+    pressure_ratio: float = 0.9
+    grow: float = 1.25
+    """A take reaches this far beyond what is needed: a burst is climbed in few steps."""
+    least_handles: int = 2
+    name: str = "recent peak"
+    online_elastic: bool = False
+    online_reserve: int = 0
+    offline_elastic: bool = False
+    uvm: bool = False
+    _memory: Memory = field(init=False)
+    _minutes: deque[int] = field(default_factory=lambda: deque([0], maxlen=61))
+    """Peak of each of the last minutes."""
+    _reclaims: deque[int] = field(default_factory=deque)
+    _horizon_min: float = 10.0
+    _adjusted_ns: int = 0
+    _minute: int = 0
+
+    def begin(self, memory: Memory) -> None:
+        self._memory = memory
+        memory.take_free(self.least_handles)
+        memory.back_offline(memory.handles)
+        memory.tick_at(NS)
+
+    def on_pressure(self, now_ns: int, unmet_handles: int) -> None:
+        memory, view = self._memory, self._memory.view()
+        needed = view.online_busy + unmet_handles
+        self._note(now_ns, needed)
+        wanted = max(self._level(needed), math.ceil(needed * self.grow), self._level(self._peak()))
+        short = min(wanted, memory.handles) - view.online_backed
+        if short <= 0:
+            return
+        unused = view.free + view.offline_backed - view.offline_busy
+        take(memory, short)
+        if short <= unused:
+            return
+        memory.reclaims.append(now_ns)
+        self._reclaims.append(now_ns)
+        if len(self._reclaims) > self.target_per_hour and now_ns - self._adjusted_ns >= MINUTE_NS:
+            self._horizon_min = min(2 * self._horizon_min, 60.0)
+            self._adjusted_ns = now_ns
+
+    def on_tick(self, now_ns: int) -> None:
+        memory = self._memory
+        self._note(now_ns, memory.peak())
+        if len(self._reclaims) < self.target_per_hour and now_ns - self._adjusted_ns >= MINUTE_NS:
+            self._horizon_min = max(self._horizon_min - 1.0, 1.0)
+            self._adjusted_ns = now_ns
+        surplus = memory.view().online_backed - self._level(self._peak())
+        if surplus > 0:
+            memory.give(math.ceil(surplus / 8))
+            memory.back_offline(memory.handles)
+        memory.tick_at(now_ns + NS)
+
+    def _level(self, used: int) -> int:
+        """The least mapping at which `used` is no pressure."""
+        return max(math.floor(used / self.pressure_ratio) + 1, used + self.least_handles)
+
+    def _peak(self) -> int:
+        return max(list(self._minutes)[-int(self._horizon_min) - 1 :])
+
+    def _note(self, now_ns: int, used: int) -> None:
+        while self._minute < now_ns // MINUTE_NS:
+            self._minutes.append(0)
+            self._minute += 1
+        self._minutes[-1] = max(self._minutes[-1], used)
+        while self._reclaims and self._reclaims[0] <= now_ns - 60 * MINUTE_NS:
+            self._reclaims.popleft()
 
 
 @dataclass(slots=True, kw_only=True)
