@@ -28,6 +28,11 @@ COLUMNS = {
 
 def run(traces: Path | None, seeds: Sequence[int], progress: Progress) -> Report:
     result = run_cluster(traces, seeds, lambda what, share: progress("cluster", round(100 * share), 100))
+    return report(result, seeds)
+
+
+def report(result: ClusterResult, seeds: Sequence[int]) -> Report:
+    """Also for a result that was computed elsewhere."""
     demands = sorted({week.demand for week in result.weeks})
     names = list(dict.fromkeys(week.scheduler for week in result.weeks))
     return Report(

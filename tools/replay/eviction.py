@@ -15,6 +15,11 @@ from valve_tools.sim.eviction import PRODUCT, RIVALS, EvictionResult, run_evicti
 
 def run(traces: Path | None, seeds: Sequence[int], progress: Progress) -> Report:
     result = run_eviction(traces, seeds, lambda what, share: progress("eviction", round(100 * share), 100))
+    return report(result)
+
+
+def report(result: EvictionResult) -> Report:
+    """Also for a result that was computed elsewhere."""
     return Report(
         name="eviction",
         title="Eviction: which columns to take, and in which order blocks are handed out",
@@ -30,7 +35,7 @@ def run(traces: Path | None, seeds: Sequence[int], progress: Progress) -> Report
         tables=(_policies(result), *(_losses(result, allocator) for allocator in ("affine", "stock"))),
         charts=tuple(_grid(result, allocator) for allocator in ("affine", "stock")),
         data=dataclasses.asdict(result),
-        seeds=tuple(seeds),
+        seeds=result.seeds,
     )
 
 
