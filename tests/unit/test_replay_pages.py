@@ -12,8 +12,6 @@ from valve_tools.sim.eviction import EvictionPlan, run_eviction
 SMALL = EvictionPlan(
     intervals_s=(30,), sizes=(0.3,), other_handles_mib=(), pool_mib=4096, churn_s=30, reclaims=2, min_s=60, max_s=60
 )
-    intervals_s=(5, 20), sizes=(0.05, 0.2), other_handles_mib=(), pool_mib=4096, churn_s=30.0, min_s=20.0
-)
 
 
 def test_the_eviction_page_shows_every_policy_and_both_allocators(tmp_path):
@@ -21,7 +19,7 @@ def test_the_eviction_page_shows_every_policy_and_both_allocators(tmp_path):
     write(report, tmp_path)
 
     assert {"fifo", "selective"} <= {row[0] for row in report.tables[0].rows}
-    assert 2 == len(report.charts)
+    assert len(report.charts) == 2
     assert "affine hand-out" in (tmp_path / "eviction.html").read_text()
 
 
@@ -30,6 +28,6 @@ def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
     report = cluster_page.report(run_cluster(None, (1,), plan=plan), (1,))
     write(report, tmp_path)
 
-    assert 1 == len(report.tables)
+    assert len(report.tables) == 1
     assert set(plan.schedulers) == {row[0] for row in report.tables[0].rows}
     assert (tmp_path / "cluster.html").read_text().count("<svg") == 3
