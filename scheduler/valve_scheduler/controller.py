@@ -251,6 +251,5 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
         every(settings.requeue_every_s, controller.requeue),
         every(settings.monitor_every_s, controller.monitor),
     ]
-    with contextlib.closing(client):
-        await Probes(controller.missing).serve(settings.probe_host, settings.probe_port)
-        await asyncio.gather(lease.run(), *tasks, *rounds)
+    await Probes(controller.missing).serve(settings.probe_host, settings.probe_port)
+    await asyncio.gather(lease.run(), *tasks, *rounds)

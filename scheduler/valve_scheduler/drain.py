@@ -10,7 +10,6 @@ from valve_scheduler.errors import SchedulerError
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient
 from valve_scheduler.objects import pod_place
 from valve_scheduler.views import OFFLINE_PODS
-from valve_scheduler.webhook import CONFIGURATIONS
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ async def drain(client: KubeClient, settings: DrainSettings) -> None:
     """Safe to run again at any point; raises DrainTimeout with what is left."""
     # First: a webhook that outlives its server refuses every offline pod, and uninstalls have left some behind.
     with contextlib.suppress(ApiError):
-        await client.request("DELETE", f"{CONFIGURATIONS}/{settings.configuration}")
+        await client.request("DELETE", f"{names.WEBHOOKS_PATH}/{settings.configuration}")
     nodes, _ = await client.list(f"{names.API_PATH}/gpuharvestnodes")
     for node in nodes:
         await _off(client, node)

@@ -4,7 +4,6 @@ Watches feed the state, kube-scheduler is answered on loopback, probes on anothe
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -127,5 +126,4 @@ def _silent_s(view: Reflector) -> float:
 
 
 async def run_extender(client: KubeClient, settings: ExtenderSettings) -> None:
-    with contextlib.closing(client):
-        await ExtenderService(client, settings).run()
+    await ExtenderService(client, settings).run()

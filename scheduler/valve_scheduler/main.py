@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     client = KubeClient(find(dict(os.environ), options.kubeconfig))
     try:
-        asyncio.run(_until_signal(_service(client, options)))
+        asyncio.run(_until_signal(client, _service(client, options)))
     except SchedulerError as error:
         print(f"valve-scheduler {options.command}: {error}", file=sys.stderr)
         return 1
@@ -150,7 +150,7 @@ def _webhook_settings(options: argparse.Namespace) -> WebhookSettings:
     )
 
 
-async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
+async def _until_signal(client: KubeClient, service: Coroutine[Any, Any, None]) -> None:
     """SIGTERM and SIGINT end the service in order.
 
     Requests under way are given up, kube-scheduler asks again.
@@ -158,7 +158,7 @@ async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(service)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
+    with contextlib.closing(client), contextlib.suppress(asyncio.CancelledError):
         await task
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import json
 import logging
 import ssl
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from valve_scheduler import metrics
+from valve_scheduler import metrics, names
 from valve_scheduler.admission import (
     AdmissionSettings,
     Pod,
@@ -30,7 +29,6 @@ from valve_scheduler.server import Answer, json_answer, serve, text_answer
 
 log = logging.getLogger(__name__)
 
-CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 _SECRET_KEYS = {"bundle": "ca.crt", "ca_key": "ca.key", "certificate": "tls.crt", "key": "tls.key"}
 
 
@@ -142,7 +140,7 @@ class Webhook:
     async def _renew(self) -> None:
         secret = await self._secret()
         material = _material(secret)
-        configuration = await self._client.request("GET", f"{CONFIGURATIONS}/{self._settings.configuration}")
+        configuration = await self._client.request("GET", f"{names.WEBHOOKS_PATH}/{self._settings.configuration}")
         trusted = _trusted(configuration)
         due = renew(material, trusted, self._settings.hosts, self._now())
         if due is not material:
@@ -176,7 +174,7 @@ class Webhook:
             {**hook, "clientConfig": {**hook["clientConfig"], "caBundle": text}} for hook in configuration["webhooks"]
         ]
         patch = {"metadata": {"resourceVersion": configuration["metadata"]["resourceVersion"]}, "webhooks": hooks}
-        path = f"{CONFIGURATIONS}/{self._settings.configuration}"
+        path = f"{names.WEBHOOKS_PATH}/{self._settings.configuration}"
         await self._client.request("PATCH", path, body=patch, content_type=MERGE_PATCH)
         log.info("authority published", extra={"webhooks": len(hooks)})
 
@@ -210,5 +208,4 @@ def _trusted(configuration: Json) -> bytes:
 
 
 async def run_webhook(client: KubeClient, settings: WebhookSettings) -> None:
-    with contextlib.closing(client):
-        await Webhook(client, settings, lambda: datetime.now(timezone.utc)).run()
+    await Webhook(client, settings, lambda: datetime.now(timezone.utc)).run()

@@ -41,7 +41,7 @@ class Reflector:
         self._client = client
         self.path = path
         self.sink = sink
-        self._query = dict(query or {})
+        self.query = dict(query or {})
         self._accept = accept
         self._version = ""
         self._wanted = 0  # counts relists, so that a list begun before one does not answer it
@@ -87,7 +87,7 @@ class Reflector:
 
     async def _list(self) -> None:
         wanted = self._wanted
-        items, version = await self._client.list(self.path, self._query, self._accept)
+        items, version = await self._client.list(self.path, self.query, self._accept)
         if wanted != self._wanted:
             return
         self.sink.replace(items)
@@ -109,7 +109,7 @@ class Reflector:
 
     async def _follow(self) -> None:
         query = {
-            **self._query,
+            **self.query,
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_S),

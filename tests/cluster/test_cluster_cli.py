@@ -1,0 +1,55 @@
+"""`valve cluster` against a real API server, as an operator types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_pods import PODS, submit, wait_bound
+from valve_scheduler.placement import REASON_TEXT, Reason
+from valve_tools.cluster.controlplane import ControlPlane
+from valve_tools.cluster.fleet import offline_pod
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def valve(plane: ControlPlane, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "valve"), "cluster", *arguments, f"--kubeconfig={plane.kubeconfig}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def shown(plane: ControlPlane, *arguments: str) -> Any:
+    done = valve(plane, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+
+    return json.loads(done.stdout)
+
+
+def test_status_lists_every_node_with_what_it_offers(control_plane: ControlPlane, nodes: int) -> None:
+    rows = shown(control_plane, "status")["nodes"]
+
+    assert len(rows) == nodes
+    assert {(row["phase"], row["harvestable"]) for row in rows} == {("Harvesting", 8)}
+    assert "gpu-0039" in valve(control_plane, "status").stdout
+
+
+def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:
+    submit(scheduling.api, 1)
+    wait_bound(scheduling.api, 1)
+    scheduling.api.post(PODS, offline_pod("wishful", sla="0.5", profile="missing"))
+
+    placed, waiting = shown(scheduling, "explain", "p0"), shown(scheduling, "explain", "default/wishful")
+
+    assert (placed["state"], len(placed["gpus"])) == ("placed", 1)
+    assert waiting["state"] == "unplaceable"
+    assert [refusal["text"] for refusal in waiting["refusals"]] == [REASON_TEXT[Reason.PROFILE]]
+    assert "default/wishful is unplaceable" in valve(scheduling, "explain", "wishful").stdout
+
+
+def test_a_pod_that_does_not_exist_is_an_error_that_names_it(control_plane: ControlPlane) -> None:
+    done = valve(control_plane, "explain", "nobody")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert 'pods "nobody" not found' in done.stderr
