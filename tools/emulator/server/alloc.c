@@ -256,12 +256,12 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 	if (is_root)
 		status = alloc_client(c, a);
 	else {
-		if (kind->firmware)
+		if (kind->firmware) {
 			gpus_enter(&scope, all_gpus());
-		if (kind->firmware)
-			model_sleep_ns((uint64_t)knob(K_rpc_us));
+			scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
+		}
 		if (kind->make == make_memory)
-			model_sleep_ns((uint64_t)knob(K_alloc_us));
+			scope_sleep(&scope, (uint64_t)knob(K_alloc_us));
 		status = make(c, a, kind);
 	}
 	scope_leave(&scope);

@@ -28,15 +28,18 @@ uint64_t model_to_real_ns(uint64_t ns)
 	return ns * 1000u / (uint64_t)knob(K_time_scale);
 }
 
-void model_sleep_ns(uint64_t ns)
+void sleep_until(uint64_t ns)
 {
-	struct timespec until;
+	struct timespec until = to_timespec(ns);
 
-	if (!ns)
-		return;
-	until = to_timespec(now_ns() + model_to_real_ns(ns));
 	while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)
 		;
+}
+
+void model_sleep_ns(uint64_t ns)
+{
+	if (ns)
+		sleep_until(now_ns() + model_to_real_ns(ns));
 }
 
 void futex_wake(uint32_t *word)

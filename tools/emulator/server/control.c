@@ -176,8 +176,9 @@ static uint32_t run(struct call *c, struct control *k, const struct nvos54_contr
 		return NV_ERR_GPU_IS_LOST;
 	gpus_enter(scope, lock_mask(row, k->object));
 	k->locked_ns = now_ns();
+	k->model_ns = scope->debt_ns + (row->firmware ? (uint64_t)knob(K_rpc_us) : 0);
 	if (row->firmware)
-		model_sleep_ns((uint64_t)knob(K_rpc_us));
+		scope_sleep(scope, (uint64_t)knob(K_rpc_us));
 	return row->run(k);
 }
 

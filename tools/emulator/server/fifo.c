@@ -49,20 +49,18 @@ static uint32_t resolve(struct gate *g)
 	return status;
 }
 
-/* Ends the preemption: every listed channel has stopped, and the time to save a context has passed.
- */
-static uint32_t finish_disable(struct gate *g, uint64_t revoked_ns)
+/* Ends the preemption: every listed channel has stopped, and the time to save a context has passed. It is counted from
+ * the start of the call, so that a sleep that ran over is not paid twice. */
+static uint32_t finish_disable(struct gate *g)
 {
-	uint64_t until = revoked_ns + model_to_real_ns((uint64_t)knob(K_preempt_us)), now;
+	uint64_t model_ns = g->k->model_ns + (uint64_t)knob(K_preempt_us);
 	bool stopped;
 
 	if (g->p->bOnlyDisableScheduling || g->fault.late_ns)
 		return NV_OK;
 	stopped = channels_wait_stopped(g->list, g->n);
-	now = now_ns();
-	g->entry.stopped_ns = now;
-	if (now < until)
-		model_sleep_ns((until - now) * (uint64_t)knob(K_time_scale) / 1000u);
+	g->entry.stopped_ns = now_ns();
+	sleep_until(g->k->locked_ns + model_to_real_ns(model_ns));
 	return stopped ? NV_OK : NV_ERR_TIMEOUT;
 }
 
@@ -82,17 +80,15 @@ static void apply(struct gate *g)
 static uint32_t run_gate(struct gate *g)
 {
 	uint32_t status, revoked_status = NV_OK;
-	uint64_t revoked_ns;
 
 	state_lock();
 	status = resolve(g);
 	if (!g->fault.silent)
 		apply(g);
 	state_unlock();
-	revoked_ns = now_ns();
 	g->entry.channels = g->n;
 	if (g->p->bDisable && !g->fault.silent)
-		revoked_status = finish_disable(g, revoked_ns);
+		revoked_status = finish_disable(g);
 	return status ? status : revoked_status;
 }
 

@@ -57,23 +57,29 @@ void client_enter(struct scope *s, struct client *c)
  * contention. */
 void gpus_enter(struct scope *s, uint32_t mask)
 {
-	uint64_t cost_ns = 0;
 	uint32_t i;
 
 	for (i = 0; i < S.gpus; i++) {
 		if (!(mask & (1u << i)))
 			continue;
 		pthread_mutex_lock(&S.gpu[i].lock);
-		cost_ns += (uint64_t)knob(K_masking_us);
+		s->debt_ns += (uint64_t)knob(K_masking_us);
 	}
 	s->gpus = mask;
-	model_sleep_ns(cost_ns);
+}
+
+/* One sleep instead of several short ones: each costs a wake-up that no card has. */
+void scope_sleep(struct scope *s, uint64_t ns)
+{
+	model_sleep_ns(s->debt_ns + ns);
+	s->debt_ns = 0;
 }
 
 void scope_leave(struct scope *s)
 {
 	uint32_t i;
 
+	model_sleep_ns(s->debt_ns);
 	for (i = S.gpus; i-- > 0;)
 		if (s->gpus & (1u << i))
 			pthread_mutex_unlock(&S.gpu[i].lock);

@@ -176,6 +176,7 @@ extern struct server S;
 /* clock.c */
 uint64_t now_ns(void);
 void model_sleep_ns(uint64_t ns); /* model time: divided by time_scale */
+void sleep_until(uint64_t ns);    /* real time */
 uint64_t model_to_real_ns(uint64_t ns);
 
 /* futex.c: words shared with other processes */
@@ -190,12 +191,14 @@ void futex_wait(uint32_t *word, uint32_t seen, uint64_t deadline_ns);
 enum api_mode { API_READ, API_WRITE };
 struct scope {
 	struct client *client;
-	uint32_t gpus; /* bit mask of GPU locks held */
+	uint32_t gpus;    /* bit mask of GPU locks held */
+	uint64_t debt_ns; /* model time that taking them cost and nobody has slept yet */
 };
 void locks_init(void);
 void api_enter(struct scope *s, enum api_mode mode);
 void client_enter(struct scope *s, struct client *c);
 void gpus_enter(struct scope *s, uint32_t mask);
+void scope_sleep(struct scope *s, uint64_t ns); /* model time, with what the locks cost */
 void scope_leave(struct scope *s);
 uint32_t all_gpus(void);
 void state_lock(void);
@@ -253,6 +256,7 @@ struct control {
 	void *params;
 	uint32_t size;
 	uint64_t locked_ns; /* when the last lock was taken */
+	uint64_t model_ns;  /* model time since then: when the firmware got to work */
 };
 uint32_t fifo_disable_channels(struct control *k);
 uint32_t fifo_channel_ids(struct control *k);

@@ -181,7 +181,7 @@ void stop_channels_of_file(const struct file *f)
 	waits = count_channels(f, must_wait);
 	if (waits)
 		kernel_log("stopping %u disabled channels of pid %d", waits, f->pid);
-	model_sleep_ns(waits * (uint64_t)knob(K_stop_wait_ms));
+	scope_sleep(&scope, waits * (uint64_t)knob(K_stop_wait_ms));
 	scope_leave(&scope);
 }
 
