@@ -169,5 +169,4 @@ void channel_set(struct channel *c, bool scheduled, bool disabled, bool revoke)
 		channel_take(c);
 	if (channel_may_run(c))
 		runlist_ready(c->tsg);
-	runlist_poke(c->tsg->gpu);
 }

@@ -75,6 +75,7 @@ static void apply(struct gate *g)
 			g->list[i]->tsg->hold_until_ns = now_ns() + g->fault.late_ns;
 		channel_set(g->list[i], g->list[i]->scheduled, off, revoke);
 	}
+	runlist_poke(g->k->object->gpu);
 }
 
 static uint32_t run_gate(struct gate *g)
@@ -174,6 +175,8 @@ static uint32_t schedule(struct channel **list, uint32_t n, const struct nva06c_
 		channel_set(ch, p->bEnable, p->bEnable ? (enables ? false : ch->disabled) : true,
 		            !p->bEnable);
 	}
+	if (n)
+		runlist_poke(list[0]->tsg->gpu);
 	state_unlock();
 	return p->bEnable || channels_wait_stopped(list, n) ? NV_OK : NV_ERR_TIMEOUT;
 }
@@ -267,6 +270,7 @@ uint32_t channel_stop(struct control *k)
 
 	state_lock();
 	channel_set(ch, false, ch->disabled, true);
+	runlist_poke(ch->tsg->gpu);
 	state_unlock();
 	return channels_wait_stopped(&ch, 1) ? NV_OK : NV_ERR_TIMEOUT;
 }

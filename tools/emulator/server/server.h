@@ -288,6 +288,7 @@ void channel_take(struct channel *c);
 bool channel_stopped(struct channel *c, uint64_t waited_ns);
 struct channel *channel_new(struct tsg *t, struct object *o, uint32_t engine, pid_t pid);
 void channel_gone(struct channel *c);
+/* Followed by one runlist_poke() for all that were set. */
 void channel_set(struct channel *c, bool scheduled, bool disabled, bool revoke);
 void runlist_poke(struct gpu *g);
 /* Waits, without state, until none of them executes; false: one did not stop in time and was reset.
