@@ -68,7 +68,6 @@ static void hold(void)
 	held++;
 	while (round == releases)
 		pthread_cond_wait(&released, &lock);
-	held--;
 	pthread_mutex_unlock(&lock);
 }
 
@@ -76,6 +75,7 @@ void faults_release(void)
 {
 	pthread_mutex_lock(&lock);
 	releases++;
+	held = 0; /* at once: whoever counts next must not see those that are leaving */
 	pthread_cond_broadcast(&released);
 	pthread_mutex_unlock(&lock);
 }
