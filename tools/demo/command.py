@@ -1,0 +1,107 @@
+"""`valve demo`: an online service and an offline job share one emulated GPU, with the product's real binaries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from valve_tools.bench.row import percentile
+from valve_tools.demo.figures import Run, harvested_share, pooled, spread
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import Demo, Plan
+from valve_tools.emulator.node import Options
+
+USUAL = Plan()
+CONDITIONS = {"alone": "online alone", "ungated": "both, without Valve", "valve": "both, with Valve"}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="valve demo", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=USUAL.seconds, help="of arrivals in each run")
+    parser.add_argument("--rounds", type=int, default=USUAL.rounds, help="of (alone, with Valve)")
+    parser.add_argument("--trace", type=Path, help="CSV of arrivals: t_s,in_tok,out_tok (default: drawn from --seed)")
+    parser.add_argument("--seed", type=int, default=USUAL.seed)
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
+    parser.add_argument("--keep", type=Path, help="leave logs, traces and outputs in this folder")
+    options = parser.parse_args(argv)
+    if options.trace and not options.trace.is_file():
+        print(f"valve demo: {options.trace} is not a file", file=sys.stderr)
+        return 2
+    plan = Plan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
+    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
+        folder = options.keep.resolve() if options.keep else Path(scratch)
+        runs, units_per_s = perform(plan, folder, quiet=options.json)
+    if options.json:
+        print(json.dumps({"units_per_s": units_per_s, "runs": [asdict(run) for run in runs]}))
+    else:
+        show(runs, units_per_s, plan)
+    return 0 if all(run.offline_ok is not False for run in runs) else 1
+
+
+def perform(plan: Plan, folder: Path, *, quiet: bool = False) -> tuple[list[Run], float]:
+    """Bring up a node, run every condition, take it down."""
+    console = Console(quiet=quiet, stderr=True)
+    with EmulatedNode(folder, options=Options()) as node, console.status("starting an emulated GPU") as line:
+        demo = Demo(node, plan, say=line.update)
+        units_per_s = demo.offline_rate()
+        runs = []
+        for condition in plan.conditions():
+            runs.append(demo.run(condition))
+            console.print(f"  {condition}: {len(runs[-1].requests)} requests answered")
+    return runs, units_per_s
+
+
+def show(runs: list[Run], units_per_s: float, plan: Plan) -> None:
+    console = Console()
+    console.print(latency_table(runs))
+    noise = spread(runs, "alone")
+    if plan.rounds > 1:
+        text = ", ".join(f"{name} {value:.1f} %" for name, value in noise.items())
+        console.print(f"Two runs alone differ by: {text}.")
+    valve = [run for run in runs if run.condition == "valve"]
+    gates = [gate for run in valve for gate in run.gates]
+    if gates:
+        own = sorted(gate.own_us for gate in gates)
+        total = sorted(gate.total_ms for gate in gates)
+        console.print(
+            f"\nOffline work was stopped {len(gates)} times for {sum(len(run.requests) for run in valve)} requests: "
+            f"{percentile(total, 0.5):.2f} ms from launch to stopped in the median, "
+            f"p99 {percentile(total, 0.99):.2f} ms;\n  of that our share (launch to driver call) is "
+            f"{percentile(own, 0.5):.0f} us, p99 {percentile(own, 0.99):.0f} us."
+        )
+    most = [run.most_per_request for run in valve if run.most_per_request is not None]
+    if most:
+        console.print(f"Most preemptions of any one request: {max(most)}.")
+    console.print(
+        f"Offline work got {harvested_share(runs, units_per_s):.0%} of the idle time beyond the cooldown; "
+        "its checksum says that nothing was lost or done twice."
+        if all(run.offline_ok for run in valve)
+        else "[red]The offline checksum is wrong.[/]"
+    )
+
+
+def latency_table(runs: list[Run]) -> Table:
+    table = Table(title="Latency of the online service", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("", "TTFT mean", "p99", "TPOT mean", "p99", "offline work"):
+        table.add_column(name, justify="left" if not name else "right")
+    alone = pooled(runs, "alone")
+    for condition, words in CONDITIONS.items():
+        mine = [run for run in runs if run.condition == condition]
+        if not mine:
+            continue
+        latency = pooled(runs, condition)
+        over = latency.over(alone)
+        cells = [
+            f"{value:.1f} ms" + ("" if condition == "alone" else f" ({over[name]:+.1f} %)")
+            for name, value in latency.values.items()
+        ]
+        rate = sum(run.units for run in mine) / sum(run.wall_s for run in mine)
+        table.add_row(words, *cells, "-" if condition == "alone" else f"{rate:.0f} units/s")
+    return table
