@@ -34,7 +34,7 @@ class WakeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """[wake]: whose word counts, and for how long."""
 
     watcher_lease_s: float = 2.0  # a watcher silent for longer is dead: its service holds on
-    hint_lease_s: float = 1.0  # a report of open requests older than this is not believed
+    hint_lease_s: float = 3.0  # an older report is not believed; a live process renews its own every second
 
 
 class BreakerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -177,6 +177,7 @@ void valve_reset_child(void)
 	valve_tls.inside = 0;
 	valve_capture_reset();
 	valve_contexts_reset();
+	valve_hint_reset_child();
 }
 
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */

@@ -179,6 +179,10 @@ uint32_t valve_self_gate(bool disable, enum valve_gate_set set);
 /* watcher.c */
 void valve_watcher_start(void);
 
+/* hint.c */
+void valve_hint_renew(void);
+void valve_hint_reset_child(void);
+
 /* say.c */
 void valve_say(const char *text); /* one line on stderr, once per text */
 

@@ -180,6 +180,7 @@ static void beat(enum valve_watcher state)
 
 	store_relaxed(&region->watcher_state, (uint32_t)state);
 	write_idle(region->idle_submitted, region->idle_ns, now_ns());
+	valve_hint_renew();
 }
 
 /*

@@ -87,6 +87,13 @@ class Online:
         before, launched, done = map(int, self._line().split())
         return before, launched, done
 
+    def hint(self, open_requests: int) -> None:
+        """What an engine says whenever the number of its open requests changes."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"hint {open_requests}\n")
+        self.process.stdin.flush()
+        assert self._line() == "hinted\n"
+
     def _line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

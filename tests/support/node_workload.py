@@ -33,8 +33,10 @@ def online() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         verb, *arguments = line.split()
-        if verb == "quit":
-            break
+        if verb == "hint":
+            ctypes.CDLL(None).valve_hint_open_requests(int(arguments[0]))
+            print("hinted", flush=True)
+            continue
         before_ns = time.monotonic_ns()
         cuda.launch(spin, int(arguments[0]))
         launched_ns = time.monotonic_ns()

@@ -25,8 +25,8 @@ IDLE = LauncherView(is_idle=True, idle_ns=NOW - 30 * MS, watcher_ns=NOW)
 BUSY = LauncherView(is_idle=False, idle_ns=0, watcher_ns=NOW)
 ZERO = HintView(open_requests=0, hint_ns=NOW)
 OPEN = HintView(open_requests=3, hint_ns=NOW)
-STALE_OPEN = HintView(open_requests=3, hint_ns=NOW - 2 * SECOND)
-STALE_ZERO = HintView(open_requests=0, hint_ns=NOW - 2 * SECOND)
+STALE_OPEN = HintView(open_requests=3, hint_ns=NOW - SETTINGS.hint_lease_ns - MS)
+STALE_ZERO = HintView(open_requests=0, hint_ns=NOW - SETTINGS.hint_lease_ns - MS)
 QUIET = WakeObservation(held_since_ns=NOW - SECOND, cooldown_ns=20 * MS, launchers=(IDLE,))
 
 

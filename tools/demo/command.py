@@ -19,7 +19,7 @@ from valve_tools.demo.rounds import Demo, Plan
 from valve_tools.emulator.node import Options
 
 USUAL = Plan()
-CONDITIONS = {"alone": "online alone", "ungated": "both, without Valve", "valve": "both, with Valve"}
+CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 
 
 def main(argv: list[str]) -> int:
@@ -89,7 +89,7 @@ def show(runs: list[Run], units_per_s: float, plan: Plan) -> None:
 
 def latency_table(runs: list[Run]) -> Table:
     table = Table(title="Latency of the online service", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("", "TTFT mean", "p99", "TPOT mean", "p99", "offline work"):
+    for name in ("", "TTFT mean", "p99", "TPOT mean", "p99", "offline"):
         table.add_column(name, justify="left" if not name else "right")
     alone = pooled(runs, "alone")
     for condition, words in CONDITIONS.items():
@@ -99,9 +99,9 @@ def latency_table(runs: list[Run]) -> Table:
         latency = pooled(runs, condition)
         over = latency.over(alone)
         cells = [
-            f"{value:.1f} ms" + ("" if condition == "alone" else f" ({over[name]:+.1f} %)")
+            f"{value:.1f} ms" + ("" if condition == "alone" else f"\n{over[name]:+.1f} %")
             for name, value in latency.values.items()
         ]
         rate = sum(run.units for run in mine) / sum(run.wall_s for run in mine)
-        table.add_row(words, *cells, "-" if condition == "alone" else f"{rate:.0f} units/s")
+        table.add_row(words, *cells, "-" if condition == "alone" else f"{rate:.0f}/s")
     return table

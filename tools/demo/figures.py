@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from valve_tools.bench.row import percentile
 
@@ -51,7 +52,7 @@ class Run:
     condition: str
     requests: tuple[Request, ...]
     wall_s: float
-    units: int = 0  # of offline work, finished while the online service ran
+    units: float = 0.0  # of offline work, finished while the online service ran
     cooldown_s: float = 0.0
     gates: tuple[Gate, ...] = ()
     most_per_request: int | None = None
@@ -83,9 +84,18 @@ class Latency:
         return {name: 100.0 * (value / base.values[name] - 1.0) for name, value in self.values.items()}
 
 
-def parse_requests(lines: Iterable[str]) -> tuple[tuple[Request, ...], float]:
-    """(requests, wall seconds) from the online workload's JSON lines; other lines are somebody else's."""
-    requests, wall_s = [], 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the online workload says of itself: its requests, and when it began and ended (CLOCK_MONOTONIC)."""
+
+    requests: tuple[Request, ...]
+    start_s: float
+    wall_s: float
+
+
+def parse_online(lines: Iterable[str]) -> Served:
+    """The online workload's JSON lines; other lines are somebody else's."""
+    requests, start_s, wall_s = [], 0.0, 0.0
     for line in lines:
         if not line.startswith("{"):
             continue
@@ -100,8 +110,25 @@ def parse_requests(lines: Iterable[str]) -> tuple[tuple[Request, ...], float]:
                 )
             )
         elif record.get("summary") == "online":
-            wall_s = record["wall_s"]
-    return tuple(requests), wall_s
+            start_s, wall_s = record["start_s"], record["wall_s"]
+    return Served(requests=tuple(requests), start_s=start_s, wall_s=wall_s)
+
+
+def units_between(lines: Iterable[str], start_s: float, end_s: float) -> float:
+    """Offline units finished in a stretch of time, from the offline job's progress lines, interpolated at its ends."""
+    points = [(0.0, 0.0)]
+    for line in lines:
+        if line.startswith("{") and "now_s" in line:
+            record = json.loads(line)
+            points.append((record["now_s"], record["units"]))
+    return max(0.0, _at(points, end_s) - _at(points, start_s))
+
+
+def _at(points: Sequence[tuple[float, float]], when_s: float) -> float:
+    for (t0, u0), (t1, u1) in pairwise(points):
+        if t0 <= when_s <= t1 and t0:
+            return u0 + (u1 - u0) * (when_s - t0) / (t1 - t0)
+    return points[-1][1] if when_s > points[-1][0] else 0.0
 
 
 def parse_gates(records: Iterable[Mapping[str, object]]) -> tuple[Gate, ...]:

@@ -111,8 +111,8 @@ static void print_progress(struct job *job)
 	if (report <= 0 || now_s() - job->reported_s < report)
 		return;
 	job->reported_s = now_s();
-	printf("{\"t_s\": %.3f, \"units\": %llu}\n", job->reported_s - job->start_s,
-	       (unsigned long long)job->finished);
+	printf("{\"t_s\": %.3f, \"now_s\": %.6f, \"units\": %llu}\n", job->reported_s - job->start_s,
+	       job->reported_s, (unsigned long long)job->finished);
 	fflush(stdout);
 }
 

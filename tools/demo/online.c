@@ -214,9 +214,9 @@ static void summarise(const struct service *s)
 		if (r->out_tokens > 1)
 			tpot[rests++] = (r->done_s - r->first_s) * 1e3 / (r->out_tokens - 1);
 	}
-	printf("{\"summary\": \"online\", \"requests\": %u, \"finished\": %u, \"tokens\": %lu, \"wall_s\": "
-	       "%.3f",
-	       s->count, s->finished, tokens, elapsed_s(s));
+	printf("{\"summary\": \"online\", \"requests\": %u, \"finished\": %u, \"tokens\": %lu, \"start_s\": "
+	       "%.6f, \"wall_s\": %.3f",
+	       s->count, s->finished, tokens, s->start_s, elapsed_s(s));
 	print_figure("ttft_ms", ttft, firsts);
 	print_figure("tpot_ms", tpot, rests);
 	printf("}\n");

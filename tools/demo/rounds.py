@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valve_tools.demo.figures import Request, Run, parse_gates, parse_requests
+from valve_tools.demo.figures import Run, Served, parse_gates, parse_online, units_between
 from valve_tools.demo.node import EmulatedNode
 
 from valved.mechanism.trace import read_lines
@@ -32,8 +32,8 @@ class Plan:
     ungated: bool = True  # show once what happens without Valve
     trace: Path | None = None
     seed: int = 1
-    rate: float = 3.0  # drawn requests per second
-    out_tokens: int = 24
+    rate: float = 1.5  # drawn requests per second: busy for about half of the time
+    out_tokens: int = 20
 
     def conditions(self) -> list[str]:
         return ["alone", *(["ungated"] if self.ungated else []), "valve", *["alone", "valve"] * (self.rounds - 1)]
@@ -69,10 +69,9 @@ class Demo:
         if condition == "valve":
             return self._under_valve(tag)
         offline = self._start_offline("", tag) if condition == "ungated" else None
-        online = self._run_online("", tag)
-        units, ok = self._stop_offline(offline, tag) if offline else (0, None)
-        requests, wall_s = online
-        return Run(condition=condition, requests=requests, wall_s=wall_s, units=units, offline_ok=ok)
+        served = self._run_online("", tag)
+        units, ok = self._stop_offline(offline, tag, served) if offline else (0.0, None)
+        return Run(condition=condition, requests=served.requests, wall_s=served.wall_s, units=units, offline_ok=ok)
 
     def _under_valve(self, tag: str) -> Run:
         node, trace = self.node, self.node.folder / f"{tag}.trace"
@@ -81,14 +80,14 @@ class Demo:
         offline = self._start_offline("offline", tag)
         node.wait_for(lambda: any(gpu.channels for gpu in node.status().gpus), "the offline job has registered")
         seen: list[Any] = []
-        requests, wall_s = self._run_online("online", tag, look=lambda: seen.extend(self._service(f"online-{tag}")))
+        served = self._run_online("online", tag, look=lambda: seen.extend(self._service(f"online-{tag}")))
         service = seen[-1]
-        units, ok = self._stop_offline(offline, tag)
+        units, ok = self._stop_offline(offline, tag, served)
         node.stop_valved()
         return Run(
             condition="valve",
-            requests=requests,
-            wall_s=wall_s,
+            requests=served.requests,
+            wall_s=served.wall_s,
             units=units,
             cooldown_s=0.0 if service.hinted else service.cooldown_ns / 1e9,
             gates=parse_gates(read_lines(trace)),
@@ -99,9 +98,7 @@ class Demo:
     def _service(self, name: str) -> list[Any]:
         return [each for each in self.node.status().services if each.name == name]
 
-    def _run_online(
-        self, role: str, tag: str, look: Callable[[], None] = lambda: None
-    ) -> tuple[tuple[Request, ...], float]:
+    def _run_online(self, role: str, tag: str, look: Callable[[], None] = lambda: None) -> Served:
         """The service from start to end; `look` is called now and then, because its books leave with it."""
         out = self.node.folder / f"{tag}.online.out"
         child = self.node.run(role, self.plan.online(), name=f"online-{tag}", out=out)
@@ -110,7 +107,7 @@ class Demo:
             time.sleep(LOOK_S)
         if child.returncode:
             raise RuntimeError(f"the online workload ended with {child.returncode}: {out.read_text()[-500:]}")
-        return parse_requests(out.read_text().splitlines())
+        return parse_online(out.read_text().splitlines())
 
     def _start_offline(self, role: str, tag: str) -> subprocess.Popen[bytes]:
         out = self.node.folder / f"{tag}.offline.out"
@@ -119,14 +116,13 @@ class Demo:
         self.node.wait_for(lambda: b"units" in out.read_bytes(), "the offline job works")
         return child
 
-    def _stop_offline(self, child: subprocess.Popen[bytes], tag: str) -> tuple[int, bool]:
-        """Units done while the online service ran, and whether the checksum says that none was lost."""
+    def _stop_offline(self, child: subprocess.Popen[bytes], tag: str, served: Served) -> tuple[float, bool]:
+        """Units done while the online service ran, and whether the checksum says that none was lost or done twice."""
         out = self.node.folder / f"{tag}.offline.out"
-        begun = json.loads(out.read_text().splitlines()[0])["units"]
         os.kill(child.pid, signal.SIGTERM)
         child.wait()
-        summary = last_summary(out)
-        return int(summary["units"]) - int(begun), bool(summary["ok"])
+        units = units_between(out.read_text().splitlines(), served.start_s, served.start_s + served.wall_s)
+        return units, bool(last_summary(out)["ok"])
 
 
 def last_summary(path: Path) -> dict[str, float]:

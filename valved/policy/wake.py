@@ -40,7 +40,7 @@ class WakeReason(enum.Enum):
 class WakeSettings:
     watcher_lease_ns: int = 2 * SECOND  # a watcher's heartbeat older than this: it is gone or stuck
     dead_look_ns: int = 100 * MS  # a service is born before its watcher runs: look again soon
-    hint_lease_ns: int = SECOND  # an open-request report older than this is not believed
+    hint_lease_ns: int = 3 * SECOND  # an older report is not believed; a live process renews it every second
     refused_backoff_ns: int = MS  # first pause after a refusal, doubling up to the cooldown
     look_share: int = 16  # a look at a busy service may be late by 1/16 of the time it has been busy ...
     look_least_ns: int = 2 * MS  # ... but is not repeated faster than this

@@ -22,7 +22,7 @@ from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldo
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
 from valved.service.books import BRAKE_SERVICE, Books, ClientEntry
 from valved.service.journal import Journal
-from valved.service.online import OnlineService
+from valved.service.online import OnlineService, is_hinting
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class GateService:
             return
         tally = online.count_preemption(stamp.epoch, delay_ns)
         if tally.gates:
-            self._hear_hooks(online)
+            self._hear_engines(online)
             for requests in online.tallies.values():
                 requests.preempted()
         self._judge(online, tally)
@@ -306,11 +306,16 @@ class GateService:
     def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
         return [(client, self._gate.view(client.id)) for client in self._books.clients_of(service)]
 
-    def _hear_hooks(self, online: OnlineService) -> None:
-        """At a preemption: learn which requests are open now, before it is counted against them."""
+    def _hear_engines(self, online: OnlineService) -> None:
+        """At a preemption: learn which requests are open now, before it is counted against them.
+
+        The look takes gaps out of the client's ring that nobody then counts; a hinted service needs no cooldown.
+        """
         for client in self._books.clients_of(online.id):
-            if client.role is Role.HOOK:
-                online.hear(client, self._gate.view(client.id))
+            if client.role is Role.HOOK or online.is_hinted:
+                view = self._gate.view(client.id)
+                if is_hinting(client, view):
+                    online.hear(client, view)
 
     def _set_watch(self, online: OnlineService, on: bool) -> None:
         if online.watching == on:

@@ -26,6 +26,11 @@ from valved.service.requests import RequestTally
 AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
 
 
+def is_hinting(client: ClientEntry, view: ClientView) -> bool:
+    """An engine hook that announced it, or an online process that has called valve_hint_open_requests."""
+    return bool(client.features & Feature.HINT) if client.role is Role.HOOK else view.hint_ns != 0
+
+
 @dataclass(slots=True, kw_only=True)
 class OnlineService:
     id: ServiceId
@@ -96,10 +101,10 @@ class OnlineService:
         hints: list[HintView] = []
         gaps: list[tuple[int, int]] = []
         for client, view in looks:
-            if client.role is Role.HOOK:
+            if is_hinting(client, view):
                 self.hear(client, view)
-                if client.features & Feature.HINT:
-                    hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
+                hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
+            if client.role is Role.HOOK:
                 continue
             launchers.append(
                 LauncherView(
@@ -125,7 +130,7 @@ class OnlineService:
         )
 
     def hear(self, client: ClientEntry, view: ClientView) -> None:
-        """What an engine hook counts: requests."""
+        """What an engine counts: requests."""
         self.tallies.setdefault(client.id, RequestTally()).report(view.requests_started, view.requests_ended)
 
     def forget(self, client: ClientId) -> None:

@@ -1,0 +1,96 @@
+"""What the demo prints, by hand-computed cases."""
+
+import pytest
+from valve_tools.demo.figures import (
+    Latency,
+    Request,
+    Run,
+    harvested_share,
+    idle_beyond,
+    parse_gates,
+    parse_online,
+    pooled,
+    spread,
+    units_between,
+)
+
+
+def request(arrival_s, ttft_ms=100.0, tpot_ms=10.0, out_tokens=11):
+    return Request(arrival_s=arrival_s, ttft_ms=ttft_ms, tpot_ms=tpot_ms, out_tokens=out_tokens)
+
+
+def test_a_request_ends_after_its_first_token_and_all_the_others():
+    assert pytest.approx(request(1.0).done_s) == 1.2
+
+
+def test_idle_time_is_what_lies_between_requests_less_one_cooldown_each():
+    """Requests at [1.0, 1.2] and [1.1, 1.3], then nothing until 2 s: idle 1.0 and 0.7, less 0.1 each."""
+    served = [request(1.0), request(1.1)]
+
+    assert pytest.approx(idle_beyond(served, wall_s=2.0, cooldown_s=0.0)) == 1.7
+    assert pytest.approx(idle_beyond(served, wall_s=2.0, cooldown_s=0.1)) == 1.5
+    assert pytest.approx(idle_beyond(served, wall_s=2.0, cooldown_s=5.0)) == 0.0
+
+
+def test_the_harvested_share_is_work_done_over_room_under_valve_only():
+    runs = [
+        Run(condition="valve", requests=(request(1.0),), wall_s=2.0, units=90.0),
+        Run(condition="ungated", requests=(request(1.0),), wall_s=2.0, units=500.0),
+    ]
+
+    assert pytest.approx(harvested_share(runs, units_per_s=100.0)) == 0.5
+
+
+def test_latency_over_alone_is_in_percent_figure_by_figure():
+    alone = Run(condition="alone", requests=(request(0.0), request(1.0)), wall_s=2.0)
+    valve = Run(condition="valve", requests=(request(0.0, ttft_ms=110.0), request(1.0, ttft_ms=110.0)), wall_s=2.0)
+
+    over = pooled([alone, valve], "valve").over(pooled([alone, valve], "alone"))
+
+    assert pytest.approx(over) == {"ttft-mean": 10.0, "ttft-p99": 10.0, "tpot-mean": 0.0, "tpot-p99": 0.0}
+
+
+def test_the_spread_of_a_condition_is_its_largest_difference_between_runs():
+    runs = [Run(condition="alone", requests=(request(0.0, ttft_ms=value),), wall_s=1.0) for value in (100.0, 104.0)]
+
+    assert pytest.approx(spread(runs, "alone")["ttft-mean"]) == 4.0
+
+
+def test_one_token_answers_have_no_time_per_token():
+    latency = Latency.of([request(0.0, tpot_ms=0.0, out_tokens=1), request(0.0, tpot_ms=12.0)])
+
+    assert pytest.approx(latency.values["tpot-mean"]) == 12.0
+
+
+def test_lines_of_somebody_else_are_skipped():
+    served = parse_online(
+        [
+            "valve: hello",
+            '{"request": 0, "arrival_s": 1.5, "in": 3, "out": 2, "ttft_ms": 20.0, "tpot_ms": 5.0}',
+            '{"summary": "online", "start_s": 100.0, "wall_s": 4.0}',
+        ]
+    )
+
+    assert (served.start_s, served.wall_s, len(served.requests)) == (100.0, 4.0, 1)
+
+
+def test_offline_units_are_interpolated_at_both_ends():
+    lines = ['{"t_s": 0, "now_s": 10.0, "units": 100}', '{"t_s": 1, "now_s": 11.0, "units": 200}', "noise"]
+
+    assert pytest.approx(units_between(lines, 10.25, 10.75)) == 50.0
+    assert pytest.approx(units_between(lines, 10.25, 99.0)) == 75.0
+
+
+def test_only_gates_that_a_launch_caused_and_that_stopped_something_count():
+    times = {"launch_ns": 1000, "seen_ns": 2000, "ioctl_ns": 31000, "done_ns": 501000, "channels": 8}
+    records = [
+        {"kind": "gate", "detail": times},
+        {"kind": "gate", "detail": {**times, "launch_ns": 0}},
+        {"kind": "gate", "detail": {**times, "channels": 0}},
+        {"kind": "wake", "detail": times},
+    ]
+
+    (gate,) = parse_gates(records)
+
+    assert pytest.approx(gate.own_us) == 30.0
+    assert pytest.approx(gate.total_ms) == 0.5
