@@ -74,3 +74,13 @@ def test_warm_up_launches_are_nobodys_preemptions():
     tally.report(1, 1)
 
     assert (tally.most, tally.histogram[0]) == (0, 1)
+
+
+def test_a_request_that_began_and_ended_around_a_preemption_counts_as_hit():
+    """Regression: a request shorter than valved's reaction had ended when the preemption was counted, and went free."""
+    tally = RequestTally()
+
+    tally.preempted_amid(started=1, ended=1)
+
+    assert tally.histogram[:2] == [0, 1]
+    assert tally.most == 1

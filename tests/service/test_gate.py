@@ -228,7 +228,7 @@ def test_a_stale_report_of_open_requests_does_not_hold_for_ever(world):
     hook = world.hook(online)
     world.gate.hint(hook, 1, 0)
     world.work(online, ms=5)
-    for _ in range(4):
+    for _ in range(8):
         world.run(500)
         world.gate.beat(online)
 

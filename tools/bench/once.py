@@ -251,7 +251,8 @@ class Story:
 
 def bursty(chance: random.Random, count: int) -> list[int]:
     """Arrival times: calm at 0.5 a second, bursts at 20 a second, changing about every 10 s."""
-    times, now_s, rate, until_s = [], 0.0, 0.5, 10.0
+    times: list[int] = []
+    now_s, rate, until_s = 0.0, 0.5, 10.0
     while len(times) < count:
         now_s += chance.expovariate(rate)
         if now_s > until_s:

@@ -190,9 +190,7 @@ class GateService:
             return
         tally = online.count_preemption(stamp.epoch, delay_ns)
         if tally.gates:
-            self._hear_engines(online)
-            for requests in online.tallies.values():
-                requests.preempted()
+            self._count_on_requests(online)
         self._judge(online, tally)
 
     def _held(self, online: OnlineService | None, stamp: Stamp) -> None:
@@ -306,16 +304,20 @@ class GateService:
     def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
         return [(client, self._gate.view(client.id)) for client in self._books.clients_of(service)]
 
-    def _hear_engines(self, online: OnlineService) -> None:
-        """At a preemption: learn which requests are open now, before it is counted against them.
+    def _count_on_requests(self, online: OnlineService) -> None:
+        """Every request open at this preemption was hit by it.
 
         The look takes gaps out of the client's ring that nobody then counts; a hinted service needs no cooldown.
         """
+        unheard = dict(online.tallies)
         for client in self._books.clients_of(online.id):
             if client.role is Role.HOOK or online.is_hinted:
                 view = self._gate.view(client.id)
                 if is_hinting(client, view):
-                    online.hear(client, view)
+                    online.tally_of(client).preempted_amid(view.requests_started, view.requests_ended)
+                    unheard.pop(client.id, None)
+        for requests in unheard.values():
+            requests.preempted()
 
     def _set_watch(self, online: OnlineService, on: bool) -> None:
         if online.watching == on:

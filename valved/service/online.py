@@ -131,7 +131,10 @@ class OnlineService:
 
     def hear(self, client: ClientEntry, view: ClientView) -> None:
         """What an engine counts: requests."""
-        self.tallies.setdefault(client.id, RequestTally()).report(view.requests_started, view.requests_ended)
+        self.tally_of(client).report(view.requests_started, view.requests_ended)
+
+    def tally_of(self, client: ClientEntry) -> RequestTally:
+        return self.tallies.setdefault(client.id, RequestTally())
 
     def forget(self, client: ClientId) -> None:
         """A client left; what its hook counted stays in the books."""

@@ -33,16 +33,30 @@ class RequestTally:
         self._unclaimed = 0
 
     def report(self, started: int, ended: int) -> None:
-        """Totals from the hook. They are a client's claim: totals that fall or end more than started are ignored."""
-        if ended > started or started < self._seen_started or ended < self._seen_ended:
+        """Totals from the engine. They are a client's claim: totals that fall or end more than started are ignored."""
+        if not self._is_sound(started, ended):
             return
-        begun, done = started - self._seen_started, ended - self._seen_ended
-        self._seen_started, self._seen_ended = started, ended
+        self._begin(started)
+        done, self._seen_ended = ended - self._seen_ended, ended
+        self._finish(done)
+
+    def preempted_amid(self, started: int, ended: int) -> None:
+        """A preemption, and the totals read after it. Whoever started and ended since the last look may have been open
+        when it came: counted as hit, because a promise of "at most" must not be helped by looking late."""
+        if self._is_sound(started, ended):
+            self._begin(started)
+        self.preempted()
+        self.report(started, ended)
+
+    def _is_sound(self, started: int, ended: int) -> bool:
+        return ended <= started and started >= self._seen_started and ended >= self._seen_ended
+
+    def _begin(self, started: int) -> None:
+        begun, self._seen_started = started - self._seen_started, started
         if begun:
             self._open.append([self._preemptions - self._unclaimed, begun])
             self.most = max(self.most, self._unclaimed)
             self._unclaimed = 0
-        self._finish(done)
 
     def _finish(self, done: int) -> None:
         self.ended += done
