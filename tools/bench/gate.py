@@ -30,7 +30,8 @@ SPIN_NS = 3_000_000  # longer than the quiet between two edges of gate_peers.lau
 MEDIAN_US, TAIL_US = 10.0, 50.0  # the budgets of the first launch
 FAN_OUT = (1, 2, 4, 8)
 ROUNDS = 5  # of gate-8gpu: every width once in each, so that all widths meet the same noise
-EDGES_PER_ROUND = 60
+EDGES_PER_ROUND = 25
+SLOW_MOTION = 10  # the emulated clock runs so much slower: what eight calls cost this host's few cores must not count
 FLAT = 1.3
 NOT_JUDGED = 1e9
 
@@ -80,14 +81,15 @@ def bench_spin() -> Iterator[Row]:
 
 
 def _closed_us(edges: Sequence[Sequence[Stamp]]) -> list[float]:
-    """From the first ioctl to the end of the last one, over all GPUs of the edge."""
-    return [(max(s.done_ns for s in edge) - min(s.ioctl_ns for s in edge)) / 1e3 for edge in edges]
+    """From the first ioctl to the end of the last one, over all GPUs of the edge, in time of the emulated card."""
+    return [(max(s.done_ns for s in edge) - min(s.ioctl_ns for s in edge)) / 1e3 / SLOW_MOTION for edge in edges]
 
 
 def fan_out(lock: str) -> Mapping[int, list[list[float]]]:
     """For each number of GPUs, the samples of each round."""
     found: dict[int, list[list[float]]] = {width: [] for width in FAN_OUT}
-    with node(Options(gpus=max(FAN_OUT), knobs={"lock": lock})) as emulator:
+    knobs = {"lock": lock, "time_scale": str(1 / SLOW_MOTION)}
+    with node(Options(gpus=max(FAN_OUT), knobs=knobs)) as emulator:
         for seed in range(ROUNDS):
             for width in FAN_OUT:
                 run = Run(gpus=width, channels=8, edges=EDGES_PER_ROUND, seed=seed)
@@ -122,7 +124,7 @@ def rows_of_8gpu(patched: Mapping[int, list[list[float]]], stock: Mapping[int, l
         _ratios(patched),
         FLAT,
         judged="p50",
-        note=f"paired rounds; one GPU {one:.0f} us",
+        note=f"paired rounds, clock slowed {SLOW_MOTION} times; one GPU {one:.0f} us",
     )
     medians = _medians(stock)
     text = ", ".join(f"{width}: {value:.0f}" for width, value in zip(FAN_OUT, medians, strict=True))
@@ -147,7 +149,7 @@ def chart_of(patched: Mapping[int, list[list[float]]], stock: Mapping[int, list[
         Chart(
             title="Until every GPU of the service is closed (emulated driver)",
             x_label="GPUs of the online service",
-            y_label="median, us",
+            y_label="median, us of the card's time",
             xs=FAN_OUT,
             series={"stock driver": _medians(stock), "one-word patch": _medians(patched)},
         )

@@ -23,6 +23,7 @@ from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)
 PATIENCE_S = 30  # only ends a run that hangs
+HANG_NS = 10_000_000_000  # a slow host is not a driver that hangs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def _one_edge(gate: NativeGate, online: subprocess.Popen[bytes], gpus: int) -> l
 
 
 def measure(run: Run) -> list[list[Stamp]]:
-    gate = NativeGate(GateSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority))
+    gate = NativeGate(GateSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority, hang_ns=HANG_NS))
     peers = [sys.executable, "-m", "valve_tools.bench.gate_peers"]
     workload = subprocess.Popen(
         [*peers, "channels", str(run.gpus), str(run.channels)],
