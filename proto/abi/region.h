@@ -11,9 +11,11 @@
  *
  * Orders that matter (each is repeated where it is used):
  *   launch   client: submitted++ ; full fence ; read gate_epoch       (shim/src/activity.c, trampolines)
- *   wake     valved: gate_epoch odd ; full fence ; re-read submitted  (valved/native/gate.c)
+ *   wake     valved: gate_epoch odd ; full fence ; re-read submitted  (valved/native/hold.c)
  *   One of the two must see the other: either valved sees the count and refuses to wake, or the client sees
- *   the open gate and rings.
+ *   the open gate and rings. Wakes are rare and launches are not, so valved pays for both: where both sides announce
+ *   VALVE_FEATURE_PLAIN_COUNT its fence is membarrier(GLOBAL_EXPEDITED), which makes every running thread of a
+ *   registered process pass a full fence, and the launch needs none of its own.
  */
 #ifndef VALVE_ABI_REGION_H
 #define VALVE_ABI_REGION_H
@@ -39,6 +41,7 @@ enum valve_feature {
 	VALVE_FEATURE_SELF_GATE = 1u << 2,     /* client can disable its own channels (path C) */
 	VALVE_FEATURE_HOLD = 1u << 3,          /* client can hold its launches (launch-gate rung) */
 	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
+	VALVE_FEATURE_PLAIN_COUNT = 1u << 5,   /* counts without a fence: valved fences for the client */
 };
 
 /* Orders to an offline client, in control.order: what its keeper thread must do now. */

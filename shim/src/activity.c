@@ -35,7 +35,7 @@ static struct valve_slot *inherit_slot(uint32_t tid)
 		if (swap_if(&slot->tid, &owner, tid))
 			return slot;
 	}
-	return slot_at(VALVE_SLOTS - 1); /* shared: the lock prefix keeps the count right, only slower */
+	return slot_at(VALVE_SLOTS - 1); /* shared, so it is a fenced one: several threads count in it */
 }
 
 static struct valve_slot *claim_slot(void)
@@ -53,13 +53,26 @@ static struct valve_slot *claim_slot(void)
 	return inherit_slot(tid);
 }
 
+/* Counts first, then the gate is read: see region.h. */
+static void take_slot(void)
+{
+	struct valve_slot *slot = claim_slot();
+	bool is_shared = slot == slot_at(VALVE_SLOTS - 1);
+
+	if (is_shared || load_relaxed(&valve_shim.must_fence))
+		valve_tls.fenced = slot;
+	else
+		valve_tls.slot = slot;
+	add_full(&slot->submitted, 1);
+}
+
 uint64_t valve_submitted(void)
 {
 	uint64_t sum = load_acquire(&slot_at(VALVE_SLOTS - 1)->submitted);
 	uint32_t given = load_acquire(&valve_shim.next_slot);
 
 	for (uint32_t i = 0; i < given; i++)
-		sum += load_acquire(&slot_at(i)->submitted); /* pairs with the trampolines' lock inc */
+		sum += load_acquire(&slot_at(i)->submitted); /* pairs with the trampolines' add */
 	return sum;
 }
 
@@ -127,10 +140,8 @@ void *valve_launch_slow(struct valve_entry *entry)
 	int saved_errno = errno;
 	void *real = load_acquire(&entry->real);
 
-	if (!valve_tls.slot) {
-		valve_tls.slot = claim_slot();
-		add_full(&valve_tls.slot->submitted, 1); /* count first, then the gate: see region.h */
-	}
+	if (!valve_tls.slot && !valve_tls.fenced)
+		take_slot();
 	if ((VALVE_CONTROL->gate_epoch & 1) && !valve_tls.inside) {
 		if (load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE)
 			hold();

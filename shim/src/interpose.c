@@ -173,7 +173,7 @@ void valve_reset_child(void)
 			        fds[i]); /* else the parent's end of file would wait for the child's */
 	memset(&valve_shim, 0, sizeof(valve_shim));
 	valve_shim.link_fd = valve_shim.doorbell_fd = valve_shim.order_fd = -1;
-	valve_tls.slot = NULL;
+	valve_tls.slot = valve_tls.fenced = NULL;
 	valve_tls.inside = 0;
 	valve_capture_reset();
 	valve_contexts_reset();

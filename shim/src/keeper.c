@@ -9,6 +9,7 @@
 #include "shim.h"
 
 #include <errno.h>
+#include <linux/membarrier.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
@@ -238,6 +239,7 @@ void valve_register(void)
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
 		return;
 	memset(&keeper, 0, sizeof(keeper));
+	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
 	keeper.wanted_role = role_wish();
 	keeper.lost_ns = now_ns();
 	err = valve_link_connect(keeper.wanted_role,

@@ -154,7 +154,8 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	        .abi_min = VALVE_LINK_ABI,
 	        .abi_max = VALVE_LINK_ABI,
 	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
-	                    VALVE_FEATURE_SCHEDULE_DONE,
+	                    VALVE_FEATURE_SCHEDULE_DONE |
+	                    (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
 	        .wanted_role = wanted_role,
 	        .driver = valve_shim.driver,
 	        .build = VALVE_BUILD,
@@ -258,6 +259,8 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 	if (!err && !is_welcome_sane(&welcome, fds))
 		err = -EPROTO;
 	if (!err) {
+		store_relaxed(&valve_shim.must_fence,
+		              !valve_shim.can_membarrier || !(welcome.features & VALVE_FEATURE_PLAIN_COUNT));
 		valve_lock(&valve_shim.probe_lock); /* capture_depth moves with the region */
 		err = valve_map_pages(fds[0], fds[1], welcome.role);
 		valve_unlock(&valve_shim.probe_lock);

@@ -36,9 +36,12 @@
 
 /* ---- per thread ---- */
 struct valve_tls {
-	struct valve_slot *slot; /* first: the trampolines read it */
-	uint32_t inside;         /* > 0: a hook of ours runs on this thread, nested ones pass through */
+	/* First two: the trampolines read them. One is set once the thread has counted, never both. */
+	struct valve_slot *slot;   /* counted with a plain add: valved fences for us */
+	struct valve_slot *fenced; /* counted with the lock prefix */
+	uint32_t inside;           /* > 0: a hook of ours runs on this thread, nested ones pass through */
 };
+_Static_assert(offsetof(struct valve_tls, fenced) == 8, "trampoline.S");
 extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
 
 /* ---- the shared pages ---- */
@@ -93,6 +96,8 @@ struct valve_shim {
 	uint64_t bell_dev, bell_ino; /* what an eventfd looks like to fstat */
 	uint32_t next_seq;
 	uint32_t next_slot;
+	uint32_t must_fence; /* this daemon or this kernel knows no VALVE_FEATURE_PLAIN_COUNT */
+	uint32_t can_membarrier;
 	uint32_t watcher_runs;
 	uint32_t untold;       /* valved's socket was full: the keeper tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */

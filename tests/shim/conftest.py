@@ -151,8 +151,7 @@ class World:
             puppet.process.stdin.close()
             puppet.process.stdout.close()
         for daemon in self.daemons:
-            if daemon.thread.is_alive():
-                daemon.close()
+            daemon.discard()
 
 
 @pytest.fixture

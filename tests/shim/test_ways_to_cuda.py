@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from fake_daemon import ONLINE, until
+from fake_daemon import FEATURE_PLAIN_COUNT, ONLINE, until
 
 NOT_FOUND = 500
 
@@ -198,6 +198,24 @@ def test_every_thread_counts_in_a_slot_of_its_own(world):
 
     assert client.submitted() == 800
     assert [count for _, count in client.slots()] == [100] * 8
+
+
+def test_a_daemon_without_membarrier_gets_fenced_counts(world):
+    """An older valved keeps its order by the clients' own fences; the count and the bell are the same."""
+    daemon = world.daemon(ONLINE)
+    daemon.features = 0
+    puppet, client = world.online(daemon)
+
+    puppet.launch_in_threads(4, 100)
+    puppet.launch(7, "cuGraphLaunch")
+    pointer = puppet.getproc("cuLaunchKernel")[1]
+    puppet.call(pointer, 1)
+
+    assert client.submitted() == 408
+    assert not client.region.features & FEATURE_PLAIN_COUNT
+    client.gate(1)
+    puppet.launch(5)
+    assert (client.bells(), client.submitted(), puppet.stub("launches")) == (1, 413, 412)
 
 
 def test_more_threads_than_slots_lose_no_count(world):

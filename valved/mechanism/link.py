@@ -54,6 +54,7 @@ class Feature(enum.IntFlag):
     SELF_GATE = 4
     HOLD = 8
     SCHEDULE_DONE = 16
+    PLAIN_COUNT = 32
 
 
 class Malformed(ValueError):

@@ -4,7 +4,7 @@
  *
  *   ring   (listener)  epoch odd -> even by compare-and-swap: the winner closes all words, counts the hold on each
  *                      GPU of the service, and kicks the issuers of those that nobody held.
- *   wake   (caller)    epoch even -> odd, open all words, full fence, re-read every client's counters. All idle:
+ *   wake   (caller)    epoch even -> odd, open all words, fence every client, re-read all counters. All idle:
  *                      drop the hold. Not idle: swap back to even; if that fails a ring has already taken a new hold.
  *
  * Every odd -> even transition adds one hold and every wake that opened removes exactly one, the one it found. So a
@@ -12,6 +12,11 @@
  * The epoch opens before the words and words only ever rise: a client that saw an open word finds the epoch open (or
  * already retaken), and a slow writer cannot undo a later close.
  */
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
 #include "internal.h"
 
 uint32_t holders_count(uint64_t holders)
@@ -210,6 +215,17 @@ static void stamp_wake(struct valve_gate *gate, const struct service *service, e
 	stamp_push(&gate->stamps, &stamp);
 }
 
+/* Launch hooks count without a fence of their own (VALVE_FEATURE_PLAIN_COUNT): every thread of a client that runs now
+ * passes one here. Some microseconds, and only on a wake. Where the kernel refuses, wait until any store buffer is
+ * long empty. */
+static void fence_clients(void)
+{
+	const struct timespec drained = {.tv_nsec = 1000000};
+
+	if (syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0))
+		nanosleep(&drained, NULL);
+}
+
 int valve_wake(struct valve_gate *gate, int32_t index)
 {
 	struct service *service = &gate->service[index];
@@ -221,6 +237,7 @@ int valve_wake(struct valve_gate *gate, int32_t index)
 	store_full(&service->epoch, open);
 	raise_words(service,
 	            open); /* each a full fence: launches counted before are seen below, later ones ring */
+	fence_clients();
 	at_point(gate, VALVE_POINT_WAKE_OPENED);
 	if (!all_idle(service)) {
 		uint32_t expect = open;

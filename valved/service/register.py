@@ -46,7 +46,9 @@ from valved.service.leftovers import Leftovers
 SECOND_NS = 1_000_000_000
 CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
 REGION_BYTES = 4096 + 256 * 64 + 4096  # VALVE_REGION_BYTES
-DAEMON_FEATURES = Feature.GAPS | Feature.HINT | Feature.SELF_GATE | Feature.HOLD | Feature.SCHEDULE_DONE
+DAEMON_FEATURES = (
+    Feature.GAPS | Feature.HINT | Feature.SELF_GATE | Feature.HOLD | Feature.SCHEDULE_DONE | Feature.PLAIN_COUNT
+)
 NO_UUID = bytes(16)
 
 
