@@ -42,6 +42,32 @@ def test_the_server_ends_with_the_command_that_started_it(tmp_path: Path) -> Non
     assert not is_running(tmp_path)
 
 
+def test_the_server_stays_until_the_last_command_has_left(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "VALVE_EMU_DIR"}
+    wait_for_line = ["sh", "-c", "echo up; read line"]
+    commands = [
+        subprocess.Popen(
+            [*RUN, "--dir", str(tmp_path), "--", *wait_for_line],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for command in commands:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "up\n"
+
+    running = []
+    for command in commands:
+        command.communicate("\n", timeout=60)
+        running.append(is_running(tmp_path))
+
+    assert running == [True, False]
+
+
 def test_a_second_command_joins_the_node_that_runs(emulator: Emulator) -> None:
     code = "print(open('/dev/nvidia-emu-state').read()[:12])"
 

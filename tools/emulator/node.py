@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,16 +105,33 @@ def node(options: Options | None = None, directory: Path | None = None) -> Itera
             shutil.rmtree(made, ignore_errors=True)
 
 
+def _quit(directory: Path) -> None:
+    with Emulator(directory) as emulator:
+        emulator.quit()
+    while is_running(directory):
+        time.sleep(0.002)
+
+
 @contextmanager
 def shared_node(directory: Path, options: Options) -> Iterator[bool]:
-    """A node that several commands may share: whoever comes first starts the server and stops it at the end.
-    The value says whether that is us."""
+    """A node that several commands may share: whoever comes first starts the server, whoever leaves last stops it.
+    A server that was there before all of them is left alone. The value says whether we started it."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as lock:
+    ours = directory / "started-by-run"
+    with (directory / "lock").open("w") as lock, (directory / "users").open("w") as users:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        server = None if is_running(directory) else start(directory, options)
-    try:
-        yield server is not None
-    finally:
-        if server is not None:
-            stop(server)
+        first = not is_running(directory)
+        if first:
+            start(directory, options)
+            ours.touch()
+        fcntl.flock(users, fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        try:
+            yield first
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(BlockingIOError):  # others still use it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if ours.exists():
+                    ours.unlink()
+                    _quit(directory)

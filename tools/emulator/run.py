@@ -1,6 +1,6 @@
 """Run a program on the emulated GPU: `tools/emulator/run [--gpus N] [--dir D] [--set k=v] -- CMD`.
 
-Starts the node's server when none runs in the directory, and stops it when it was the one that started it.
+Starts the node's server when none runs in the directory; the last command that shares it stops it.
 Without a command it keeps the node up until interrupted.
 """
 
