@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from gates import Rig
+from gates import Rig, wait_until
 
 from valved.mechanism import region
 from valved.mechanism.ports import StampKind, WakeOutcome
@@ -70,9 +70,8 @@ def test_the_word_rises_by_one_at_each_edge_and_a_client_rings_once_per_epoch(ri
 
     assert online.launch()
     assert not online.launch()
-    rig.wait_gated(0)
 
-    assert online.control["gate_epoch"] == start + 2
+    wait_until(lambda: online.control["gate_epoch"] == start + 2, "the ring is heard")
 
 
 def test_stamps_of_a_gate_are_in_the_order_of_its_journey(rig: Rig) -> None:
@@ -96,6 +95,7 @@ def test_a_gpu_runs_again_only_when_the_last_of_its_services_lets_go(rig: Rig) -
     woken(rig, 1)
     woken(rig, 2)
     rig.wait_gated(0, False)
+    rig.wait_gated(1, False)
 
     first.launch()
     rig.wait_gated(0)
@@ -243,8 +243,7 @@ def test_a_client_that_joins_an_open_service_gets_an_open_word(rig: Rig) -> None
 
     assert second.control["gate_epoch"] == first.control["gate_epoch"]
     assert second.launch()
-    rig.wait_gated(0)
-    assert first.control["gate_epoch"] % 2 == 0
+    wait_until(lambda: first.control["gate_epoch"] % 2 == 0, "the ring closes the words of both")
 
 
 def test_observe_sees_and_stamps_rings_and_disables_nothing(rig: Rig) -> None:

@@ -6,6 +6,8 @@
 
 #include <stdlib.h>
 
+#define PATIENCE 5u
+
 static void mail_free(struct mail *mail, bool with_plan)
 {
 	plan_free(mail->old);
@@ -35,12 +37,14 @@ static void reap(struct gpu *gpu)
 	}
 }
 
+/* Given up by the watchdog, or long gone although nobody waits for the GPU to stop: other processes that allocate, or
+ * exit with thousands of objects, keep the driver's locks for a while (the API lock in write mode). */
 static bool is_stuck(const struct gpu *gpu)
 {
+	uint64_t limit_ns = load_relaxed(&gpu->flight_ns) + PATIENCE * gpu->gate->config.hang_ns;
 	uint32_t state = load_acquire(&gpu->flight) % 4;
 
-	return state > FLIGHT_OUT ||
-	       (state == FLIGHT_OUT && now_ns() > load_relaxed(&gpu->flight_ns) + gpu->gate->config.hang_ns);
+	return state > FLIGHT_OUT || (state == FLIGHT_OUT && now_ns() > limit_ns);
 }
 
 /* Send, and wait until it is carried out. False: the issuer is stuck in the driver, and the mail is now its own. */
