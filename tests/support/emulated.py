@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -39,17 +40,21 @@ def on_gpu(
 
             options = Options(gpus=gpus, gpu_bytes=gpu_bytes, knobs={**NO_LATENCY, **(knobs or {})})
             with node(options) as emulator:
-                done = subprocess.run(
-                    [sys.executable, "-m", "emulated", body.__code__.co_filename, body.__name__],
+                child = subprocess.Popen(
+                    [sys.executable, "-X", "faulthandler", "-m", "emulated", body.__code__.co_filename, body.__name__],
                     env=child_env(emulator.directory, cuda),
                     cwd=emulator.directory,  # the installed packages, not the sources of the checkout
-                    check=False,
-                    capture_output=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                     text=True,
-                    timeout=DEADLINE_S,
                 )
-            if done.returncode:
-                pytest.fail(f"exit code {done.returncode}\n{done.stdout}{done.stderr}", pytrace=False)
+                try:
+                    output, _ = child.communicate(timeout=DEADLINE_S)
+                except subprocess.TimeoutExpired:
+                    child.send_signal(signal.SIGABRT)  # faulthandler shows where every thread stands
+                    output, _ = child.communicate()
+            if child.returncode:
+                pytest.fail(f"exit code {child.returncode}\n{output}", pytrace=False)
 
         del test.__wrapped__  # type: ignore[attr-defined]  # the body's parameters are no fixtures
         test.body = body  # type: ignore[attr-defined]
