@@ -21,7 +21,7 @@ def wait_bound(api: Api, count: int) -> list[Json]:
         found = list(bound_pods(api))
         return found if len(found) >= count else []
 
-    return list(wait_for(f"{count} pods bound", all_bound, 120))
+    return list(wait_for(f"{count} pods bound", all_bound, 240))
 
 
 def held_gpus(pods: list[Json]) -> Counter[tuple[str, str]]:

@@ -57,7 +57,7 @@ def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> A
 
     The deadline only ends a hung run.
     """
-    end = time.monotonic() + deadline_s
+    begin = time.monotonic()
     while True:
         try:
             if found := check():
@@ -65,9 +65,10 @@ def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> A
             last: object = "not yet"
         except (OSError, http.client.HTTPException, Refused) as error:
             last = error
-        if time.monotonic() > end:
+        waited_s = time.monotonic() - begin
+        if waited_s > deadline_s:
             raise TimeoutError(f"{what}: {last}")
-        time.sleep(0.05)
+        time.sleep(min(0.5, 0.02 + waited_s / 20))  # looking costs the API server what we wait for
 
 
 class ControlPlane:
@@ -105,10 +106,17 @@ class ControlPlane:
             "the default service account", lambda: self.api.get("/api/v1/namespaces/default/serviceaccounts/default")
         )
 
-    def spawn(self, name: str, *arguments: str, program: str | None = None) -> subprocess.Popen[bytes]:
-        """Start or restart a process under a name; its output goes to NAME.log in the folder."""
-        command = program or str(self.programs / name)
-        self._arguments[name] = [command, *arguments]
+    def spawn(
+        self, name: str, *arguments: str, program: str | None = None, hostname: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """Start a process under a name; its output goes to NAME.log in the folder.
+
+        A hostname of its own (root only) lets two schedulers elect a leader as if they were two pods.
+        """
+        command = [program or str(self.programs / name), *arguments]
+        if hostname:
+            command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname, *command]
+        self._arguments[name] = command
         return self.restart(name)
 
     def restart(self, name: str) -> subprocess.Popen[bytes]:
@@ -147,14 +155,19 @@ class ControlPlane:
         return self._write_kubeconfig(self.folder / f"{namespace}-{name}.kubeconfig", token)
 
     def start_extender(
-        self, *, name: str = "extender", arguments: tuple[str, ...] = (), kubeconfig: Path | None = None
+        self,
+        *,
+        name: str = "extender",
+        arguments: tuple[str, ...] = (),
+        kubeconfig: Path | None = None,
+        hostname: str = "",
     ) -> tuple[int, int]:
         """Returns its port for kube-scheduler and its port for probes."""
         port, probes = free_port(), free_port()
         access = f"--kubeconfig={kubeconfig or self.kubeconfig}"
         flags = ["-m", "valve_scheduler.main", access, "extender", f"--port={port}"]
         flags += ["--probe-host=127.0.0.1", f"--probe-port={probes}", *(arguments or ("--no-leader-election",))]
-        self.spawn(name, *flags, program=sys.executable)
+        self.spawn(name, *flags, program=sys.executable, hostname=hostname)
 
         return port, probes
 
@@ -171,6 +184,7 @@ class ControlPlane:
         name: str = "kube-scheduler",
         lease: str = "",
         kubeconfig: Path | None = None,
+        hostname: str = "",
     ) -> int:
         """A stock kube-scheduler with the configuration of the chart; returns its secure port.
 
@@ -190,6 +204,7 @@ class ControlPlane:
             "--bind-address=127.0.0.1",
             f"--cert-dir={self.folder}/{name}",
             program=str(self.programs / "kube-scheduler"),
+            hostname=hostname,
         )
 
         return port

@@ -1,0 +1,59 @@
+"""docs/cluster.md says what the code does: its examples work, and its tables are complete."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from valve_scheduler import names
+from valve_scheduler.admission import AdmissionSettings, mutate_offline
+from valve_scheduler.objects import offline_pod, workload_profile
+from valve_scheduler.placement import REASON_TEXT
+
+ROOT = Path(__file__).resolve().parents[2]
+MANUAL = (ROOT / "docs/cluster.md").read_text()
+
+
+def example(kind: str) -> dict[str, Any]:
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", MANUAL, re.S)]
+    return next(block for block in blocks if block["kind"] == kind)
+
+
+@pytest.mark.parametrize("text", REASON_TEXT.values())
+def test_every_reason_is_explained(text: str) -> None:
+    assert f"| {text.removeprefix('valve: ')} |" in MANUAL
+
+
+def test_every_injection_mark_is_explained() -> None:
+    source = (ROOT / "scheduler/valve_scheduler/admission.py").read_text()
+    marks = re.findall(r'raise Skipped\("(.*?)"\)', source)
+
+    assert marks
+    assert [mark for mark in marks if f"`skipped-{mark}`" not in MANUAL] == []
+
+
+def test_the_example_job_is_valid_and_passes_the_webhook() -> None:
+    job = example("Job")
+    template = job["spec"]["template"]
+    pod = {
+        "metadata": {"name": "p", "namespace": "default", "uid": "u", **template["metadata"]},
+        "spec": template["spec"],
+    }
+
+    kubernetes_validate.validate(job, "1.36", strict=True)
+    admitted = offline_pod(mutate_offline(pod, AdmissionSettings()))
+
+    assert (admitted.gpus, admitted.sla, admitted.profile) == (1, 0.3, "llama-8b")
+
+
+def test_the_example_profile_can_be_used_once_it_is_ready() -> None:
+    profile = workload_profile(example("OfflineProfile") | {"status": {"phase": "Ready"}})
+
+    assert profile is not None
+    assert profile.gpu_model == "H100"
+
+
+def test_the_domain_of_the_manual_is_the_one_of_the_code() -> None:
+    assert f"{names.DOMAIN}/harvested-gpu" in MANUAL
