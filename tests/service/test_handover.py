@@ -35,7 +35,7 @@ def test_counters_and_receipts_survive(first):
         first.work(online, ms=5)
         first.run(200)
     online_service, offline_service = first.service_of(online), first.service_of(offline)
-    harvest_ns = first.register.harvest.harvest_ns(offline_service, first.clock.now_ns())
+    harvest_ns = first.register.channels.harvest.harvest_ns(offline_service, first.clock.now_ns())
 
     second = successor(first)
 
@@ -43,7 +43,7 @@ def test_counters_and_receipts_survive(first):
     assert second.keeper.counters.gates == first.keeper.counters.gates
     assert second.keeper.counters.restarts == 1
     assert second.keeper.gpus[0].harvest_ns == first.keeper.gpus[0].harvest_ns > 0
-    assert second.register.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
+    assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
 
 
 def test_online_services_hold_again_before_any_client_is_back(first):
@@ -80,7 +80,7 @@ def test_a_channel_left_off_is_enabled_when_its_client_reports_it_and_nobody_hol
     second.add_channel(client, h_client=h_client)
 
     assert [ref.h_client for ref in second.gate.foreign_enabled] == [h_client]
-    assert not len(second.register.leftovers)
+    assert not len(second.register.channels.leftovers)
 
 
 def test_channels_of_a_process_that_died_meanwhile_are_enabled_at_once(first):
@@ -120,7 +120,7 @@ def test_they_stay_off_while_online_work_holds_their_gpu(first):
 
 def test_what_the_application_disabled_is_never_enabled(first):
     offline = first.offline(pid=300)
-    first.register._app_switched(first.books.clients[offline], (0xC1D00000 + offline, 0xCAF00001), True)
+    first.register.channels._app_switched(first.books.clients[offline], (0xC1D00000 + offline, 0xCAF00001), True)
     first.processes.table.pop(300)
 
     second = successor(first)
@@ -163,7 +163,7 @@ def test_another_boot_keeps_the_counters_only(first):
 
     assert second.keeper.counters.restarts == 1
     assert not second.books.services
-    assert not len(second.register.leftovers)
+    assert not len(second.register.channels.leftovers)
 
 
 def test_another_driver_keeps_the_counters_only(first):
@@ -182,7 +182,7 @@ def test_a_crash_between_two_lives_without_clients_back_loses_no_leftover(first)
 
     third = successor(second)
 
-    assert len(third.register.leftovers) == 1
+    assert len(third.register.channels.leftovers) == 1
 
 
 def test_what_was_set_while_running_outlives_a_restart(first):

@@ -87,7 +87,7 @@ class Brake:
         self._gate.set_draining(True)
         left = self._gate.enable_all()
         self._keeper.drain()
-        self._register.release_schedules()
+        self._register.channels.release_schedules()
         self._journal.emit(EventKind.DRAINED, reason=f"by {by}", channels_left_off=len(left))
         return left
 
@@ -96,7 +96,7 @@ class Brake:
         self._keeper.is_observing = self.mode is Mode.OBSERVE
         self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
         self._register.mode = self.mode
-        self._register.is_draining = self.is_draining
+        self._register.channels.is_draining = self.is_draining
         self._keeper.look_at_all()
 
 

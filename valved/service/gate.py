@@ -203,9 +203,10 @@ class GateService:
         if not online.holding:
             online.begin_hold(at_ns)
             self._set_watch(online, self._has_offline(online))  # at once: the cooldown runs from the proof of idleness
-            # Unhinted, nothing can come of a look before one cooldown; a hinted request may be over in a moment.
-            least_ns = self.settings.wake.look_least_ns if online.is_hinted else online.cooldown.cooldown_ns
-            self.look_soon(online, least_ns)
+            # Unhinted, nothing can come of a look before the work is proven done and one cooldown has passed; a hinted
+            # request may be over in a moment.
+            proof_ns = self.settings.wake.look_least_ns
+            self.look_soon(online, proof_ns if online.is_hinted else proof_ns + online.cooldown.cooldown_ns)
 
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
         self.counters.wakes += 1
@@ -383,7 +384,9 @@ class GateService:
         )
 
     def _note_change(self, online: OnlineService, before: WakeDecision | None, now: WakeDecision) -> None:
-        if before is None or (before.action, before.reason) != (now.action, now.reason):
+        if now.action is WakeAction.WAKE:
+            return  # the wake, or its refusal, is an event of its own
+        if before is None or before.reason is not now.reason:
             self._journal.emit(
                 EventKind.DECIDED,
                 service=online.id,

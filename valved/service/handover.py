@@ -21,10 +21,11 @@ from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.cooldown import CooldownState, read_cooldown
 from valved.service.books import Books, Claim, ServiceEntry
+from valved.service.channels import SECOND_NS
 from valved.service.gate import GateService
 from valved.service.journal import Journal
 from valved.service.online import OnlineService
-from valved.service.register import SECOND_NS, Register
+from valved.service.register import Register
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
@@ -66,7 +67,7 @@ class Handover:
         self._boot = boot
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
-        register.changed = self.save_soon
+        register.channels.changed = self.save_soon
 
     # Writing
 
@@ -96,7 +97,7 @@ class Handover:
                 service=0,
                 channels=[_saved_channel(channel)],
             )
-            for channel, owner in self._register.leftovers.all()
+            for channel, owner in self._register.channels.leftovers.all()
         ]
         return SavedState(
             version=files.VERSION,
@@ -133,7 +134,7 @@ class Handover:
             root=(entry.root.pid, entry.root.start_time) if entry.root is not None else None,
             cgroup=claim.cgroup if claim is not None else "",
             gpus=sorted(entry.gpus),
-            harvest_ns=self._register.harvest.harvest_ns(entry.id, self._clock.now_ns()),
+            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
             useful_tokens=self._register.tokens(entry.id),
         )
         online = self._keeper.online.get(entry.id)
@@ -172,12 +173,12 @@ class Handover:
             for channel in client.channels:
                 if channel.gpu in self._keeper.gpus:
                     owner = ProcessId(pid=client.pid, start_time=client.start_time)
-                    self._register.leftovers.put(_channel(channel), owner)
+                    self._register.channels.leftovers.put(_channel(channel), owner)
         self._journal.emit(
             EventKind.TAKEN_OVER,
             reason="state of a predecessor",
             services=len(self._books.services),
-            channels=len(self._register.leftovers),
+            channels=len(self._register.channels.leftovers),
         )
         self.settle(patience_over=False)
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
@@ -211,7 +212,7 @@ class Handover:
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
         self._books.claims[root] = Claim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
-        self._register.harvest.restore(entry.id, saved.harvest_ns)
+        self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
         self._register.past_tokens[entry.id] = saved.useful_tokens
         self._register.watch_root(root)
         if role is not Role.ONLINE:
@@ -232,7 +233,7 @@ class Handover:
                 return True
             return patience_over and not self._gate.is_gated(channel.gpu)
 
-        due = self._register.leftovers.take_where(is_due)
+        due = self._register.channels.leftovers.take_where(is_due)
         if due:
             known = self._gate.enable_foreign(due)
             self._journal.emit(
@@ -255,7 +256,7 @@ class Handover:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
                 self._keeper.set_gpus(online.id, entry.gpus)
-                self._register.refresh_lease_flags()
+                self._register.channels.refresh_lease_flags()
             self._keeper.look_soon(online)
         if patience_over and not online.away:
             self._register.drop_if_empty(online.id)

@@ -42,7 +42,7 @@ class Ladder:
         self._settings = settings
         self._signal = signaller
         self._leave = leave
-        self._frozen: dict[ClientId, TimerHandle | None] = {}
+        self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
         keeper.on_failure = self.gate_failed
         keeper.after_wake.append(self.thaw)
 
@@ -56,16 +56,16 @@ class Ladder:
             return
         for entry in self._on_gpu(stamp.gpu):
             if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
-                self._frozen[entry.id] = self._kill_timer(entry.id)
+                self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
 
     def thaw(self) -> None:
         """A GPU may have opened: let those run that no service holds back any more."""
-        for client in list(self._frozen):
+        for client, (_, gpus) in list(self._frozen.items()):
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not (self._is_active and any(self._keeper.gpus[gpu].holders for gpu in entry.gpus())):
+            elif not (self._is_active and any(self._keeper.gpus[gpu].holders for gpu in gpus)):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "nothing holds it back any more")
@@ -86,7 +86,7 @@ class Ladder:
         self._record(EventKind.KILLED, entry, "could not be gated and stayed frozen for too long")
 
     def _forget(self, client: ClientId) -> None:
-        timer = self._frozen.pop(client)
+        timer, _ = self._frozen.pop(client)
         if timer is not None:
             timer.cancel()
 

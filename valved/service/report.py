@@ -137,7 +137,7 @@ class Reporter:
             requests=requests,
             max_preemptions_per_request=most,
             delay_ns=online.delay_ns if online is not None else 0,
-            harvest_ns=self._register.harvest.harvest_ns(entry.id, now_ns),
+            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, now_ns),
             useful_tokens=self._register.tokens(entry.id),
             pids=tuple(sorted({client.process.pid for client in self._books.clients_of(entry.id)})),
             state=self._online_words(online, now_ns) if online is not None else self._offline_words(entry),
