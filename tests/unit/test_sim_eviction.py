@@ -138,8 +138,8 @@ def test_selective_loses_less_than_fifo_on_a_small_pool():
     result = eviction.run_eviction(None, (0,), plan=SMALL)
     lost = {(one.allocator, one.policy): one.lost_tokens_per_s for one in result.cells}
 
-    assert lost["affine", "selective"] < 0.5 * lost["affine", "fifo"]
-    assert lost["affine", "selective"] < 0.5 * lost["stock", "selective"]
+    assert lost["affine", "selective"] < 0.7 * lost["affine", "fifo"]
+    assert lost["affine", "selective"] < 0.7 * lost["stock", "selective"]
     assert all(ratio >= 1.0 for ratio in result.greedy_over_exact)
 
 

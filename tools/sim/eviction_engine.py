@@ -221,6 +221,7 @@ class Engine:
         return itertools.chain(self._decoding, self._prefilling, self._waiting)
 
     def _admit(self) -> None:
+        """First in line first. Prefixes kept by requests behind it are a cache, not a claim: they make room."""
         reserve = int(self.settings.watermark * self.column_map.blocks)
         while len(self._decoding) + len(self._prefilling) < self.settings.max_sequences:
             if not self._waiting:
@@ -229,11 +230,9 @@ class Engine:
             wanted = self._blocks_for(seq.target) - len(seq.blocks)
             is_alone = not self._decoding and not self._prefilling
             if wanted > len(self.free) - (0 if is_alone else reserve):
-                if is_alone and not self._drop_a_prefix():
-                    break
-                if not is_alone:
-                    break
-                continue
+                if self._drop_a_prefix(is_alone):
+                    continue
+                break
             self._waiting.popleft()
             self._extend(seq, wanted)
             self._prefilling.append(seq)
@@ -249,10 +248,12 @@ class Engine:
     def _fits(self, tokens: int) -> bool:
         return self._blocks_for(tokens) < self.column_map.blocks
 
-    def _drop_a_prefix(self) -> bool:
-        """Nothing runs and the first in line does not fit: the last in line gives up its kept prefix."""
-        for seq in reversed(self._waiting):
+    def _drop_a_prefix(self, may_be_first: bool) -> bool:
+        """The last in line with a kept prefix gives it up; the first in line only when nothing else is left."""
+        for position in range(len(self._waiting) - 1, -1 if may_be_first else 0, -1):
+            seq = self._waiting[position]
             if seq.blocks:
+                self.lost_tokens += seq.done
                 self._release(seq)
                 return True
         return False
