@@ -17,7 +17,6 @@ LADDER = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF, Reach.LAUNCH_
 class RmClient:
     """What the shim told about one RM client of a workload, and the rung that was found to work for it."""
 
-    gpu: GpuIndex | None = None
     h_subdevice: int = 0
     fd: int = -1  # the passed nvidiactl fd; the native client owns it
     reach: Reach | None = None  # None: not tested yet

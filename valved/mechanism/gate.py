@@ -254,10 +254,10 @@ class NativeGate:
     def give_rm_client(
         self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
     ) -> None:
-        del h_device
+        del gpu, h_device  # each channel names its GPU; a call needs client and subdevice only
         holder = self._clients[client]
         numbers = holder.rm_clients.setdefault(h_client, RmClient())
-        numbers.gpu, numbers.h_subdevice = gpu, h_subdevice
+        numbers.h_subdevice = h_subdevice
         if fd < 0:
             return
         if lib.valve_client_take_fd(holder.native, fd) != 0:
@@ -355,6 +355,10 @@ class NativeGate:
             stamps.extend(readings.stamp(self._batch[i]) for i in range(count))
             if count < _STAMP_BATCH:
                 return stamps
+
+    def stamps_dropped(self) -> int:
+        """Stamps that found the ring full: nobody drained it for thousands of edges."""
+        return int(lib.valve_stamps_dropped(self._gate))
 
     def close(self) -> None:
         self.enable_all()

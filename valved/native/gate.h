@@ -113,7 +113,6 @@ void valve_service_free(struct valve_gate *gate, int32_t service);
 void valve_service_gpus(struct valve_gate *gate, int32_t service, uint32_t mask);
 int valve_hold(struct valve_gate *gate, int32_t service);
 int valve_wake(struct valve_gate *gate, int32_t service);
-uint32_t valve_service_epoch(struct valve_gate *gate, int32_t service);
 
 struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
                                       uint64_t service_id, int control, int region, int doorbell, int order);

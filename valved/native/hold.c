@@ -268,11 +268,6 @@ int valve_hold(struct valve_gate *gate, int32_t index)
 	return taken ? 0 : -EALREADY;
 }
 
-uint32_t valve_service_epoch(struct valve_gate *gate, int32_t index)
-{
-	return load_full(&gate->service[index].epoch);
-}
-
 /* A service without GPUs yet, and holding: no launch precedes its gate. */
 int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 {

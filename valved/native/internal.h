@@ -207,7 +207,6 @@ struct valve_gate {
 	uint32_t services; /* slots ever used: nobody needs to look beyond */
 	struct service service[MAX_SERVICES];
 	struct stamp_ring stamps;
-	struct plan *leftover; /* nothing is freed under a thread that hangs */
 };
 
 /* rm.c: RM sequences */
