@@ -9,7 +9,7 @@ import pytest
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import SECOND_NS, ReservationSettings, decide, next_wake_ns, start
 
-SETTINGS = ReservationSettings(target_per_hour=2.0, hold_share=1.0)
+SETTINGS = ReservationSettings(target_per_hour=2.0, hold_share=1.0, pressure_ratio=0.9, headroom_max_handles=4096)
 MINUTE_NS = 60 * SECOND_NS
 
 

@@ -71,9 +71,10 @@ def settings() -> list[Setting]:
         *_reservation("alpha", [("1.25", 1.25), ("4", 4.0)]),
         *_reservation("beta", [("1.25", 1.25), ("4", 4.0)]),
         *_reservation("delta_ns", [("0.1 s", SECOND // 10), ("10 s", 10 * SECOND)]),
-        *_reservation("target_per_hour", [("1", 1.0), ("60", 60.0), ("600", 600.0)]),
-        *_reservation("headroom_max_handles", [("32", 32), ("64", 64), ("128", 128)]),
-        *_reservation("pressure_ratio", [("0.8", 0.8), ("0.97", 0.97)]),
+        *_reservation("target_per_hour", [("6", 6.0), ("120", 120.0), ("600", 600.0)]),
+        *_reservation("headroom_max_handles", [("8", 8), ("128", 128), ("4096", 4096)]),
+        *_reservation("pressure_ratio", [("0.9", 0.9), ("0.97", 0.97)]),
+        *_reservation("hold_share", [("0.05", 0.05), ("0.5", 0.5)]),
         *_reservation("tau_start_ns", [("0.2 s", SECOND // 5), ("60 s", 60 * SECOND)]),
         *(
             _machine("handle size", f"{mib} MiB", replace(base, settings=replace(base.settings, handle_mib=mib)))

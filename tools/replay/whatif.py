@@ -20,8 +20,8 @@ from valve_tools.sim.shape import measure, window_s
 from valve_tools.sim.traces import Folder, Trace, TraceError
 from valve_tools.sim.world import NS, Job, Service
 
-TARGETS = (1.0, 6.0, 60.0, 600.0)
-HEADROOM_SHARES = (0.05, 0.1, 1.0)
+TARGETS = (6.0, 30.0, 120.0, 600.0)
+HEADROOM_SHARES = (0.03, 0.06, 0.12)
 WITHOUT_HINT = "Channel without hint+OurMem"
 
 

@@ -82,10 +82,13 @@ class OurMemory:
     online_elastic: bool = False
     online_reserve: int = 0
     offline_elastic: bool = False
-    pressure_ratio: float = 0.9
+    pressure_ratio: float = field(init=False)
     uvm: bool = False
     _memory: Memory = field(init=False)
     _state: ReservationState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pressure_ratio = self.settings.pressure_ratio
 
     def begin(self, memory: Memory) -> None:
         self._memory = memory
