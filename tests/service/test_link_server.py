@@ -35,12 +35,12 @@ HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), d
 class Server:
     """A link server on an asyncio loop of its own thread; `call` runs something on that loop."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, hello_s=600):
         self.path = folder / "link.sock"
         self.loop = asyncio.new_event_loop()
         self.world = World(folder, processes=SelfProcesses())
         self.world.register._exits.reactor = self.loop
-        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s=0.2)
+        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s)
         self.thread = threading.Thread(target=self.loop.run_forever)
 
     def __enter__(self):
@@ -214,8 +214,9 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(server):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_peer_that_says_nothing_is_closed(server):
-    assert is_closed(server.connect())
+def test_a_peer_that_says_nothing_is_closed(tmp_path):
+    with Server(tmp_path, hello_s=0.01) as server:
+        assert is_closed(server.connect())
 
 
 def test_silent_peers_cannot_take_all_places(server):

@@ -70,6 +70,7 @@ class FakeGate:
         self.clock = clock
         self.services = {}
         self.clients = {}
+        self._applied = None  # GPUs whose channels are off
         self.off = {}  # (h_client, h_channel) -> ChannelRef
         self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
@@ -206,8 +207,9 @@ class FakeGate:
         if self.next_arm is not None:
             result, self.next_arm = self.next_arm, None
             return result
-        self.clients[client].channels[(channel.h_client, channel.h_channel)] = channel
-        self._apply()
+        entry, key = self.clients[client], (channel.h_client, channel.h_channel)
+        entry.channels[key] = channel
+        self._switch(entry, key, channel, {channel.gpu} if self._is_held(channel.gpu) else set())
         return ArmResult(status=0, reach=Reach.CHANNEL_OWN, want_fd=False, gated=self.is_gated(channel.gpu))
 
     def remove_channel(self, client, h_client, h_channel):
@@ -221,9 +223,10 @@ class FakeGate:
 
     def note_app_disabled(self, client, h_client, h_channel, disabled):
         switched = self.clients[client].app_disabled
-        (switched.add if disabled else switched.discard)((h_client, h_channel))
-        self.off.pop((h_client, h_channel), None)
-        self._apply()
+        key = (h_client, h_channel)
+        (switched.add if disabled else switched.discard)(key)
+        channel = self.clients[client].channels[key]
+        self._switch(self.clients[client], key, channel, {channel.gpu} if self._is_held(channel.gpu) else set())
 
     def view(self, client):
         entry = self.clients[client]
@@ -258,6 +261,7 @@ class FakeGate:
         self._apply()
 
     def enable_all(self):
+        self._apply()
         self.off.clear()
         return ()
 
@@ -296,14 +300,19 @@ class FakeGate:
 
     def _apply(self):
         """Channels are off exactly where their GPU is gated and the application leaves them alone."""
+        held = {info.index for info in self._infos if self._is_held(info.index)}
+        if held == self._applied:
+            return
+        self._applied = held
         for client in self.clients.values():
-            if client.role is not Role.OFFLINE:
-                continue
             for key, ref in client.channels.items():
-                if self._is_held(ref.gpu) and ref.compute and key not in client.app_disabled:
-                    self.off[key] = ref
-                else:
-                    self.off.pop(key, None)
+                self._switch(client, key, ref, held)
+
+    def _switch(self, client, key, ref, held):
+        if ref.gpu in held and ref.compute and key not in client.app_disabled:
+            self.off[key] = ref
+        else:
+            self.off.pop(key, None)
 
     def _stamp(self, kind, service, client, launch_ns=0, gpu=0, epoch=0, channels=0, status=0):
         now = self.clock.now_ns()
