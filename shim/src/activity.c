@@ -112,7 +112,7 @@ void valve_ring(void)
 
 static void hold(void)
 {
-	while (VALVE_CONTROL->order == VALVE_ORDER_HOLD)
+	while (load_relaxed(&VALVE_CONTROL->order) == VALVE_ORDER_HOLD)
 		futex_wait(&VALVE_CONTROL->order, VALVE_ORDER_HOLD, HOLD_RECHECK_NS);
 }
 
@@ -142,7 +142,7 @@ void *valve_launch_slow(struct valve_entry *entry)
 
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
-	if ((VALVE_CONTROL->gate_epoch & 1) && !valve_tls.inside) {
+	if ((load_relaxed(&VALVE_CONTROL->gate_epoch) & 1) && !valve_tls.inside) {
 		if (load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE)
 			hold();
 		else

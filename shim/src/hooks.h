@@ -1,6 +1,6 @@
 /*
  * hooks.h - the one table of interposed driver names. Everything expands from it: the exported trampolines and their
- * entries (trampoline.S, or trampoline.c where no assembly exists), the base names that cuGetProcAddress answers are
+ * entries (trampoline.S), the base names that cuGetProcAddress answers are
  * checked against (interpose.c), and libvalve.map's check in tests/shim. Read by C and by the assembler: no types here.
  *
  * VALVE_SUBMIT(X): everything that can put work on a GPU queue (facts: design.md 5). Only counted, never looked into,

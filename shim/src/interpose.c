@@ -21,11 +21,7 @@
 #include <sys/auxv.h>
 
 /* dlsym moved from libdl to libc in 2.34 under a new version; the old one exists in both (README.md). */
-#if defined(__x86_64__)
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
-#elif defined(__aarch64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.17");
-#endif
 
 #define CUDA_PART "libvalve-cuda.so"
 

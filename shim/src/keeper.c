@@ -75,11 +75,11 @@ static void obey(void)
 
 	if (syscall(SYS_read, valve_shim.order_fd, &rung, sizeof(rung)) < 0 && errno != EAGAIN)
 		return;
-	while ((seq = VALVE_CONTROL->order_seq) != keeper.order_seq) {
+	while ((seq = load_relaxed(&VALVE_CONTROL->order_seq)) != keeper.order_seq) {
 		struct valve_region *region = VALVE_REGION;
 
 		full_fence(); /* valved writes order, then order_seq */
-		store_relaxed(&region->order_status, carry_out(VALVE_CONTROL->order));
+		store_relaxed(&region->order_status, carry_out(load_relaxed(&VALVE_CONTROL->order)));
 		store_relaxed(&region->order_ns, now_ns());
 		store_release(&region->order_done, seq);
 		keeper.order_seq = seq;
@@ -109,8 +109,9 @@ static void release_own_channels(void)
 
 static bool is_lease_over(void)
 {
-	uint64_t beat_ns = VALVE_CONTROL->heartbeat_ns, now = now_ns();
-	uint64_t lease_ns = VALVE_CONTROL->lease_ns ? VALVE_CONTROL->lease_ns : LEASE_NS;
+	uint64_t beat_ns = load_relaxed(&VALVE_CONTROL->heartbeat_ns), now = now_ns();
+	uint64_t lease_ns =
+	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
 
 	if (!beat_ns)
 		beat_ns = keeper.linked_ns; /* died before its first beat */
@@ -130,7 +131,7 @@ static void check_lease(void)
 {
 	if (!is_offline())
 		return;
-	if (VALVE_CONTROL->draining) {
+	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!keeper.released)
 			release_own_channels();
 		return;
@@ -139,9 +140,9 @@ static void check_lease(void)
 		return;
 	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
 		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
-	if (VALVE_CONTROL->online_registered && !keeper.stopped)
+	if (load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.stopped)
 		stop_own_channels();
-	else if (!VALVE_CONTROL->online_registered && !keeper.released)
+	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.released)
 		release_own_channels();
 }
 
@@ -150,7 +151,8 @@ static void check_lease(void)
 /* A quarter of the lease, so that its end is seen soon; at most a second, because a new valved may shorten it. */
 static int rest_ms(void)
 {
-	uint64_t lease_ns = VALVE_CONTROL->lease_ns ? VALVE_CONTROL->lease_ns : LEASE_NS;
+	uint64_t lease_ns =
+	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
 	uint64_t quarter_ms = lease_ns / 4000000u;
 
 	if (!is_offline())

@@ -281,7 +281,8 @@ static void wait_for_gate(const struct rm_call *call)
 			continue; /* the gate is closed: ask again, the answer may have been lost */
 		if (err != -EPIPE && err != -ENOTCONN)
 			return; /* let through, or refused by a valved that does not know us: not ours to hold then */
-		if (!VALVE_CONTROL->online_registered || VALVE_CONTROL->draining ||
+		if (!load_relaxed(&VALVE_CONTROL->online_registered) ||
+		    load_relaxed(&VALVE_CONTROL->draining) ||
 		    load_relaxed(&valve_shim.state) == VALVE_STATE_OFF)
 			return;
 		if (!dead_since)

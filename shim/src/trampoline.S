@@ -14,8 +14,6 @@
  * valve_slow until then).
  */
 #include "hooks.h"
-#if defined(__x86_64__) && !defined(VALVE_TRAMPOLINES_IN_C)
-
 #define GATE_EPOCH     64 /* offset of valve_control.gate_epoch */
 #define ENTRY_BYTES    32
 #define ENTRY_HANDLER  16
@@ -247,5 +245,4 @@ dlopen:
 	.cfi_endproc
 	.size dlopen, . - dlopen
 
-#endif
 	.section .note.GNU-stack, "", @progbits

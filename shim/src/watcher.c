@@ -51,7 +51,7 @@ static enum verdict can_probe(void)
 {
 	bool any = false;
 
-	if (valve_shim.stopping || valve_contexts.overflow)
+	if (load_relaxed(&valve_shim.stopping) || valve_contexts.overflow)
 		return FAILED;
 	if (VALVE_REGION->capture_depth)
 		return CAPTURING;
@@ -166,8 +166,7 @@ static void write_idle(uint64_t sum, uint64_t idle_ns, uint64_t beat_ns)
 	struct valve_region *region = VALVE_REGION;
 	uint32_t seq = region->idle_seq;
 
-	store_relaxed(&region->idle_seq, seq + 1); /* odd: readers wait */
-	__atomic_thread_fence(__ATOMIC_RELEASE);
+	exchange_full(&region->idle_seq, seq + 1); /* odd: readers wait; nothing below may come before it */
 	store_relaxed(&region->idle_submitted, sum);
 	store_relaxed(&region->idle_ns, idle_ns);
 	store_relaxed(&region->watcher_ns, beat_ns);
@@ -192,8 +191,7 @@ static void publish_idle(uint64_t sum)
 	uint64_t now = now_ns();
 
 	write_idle(sum, now, now);
-	store_release(&VALVE_REGION->busy, 0);
-	full_fence();
+	exchange_full(&VALVE_REGION->busy, 0); /* full: the count is read again after it */
 	if (valve_submitted() != sum)
 		store_release(&VALVE_REGION->busy, 1);
 	else
@@ -225,9 +223,10 @@ static void stay_idle(void)
 {
 	uint64_t nap_ns = NAP_NS;
 
-	while (is_proven() && VALVE_CONTROL->watch && !valve_shim.stopping) {
+	while (is_proven() && load_relaxed(&VALVE_CONTROL->watch) && !load_relaxed(&valve_shim.stopping)) {
 		beat(VALVE_WATCHER_IDLE);
-		futex_wait(&VALVE_REGION->busy, 0, (VALVE_CONTROL->gate_epoch & 1) ? SLEEP_NS : nap_ns);
+		futex_wait(&VALVE_REGION->busy, 0,
+		           (load_relaxed(&VALVE_CONTROL->gate_epoch) & 1) ? SLEEP_NS : nap_ns);
 		nap_ns = nap_ns * 2 < IDLE_NAP_NS ? nap_ns * 2 : IDLE_NAP_NS;
 	}
 }
@@ -240,7 +239,8 @@ static uint64_t try_to_prove(void)
 	                                              [CAPTURING] = VALVE_WATCHER_CAPTURE,
 	                                              [NO_CONTEXT] = VALVE_WATCHER_NO_CONTEXT,
 	                                              [FAILED] = VALVE_WATCHER_ERROR};
-	uint32_t quiet_us = VALVE_CONTROL->quiet_us ? VALVE_CONTROL->quiet_us : QUIET_US;
+	uint32_t quiet_us =
+	        load_relaxed(&VALVE_CONTROL->quiet_us) ? load_relaxed(&VALVE_CONTROL->quiet_us) : QUIET_US;
 	uint64_t sum = valve_submitted();
 	enum verdict verdict = MOVED;
 
@@ -260,8 +260,9 @@ static void *watch(void *unused)
 	bool works = load_driver(), was_idle = false;
 
 	(void)unused;
-	while (!valve_shim.stopping) {
-		if (!VALVE_CONTROL->watch || load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE) {
+	while (!load_relaxed(&valve_shim.stopping)) {
+		if (!load_relaxed(&VALVE_CONTROL->watch) ||
+		    load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE) {
 			beat(VALVE_WATCHER_ASLEEP);
 			futex_wait(&VALVE_CONTROL->watch, 0, SLEEP_NS);
 		} else if (!works) {
