@@ -201,15 +201,24 @@ def test_capture_state_can_be_asked_for(cuda: Cuda) -> None:
 
 
 @on_gpu()
-def test_an_executable_takes_new_parameters_from_a_graph_of_the_same_shape(cuda: Cuda) -> None:
+def test_an_executable_takes_new_parameters_while_a_launch_keeps_the_old(cuda: Cuda) -> None:
     cuda.start()
-    stream, address, graph = cuda.stream(), cuda.alloc(4096), c_void_p()
+    stream, address, graph, update_failed = cuda.stream(), cuda.alloc(4096), c_void_p(), 910
+    cuda.cuMemsetD8_v2(address, 0, 16)
     executable = capture_fills(cuda, stream, address, 1)
     cuda.cuStreamBeginCapture_v2(stream, GLOBAL)
-    cuda.launch(cuda.kernel("emu_fill"), address, 8, 77, stream=stream)
+    cuda.launch(cuda.kernel("emu_fill"), address + 8, 8, 77, stream=stream)
     cuda.cuStreamEndCapture(stream, byref(graph))
-    cuda.cuGraphExecUpdate_v2(executable, graph, (ctypes.c_char * 64)())
-    cuda.cuGraphLaunch(executable, stream)
-    cuda.cuStreamSynchronize(stream)
+    with gate_of(cuda) as gate:
+        gate.close()
+        cuda.cuGraphLaunch(executable, stream)
+        cuda.cuGraphExecUpdate_v2(executable, graph, (ctypes.c_char * 64)())
+        cuda.cuGraphLaunch(executable, stream)
+        gate.open()
+        cuda.cuStreamSynchronize(stream)
+    other = c_void_p()
+    cuda.cuStreamBeginCapture_v2(stream, GLOBAL)
+    cuda.cuStreamEndCapture(stream, byref(other))
 
-    assert cuda.read(address, 8)[0] == 77
+    assert cuda.read(address, 16) == bytes([1, *[0] * 7, 77, *[0] * 7])
+    assert cuda.call("cuGraphExecUpdate_v2", executable, other, (ctypes.c_char * 64)()) == update_failed

@@ -2,7 +2,6 @@
 #include "capture.h"
 #include "core.h"
 #include "memory.h"
-#include "stream.h"
 
 #include <stdlib.h>
 
@@ -19,7 +18,7 @@ bool context_valid(const void *handle)
 	return ctx != NULL;
 }
 
-struct context *context_peek(void)
+static struct context *context_peek(void)
 {
 	return depth ? stack[depth - 1] : NULL;
 }

@@ -185,11 +185,9 @@ CUresult driver_check(void); /* initialised, and not a forked child */
 uint64_t now_ns(void);
 void sleep_model_ns(uint64_t model_ns); /* sleeps what the model says, scaled, never spins */
 uint64_t real_ns(uint64_t model_ns);
-bool is_exiting(void);
 
 /* context.c */
 CUresult context_current(struct context **out); /* also returns the sticky error */
-struct context *context_peek(void);
 bool context_valid(const void *handle);
 struct device *device_at(CUdevice dev);
 
@@ -202,7 +200,6 @@ CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_make(struct context *ctx, unsigned flags, int priority);
 void stream_free_locked(struct stream *stream);
 void context_work_locked(struct context *ctx, struct dependencies *out); /* all that was submitted */
-CUresult stream_wait(struct stream *stream);
 CUresult context_wait(struct context *ctx);
 
 /* timeline.c */
@@ -226,6 +223,5 @@ CUresult work_submit(struct stream *stream, enum lane lane, struct work *work);
 CUresult work_submit_wait(struct stream *stream, enum lane lane, struct work *work);
 uint64_t work_enqueue_locked(struct stream *stream, enum lane lane, struct work *work);
 void *executor_main(void *channel);
-void context_fault(struct context *ctx, CUresult error);
 
 #endif

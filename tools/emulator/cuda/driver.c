@@ -48,11 +48,6 @@ void sleep_model_ns(uint64_t model_ns)
 	debt_ns -= slept < debt_ns ? slept : debt_ns;
 }
 
-bool is_exiting(void)
-{
-	return exiting;
-}
-
 CUresult driver_check(void)
 {
 	if (emu.forked || !__atomic_load_n(&emu.ready, __ATOMIC_ACQUIRE))

@@ -1,6 +1,6 @@
 /* event.c - events: a point on a stream's timeline, with the time at which the GPU came past it. */
 #include "capture.h"
-#include "stream.h"
+#include "core.h"
 
 #include <stdlib.h>
 
@@ -29,14 +29,14 @@ static void drop_mark(struct work *work)
 	mark_unref(((struct event_work *)work)->mark);
 }
 
-struct event *event_from(CUevent handle)
+static struct event *event_from(CUevent handle)
 {
 	struct event *event = (struct event *)handle;
 
 	return event && event->magic == MAGIC_EVENT ? event : NULL;
 }
 
-void event_forget_capture_locked(struct event *event)
+static void forget_capture_locked(struct event *event)
 {
 	if (event->capture)
 		capture_unref_locked(event->capture);
@@ -49,7 +49,7 @@ static void set_mark_locked(struct event *event, struct mark *mark)
 	mark->refs++;
 	mark_unref(event->mark);
 	event->mark = mark;
-	event_forget_capture_locked(event);
+	forget_capture_locked(event);
 }
 
 static struct mark *mark_new(void)
@@ -103,7 +103,7 @@ CUAPI(cuEventDestroy_v2, CUevent handle)
 		return CUDA_ERROR_INVALID_HANDLE;
 	pthread_mutex_lock(&emu.lock);
 	mark_unref(event->mark);
-	event_forget_capture_locked(event);
+	forget_capture_locked(event);
 	free(event->tips.at);
 	pthread_mutex_unlock(&emu.lock);
 	event->magic = 0;

@@ -7,17 +7,22 @@
 
 #include <stdlib.h>
 
+/* What an executable runs. Launches in flight keep theirs when it is updated or destroyed. */
+struct works {
+	unsigned refs, count;
+	struct held held;
+	struct work *at[];
+};
+
 struct exec {
 	uint32_t magic;
-	struct work **works;
-	struct held held;
-	unsigned count, refs;
+	struct works *works;
 	uint64_t flags;
 };
 
 struct graph_work {
 	struct work work;
-	struct exec *exec;
+	struct works *works;
 };
 
 struct graph *graph_from(CUgraph handle)
@@ -34,52 +39,49 @@ static struct exec *exec_from(CUgraphExec handle)
 	return exec && exec->magic == MAGIC_EXEC ? exec : NULL;
 }
 
-static void take_works(struct exec *exec, const struct graph *graph)
+static struct works *works_of(const struct graph *graph)
 {
-	exec->works = calloc(graph->count + 1u, sizeof(struct work *));
-	if (!exec->works)
+	struct works *works = calloc(1, sizeof(*works) + graph->count * sizeof(struct work *));
+
+	if (!works)
 		abort();
-	exec->count = 0;
+	works->refs = 1;
 	for (unsigned i = 0; i < graph->count; i++)
 		if (graph->nodes[i]->work)
-			exec->works[exec->count++] = work_ref(graph->nodes[i]->work);
+			works->at[works->count++] = work_ref(graph->nodes[i]->work);
+	held_copy(&works->held, &graph->held);
+	return works;
 }
 
-static void drop_works(struct exec *exec)
+static void works_unref(struct works *works)
 {
-	for (unsigned i = 0; i < exec->count; i++)
-		work_free(exec->works[i]);
-	free(exec->works);
-}
-
-static void exec_unref(struct exec *exec)
-{
-	if (--exec->refs)
+	if (--works->refs)
 		return;
-	drop_works(exec);
-	held_drop(&exec->held);
-	free(exec);
+	for (unsigned i = 0; i < works->count; i++)
+		work_free(works->at[i]);
+	held_drop(&works->held);
+	free(works);
 }
 
 static CUresult run_graph(struct work *work, struct channel *channel)
 {
-	const struct exec *exec = ((struct graph_work *)work)->exec;
+	const struct works *works = ((struct graph_work *)work)->works;
 
-	for (unsigned i = 0; i < exec->count; i++) {
+	for (unsigned i = 0; i < works->count; i++) {
 		if (!turn_begin(channel))
 			return CUDA_SUCCESS;
-		if (exec->works[i]->is_launch)
+		if (works->at[i]->is_launch)
 			__atomic_fetch_add(&channel->slot->launches, 1, __ATOMIC_RELAXED);
-		CUresult result = exec->works[i]->run(exec->works[i], channel);
+		CUresult result = works->at[i]->run(works->at[i], channel);
 		if (result)
 			return result;
 	}
 	return CUDA_SUCCESS;
 }
 
-static void drop_exec(struct work *work)
+static void drop_works(struct work *work)
 {
-	exec_unref(((struct graph_work *)work)->exec);
+	works_unref(((struct graph_work *)work)->works);
 }
 
 static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
@@ -93,10 +95,8 @@ static CUresult instantiate(CUgraph handle, uint64_t flags, CUgraphExec *out)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = MAGIC_EXEC;
-	exec->refs = 1;
 	exec->flags = flags;
-	take_works(exec, graph);
-	held_copy(&exec->held, &graph->held);
+	exec->works = works_of(graph);
 	pthread_mutex_unlock(&emu.lock);
 	*out = (CUgraphExec)exec;
 	return CUDA_SUCCESS;
@@ -143,7 +143,7 @@ CUAPI(cuGraphNodeGetType, CUgraphNode handle, int *out)
 	return CUDA_SUCCESS;
 }
 
-static CUresult add_empty(CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
+CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
 {
 	struct graph *graph = graph_from(handle);
 
@@ -153,11 +153,6 @@ static CUresult add_empty(CUgraphNode *out, CUgraph handle, const CUgraphNode *a
 	*out = (CUgraphNode)graph->nodes[graph_append(graph, NULL, NODE_EMPTY, NULL)];
 	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
-}
-
-CUAPI(cuGraphAddEmptyNode, CUgraphNode *out, CUgraph handle, const CUgraphNode *after, size_t count)
-{
-	return add_empty(out, handle, after, count);
 }
 
 CUAPI(cuGraphInstantiate, CUgraphExec *out, CUgraph graph, CUgraphNode *error_node, char *log,
@@ -207,34 +202,32 @@ CUAPI(cuGraphExecDestroy, CUgraphExec handle)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&emu.lock);
 	exec->magic = 0;
-	exec_unref(exec);
+	works_unref(exec->works);
 	pthread_mutex_unlock(&emu.lock);
+	free(exec);
 	return CUDA_SUCCESS;
 }
 
-/* Succeeds when the new graph has the same kinds of nodes in the same order; launches in flight keep the old works. */
-CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, void *info)
+/* Succeeds when the new graph has the same kinds of nodes in the same order. */
+CUAPI(cuGraphExecUpdate_v2, CUgraphExec handle, CUgraph graph_handle, int *info)
 {
-	struct exec *exec = exec_from(handle), fresh = {0};
+	struct exec *exec = exec_from(handle);
 	const struct graph *graph = graph_from(graph_handle);
-	bool same = exec && graph;
 
-	if (!same)
+	if (!exec || !graph)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&emu.lock);
-	take_works(&fresh, graph);
-	same = fresh.count == exec->count && exec->refs == 1;
-	for (unsigned i = 0; same && i < fresh.count; i++)
-		same = fresh.works[i]->node_type == exec->works[i]->node_type;
-	struct exec old = same ? *exec : fresh;
-	if (same) {
-		exec->works = fresh.works;
-	}
-	drop_works(&old);
+	struct works *fresh = works_of(graph), *old = exec->works;
+	bool same = fresh->count == old->count;
+	for (unsigned i = 0; same && i < fresh->count; i++)
+		same = fresh->at[i]->node_type == old->at[i]->node_type;
+	if (same)
+		exec->works = fresh;
+	works_unref(same ? old : fresh);
 	pthread_mutex_unlock(&emu.lock);
 	if (info)
-		*(int *)info = same ? 0 : 1;
-	return same ? CUDA_SUCCESS : 910;
+		*info = !same;
+	return same ? CUDA_SUCCESS : CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
 }
 
 CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
@@ -248,11 +241,11 @@ CUAPI(cuGraphLaunch, CUgraphExec handle, CUstream stream_handle)
 	if (!exec)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct graph_work *launch = work_new(sizeof(*launch), run_graph);
-	launch->work.node_type = 4; /* a child graph, when captured */
-	launch->work.drop = drop_exec;
-	launch->exec = exec;
+	launch->work.node_type = NODE_GRAPH;
+	launch->work.drop = drop_works;
 	pthread_mutex_lock(&emu.lock);
-	exec->refs++;
+	launch->works = exec->works;
+	launch->works->refs++;
 	pthread_mutex_unlock(&emu.lock);
 	return work_submit(stream, LANE_COMPUTE, &launch->work);
 }

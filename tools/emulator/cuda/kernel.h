@@ -24,7 +24,6 @@ struct builtin {
 	unsigned args; /* all are 64 bits wide */
 };
 const struct builtin *builtin_find(const char *name);
-const char *builtin_name(unsigned index); /* NULL past the last */
 
 struct function {
 	uint32_t magic;

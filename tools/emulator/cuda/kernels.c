@@ -187,8 +187,3 @@ const struct builtin *builtin_find(const char *name)
 			return &builtins[i];
 	return NULL;
 }
-
-const char *builtin_name(unsigned index)
-{
-	return index < sizeof(builtins) / sizeof(builtins[0]) ? builtins[index].name : NULL;
-}

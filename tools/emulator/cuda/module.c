@@ -77,12 +77,10 @@ static CUresult open_native(struct module *module)
 
 static CUresult load(const void *image, struct module **out)
 {
-	struct context *ctx;
 	CUresult result = driver_check();
 
 	if (result)
 		return result;
-	(void)ctx;
 	if (!image || !out)
 		return CUDA_ERROR_INVALID_VALUE;
 	size_t bytes = image_bytes(&image);
@@ -140,14 +138,13 @@ static bool is_ptx(const struct module *module)
 	return !module->has_builtins && isprint((unsigned char)module->image[0]);
 }
 
-/* In PTX a kernel is ".entry NAME"; elsewhere it is enough that the name occurs as a string of its own. */
+/* In PTX a kernel is ".entry NAME"; elsewhere it is enough that the name occurs. */
 static bool has_name(const struct module *module, const char *name)
 {
 	size_t length = strlen(name);
 
 	if (!is_ptx(module))
-		return memmem(module->image, module->bytes, name, length + 1) != NULL ||
-		       memmem(module->image, module->bytes, name, length) != NULL;
+		return memmem(module->image, module->bytes, name, length) != NULL;
 	for (const char *at = strstr(module->image, ".entry"); at; at = strstr(at, ".entry")) {
 		at += sizeof(".entry") - 1;
 		at += strspn(at, " \t\r\n");

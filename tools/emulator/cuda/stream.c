@@ -1,7 +1,7 @@
 /* stream.c - streams: making, resolving (legacy, per-thread), waiting. Each is bound to one compute and one copy
  * channel of its context, round robin, so streams beyond the number of channels share one as on the card. */
-#include "stream.h"
 #include "capture.h"
+#include "core.h"
 
 #include <stdlib.h>
 
@@ -83,7 +83,7 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 	return (*out)->ctx->sticky;
 }
 
-CUresult stream_wait(struct stream *stream)
+static CUresult stream_wait(struct stream *stream)
 {
 	struct context *ctx = stream->ctx;
 

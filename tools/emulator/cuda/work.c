@@ -180,7 +180,7 @@ static void finish_locked(struct channel *channel, struct work *work)
 }
 
 /* A faulted context runs nothing more, but what was queued still completes, so that nobody waits for ever. */
-void context_fault(struct context *ctx, CUresult error)
+static void context_fault(struct context *ctx, CUresult error)
 {
 	pthread_mutex_lock(&emu.lock);
 	if (!ctx->sticky)
