@@ -16,8 +16,6 @@ from valved.paths import preload_library
 
 SUPPORT = Path(__file__).parents[1] / "support"
 BODY = "import sys, cuda_driver\ncuda = cuda_driver.Cuda().start()\nprint('up', flush=True)\nsys.stdin.readline()\n"
-    "import sys\nfrom cuda_driver import Cuda\ncuda = Cuda().start()\nprint('up', flush=True)\nsys.stdin.readline()\n"
-)
 
 
 @contextmanager
