@@ -12,14 +12,30 @@ from valve_tools.cluster.fleet import create_nodes, delete_nodes, delete_pods, i
 ROOT = Path(__file__).resolve().parents[2]
 
 
+MISSING = pytest.StashKey[str]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without the programs nothing here can run: one line says so, not one per test."""
+    try:
+        binaries(ROOT)
+    except NotBuilt as reason:
+        here = Path(__file__).parent
+        left_out = [item for item in items if here in item.path.parents]
+        items[:] = [item for item in items if here not in item.path.parents]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[MISSING] = f"tests/cluster: {len(left_out)} tests not run, {reason}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if MISSING in config.stash:
+        terminalreporter.write_line(config.stash[MISSING])
+
+
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """API server, etcd and controller manager with Valve's CRDs; no scheduler, no nodes."""
-    try:
-        programs = binaries(ROOT)
-    except NotBuilt as reason:
-        pytest.skip(str(reason))
-    plane = ControlPlane(tmp_path_factory.mktemp("cluster"), programs)
+    plane = ControlPlane(tmp_path_factory.mktemp("cluster"), binaries(ROOT))
     try:
         plane.start()
         install_crds(plane.api, ROOT / "helm/valve")
