@@ -35,6 +35,14 @@ def rss_mb(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
+def core_speed() -> str:
+    """CPU time of a fixed Python loop just now. A core shared with busy neighbours does less per second of its time."""
+    began = time.thread_time()
+    for _ in range(1_000_000):
+        pass
+    return f"an empty loop of 1M steps takes {1e3 * (time.thread_time() - began):.0f} ms here now"
+
+
 def shares(pid: int, windows: int) -> list[float]:
     """Percent of a core, one figure per window."""
     found = []
@@ -90,7 +98,7 @@ def busy(node: EmulatedNode, crowd: subprocess.Popen[str], pid: int) -> Iterator
     before, began = node.status().counters.wakes, time.monotonic()
     used = shares(pid, WINDOWS)
     edges = 2 * (node.status().counters.wakes - before) / (time.monotonic() - began)
-    note = f"{edges:.0f} edges/s reached; includes the emulated driver's client side"
+    note = f"{edges:.0f} edges/s reached; includes the emulated driver's client side; {core_speed()}"
     yield row_of("daemon-cost", "1000-edges/s", "% of a core", used, 10.0, judged="p50", note=note)
 
 

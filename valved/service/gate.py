@@ -214,7 +214,7 @@ class GateService:
         for gpu in self._gpus_of(stamp.service):
             self.gpus[gpu].release(stamp.service, at_ns)
         if online is not None:
-            online.end_hold(at_ns, self.settings.cooldown)
+            online.end_hold(at_ns)
             online.woken_epoch = stamp.epoch
             for requests in online.tallies.values():
                 requests.woken()
@@ -289,7 +289,7 @@ class GateService:
         """Our book said it holds and the native side knows better: a stamp was lost."""
         for gpu in online.gpus:
             self.gpus[gpu].release(online.id, now_ns)
-        online.end_hold(now_ns, self.settings.cooldown)
+        online.end_hold(now_ns)
 
     def resync(self) -> None:
         """Find a hold whose stamp was lost (the ring is bounded): else its offline work would never be woken."""

@@ -37,6 +37,7 @@ class OnlineService:
     gpus: frozenset[GpuIndex] = frozenset()
     cooldown_state: CooldownState
     cooldown: Cooldown
+    read_ns: int = 0  # when the cooldown was last read off its state
     breaker: BreakerState
     holding: bool = True  # from birth, so that no launch precedes its gate
     since_ns: int = 0  # of the present state
@@ -60,18 +61,22 @@ class OnlineService:
     open_requests: int = 0
 
     def begin_hold(self, at_ns: int) -> None:
-        """Quiet time does not age the cooldown's mark: only its clock is brought up to date."""
         self.holding = True
         self.since_ns = self.looking_since_ns = at_ns
-        old = self.cooldown_state
-        seen_ns = max(at_ns, old.seen_ns)
-        self.cooldown_state = CooldownState(mark_ns=old.mark_ns, age_ns=old.age_ns, seen_ns=seen_ns, gaps=old.gaps)
+        self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
 
-    def end_hold(self, at_ns: int, settings: CooldownSettings) -> None:
+    def end_hold(self, at_ns: int) -> None:
         self.held_ns += max(0, at_ns - self.since_ns)
         self.holding = False
         self.since_ns = at_ns
-        self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, CooldownObservation(), at_ns, settings)
+        self._age_mark(at_ns, held_ns=max(0, at_ns - self.cooldown_state.seen_ns))
+
+    def _age_mark(self, at_ns: int, held_ns: int) -> None:
+        """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
+        old = self.cooldown_state
+        self.cooldown_state = CooldownState(
+            mark_ns=old.mark_ns, age_ns=old.age_ns + held_ns, seen_ns=max(at_ns, old.seen_ns), gaps=old.gaps
+        )
 
     def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
         """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.
@@ -117,7 +122,8 @@ class OnlineService:
         open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)
         inside = gaps_inside_hold(gaps, self.looking_since_ns, now_ns) if counted and gaps else ()
-        if inside or now_ns - self.cooldown_state.seen_ns > AGE_NS:
+        if inside or now_ns - self.read_ns > AGE_NS:
+            self.read_ns = now_ns
             observation = CooldownObservation(gaps_ns=inside)
             self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
         return WakeObservation(
