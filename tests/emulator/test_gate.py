@@ -159,6 +159,12 @@ def test_the_completion_event_needs_the_kernel_unless_the_call_is_routed_to_the_
     assert (stock, routed) == (NO_PERMISSION, OK)
 
 
+def test_without_a_firmware_processor_nothing_can_be_disabled(emulator: Emulator, daemon: Tree) -> None:
+    emulator.set(gsp=0)
+
+    assert daemon.gate([], on=False) == NOT_SUPPORTED
+
+
 def test_scheduling_the_group_again_enables_it(emulator: Emulator, workload: Tree, daemon: Tree) -> None:
     """Why a shim has to hold this call while the gate is closed."""
     daemon.gate(workload.pairs, on=False)

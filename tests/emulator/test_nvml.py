@@ -97,6 +97,17 @@ def test_modes_that_decide_whether_valve_can_work_are_reported(emulator: Emulato
     assert seen == [0, [0, 0], [1, 1], 1]
 
 
+def test_modes_under_which_valve_cannot_work_can_be_had(emulator: Emulator) -> None:
+    emulator.set(gsp=0, mig=1, compute_mode=3)
+
+    seen = ask(
+        emulator,
+        "[n.nvmlDeviceGetComputeMode(h), n.nvmlDeviceGetMigMode(h), n.nvmlDeviceGetGspFirmwareMode(h)]",
+    )
+
+    assert seen == [3, [1, 1], [0, 1]]
+
+
 def test_what_nobody_answers_is_a_clear_error(emulator: Emulator) -> None:
     seen = ask(emulator, "[refusal(n.nvmlDeviceGetPowerUsage, h), refusal(n.nvmlDeviceGetHostname_v1, h)]")
 

@@ -85,6 +85,12 @@ def test_knobs_and_faults_can_be_given_at_start(tmp_path: Path) -> None:
     assert done.stdout.strip() == "device-only"
 
 
+def test_the_board_shows_the_defaults_when_nothing_is_set() -> None:
+    code = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetGspFirmwareMode(n.nvmlDeviceGetHandleByIndex(0)))"
+
+    assert run("--", sys.executable, "-c", code).stdout.strip() == "[1, 1]"
+
+
 def test_a_bad_knob_stops_the_start() -> None:
     done = run("--set", "lock=brass", "--", "true")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
+import socket
+import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,32 @@ def live_and_die(directory: Path, seed: int) -> None:
                 break
 
 
+def talk_nonsense(directory: Path, seed: int) -> None:
+    """Connections with broken hellos, and calls whose sizes, files and numbers mean nothing."""
+    chance = random.Random(seed)
+    for _ in range(150):
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.connect(str(directory / "emu.sock"))
+        kind = chance.choice([1, 2, 3, 4, 4, 4, 5, 6, 99])
+        magic = 0x32554D45 if chance.random() < 0.95 else chance.getrandbits(32)
+        link.send(struct.pack("<IIIIQ", magic, kind, chance.randrange(4), 0, chance.randrange(40)))
+        if kind == 4 and link.recv(64):
+            for _ in range(20):
+                size = chance.choice([0, 4, 16, 24, 32, 40, 48, 72])
+                params = chance.choice([0, 3, 8, 24, 268, 536, 1540])
+                number = chance.choice([0x27, 0x29, 0x2A, 0x2B, 0x34, 0x35, 27, 33, 66, 73, 74, 200, 210, 214])
+                call = struct.pack(
+                    "<IIIIQQQII", chance.choice([1, 1, 1, 3, 4, 7]), number, size, params,
+                    chance.randrange(30), chance.randrange(30), 3, 0xC1D00001, chance.randrange(9),
+                )  # fmt: skip
+                words = [chance.choice([0, 1, 0x41, 0x80, 0xC1D00001, 0x2080110B, 0x3D05]) for _ in range(size // 4)]
+                body = struct.pack(f"<{len(words)}I", *words) + chance.randbytes(params)
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    link.send(call + body)
+                    link.recv(1 << 17)
+        link.close()
+
+
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_a_crowd_leaves_no_report(repository: Path, tmp_path: Path, sanitizer: str) -> None:
     if shutil.which("cc") is None:
@@ -52,7 +81,9 @@ def test_a_crowd_leaves_no_report(repository: Path, tmp_path: Path, sanitizer: s
 
     try:
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda seed: live_and_die(node, seed), range(8)))
+            lives = pool.map(lambda seed: live_and_die(node, seed), range(8))
+            noise = pool.map(lambda seed: talk_nonsense(node, seed), range(4))
+            list(lives), list(noise)
         with Emulator(node) as emulator:
             emulator.wait(lambda state: not state.raw["files"], "everybody gone", deadline_s=90)
             left = emulator.state()

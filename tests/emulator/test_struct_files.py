@@ -100,6 +100,18 @@ def test_a_forked_child_keeps_the_file_of_its_parent(emulator: Emulator, process
     emulator.wait(lambda state: not state.raw["clients"] and not state.raw["files"], "everything released")
 
 
+def test_a_forked_child_calls_through_the_file_that_it_inherited(process: RmProcess) -> None:
+    """The connection of a thread is not shared with a child: two processes would read each other's answers."""
+    tree = grow_tree(process)
+    arg = process.control_arg(tree.client, tree.client, ID_INFO, 32)
+
+    statuses = process.call(
+        "ioctl_in_children", count=4, fd=tree.ctl, request=request(CONTROL, 32), arg=arg.hex(), params=id_info().hex()
+    )
+
+    assert statuses == [OK] * 4
+
+
 def test_a_device_needs_a_fd_of_its_node_wherever_that_came_from(process: RmProcess, another: RmProcess) -> None:
     ctl = process.open("/dev/nvidiactl")
     client = client_on(process, ctl)

@@ -76,6 +76,20 @@ class Agent:
             threading.Event().wait()
         return pid
 
+    def ioctl_in_children(self, count: int, fd: int, request: int, arg: str, params: str) -> list[int]:
+        """The same control at the same time from forked children; the status each of them got."""
+        self.ioctl(fd, request, arg, params, at=16)  # this thread has a connection to inherit
+        ends = []
+        for _ in range(count):
+            read, write = os.pipe()
+            if os.fork() == 0:
+                _, got, _ = self.ioctl(fd, request, arg, params, at=16)
+                os.write(write, bytes.fromhex(got)[28:32])
+                os._exit(0)
+            os.close(write)
+            ends.append(read)
+        return [int.from_bytes(os.read(end, 4), "little") for end in ends]
+
     # ---- memory ----
 
     def peek(self, address: int) -> int:

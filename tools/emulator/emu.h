@@ -100,10 +100,10 @@ struct emu_board {
 	uint64_t magic;
 	uint32_t gpus, channels;
 	uint64_t seed;
-	double time_scale;     /* model microseconds per real microsecond; 1.0 = real time */
-	uint32_t driver[4];    /* branch, minor, patch, 0 */
-	uint32_t gpfifo_depth; /* work items a channel takes before a launch blocks */
-	uint8_t pad0[12];
+	double time_scale;               /* model microseconds per real microsecond; 1.0 = real time */
+	uint32_t driver[4];              /* branch, minor, patch, 0 */
+	uint32_t gpfifo_depth;           /* work items a channel takes before a launch blocks */
+	uint32_t mig, compute_mode, gsp; /* as NVML reports them: 0/1, 0 default 3 exclusive, 0/1 */
 	struct emu_gpu gpu[EMU_GPUS];
 	struct emu_channel channel[EMU_CHANNELS];
 	struct emu_park park[EMU_PARKS];

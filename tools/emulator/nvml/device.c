@@ -117,7 +117,7 @@ DEVICE_CALL(nvmlDeviceGetGraphicsRunningProcesses_v3, unsigned *count, struct nv
 DEVICE_CALL(nvmlDeviceGetComputeMode, unsigned *mode)
 {
 	CHECK(mode);
-	*mode = 0; /* default: any number of processes */
+	*mode = board_get()->compute_mode;
 	return NVML_SUCCESS;
 }
 
@@ -131,14 +131,15 @@ DEVICE_CALL(nvmlDeviceGetPersistenceMode, unsigned *mode)
 DEVICE_CALL(nvmlDeviceGetMigMode, unsigned *current, unsigned *pending)
 {
 	CHECK(current && pending);
-	*current = *pending = 0;
+	*current = *pending = board_get()->mig;
 	return NVML_SUCCESS;
 }
 
 DEVICE_CALL(nvmlDeviceGetGspFirmwareMode, unsigned *enabled, unsigned *preset)
 {
 	CHECK(enabled && preset);
-	*enabled = *preset = 1;
+	*enabled = board_get()->gsp;
+	*preset = 1;
 	return NVML_SUCCESS;
 }
 

@@ -77,6 +77,15 @@ static const char *set_driver(const char *version)
 	return proc_files_write() ? "cannot write the proc files" : NULL;
 }
 
+/* What libcuda and NVML read without asking. */
+void board_follow_knobs(void)
+{
+	store(&S.board->gpfifo_depth, (uint32_t)knob(K_gpfifo_depth));
+	store(&S.board->gsp, (uint32_t)knob(K_gsp));
+	store(&S.board->mig, (uint32_t)knob(K_mig));
+	store(&S.board->compute_mode, (uint32_t)knob(K_compute_mode));
+}
+
 const char *setting(const char *name, const char *value)
 {
 	const char *wrong;
@@ -84,7 +93,7 @@ const char *setting(const char *name, const char *value)
 	if (strcmp(name, "driver") == 0)
 		return set_driver(value);
 	wrong = knob_set(name, value);
-	store(&S.board->gpfifo_depth, (uint32_t)knob(K_gpfifo_depth));
+	board_follow_knobs();
 	return wrong;
 }
 

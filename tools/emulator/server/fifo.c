@@ -108,6 +108,8 @@ uint32_t fifo_disable_channels(struct control *k)
 	 * it. */
 	if (g.p->pRunlistPreemptEvent && knob(K_lock) != LOCK_ROUTE_TO_PHYSICAL)
 		return NV_ERR_INSUFFICIENT_PERMISSIONS;
+	if (!knob(K_gsp)) /* the open driver knows it only as a call to the firmware */
+		return NV_ERR_NOT_SUPPORTED;
 	if (g.p->numChannels > NV2080_DISABLE_CHANNELS_MAX)
 		return NV_ERR_INVALID_ARGUMENT;
 	g.fault = fault_at(g.p->bDisable ? "disable" : "enable", k->call, k->object->gpu);

@@ -31,6 +31,9 @@
 	X(stop_disabled, "wait,idle", "wait",                                                                \
 	  "whether a disabled channel with work counts as busy at close")                                    \
 	X(gpfifo_depth, "int", "1024", "work items a channel takes before a launch blocks")                  \
+	X(gsp, "int", "1", "0: no firmware processor, the disable call is not supported")                    \
+	X(mig, "int", "0", "1: the cards report MIG mode")                                                   \
+	X(compute_mode, "int", "0", "as NVML numbers it: 0 default, 2 prohibited, 3 exclusive process")      \
 	X(realtime, "int", "1", "run before ordinary processes where permitted, at start")                   \
 	X(time_scale, "ratio", "1", "model microseconds per real microsecond, at start")
 

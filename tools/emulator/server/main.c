@@ -114,6 +114,7 @@ static void finish_board(void)
 {
 	S.board->gpus = S.gpus;
 	S.board->seed = S.seed;
+	board_follow_knobs();
 	S.board->time_scale = (double)knob(K_time_scale) / 1000.0;
 	for (uint32_t i = 0; i < S.gpus; i++)
 		make_gpu(i);

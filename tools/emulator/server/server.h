@@ -336,6 +336,7 @@ void *connection_thread(void *fd);
 void driver_text(char out[64]); /* the version, as of now */
 const char *setting(const char *name,
                     const char *value); /* a knob or the driver version; NULL or what is wrong */
+void board_follow_knobs(void);
 int proc_files_write(void);
 bool process_gone(pid_t pid);
 
