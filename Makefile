@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv cluster-tools build fmt check test test-all bench demo wheel clean
+.PHONY: help venv cluster-tools build fmt check test bench demo wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,7 +32,7 @@ build: $(VENV)/.installed ## build and install into .venv
 
 fmt: venv ## format C and Python
 	@git ls-files -co --exclude-standard -- '*.c' '*.h' | xargs -r $(BIN)/clang-format -i
-	@$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
+	@$(BIN)/ruff check -q --fix-only . ; $(BIN)/ruff format -q .
 
 check: build ## lint, types, import rules, sizes, formatting
 	@$(BIN)/python -m valve_tools.check.run

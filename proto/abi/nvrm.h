@@ -260,6 +260,10 @@ struct uvm_unregister_channel {
 	uint8_t gpuUuid[16];
 	uint32_t hClient, hChannel, rmStatus;
 };
+/* From 590 the UUID is gone and the handles stand first (NV_BRANCH_TABLE, unregister_at). */
+struct uvm_unregister_channel_590 {
+	uint32_t hClient, hChannel, rmStatus;
+};
 struct uvm_map_external_sparse {
 	uint64_t base, length;
 	uint8_t gpuUuid[16];
@@ -268,17 +272,21 @@ struct uvm_map_external_sparse {
 
 /* Differences between branches, each from its parent. A branch not listed here is unknown: observe, never issue. */
 struct nv_branch {
-	uint32_t first;          /* first branch of the run */
-	uint32_t channel_params; /* sizeof NV_CHANNEL_ALLOC_PARAMS */
-	uint32_t engine_at, cid_at;
-	uint32_t schedule_params; /* sizeof NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS */
-	uint32_t has_unique_id;   /* 0x20801124 exists */
+	uint32_t first;             /* first branch of the run */
+	uint32_t channel_params;    /* sizeof NV_CHANNEL_ALLOC_PARAMS */
+	uint32_t engine_at, cid_at; /* offsets in it */
+	uint32_t schedule_params;   /* sizeof NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS */
+	uint32_t has_unique_id;     /* 0x20801124 exists */
+	uint32_t unregister_at;     /* offset of hClient in UVM_UNREGISTER_CHANNEL_PARAMS */
 };
-#define NV_BRANCH_TABLE                                                                     \
-	{535, 360, 128, 132, 2, 0}, {570, 368, 128, 132, 2, 1}, {580, 368, 128, 132, 3, 1}, \
-	{                                                                                   \
-		610, 0, 136, 140, 3, 1                                                      \
-	}
+/* clang-format off */
+#define NV_BRANCH_TABLE               \
+	{535, 360, 128, 132, 2, 0, 16}, \
+	{570, 368, 128, 132, 2, 1, 16}, \
+	{580, 368, 128, 132, 3, 1, 16}, \
+	{590, 368, 128, 132, 3, 1, 0},  \
+	{610, 0, 136, 140, 3, 1, 0}
+/* clang-format on */
 #define NV_BRANCH_FIRST 535u /* older: old lock rules, untested */
 #define NV_BRANCH_LAST  595u /* newer: unknown */
 
@@ -305,6 +313,7 @@ NV_SIZE(nv0000_export_object_to_fd, 24);
 NV_SIZE(nv0000_import_object_from_fd, 20);
 NV_SIZE(uvm_register_channel, 56);
 NV_SIZE(uvm_unregister_channel, 28);
+NV_SIZE(uvm_unregister_channel_590, 12);
 NV_SIZE(uvm_map_external_sparse, 40);
 NV_AT(nvos21_alloc, pAllocParms, 16);
 NV_AT(nvos21_alloc, status, 28);

@@ -42,6 +42,18 @@ bool rm_is_known_branch(const struct rm_map *map)
 	return map->branch >= NV_BRANCH_FIRST && map->branch <= NV_BRANCH_LAST;
 }
 
+/* Where the handles stand in UVM_UNREGISTER_CHANNEL; older branches have a GPU UUID before them. */
+uint32_t rm_unregister_at(const struct rm_map *map)
+{
+	static const struct nv_branch branches[] = {NV_BRANCH_TABLE};
+	uint32_t at = branches[0].unregister_at;
+
+	for (size_t i = 0; i < sizeof(branches) / sizeof(branches[0]); i++)
+		if (map->branch >= branches[i].first)
+			at = branches[i].unregister_at;
+	return at;
+}
+
 struct rm_object *rm_find(struct rm_map *map, uint32_t h_client, uint32_t handle)
 {
 	struct rm_object *dying = NULL;

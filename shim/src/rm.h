@@ -61,6 +61,7 @@ struct rm_call {
 void rm_reset(struct rm_map *map);
 void rm_set_version(struct rm_map *map, const char *version); /* "580.159.04" */
 bool rm_is_known_branch(const struct rm_map *map);
+uint32_t rm_unregister_at(const struct rm_map *map);
 
 /* Before the ioctl: decodes, marks what a FREE will take, makes channels due that a SCHEDULE will start. */
 void rm_before(struct rm_map *map, uint32_t request, const void *argument, struct rm_call *call);

@@ -115,7 +115,7 @@ void rm_after_control(struct rm_map *map, const struct rm_call *call)
 void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument)
 {
 	struct uvm_register_channel added;
-	struct uvm_unregister_channel gone;
+	struct uvm_unregister_channel_590 gone;
 	struct rm_object *channel;
 
 	if (request == UVM_REGISTER_CHANNEL && rm_fetch(map, &added, (uintptr_t)argument, sizeof(added))) {
@@ -125,7 +125,7 @@ void rm_after_uvm(struct rm_map *map, uint32_t request, const void *argument)
 		learn_uuid(map, rm_device_of(map, channel), added.gpuUuid);
 		channel->due = 1;
 	} else if (request == UVM_UNREGISTER_CHANNEL &&
-	           rm_fetch(map, &gone, (uintptr_t)argument, sizeof(gone))) {
+	           rm_fetch(map, &gone, (uintptr_t)argument + rm_unregister_at(map), sizeof(gone))) {
 		/* Its FREE follows and takes it away; until then it is stopped for good, so nobody need gate it. */
 		channel = rm_find(map, gone.hClient, gone.hChannel);
 		if (gone.rmStatus == NV_OK && channel && channel->kind == RM_CHANNEL)

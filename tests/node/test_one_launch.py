@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from node_rig import Offline, Online, nothing_left_off, service
 
 
@@ -42,3 +43,20 @@ def test_after_both_have_left_nothing_is_off_and_the_books_are_empty(node):
     node.wait_for(lambda: not node.status().clients, "both clients are forgotten")
     node.wait_for(lambda: nothing_left_off(node), "no channel is off")
     assert [gpu.channels for gpu in node.status().gpus] == [0]
+
+
+@pytest.mark.parametrize("driver", ["535.98", "570.211.01", "590.48.01"])
+def test_the_journey_is_the_same_on_every_driver_branch(make_node, driver):
+    """Layouts differ between branches (proto/abi/nvrm.h): 2 or 3 byte schedule calls, UVM calls without a UUID."""
+    node = make_node(driver=driver)
+    offline, online = Offline(node, "batch"), Online(node, "chat")
+    online.wait_ready()
+    offline.wait_running()
+
+    online.launch(us=100)
+    offline.wait_stopped()
+    offline.wait_running()
+
+    online.quit()
+    node.wait_for(lambda: service(node, "chat") is None, "the service is gone")
+    assert node.emulator.state().unknown("uvm") == {}

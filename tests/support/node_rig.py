@@ -87,6 +87,13 @@ class Online:
         before, launched, done = map(int, self._line().split())
         return before, launched, done
 
+    def quit(self) -> None:
+        """End in the ordinary way: contexts destroyed, channels unregistered and freed."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("quit\n")
+        self.process.stdin.flush()
+        assert self.process.wait(30) == 0
+
     def hint(self, open_requests: int) -> None:
         """What an engine says whenever the number of its open requests changes."""
         assert self.process.stdin is not None

@@ -33,6 +33,9 @@ def online() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         verb, *arguments = line.split()
+        if verb == "quit":
+            cuda.cuDevicePrimaryCtxReset_v2(cuda.device)
+            break
         if verb == "hint":
             ctypes.CDLL(None).valve_hint_open_requests(int(arguments[0]))
             print("hinted", flush=True)

@@ -84,7 +84,7 @@ def main() -> int:
         print(f"check {name}: {'ok' if not findings else 'FAILED'}")
         if findings:
             failed.append(name)
-            print("\n".join(f"  {line}" for line in findings[:60]))
+            print("\n".join(f"  {line}" for line in findings[:40]))
     return bool(failed)
 
 

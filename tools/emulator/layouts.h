@@ -131,6 +131,12 @@ _Static_assert(sizeof(struct uvm_register_gpu_vaspace) == 32, "vaspace");
 _Static_assert(sizeof(struct uvm_unmap_external) == 40, "unmap");
 _Static_assert(sizeof(struct uvm_mapping_attributes) == 36, "attributes");
 
+/* From 590 there is no GPU UUID before the handles (proto/abi/nvrm.h). */
+static inline uint32_t uvm_unregister_at(uint32_t branch)
+{
+	return branch >= 590 ? 0 : (uint32_t)offsetof(struct uvm_unregister_channel, hClient);
+}
+
 static inline uint32_t uvm_max_gpus(uint32_t branch)
 {
 	return branch >= 570 ? 256 : 32;
@@ -185,7 +191,7 @@ static inline uint32_t uvm_arg_size(uint32_t request, uint32_t branch)
 	case UVM_REGISTER_CHANNEL:
 		return sizeof(struct uvm_register_channel);
 	case UVM_UNREGISTER_CHANNEL:
-		return sizeof(struct uvm_unregister_channel);
+		return uvm_unregister_at(branch) + (uint32_t)sizeof(struct uvm_unregister_channel_590);
 	case UVM_CREATE_EXTERNAL_RANGE:
 	case UVM_FREE:
 		return sizeof(struct uvm_range);

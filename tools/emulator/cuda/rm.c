@@ -156,10 +156,13 @@ uint32_t uvm_register_channel(struct device *dev, uint32_t h_channel, uint64_t b
 
 uint32_t uvm_unregister_channel(struct device *dev, uint32_t h_channel)
 {
-	struct uvm_unregister_channel p = {.hClient = emu.h_client, .hChannel = h_channel};
+	struct uvm_unregister_channel old = {.hClient = emu.h_client, .hChannel = h_channel};
+	struct uvm_unregister_channel_590 now = {.hClient = emu.h_client, .hChannel = h_channel};
 
-	memcpy(p.gpuUuid, dev->uuid, sizeof(p.gpuUuid));
-	return uvm(UVM_UNREGISTER_CHANNEL, &p, &p.rmStatus);
+	if (!uvm_unregister_at(emu.board->driver[0]))
+		return uvm(UVM_UNREGISTER_CHANNEL, &now, &now.rmStatus);
+	memcpy(old.gpuUuid, dev->uuid, sizeof(old.gpuUuid));
+	return uvm(UVM_UNREGISTER_CHANNEL, &old, &old.rmStatus);
 }
 
 uint32_t uvm_create_range(uint64_t base, uint64_t length)

@@ -119,7 +119,8 @@ static uint32_t register_channel(struct call *c)
 
 static uint32_t unregister_channel(struct call *c)
 {
-	struct uvm_unregister_channel *p = (struct uvm_unregister_channel *)c->arg;
+	uint32_t at = uvm_unregister_at(load(&S.board->driver[0]));
+	struct uvm_unregister_channel_590 *p = (struct uvm_unregister_channel_590 *)(void *)(c->arg + at);
 	struct scope scope;
 	struct object *o;
 	bool known;
@@ -213,10 +214,10 @@ static const struct request {
          NULL},
         {UVM_UNREGISTER_GPU_VASPACE, offsetof(struct uvm_unregister_gpu, rmStatus), unregister_vaspace, NULL},
         {UVM_REGISTER_CHANNEL, offsetof(struct uvm_register_channel, rmStatus), register_channel, NULL},
-        {UVM_UNREGISTER_CHANNEL, offsetof(struct uvm_unregister_channel, rmStatus), unregister_channel, NULL},
+        {UVM_UNREGISTER_CHANNEL, 0, unregister_channel, NULL},
         {UVM_CREATE_EXTERNAL_RANGE, offsetof(struct uvm_range, rmStatus), range_create, NULL},
         {UVM_FREE, offsetof(struct uvm_range, rmStatus), range_free, "unmap"},
-        {UVM_MAP_EXTERNAL_ALLOCATION, 0, range_map, "map"},
+        {UVM_MAP_EXTERNAL_ALLOCATION, 0, range_map, "map"}, /* 0: where it stands differs between branches */
         {UVM_UNMAP_EXTERNAL, offsetof(struct uvm_unmap_external, rmStatus), range_unmap, "unmap"},
         {UVM_MAP_EXTERNAL_SPARSE, offsetof(struct uvm_map_external_sparse, rmStatus), range_sparse, "map"},
 };
@@ -230,6 +231,14 @@ static const struct request *find_request(uint32_t number)
 	return NULL;
 }
 
+static uint32_t moving_status_at(uint32_t number, uint32_t branch)
+{
+	if (number == UVM_UNREGISTER_CHANNEL)
+		return uvm_unregister_at(branch) +
+		       (uint32_t)offsetof(struct uvm_unregister_channel_590, rmStatus);
+	return uvm_map_tail_at(branch) + (uint32_t)offsetof(struct uvm_map_external_tail, rmStatus);
+}
+
 int uvm_ioctl(struct call *c)
 {
 	uint32_t branch = load(&S.board->driver[0]), status, status_at;
@@ -241,9 +250,7 @@ int uvm_ioctl(struct call *c)
 	r = find_request(c->head.request);
 	if (!r || c->head.arg_size != uvm_arg_size(c->head.request, branch))
 		return EINVAL;
-	status_at = r->status_at ? r->status_at
-	                         : uvm_map_tail_at(branch) +
-	                                   (uint32_t)offsetof(struct uvm_map_external_tail, rmStatus);
+	status_at = r->status_at ? r->status_at : moving_status_at(r->number, branch);
 	if (r->event)
 		fault = fault_at(r->event, c, NULL);
 	pthread_mutex_lock(&c->file->uvm->lock);
