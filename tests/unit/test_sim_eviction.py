@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from valve_tools.sim import eviction
-from valve_tools.sim.eviction_engine import AffineFreeList, Engine, EngineSettings, Loss, StockFreeList
+from valve_tools.sim.eviction_engine import AffineFreeList, Engine, EngineSettings, Loss, Sequence_, StockFreeList
 
 from valved.model.memory import ColumnId, ColumnPick
 from valved.policy.columns import uniform_columns
@@ -91,6 +91,19 @@ def test_what_a_request_keeps_follows_the_rule(loss, kept):
     engine.check_integrity()
 
 
+@pytest.mark.parametrize(("pins", "kept"), [(True, 64.0), (False, 0.0)])
+def test_a_kept_prefix_makes_room_only_when_it_is_not_pinned(pins, kept):
+    """Eleven of sixteen blocks are free, the first in line needs twelve, the second keeps a prefix of four."""
+    engine = engine_of([(16, 16)])
+    engine.settings = EngineSettings(watermark=0.0, pins_prefix=pins)
+    cut = Sequence_(prompt=128, end=192, target=128, done=64.0, blocks=engine.free.take(4))
+    engine._decoding = [Sequence_(prompt=16, end=64, target=16, done=16.0, blocks=engine.free.take(1))]
+    engine._waiting.extend([Sequence_(prompt=192, end=200, target=192), cut])
+    engine._admit()
+
+    assert cut.done == kept
+
+
 def test_capacity_alone_wastes_no_token():
     engine = engine_of([(160, 64)], loss=Loss.NOTHING)
     engine._admit()
@@ -138,8 +151,8 @@ def test_selective_loses_less_than_fifo_on_a_small_pool():
     result = eviction.run_eviction(None, (0,), plan=SMALL)
     lost = {(one.allocator, one.policy): one.lost_tokens_per_s for one in result.cells}
 
-    assert lost["affine", "selective"] < 0.7 * lost["affine", "fifo"]
-    assert lost["affine", "selective"] < 0.7 * lost["stock", "selective"]
+    assert lost["affine", "selective"] < 0.5 * lost["affine", "fifo"]
+    assert lost["affine", "selective"] < 0.5 * lost["stock", "selective"]
     assert all(ratio >= 1.0 for ratio in result.greedy_over_exact)
 
 

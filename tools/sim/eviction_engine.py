@@ -43,6 +43,10 @@ class EngineSettings:
     watermark: float = 0.01
     """Share of the pool that admission leaves free for the growth of running requests."""
 
+    pins_prefix: bool = True
+    """The plugin holds the valid prefix of an interrupted request while others run; False: it is a cache that makes
+    room for the first in line. Pinning wins wherever memory comes back soon."""
+
     def prefill_s(self, done: float, target: float) -> float:
         linear = self.prefill_token_us * 1e-6 * (target - done)
         return linear + self.attention_ns_per_pair * 0.5e-9 * (target * target - done * done)
@@ -221,7 +225,7 @@ class Engine:
         return itertools.chain(self._decoding, self._prefilling, self._waiting)
 
     def _admit(self) -> None:
-        """First in line first. Prefixes kept by requests behind it are a cache, not a claim: they make room."""
+        """First in line first; prefixes kept by requests behind it make room as `pins_prefix` says."""
         reserve = int(self.settings.watermark * self.column_map.blocks)
         while len(self._decoding) + len(self._prefilling) < self.settings.max_sequences:
             if not self._waiting:
@@ -230,7 +234,8 @@ class Engine:
             wanted = self._blocks_for(seq.target) - len(seq.blocks)
             is_alone = not self._decoding and not self._prefilling
             if wanted > len(self.free) - (0 if is_alone else reserve):
-                if self._drop_a_prefix(is_alone):
+                may_drop = is_alone or not self.settings.pins_prefix
+                if may_drop and self._drop_a_prefix(is_alone):
                     continue
                 break
             self._waiting.popleft()
