@@ -97,6 +97,8 @@ def build(
     handover = Handover(
         run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
     )
+    ladder.changed = handover.save_soon
+    handover.frozen, handover.let_go = ladder.frozen, ladder.release
     reporter = Reporter(
         gate,
         books,

@@ -258,3 +258,18 @@ def test_the_run_folder_belongs_to_one(tmp_path):
     one.release()
     other.take(replace=False)
     other.release()
+
+
+def test_whom_a_predecessor_froze_is_let_go(first):
+    """A process stopped by signal stays stopped for ever if the one who stopped it is killed."""
+    first.offline(pid=300)
+    online = first.online(pid=200)
+    first.run(100)
+    first.gate.launch(online)
+    first.gate.fail(gpu=0, service=first.service_of(online))
+    first.run(1)
+
+    second = successor(first)
+
+    assert first.signals == [(300, "SIGSTOP")]
+    assert second.signals == [(300, "SIGCONT")]

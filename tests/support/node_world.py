@@ -151,6 +151,8 @@ class World:
             self.processes,
             boot,
         )
+        self.ladder.changed = self.handover.save_soon
+        self.handover.frozen, self.handover.let_go = self.ladder.frozen, self.ladder.release
         self.reporter = Reporter(
             self.gate,
             self.books,

@@ -7,6 +7,7 @@ plays their launches and watchers, so that a rate of edges can be set exactly.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import heapq
 import os
@@ -27,6 +28,7 @@ from valved.mechanism.link import LinkType
 from valved.mechanism.region import Page, control_page, fill_region, region_page, set_submitted
 from valved.model.ids import Role
 
+PR_SET_PDEATHSIG = 1
 BUSY_NS = 2_000_000  # one burst of GPU work
 ROOT, DEVICE, SUBDEVICE, VASPACE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0x90F1, 0xA06C, 0xC86F
 ALLOC = 0xC0000000 | 32 << 16 | 0x46 << 8 | 0x2B
@@ -123,7 +125,7 @@ class Crowd:
         channel = _channel(number % self._gpus, h_client=0xC1E0_0000 + number, h_channel=1, cid=0)
         _request(sock, LinkType.CHANNEL_ADD, channel)
         socket.send_fds(parent, [b"up"], list(fds))
-        parent.recv(1)  # the end of the parent is our end
+        parent.recv(1)
 
     def _be_offline(self, parent: socket.socket, number: int) -> None:
         gpu = number % self._gpus
@@ -143,6 +145,7 @@ def _fork(be: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         return pid, ours
     try:
         ours.close()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the bench may be killed: nobody stays behind
         theirs.recv(64)
         be(theirs)
     finally:
@@ -210,8 +213,6 @@ def _driver_channels(gpu: int, count: int) -> list[link.Channel]:
 
 
 def _alloc(ctl: int, root: int, parent: int, handle: int, cls: int, params: bytes) -> tuple[int, bytes]:
-    import ctypes
-
     body = ctypes.create_string_buffer(params, max(1, len(params)))
     address = ctypes.addressof(body) if params else 0
     argument = bytearray(struct.pack("<IIIIQII", root, parent, handle, cls, address, 0, 0))

@@ -90,6 +90,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     next_client: int
     next_service: int
     policy: SavedPolicy = SavedPolicy()
+    frozen: list[tuple[int, int]] = []  # processes stopped by signal: somebody must let them go
 
 
 def boot_id() -> str:

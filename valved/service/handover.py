@@ -9,6 +9,7 @@ service's hold until it ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -56,6 +57,8 @@ class Handover:
         boot: str,
     ) -> None:
         self.policy = SavedPolicy()
+        self.frozen: Callable[[], list[ProcessId]] = list
+        self.let_go: Callable[[ProcessId], None] = lambda process: None
         self._path = path
         self._gate = gate
         self._books = books
@@ -111,6 +114,7 @@ class Handover:
             next_client=self._books.next_client,
             next_service=self._books.next_service,
             policy=self.policy,
+            frozen=[(process.pid, process.start_time) for process in self.frozen()],
         )
 
     def _saved_gpu(self, gpu: GpuIndex, uuid: bytes) -> SavedGpu:
@@ -167,6 +171,8 @@ class Handover:
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
             self._journal.emit(EventKind.TAKEN_OVER, reason="counters only: another boot or another driver")
             return
+        for pid, start_time in saved.frozen:
+            self.let_go(ProcessId(pid=pid, start_time=start_time))
         for service in saved.services:
             self._restore_service(service, [client for client in saved.clients if client.service == service.id])
         for client in saved.clients:

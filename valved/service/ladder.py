@@ -43,8 +43,16 @@ class Ladder:
         self._signal = signaller
         self._leave = leave
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
+        self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
         keeper.on_failure = self.gate_failed
         keeper.after_wake.append(self.thaw)
+
+    def frozen(self) -> list[ProcessId]:
+        return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
+
+    def release(self, process: ProcessId) -> None:
+        """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
+        self._signal(process, signal.SIGCONT)
 
     def set_active(self, on: bool) -> None:
         """Only where valved really gates: not in observe mode, not while draining."""
@@ -58,6 +66,7 @@ class Ladder:
             if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
                 self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
+                self.changed()
 
     def thaw(self) -> None:
         """A GPU may have opened: let those run that no service holds back any more."""
@@ -69,6 +78,7 @@ class Ladder:
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "nothing holds it back any more")
+                self.changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:
