@@ -79,6 +79,16 @@ def test_filter_answers_every_node_with_a_place_or_a_reason() -> None:
     }
 
 
+def test_of_many_nodes_that_would_do_only_the_best_are_scored() -> None:
+    world = World(*(harvest_node(f"n{number}", idle=number / 200) for number in range(1, 101)))
+    world.submit()
+
+    answer = world.filter(nodes=tuple(f"n{number}" for number in range(1, 101)))
+
+    assert answer["NodeNames"] == [f"n{number}" for number in range(37, 101)]
+    assert answer["FailedAndUnresolvableNodes"] == {}
+
+
 def test_a_pod_that_cannot_be_read_fails_with_its_field_and_value() -> None:
     world = World()
     world.submit(annotations={names.SLA: "2"})
