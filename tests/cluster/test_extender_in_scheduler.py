@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offli
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
+Json = dict[str, Any]
 BINDING = {"apiVersion": "v1", "kind": "Binding", "target": {"apiVersion": "v1", "kind": "Node"}}
 
 
@@ -21,8 +23,8 @@ def test_node_and_annotation_appear_together_in_one_version(control_plane: Contr
     """The Binding of a pod is atomic: no watcher ever sees a node without GPUs."""
     api = control_plane.api
     for index in range(100):
-        api.post(PODS, offline_pod(f"p{index}"))
-    versions = api.watch_lines(f"{PODS}?watch=1&resourceVersion=0&timeoutSeconds=3")
+        api.post(PODS, left_to_us(f"p{index}"))
+    versions = api.watch_lines(f"{PODS}?watch=1&resourceVersion=0&timeoutSeconds=120")
 
     def bind(index: int) -> None:
         target = BINDING["target"] | {"name": "anywhere"}
@@ -34,16 +36,29 @@ def test_node_and_annotation_appear_together_in_one_version(control_plane: Contr
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(bind, range(100)))
-    seen = [json.loads(line)["object"] for line in versions]
+    with_node: dict[str, Json] = {}
+    for line in versions:
+        pod = json.loads(line)["object"]
+        if pod["spec"].get("nodeName"):
+            with_node.setdefault(pod["metadata"]["name"], pod)  # the first version that has one
+        if len(with_node) == 100:
+            break
 
-    with_node = [pod for pod in seen if pod["spec"].get("nodeName")]
-    assert len({pod["metadata"]["name"] for pod in with_node}) == 100
-    assert all(names.GPUS in pod["metadata"]["annotations"] for pod in with_node)
+    assert len(with_node) == 100
+    assert all(names.GPUS in pod["metadata"]["annotations"] for pod in with_node.values())
+
+
+def left_to_us(name: str) -> Json:
+    """A pod that no scheduler of the session takes."""
+    pod = offline_pod(name)
+    pod["spec"]["schedulerName"] = "nobody"
+
+    return pod
 
 
 def test_a_second_binding_is_a_conflict_and_changes_nothing(control_plane: ControlPlane) -> None:
     api = control_plane.api
-    api.post(PODS, offline_pod("p0"))
+    api.post(PODS, left_to_us("p0"))
     first = {"metadata": {"name": "p0", "annotations": {names.GPUS: "GPU-a"}}}
     second = {"metadata": {"name": "p0", "annotations": {names.GPUS: "GPU-b"}}}
     api.post(f"{PODS}/p0/binding", BINDING | first | {"target": BINDING["target"] | {"name": "one"}})
@@ -58,7 +73,7 @@ def test_a_second_binding_is_a_conflict_and_changes_nothing(control_plane: Contr
 
 def test_a_binding_for_a_pod_that_was_replaced_is_refused_by_its_uid(control_plane: ControlPlane) -> None:
     api = control_plane.api
-    api.post(PODS, offline_pod("p0"))
+    api.post(PODS, left_to_us("p0"))
     stale = {"metadata": {"name": "p0", "uid": "11111111-2222-3333-4444-555555555555"}}
 
     with pytest.raises(Refused) as refused:
