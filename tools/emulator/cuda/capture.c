@@ -229,7 +229,8 @@ static void unlink_locked(struct capture *capture)
 {
 	for (struct capture **at = &emu.captures; *at; at = &(*at)->next) {
 		if (*at == capture) {
-			*at = capture->next;
+			/* capture_forbids_unsafe looks at the head without the lock */
+			__atomic_store_n(at, capture->next, __ATOMIC_RELAXED);
 			break;
 		}
 	}
@@ -280,7 +281,7 @@ static CUresult begin(CUstream handle, int mode, struct graph *graph)
 	capture->id = ++emu.next_id;
 	capture->refs = 1;
 	capture->next = emu.captures;
-	emu.captures = capture;
+	__atomic_store_n(&emu.captures, capture, __ATOMIC_RELAXED);
 	stream->capture = capture;
 	stream->tips.count = 0;
 	pthread_mutex_unlock(&emu.lock);

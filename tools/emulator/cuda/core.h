@@ -150,7 +150,7 @@ struct context {
 	uint32_t magic;
 	struct device *dev;
 	bool is_primary;
-	CUresult sticky; /* set by a fault: every later call returns it */
+	_Atomic CUresult sticky; /* set by a fault: every later call returns it */
 	unsigned flags, next_stream, peers;
 	uint64_t id;
 	uint32_t h_vaspace, h_group, h_share, h_copy_group[COPY_ENGINES], next_handle;
