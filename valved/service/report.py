@@ -40,6 +40,11 @@ WORDS = {
 }
 
 
+def is_telling(event: Event) -> bool:
+    """Whether an event explains anything: a process brings ten channels and more, which drown the decisions."""
+    return event.kind not in (EventKind.CHANNEL_ADDED, EventKind.CHANNEL_GONE)
+
+
 class Reporter:
     def __init__(
         self,
@@ -213,7 +218,7 @@ class Reporter:
         return Explanation(
             summary=summary,
             facts=(*facts, *self._brake_facts()),
-            decisions=tuple(self._journal.recent(lambda event: gpu in event.gpus, EXPLAINED)),
+            decisions=tuple(self._journal.recent(lambda event: is_telling(event) and gpu in event.gpus, EXPLAINED)),
         )
 
     def explain_service(self, service: int) -> Explanation | None:
@@ -235,7 +240,9 @@ class Reporter:
         return Explanation(
             summary=f"{entry.role.name.lower()} service {entry.id} {entry.name}: {state.state}",
             facts=(*facts, *self._brake_facts()),
-            decisions=tuple(self._journal.recent(lambda event: event.service == service, EXPLAINED)),
+            decisions=tuple(
+                self._journal.recent(lambda event: is_telling(event) and event.service == service, EXPLAINED)
+            ),
         )
 
     def explain_pid(self, pid: int) -> Explanation | None:
