@@ -72,14 +72,15 @@ def grouped_bars(
     bar, gap, left, plot = 11, 16, 52, 220
     group_width = bar * len(series) + gap
     parts, base = _legend(list(series), left)
-    width = max(left + group_width * len(groups) + 16, left + LEGEND_COLUMNS * LEGEND_WIDTH)
+    right = left + group_width * len(groups)
+    width = max(right + 76, left + LEGEND_COLUMNS * LEGEND_WIDTH)
 
     def at(value: float) -> float:
         return base + plot * (1 - (min(max(value, low), top) - low) / (top - low))
 
     parts.append(_text(4, base - 6, unit, size=10))
     for tick in ticks(low, top):
-        parts += [_line(left, at(tick), width - 8, at(tick)), _text(left - 5, at(tick) + 3, figure(tick), "end", 10)]
+        parts += [_line(left, at(tick), right, at(tick)), _text(left - 5, at(tick) + 3, figure(tick), "end", 10)]
     for g, group in enumerate(groups):
         x0 = left + g * group_width + gap / 2
         parts.append(_text(x0 + bar * len(series) / 2, base + plot + 16, group, "middle"))
@@ -93,10 +94,10 @@ def grouped_bars(
             if value > top:
                 turn = f'transform="translate({x + 1.5:.1f} {base + 4:.1f}) rotate(90)"'
                 parts.append(f'<text {turn} font-size="9" fill="#fff">{figure(value)}</text>')
-    parts.append(_line(left, at(0), width - 8, at(0), INK))
+    parts.append(_line(left, at(0), right, at(0), INK))
     if bound is not None:
-        parts.append(_line(left, at(bound), width - 8, at(bound), BAD, "5 3"))
-        parts.append(_text(width - 10, at(bound) - 3, f"bound {figure(bound)}", "end", 10, BAD))
+        parts.append(_line(left, at(bound), right, at(bound), BAD, "5 3"))
+        parts.append(_text(right + 4, at(bound) + 3, f"bound {figure(bound)}", "start", 10, BAD))
     return _wrap(width, base + plot + 30, parts, unit)
 
 

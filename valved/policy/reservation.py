@@ -33,7 +33,7 @@ class ReservationSettings:
 
     target_per_hour: float = 30.0
     """Reclaims an hour that the operator accepts. One costs online about 0.1 ms a handle and a batch job some
-    recomputed suffixes; holding memory for an hour to avoid it costs the job far more (docs/results/sensitivity)."""
+    recomputed suffixes; holding memory for an hour to avoid it costs the job far more (docs/results/replay)."""
     pressure_ratio: float = 1.0
     """Pressure when used >= this share of mapped. Lower takes memory while headroom could still serve, and doubles H
     for it: replayed, 0.9 costs up to half of the offline throughput and gains online less than 0.1 % of TTFT."""
