@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Shown
 from valve_tools.replay import pairs, sensitivity, tp8, whatif
-from valve_tools.replay.report import Report, Table, claims_table, text, write
+from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.work import Progress, bars, silent
 from valve_tools.replay.work import Shown as Bars
 from valve_tools.sim.generator import generate
@@ -172,13 +172,24 @@ def _show(report: Report) -> None:
         console.print(paragraph)
     tables: Sequence[Table] = [*report.tables, *([claims_table(report.claims)] if report.claims else [])]
     for table in tables:
-        shown = Shown(title=table.title, title_justify="left")
-        for column in table.columns:
-            shown.add_column(column)
-        for i, row in enumerate(table.rows):
-            cells = [text(cell) for cell in row]
-            shown.add_row(*(f"[red]{cell}[/]" if (i, j) in table.marks else cell for j, cell in enumerate(cells)))
-        console.print(shown)
+        _show_table(console, table)
+
+
+def _show_table(console: Console, table: Table) -> None:
+    """Drawn where it fits; else as plain rows, for a folded table cannot be read."""
+    rows = [[text(cell) for cell in row] for row in table.rows]
+    width = sum(3 + max(map(len, column)) for column in zip(table.columns, *rows, strict=True))
+    if width >= console.width:
+        print(markdown([table]))
+        return
+    shown = Shown(title=table.title, title_justify="left")
+    for column in table.columns:
+        shown.add_column(column)
+    for i, row in enumerate(rows):
+        shown.add_row(*(f"[red]{cell}[/]" if (i, j) in table.marks else cell for j, cell in enumerate(row)))
+    console.print(shown)
+    if table.note:
+        console.print(table.note)
 
 
 if __name__ == "__main__":
