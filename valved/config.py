@@ -84,7 +84,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     lease_ms: float = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
     hang_ms: float = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
     spin_us: float = 0.0  # native threads spin this long before they sleep; needs a core to itself
-    quiet_us: int = 500  # quiet time before a watcher probes the GPU (facts/cuda-interposition 2.5)
+    quiet_us: int = 500  # quiet time before a watcher probes the GPU
     fifo_priority: int = 0  # real-time priority of the native threads where permitted; 0: niceness -20
     log_level: str = "info"
     cooldown: CooldownTable = msgspec.field(default_factory=CooldownTable)

@@ -82,7 +82,7 @@ struct valve_control {
 	/* 128: slow words */
 	_Alignas(64) uint64_t
 	        heartbeat_ns;       /* CLOCK_MONOTONIC, written every lease_ns / 5 by the native thread */
-	uint64_t lease_ns;          /* heartbeat older than this: valved is gone (design 13.7) */
+	uint64_t lease_ns;          /* heartbeat older than this: valved is gone */
 	uint32_t online_registered; /* 1: an online client shares a GPU with this client */
 	uint32_t watch;             /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
 	uint32_t order;             /* valve_order, for the keeper thread; the order eventfd is rung after */

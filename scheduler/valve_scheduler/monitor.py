@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSettings:
-    """Defaults of facts 4.1; HarvestPolicy overrides them."""
+    """Defaults; HarvestPolicy overrides them."""
 
     window_s: float = 900.0
     windows: int = 3

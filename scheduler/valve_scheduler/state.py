@@ -16,7 +16,7 @@ from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.objects import NodeReport, OfflinePod, PodPlace
 from valve_scheduler.placement import Fleet, GpuSets, Job, PlacementSettings, Standing, gpu_sets
 
-# A report is written every 30 s; three in a row were lost (facts/telemetry rate rule).
+# A report is written every 30 s; three in a row were lost.
 STALE_AFTER_S = 90.0
 # Longer than the API server's own request time-out of 60 s: after it a lost Binding can no longer appear.
 ASSUMED_FOR_S = 70.0

@@ -3,7 +3,7 @@
  * entries (trampoline.S), the base names that cuGetProcAddress answers are
  * checked against (interpose.c), and libvalve.map's check in tests/shim. Read by C and by the assembler: no types here.
  *
- * VALVE_SUBMIT(X): everything that can put work on a GPU queue (facts: design.md 5). Only counted, never looked into,
+ * VALVE_SUBMIT(X): everything that can put work on a GPU queue. Only counted, never looked into,
  * so no prototype. A new call of a new driver is one line here.
  * VALVE_OBSERVE(X): calls whose result we must know: where contexts and streams come from, captures, GetProcAddress.
  * At most six register arguments, all integers or pointers.

@@ -4,7 +4,7 @@
  *
  * When valved is gone: an online process forgets the gate word at once (its launches must not wait for anything). An
  * offline process stops itself if an online one shares its GPU, because nobody would stop it otherwise; if none does,
- * it makes sure that its channels run, because nobody would wake it (design.md 9, 13.7).
+ * it makes sure that its channels run, because nobody would wake it.
  */
 #include "shim.h"
 

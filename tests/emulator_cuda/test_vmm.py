@@ -248,7 +248,7 @@ def _is_uvm(fd: int) -> bool:
 
 @on_gpu(cuda="unmap_waits=1")
 def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) -> None:
-    """The hazard of a helper thread (cuda-interposition 3.2), as a setting: unmapping while gated does not return."""
+    """The hazard of a helper thread, as a setting: unmapping while gated does not return."""
     cuda.start()
     address = backed(cuda)
     with gate_of(cuda) as gate:

@@ -1,4 +1,4 @@
-"""The link: a valved that is missing, slow, hostile, killed or replaced never harms the process; see design.md 9."""
+"""The link: a valved that is missing, slow, hostile, killed or replaced never harms the process."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ PROGRAM = FOLDER / "valve-bench-hotpath"
 PAIRS = 15
 BATCHES = 2000
 LAUNCHES = 1000
-ADDED_NS_BUDGET = 5.0  # design.md 2, P9
+ADDED_NS_BUDGET = 5.0  # promise P9
 
 
 def environment(with_shim: bool) -> dict[str, str]:

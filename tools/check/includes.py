@@ -1,4 +1,4 @@
-"""The rooms' rule for C: what each folder may include from the project (style.md section 1).
+"""The rooms' rule for C: what each folder may include from the project (CONTRIBUTING.md).
 
 proto/abi imports nothing; the shim and the native gate see proto/abi alone; the emulator may see proto/abi. Nobody
 includes another room's headers.

@@ -1,4 +1,4 @@
-"""Caps on size (style.md section 5): a file that outgrows them holds more than one concept.
+"""Caps on size (CONTRIBUTING.md): a file that outgrows them holds more than one concept.
 
 Files: 400 lines are the aim, 600 the cap. Functions: 80 lines the cap, in Python and C. Nesting: 5 levels of blocks.
 """

@@ -29,7 +29,7 @@ class Mode(enum.Enum):
 
 
 class Reach(enum.Enum):
-    """How offline channels of a GPU are stopped, best first (design.md section 5)."""
+    """How offline channels of a GPU are stopped, best first."""
 
     CHANNEL_OWN = "channel-own"  # disable list from valved's own RM client
     CHANNEL_FD = "channel-fd"  # the same on the workload's passed nvidiactl fd

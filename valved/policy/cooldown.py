@@ -31,7 +31,7 @@ SECOND = 1_000_000_000
 class CooldownSettings:
     """Every number of the policy, with its reason."""
 
-    start_ns: int = 20 * MS  # before a gap was seen: async engines show gaps to 20 ms at most (facts/evaluation 2.1)
+    start_ns: int = 20 * MS  # before a gap was seen: async engines show gaps to 20 ms at most
     floor_ns: int = 5 * MS  # a wake costs the offline side 0.2 ms and the watcher proves idle in about 1 ms
     ceiling_ns: int = 500 * MS  # beyond half a second the harvest lost outweighs one more preemption of < 1 ms
     factor: float = 2.0  # the paper's margin; it must exceed 1, or a growing gap could never be learnt

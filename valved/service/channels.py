@@ -257,7 +257,7 @@ class Channels:
         self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=text, pid=entry.process.pid)
 
     def _app_switched(self, entry: ClientEntry, key: tuple[int, int], disabled: bool) -> None:
-        """The application switched a channel itself: from now on that is its business (design.md 9)."""
+        """The application switched a channel itself: from now on that is its business."""
         if key not in entry.channels:
             return
         self._gate.note_app_disabled(entry.id, *key, disabled)

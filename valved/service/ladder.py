@@ -2,7 +2,7 @@
 
 A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
 hand. Nobody is killed while its channels are off: they are enabled first, or the driver would wait for them in the
-teardown under locks that online work needs (facts/nvidia-rm 6).
+teardown under locks that online work needs.
 """
 
 from __future__ import annotations

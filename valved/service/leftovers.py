@@ -1,5 +1,5 @@
 """Channels that a predecessor may have left off. Nobody else remembers them: the driver keeps no record of who disabled
-what (facts/nvidia-rm 6), so each must be enabled by us or taken over with its client.
+what, so each must be enabled by us or taken over with its client.
 """
 
 from __future__ import annotations

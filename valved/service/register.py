@@ -259,7 +259,7 @@ class Register:
             self._keeper.look_soon(online)
 
     def leave(self, client: ClientId, reason: str) -> None:
-        """A client is gone, by its link or by its process. Its channels are enabled first: facts/nvidia-rm 6."""
+        """A client is gone, by its link or by its process. Its channels are enabled first."""
         entry = self._books.clients.get(client)
         if entry is None:
             return

@@ -1,6 +1,6 @@
 /*
  * capture.h - stream capture: what turns calls into graph nodes, and the rules by which a call is refused or kills a
- * capture (facts: cuda-interposition 2.3). All with emu.lock held.
+ * capture. All with emu.lock held.
  */
 #ifndef EMU_CUDA_CAPTURE_H
 #define EMU_CUDA_CAPTURE_H

@@ -1,5 +1,5 @@
 /*
- * channel.c - the object tree of a CUDA context, in the order of the real library (nvidia-rm 2.1): VA space, compute
+ * channel.c - the object tree of a CUDA context, in the order of the real library: VA space, compute
  * group on GR0 with its context share and CUDA_DEVICE_MAX_CONNECTIONS channels, then one group per copy engine. Every
  * channel is registered with UVM before its group is scheduled, so a reader of ioctls knows it before it can run.
  */

@@ -39,8 +39,7 @@ struct knobs {
 	uint64_t kernel_us; /* how long a kernel that the emulator does not know runs */
 	uint64_t h2d_mbps, d2d_mbps;
 	uint64_t reserve_ns, map_ns; /* VMM calls that issue no ioctl; the server charges for the others */
-	uint64_t
-	        unmap_waits; /* 1: cuMemUnmap waits for the context's work (the deadlock of cuda-interposition 3.2) */
+	uint64_t unmap_waits;        /* 1: cuMemUnmap waits for the context's work (a deadlock when gated) */
 	uint64_t exit_waits; /* 1: process exit waits for queued work, so a gated process hangs in exit */
 	uint64_t xfer;       /* 1: wrap RM calls in NV_ESC_IOCTL_XFER_CMD */
 };

@@ -1,6 +1,6 @@
 /*
  * vmm.c - physical handles: create, release, retain, export, import. Rules and refusals as in the facts on CUDA virtual
- * memory (cuda-interposition 3.1): sizes are whole granules, exporting must have been asked for at creation, importing
+ * memory: sizes are whole granules, exporting must have been asked for at creation, importing
  * pairs with a release of its own.
  */
 #include "vmm.h"
@@ -147,7 +147,7 @@ CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGen
 	return CUDA_SUCCESS;
 }
 
-/* An export is a control file of its own that holds the memory until its last close (nvidia-rm 7). */
+/* An export is a control file of its own that holds the memory until its last close. */
 CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
       unsigned long long flags)
 {
