@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv cluster-tools build fmt check test bench demo wheel clean
+.PHONY: help venv foreign fuzz cluster-tools build fmt check test bench demo wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -40,8 +40,20 @@ check: build ## lint, types, import rules, sizes, formatting
 test: build ## everything that needs no GPU and no Kubernetes binaries
 	@$(BIN)/pytest -q -p no:cacheprovider $(PYTEST_ARGS)
 
+foreign: venv ## add NVIDIA's cuda-bindings, cuda-core and numba-cuda, so that make test runs them on the emulator
+	@$(BIN)/python tools/build/requirements.py foreign > $(VENV)/foreign.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/foreign.txt
+
 cluster-tools: ## build the real Kubernetes control plane and helm for tests (Go, about 6 minutes, once)
 	@tests/cluster/build_tools.sh
+
+FUZZ_RUNS ?= 5000000
+fuzz: ## libFuzzer on the ioctl parser, FUZZ_RUNS inputs (needs clang)
+	@mkdir -p build/corpus
+	@clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi -Ishim/src -fsanitize=fuzzer,address,undefined \
+		-fno-sanitize-recover=all tests/fuzz/fuzz_capture.c shim/src/rm.c shim/src/rmcall.c shim/src/rmcontrol.c \
+		-o build/fuzz_capture
+	@build/fuzz_capture -runs=$(FUZZ_RUNS) -max_len=9000 -print_final_stats=1 build/corpus
 
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,34 @@ def test_launches_the_watcher_and_the_gate_do_not_race(repository, tmp_path):
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "every launch was counted, every open gate heard, idleness was never claimed too early\n"
+
+
+def has_libfuzzer() -> bool:
+    """clang and its fuzzer runtime: distributions package them apart."""
+    if not shutil.which("clang"):
+        return False
+    asked = ["clang", "-print-file-name=libclang_rt.fuzzer-x86_64.a"]
+    return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()).is_absolute()
+
+
+@pytest.mark.sanitizer
+@pytest.mark.skipif(not has_libfuzzer(), reason="no libFuzzer: apt-get install clang libclang-rt-14-dev")
+def test_coverage_guided_inputs_do_not_break_the_ioctl_parser(repository, tmp_path):
+    """The same entry point under libFuzzer; `make fuzz` runs it for millions of inputs."""
+    out, corpus = tmp_path / "fuzzer", tmp_path / "corpus"
+    corpus.mkdir()
+    sources = [repository / "tests/fuzz/fuzz_capture.c", *(repository / "shim/src" / f"{part}.c" for part in RM)]
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-DFUZZER", "-O1", "-g", f"-I{repository}/proto/abi"]
+    flags += [f"-I{repository}/shim/src", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
+    subprocess.run(["clang", *flags, *sources, "-o", out], check=True)
+
+    done = subprocess.run(
+        [out, "-runs=300000", "-seed=1", "-max_len=9000", corpus],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Done 300000 runs" in done.stderr

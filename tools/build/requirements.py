@@ -1,4 +1,4 @@
-"""Print what `make venv` installs: build, run-time and development requirements, all read from pyproject.toml."""
+"""Print requirements from pyproject.toml: what `make venv` installs, or with an argument that optional group alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ else:  # pip carries a reader for the one interpreter that has none
 def main() -> None:
     project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())
     optional = project["project"]["optional-dependencies"]
-    for requirement in [
-        *project["build-system"]["requires"],
-        *project["project"]["dependencies"],
-        *optional["dev"],
-    ]:
+    usual = [*project["build-system"]["requires"], *project["project"]["dependencies"], *optional["dev"]]
+    for requirement in optional[sys.argv[1]] if len(sys.argv) > 1 else usual:
         print(requirement)
 
 
