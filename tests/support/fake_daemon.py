@@ -299,9 +299,11 @@ class FakeDaemon:
             client.discard()
 
     def _accept(self) -> None:
+        waiting = select.poll()  # not select(): it fails for descriptors from 1024 on
+        waiting.register(self.listener, select.POLLIN)
+        waiting.register(self.stop_r, select.POLLIN)
         while True:
-            ready, _, _ = select.select([self.listener, self.stop_r], [], [])
-            if self.stop_r in ready:
+            if self.stop_r in {fd for fd, _ in waiting.poll()}:
                 return
             link, _ = self.listener.accept()
             client = Client(link=link, role=self.role, lease_ns=self.lease_ns)

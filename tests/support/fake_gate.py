@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from lent_fds import lend
+
 from valved.mechanism.ports import (
     ArmResult,
     ClientFds,
@@ -150,7 +152,7 @@ class FakeGate:
     def create_client(self, client, role, service):
         if self.create_error:
             raise self.create_error
-        fds = ClientFds(*(), **{name: os.eventfd(0) for name in ("control", "region", "doorbell", "order")})
+        fds = ClientFds(*(), **{name: lend() for name in ("control", "region", "doorbell", "order")})
         if role is not Role.OFFLINE:
             self.services.setdefault(service, Service())
         self.clients[client] = Client(role=role, service=service, fds=fds)

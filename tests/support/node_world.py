@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 from fake_gate import FakeGate
+from lent_fds import lend
 from virtual import VirtualClock
 
 from valved.config import Config
@@ -30,7 +30,7 @@ DRIVER = DriverState(version="580.159.04", branch=580, known=True, open_modules=
 
 
 class FakeProcesses:
-    """A ProcessPort over a made-up process table. Pidfds are eventfds that nobody writes to."""
+    """A ProcessPort over a made-up process table. Pidfds are pipes that nobody writes to."""
 
     def __init__(self, reactor):
         self.table = {1: (0, 0, "/", "init")}
@@ -68,7 +68,7 @@ class FakeProcesses:
     def open_pidfd(self, pid):
         if pid not in self.table:
             return -1
-        fd = os.eventfd(0)
+        fd = lend()
         self._fds.setdefault(pid, []).append(fd)
         return fd
 

@@ -1,0 +1,37 @@
+"""Descriptors that fakes hand to the product: closed after each test unless the product closed them itself.
+
+All are read ends of one FIFO that has a writer and never any data, so they can be polled, never become readable, and their
+inode tells them from a later file that got the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+
+_lent: set[int] = set()
+
+
+@functools.cache
+def _fifo() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "fifo")
+        os.mkfifo(path)
+        return os.open(path, os.O_RDWR)  # reader and writer: it never sees an end of file
+
+
+def lend() -> int:
+    """An open descriptor that never becomes readable."""
+    fd = os.open(f"/proc/self/fd/{_fifo()}", os.O_RDONLY | os.O_NONBLOCK)
+    _lent.add(fd)
+    return fd
+
+
+def collect() -> None:
+    for fd in _lent:
+        with contextlib.suppress(OSError):
+            if os.fstat(fd).st_ino == os.fstat(_fifo()).st_ino:
+                os.close(fd)
+    _lent.clear()
