@@ -1,6 +1,6 @@
 """Descriptors that fakes hand to the product: closed after each test unless the product closed them itself.
 
-All are read ends of one FIFO that has a writer and never any data, so they can be polled, never become readable, and their
+All are read ends of one FIFO that has a writer and never any data: they can be polled, never become readable, and their
 inode tells them from a later file that got the same number.
 """
 
