@@ -252,7 +252,7 @@ def test_an_unknown_driver_is_only_watched(cuda: Any) -> None:
     with world() as here:
         _, results = here.workload(channels=1)
         online = here.online({0})
-        here.wake()
+        here.wake(0)
         online.launch()
         stamp = here.stamp(lambda stamp: stamp.client == online.client)
 
