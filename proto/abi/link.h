@@ -21,6 +21,21 @@
  *                                   between, so valved gates them again. No answer. Only sent to a daemon that
  *                                   announces VALVE_FEATURE_SCHEDULE_DONE
  *
+ * KV memory (kv.h), between peers that both announce VALVE_FEATURE_MEMORY
+ *   KV_RANGE                  ->    shim: an address range was reserved. ACK comes when it is backed: in whole, or,
+ *                                   if ELASTIC, as far as the pool goes now. Orders for it come before the ACK
+ *                             <-    KV_ORDER [+ an fd per entry of BACK without CREATE]
+ *   KV_DONE [+ an fd per CREATE that was done]  ->   the order's end: how many entries, and why not more. No answer
+ *   KV_HELD [+ an fd per entry]  -> shim, to a new valved, after KV_RANGE with held > 0: what is mapped where. ACK
+ *   KV_PIN                    ->    shim: this span may never be taken (registered with a NIC, exported). No answer
+ *   KV_RANGE_DEL              ->    shim: the range is unmapped and gone; its handles are the pool's. No answer
+ *   KV_LAYOUT                 ->    hook of a rank (same pid as a shim with ranges): where blocks lie. Packets until
+ *                                   `total` tensors are there, each answered with an ACK; EINVAL refuses it all
+ *   KV_ATTACH                 ->    hook of the scheduler: I read the table
+ *                             <-    KV_TABLE + 2 fds (table, book), or ACK with an errno value. Ranks may still lack
+ *                                   their layout: then blocks are taken as backed until they have it
+ *   KV_NEED                   ->    hook: look at the book now (wanted_blocks rose, blocks were offered). No answer
+ *
  * CHANNEL_ADD and RM_CLIENT for a pair that is already known replace what is known (an engine learned later, a GPU
  * UUID learned later, a new daemon). A client whose channels stopped on its own account (lease) enables them before
  * it sends CHANNEL_ADD to a new daemon: a channel is on when it is added, and what it is after the ACK is valved's.
@@ -32,9 +47,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "kv.h"
+
 #define VALVE_LINK_MAGIC 0x4b4e4c56u /* "VLNK" */
 #define VALVE_LINK_ABI   1u
-#define VALVE_LINK_MAX   512u /* no packet is longer */
+#define VALVE_LINK_MAX   2048u /* no packet is longer */
+#define VALVE_LINK_FDS   64u   /* nor carries more descriptors */
 
 enum valve_link_type {
 	VALVE_LINK_HELLO = 1,
@@ -47,6 +65,16 @@ enum valve_link_type {
 	VALVE_LINK_SCHEDULE_WAIT = 8,
 	VALVE_LINK_NOTE = 9, /* one-way: something the operator should know (enum valve_note) */
 	VALVE_LINK_SCHEDULE_DONE = 10,
+	VALVE_LINK_KV_RANGE = 16,
+	VALVE_LINK_KV_RANGE_DEL = 17,
+	VALVE_LINK_KV_HELD = 18,
+	VALVE_LINK_KV_PIN = 19,
+	VALVE_LINK_KV_ORDER = 20,
+	VALVE_LINK_KV_DONE = 21,
+	VALVE_LINK_KV_LAYOUT = 22,
+	VALVE_LINK_KV_ATTACH = 23,
+	VALVE_LINK_KV_TABLE = 24,
+	VALVE_LINK_KV_NEED = 25,
 };
 
 enum valve_refusal {
@@ -150,6 +178,89 @@ struct valve_link_note {
 	char text[96];
 };
 
+/* An address range of the shim, `slots` handles long. A pair (client, range) names it; the client numbers its ranges. */
+struct valve_link_kv_range {
+	struct valve_link_header header;
+	uint8_t gpu_uuid[16]; /* all zero when only device_instance is known */
+	uint32_t device_instance;
+	uint32_t range;
+	uint64_t base;
+	uint64_t handle_bytes;
+	uint32_t slots;
+	uint32_t flags; /* VALVE_KV_ELASTIC */
+	uint32_t held;  /* slots already backed, told with KV_HELD next: a new valved gives nothing before */
+	uint32_t pad0;
+};
+
+/* KV_RANGE_DEL (offset and bytes 0) and KV_PIN */
+struct valve_link_kv_span {
+	struct valve_link_header header;
+	uint32_t range;
+	uint32_t pad0;
+	uint64_t offset; /* from the base of the range */
+	uint64_t bytes;
+};
+
+/* KV_ORDER and KV_HELD (order 0). Always sent whole; `count` entries are meant. */
+struct valve_link_kv_entries {
+	struct valve_link_header header;
+	uint64_t
+	        order; /* valved's number of it; orders of one client are carried out in the order they were sent */
+	uint32_t range;
+	uint16_t op;  /* valve_kv_op */
+	uint16_t how; /* valve_kv_how */
+	uint32_t count;
+	uint32_t pad0;
+	struct valve_kv_entry entry[VALVE_KV_ENTRIES];
+};
+
+struct valve_link_kv_done {
+	struct valve_link_header header;
+	uint64_t order;
+	uint32_t done; /* entries carried out, from the first one on */
+	uint32_t
+	        status; /* 0, or an errno value: why the next one was not (ENOMEM, ESTALE: the range is gone, EIO) */
+	uint32_t cu_result; /* the driver's own word with EIO */
+	uint32_t pad0;
+};
+
+struct valve_link_kv_layout {
+	struct valve_link_header header;
+	uint32_t blocks, block_tokens;
+	uint32_t total; /* tensors in all packets */
+	uint32_t first; /* index of tensor[0] */
+	uint32_t count;
+	uint32_t pinned_count;
+	uint32_t pinned[8]; /* blocks that are never taken: null and padding blocks */
+	struct valve_kv_tensor tensor[VALVE_KV_TENSORS];
+};
+
+struct valve_link_kv_attach {
+	struct valve_link_header header;
+	uint16_t abi_min, abi_max; /* VALVE_KV_ABI that the hook speaks */
+	uint32_t mode;             /* valve_kv_mode; may sink later, in the book */
+	uint32_t blocks, block_tokens;
+	uint32_t rows, row_blocks; /* of the book */
+	uint32_t ranks;            /* processes that will register a layout */
+	uint32_t pad0;
+	char engine[48]; /* "vllm 0.32.0", for people */
+};
+
+struct valve_link_kv_table {
+	struct valve_link_header header;
+	uint16_t abi; /* the one both will use */
+	uint16_t pad0;
+	uint32_t table_bytes, book_bytes;
+	uint32_t pad1;
+};
+
+/* KV_NEED */
+struct valve_link_kv_need {
+	struct valve_link_header header;
+	uint32_t wanted_blocks; /* as in the book, for the record */
+	uint32_t pad0;
+};
+
 #define VALVE_SIZE(type, n) _Static_assert(sizeof(struct type) == (n), #type)
 VALVE_SIZE(valve_link_header, 24);
 VALVE_SIZE(valve_link_hello, 88);
@@ -160,6 +271,14 @@ VALVE_SIZE(valve_link_rm_client, 64);
 VALVE_SIZE(valve_link_channel, 72);
 VALVE_SIZE(valve_link_schedule, 32);
 VALVE_SIZE(valve_link_note, 136);
+VALVE_SIZE(valve_link_kv_range, 80);
+VALVE_SIZE(valve_link_kv_span, 48);
+VALVE_SIZE(valve_link_kv_entries, 1072);
+VALVE_SIZE(valve_link_kv_done, 48);
+VALVE_SIZE(valve_link_kv_layout, 1232);
+VALVE_SIZE(valve_link_kv_attach, 104);
+VALVE_SIZE(valve_link_kv_table, 40);
+VALVE_SIZE(valve_link_kv_need, 32);
 #undef VALVE_SIZE
 
 #endif

@@ -42,6 +42,7 @@ enum valve_feature {
 	VALVE_FEATURE_HOLD = 1u << 3,          /* client can hold its launches (launch-gate rung) */
 	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
 	VALVE_FEATURE_PLAIN_COUNT = 1u << 5,   /* counts without a fence: valved fences for the client */
+	VALVE_FEATURE_MEMORY = 1u << 6,        /* speaks the KV_ messages of link.h */
 };
 
 /* Orders to an offline client, in control.order: what its keeper thread must do now. */
@@ -90,6 +91,13 @@ struct valve_control {
 	uint32_t draining;          /* 1: valved is going away on purpose: enable and pass through */
 	uint32_t quiet_us;          /* quiet time before the watcher probes */
 	uint8_t pad2[24];
+
+	/* 192: memory */
+	_Alignas(64) uint64_t kv_handle_bytes; /* size of a pool handle; 0: KV memory is not managed here */
+	uint64_t kv_budget_bytes; /* KV memory that this client may hope for now; 0: no limit is told */
+	uint64_t
+	        kv_size_rule; /* device allocations from this size on are KV memory; 0: only bracketed ones */
+	uint8_t pad3[40];
 };
 
 /* One launching thread's counter. Writer: that thread alone (the last slot is shared and counted atomically). */
@@ -160,7 +168,7 @@ struct valve_region {
 #define VALVE_GAP_OFFSET  (VALVE_PAGE + VALVE_SLOTS * 64u)
 
 #define VALVE_AT(type, field, at) _Static_assert(offsetof(struct type, field) == (at), #type "." #field)
-_Static_assert(sizeof(struct valve_control) == 192, "control");
+_Static_assert(sizeof(struct valve_control) == 256, "control");
 _Static_assert(sizeof(struct valve_slot) == 64, "slot");
 _Static_assert(sizeof(struct valve_gap) == 16, "gap");
 _Static_assert(sizeof(struct valve_region) == 384, "region head");
@@ -170,6 +178,7 @@ VALVE_AT(valve_control, gate_epoch, 64);
 VALVE_AT(valve_control, heartbeat_ns, 128);
 VALVE_AT(valve_control, watch, 148);
 VALVE_AT(valve_control, order, 152);
+VALVE_AT(valve_control, kv_handle_bytes, 192);
 VALVE_AT(valve_region, busy, 64);
 VALVE_AT(valve_region, launch_ns, 72);
 VALVE_AT(valve_region, idle_submitted, 128);

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAGIC = 0x4B4E4C56
 ABI = 1
-MAX_PACKET = 512
+MAX_PACKET = 2048
 
 
 class LinkType(enum.IntEnum):
@@ -26,6 +26,16 @@ class LinkType(enum.IntEnum):
     SCHEDULE_WAIT = 8
     NOTE = 9
     SCHEDULE_DONE = 10
+    KV_RANGE = 16
+    KV_RANGE_DEL = 17
+    KV_HELD = 18
+    KV_PIN = 19
+    KV_ORDER = 20
+    KV_DONE = 21
+    KV_LAYOUT = 22
+    KV_ATTACH = 23
+    KV_TABLE = 24
+    KV_NEED = 25
 
 
 class Refusal(enum.IntEnum):
@@ -55,6 +65,7 @@ class Feature(enum.IntFlag):
     HOLD = 8
     SCHEDULE_DONE = 16
     PLAIN_COUNT = 32
+    MEMORY = 64
 
 
 class Malformed(ValueError):
@@ -189,7 +200,7 @@ def build(kind: LinkType, body: Body, *, seq: int, sent_ns: int) -> bytes:
     return _HEADER.pack(MAGIC, ABI, kind, _HEADER.size + len(payload), seq, sent_ns) + payload
 
 
-_TYPES = frozenset(int(kind) for kind in LinkType)
+_TYPES = frozenset(int(kind) for kind in _BODY)
 
 
 def _read_body(kind: LinkType, packet: bytes) -> Body:
@@ -245,6 +256,8 @@ def _read_body(kind: LinkType, packet: bytes) -> Body:
             return Schedule(h_client=f[0], h_object=f[1])
         case LinkType.NOTE:
             return NoteMessage(code=f[0], h_client=f[1], h_channel=f[2], text=_text(f[4]))
+        case _:
+            raise Malformed(f"no reader for {kind.name}")
 
 
 def _body_fields(body: Body) -> tuple[object, ...]:

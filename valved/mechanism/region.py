@@ -30,6 +30,7 @@ FEATURE_GAPS = 1 << 0
 FEATURE_HINT = 1 << 1
 FEATURE_SELF_GATE = 1 << 2
 FEATURE_HOLD = 1 << 3
+FEATURE_MEMORY = 1 << 6
 
 ORDER_RUN = 0
 ORDER_STOP = 1
@@ -71,6 +72,9 @@ CONTROL: Mapping[str, Field] = _fields(
     order_seq=(156, 32),
     draining=(160, 32),
     quiet_us=(164, 32),
+    kv_handle_bytes=(192, 64),
+    kv_budget_bytes=(200, 64),
+    kv_size_rule=(208, 64),
 )
 
 REGION: Mapping[str, Field] = _fields(
