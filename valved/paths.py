@@ -13,6 +13,7 @@ SYSTEM_RUN_DIR = Path("/run/valve")
 ENV_RUN_DIR = "VALVE_RUN_DIR"
 ENV_ROLE = "VALVE_ROLE"
 LINK_SOCKET = "link.sock"
+CLIENT_FOLDER = "client"  # a folder with the link socket alone, to be mounted into containers
 API_SOCKET = "valved.sock"
 PAUSE_FILE = "pause"
 PID_FILE = "valved.pid"

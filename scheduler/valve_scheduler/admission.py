@@ -13,6 +13,14 @@ from typing import Any
 
 from valve_scheduler import names
 from valve_scheduler.errors import InvalidObject
+from valve_scheduler.injection import (
+    ContainerTraits,
+    InjectionSettings,
+    PodTraits,
+    check_pod,
+    inject,
+    merge_preload,
+)
 from valve_scheduler.objects import annotation, gpus_wanted, resource_count, sla_of
 
 Pod = dict[str, Any]
@@ -32,24 +40,16 @@ class Backend(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionSettings:
-    """The chart's values. Paths are folders on the node: a file mounted alone goes stale when it is replaced."""
+class AdmissionSettings(InjectionSettings):
+    """The chart's values."""
 
     backend: Backend = Backend.ENVVAR
     runtime_class: str = "nvidia"
-    shim_folder: str = "/var/lib/valve/shim"
-    run_folder: str = "/run/valve"
-    preload: str = "/var/lib/valve/shim/current/libvalve.so"
-    sandboxed_runtimes: tuple[str, ...] = ("gvisor", "runsc", "kata", "kata-qemu", "kata-clh")
     offline_env: Mapping[str, str] = field(default_factory=dict)  # engine timeouts that a gate would trip
 
 
 class Refused(Exception):
     """The pod cannot run as it is; the text goes to whoever created it."""
-
-
-class Skipped(Exception):
-    """An online pod that is better left alone; the text becomes its injection mark."""
 
 
 def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
@@ -84,18 +84,18 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
 
 def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
     """The pod with the shim preloaded in its GPU containers; raises Skipped with the reason where it must not be."""
-    containers = [c for c in _containers(pod) if _limit(c, names.ONLINE_RESOURCE)]
-    _skip_online(pod, containers, settings)
+    check_pod(_traits(pod), settings)
     changed = copy.deepcopy(pod)
-    for container in _containers(changed):
-        if _limit(container, names.ONLINE_RESOURCE):
-            _inject(container, settings)
     volumes = changed["spec"].setdefault("volumes", [])
     present = {volume["name"] for volume in volumes}
-    for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
+    for name, (folder, _) in zip(_VOLUMES, settings.mounts, strict=True):
         if name not in present:
             # DirectoryOrCreate: on a node without Valve the pod still starts, and ld.so ignores the missing file.
             volumes.append({"name": name, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
+    wish = annotation(pod, names.INJECT)
+    for container in _containers(changed):
+        if _limit(container, names.ONLINE_RESOURCE):
+            _inject(container, wish, settings)
     changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
 
     return marked(changed, "ok")
@@ -134,44 +134,38 @@ def _refuse_offline(pod: Pod) -> None:
         raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
 
 
-def _skip_online(pod: Pod, containers: list[Pod], settings: AdmissionSettings) -> None:
-    """Every reason to leave the pod alone, the plainest first."""
+def _traits(pod: Pod) -> PodTraits:
     spec = pod["spec"]
-    wish = annotation(pod, names.INJECT)
-    if wish == "false":
-        raise Skipped("opt-out")
-    if not containers:
-        raise Skipped("no-gpu")
-    if spec.get("hostPID"):
-        raise Skipped("host-pid")
-    if spec.get("runtimeClassName") in settings.sandboxed_runtimes:
-        raise Skipped("sandboxed-runtime")
-    if (spec.get("os") or {}).get("name") == "windows":
-        raise Skipped("windows")
-    for container in containers:
-        preload = _variable(container, "LD_PRELOAD")
-        if preload is not None and "valueFrom" in preload:
-            raise Skipped("ld-preload-from-reference")
-        if preload is None and container.get("envFrom") and wish != "true":
-            # It may hold an LD_PRELOAD that ours would override; `inject: "true"` says that it does not.
-            raise Skipped("env-from")
-        paths = {m["mountPath"].rstrip("/"): m["name"] for m in container.get("volumeMounts") or []}
-        for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
-            if paths.get(folder, name) != name:
-                raise Skipped("mount-path-taken")
+    return PodTraits(
+        wish=annotation(pod, names.INJECT),
+        has_gpu=any(_limit(container, names.ONLINE_RESOURCE) for container in _containers(pod)),
+        host_pid=bool(spec.get("hostPID")),
+        runtime=spec.get("runtimeClassName") or "",
+        os=(spec.get("os") or {}).get("name", ""),
+    )
 
 
-def _inject(container: Pod, settings: AdmissionSettings) -> None:
-    preload = _variable(container, "LD_PRELOAD")
-    if preload is None:
-        container.setdefault("env", []).append({"name": "LD_PRELOAD", "value": settings.preload})
-    elif settings.preload not in preload.get("value", "").split(":"):
-        preload["value"] = ":".join(filter(None, (settings.preload, preload.get("value", ""))))
-    mounts = container.setdefault("volumeMounts", [])
-    present = {mount["name"] for mount in mounts}
-    for name, folder in zip(_VOLUMES, (settings.shim_folder, settings.run_folder), strict=True):
-        if name not in present:
-            mounts.append({"name": name, "mountPath": folder, "readOnly": True})
+def _inject(container: Pod, wish: str, settings: AdmissionSettings) -> None:
+    variable = _variable(container, "LD_PRELOAD")
+    hidden = ""
+    if variable is not None and "valueFrom" in variable:
+        hidden = "ld-preload-from-reference"
+    elif variable is None and container.get("envFrom") and wish != "true":
+        hidden = "env-from"  # it may hold an LD_PRELOAD that ours would override; `inject: "true"` says it does not
+    mounts = container.get("volumeMounts") or []
+    ours = dict(zip(_VOLUMES, (source for source, _ in settings.mounts), strict=True))
+    traits = ContainerTraits(
+        preload=(variable or {}).get("value") or "",
+        hidden=hidden,
+        mounts={mount["mountPath"]: ours.get(mount["name"], mount["name"]) for mount in mounts},
+    )
+    injection = inject(traits, settings)
+    if injection.preload is not None:
+        _set_variable(container, "LD_PRELOAD", injection.preload)
+    volume_of = {source: name for name, source in ours.items()}
+    more = [{"name": volume_of[source], "mountPath": path, "readOnly": True} for source, path in injection.mounts]
+    if more:
+        container["volumeMounts"] = [*mounts, *more]
 
 
 def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
@@ -185,6 +179,13 @@ def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
     present = {entry["name"] for entry in kept}
     more = [{"name": key, "value": value} for key, value in settings.offline_env.items() if key not in present]
     container["env"] = [visible, *kept, *more]
+    # In the pod, as its own variables win over the device plugin's; the file comes with the plugin's mount.
+    preload = _variable(container, "LD_PRELOAD") or {}
+    if "valueFrom" in preload:
+        raise Refused(f"container {container['name']} takes LD_PRELOAD from a reference; write its value out")
+    merged = merge_preload(preload.get("value") or "", settings.preload)
+    if merged is not None:
+        _set_variable(container, "LD_PRELOAD", merged)
 
 
 def _claim(container: Pod, count: int) -> None:
@@ -208,3 +209,11 @@ def _limit(container: Pod, resource: str) -> str:
 def _variable(container: Pod, name: str) -> Pod | None:
     found: Pod | None = next((entry for entry in container.get("env") or [] if entry["name"] == name), None)
     return found
+
+
+def _set_variable(container: Pod, name: str, value: str) -> None:
+    variable = _variable(container, name)
+    if variable is None:
+        container.setdefault("env", []).append({"name": name, "value": value})
+    else:
+        variable["value"] = value

@@ -16,12 +16,12 @@ from valve_scheduler.admission import (
     AdmissionSettings,
     Pod,
     Refused,
-    Skipped,
     marked,
     mutate_offline,
     mutate_online,
 )
 from valve_scheduler.certificates import Material, expires_at, renew
+from valve_scheduler.injection import Skipped
 from valve_scheduler.jsonpatch import diff
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_scheduler.probes import Probes

@@ -276,3 +276,18 @@ def test_a_new_server_takes_the_path_over_without_a_gap(server, tmp_path):
     server.connect().close()
     server.call(second.stop)
     sock.close()
+
+
+def test_containers_reach_the_link_through_a_folder_that_holds_nothing_else(tmp_path):
+    """The run folder itself has the API in it, and file modes do not stop a container's root."""
+    (tmp_path / "valved.sock").touch()
+    with Server(tmp_path) as server:
+        server.path = tmp_path / "client/link.sock"
+        _, welcome, fds = server.welcome()
+        for fd in fds:
+            os.close(fd)
+
+        assert welcome.client
+        assert [path.name for path in (tmp_path / "client").iterdir()] == ["link.sock"]
+
+    assert list((tmp_path / "client").iterdir()) == []

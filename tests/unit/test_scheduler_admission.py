@@ -15,10 +15,10 @@ from valve_scheduler.admission import (
     AdmissionSettings,
     Backend,
     Refused,
-    Skipped,
     mutate_offline,
     mutate_online,
 )
+from valve_scheduler.injection import Skipped
 from valve_scheduler.jsonpatch import diff
 from valve_scheduler.kube.access import Access
 from valve_scheduler.kube.client import KubeClient
@@ -58,6 +58,7 @@ def test_an_offline_pod_gets_all_that_it_takes_to_be_placed() -> None:
             "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.annotations['valve.gpu/gpus']"}},
         },
         {"name": "VLLM_ENGINE_ITERATION_TIMEOUT_S", "value": "3600"},
+        {"name": "LD_PRELOAD", "value": SHIM},
     ]
 
 
@@ -66,7 +67,21 @@ def test_devices_are_as_valve_says_whatever_the_pod_says() -> None:
 
     env = mutate_offline(pod(forged), AdmissionSettings(backend=Backend.CDI))["spec"]["containers"][0]["env"]
 
-    assert env == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}, {"name": "A", "value": "1"}]
+    assert env == [
+        {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"},
+        {"name": "A", "value": "1"},
+        {"name": "LD_PRELOAD", "value": SHIM},
+    ]
+
+
+def test_an_offline_containers_own_preload_stays_behind_ours() -> None:
+    """Its own variable would win over the device plugin's, and it would run without the shim."""
+    own = container(env=[{"name": "LD_PRELOAD", "value": "/usr/lib/libjemalloc.so"}])
+
+    once = mutate_offline(pod(own), SETTINGS)
+
+    assert {"name": "LD_PRELOAD", "value": f"{SHIM}:/usr/lib/libjemalloc.so"} in once["spec"]["containers"][0]["env"]
+    assert mutate_offline(once, SETTINGS) == once
 
 
 def test_the_cdi_backend_needs_no_runtime_class() -> None:
@@ -101,6 +116,7 @@ def test_sidecars_without_gpus_stay_as_they_are() -> None:
         (pod(container(count="x")), "must be a whole number"),
         (pod(container(securityContext={"privileged": True})), "is privileged"),
         (pod(hostPID=True), "hostPID is not allowed"),
+        (pod(container(env=[{"name": "LD_PRELOAD", "valueFrom": {}}])), "write its value out"),
         (pod(nodeName="n1"), "nodeName is set"),
         (pod(schedulerName="volcano"), "schedulerName is volcano"),
         (pod(initContainers=[container(securityContext={"privileged": True})]), "is privileged"),
@@ -120,7 +136,10 @@ def test_an_online_pod_gets_the_shim_read_only_and_optional() -> None:
         ("/var/lib/valve/shim", True),
         ("/run/valve", True),
     ]
-    assert {volume["hostPath"]["type"] for volume in changed["spec"]["volumes"]} == {"DirectoryOrCreate"}
+    assert [volume["hostPath"] for volume in changed["spec"]["volumes"]] == [
+        {"path": "/var/lib/valve/shim", "type": "DirectoryOrCreate"},
+        {"path": "/run/valve/client", "type": "DirectoryOrCreate"},
+    ]
     assert changed["metadata"]["annotations"][names.INJECTION] == "ok"
     assert "schedulerName" not in changed["spec"]
 

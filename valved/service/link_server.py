@@ -18,6 +18,7 @@ from pathlib import Path
 
 from valved.mechanism.link import MAX_PACKET, Body, Hello, LinkType, Malformed, Packet, build, parse
 from valved.model.ids import ClientId
+from valved.paths import CLIENT_FOLDER
 from valved.service.register import Register
 
 BACKLOG = 512
@@ -108,6 +109,10 @@ class LinkServer:
         listener.bind(str(fresh))
         fresh.chmod(0o666)  # anybody may knock; quotas and identity come after
         listener.listen(BACKLOG)
+        for_clients = self._for_clients()
+        for_clients.parent.mkdir(mode=0o755, exist_ok=True)
+        for_clients.unlink(missing_ok=True)
+        for_clients.hardlink_to(fresh)
         fresh.replace(self._path)
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
@@ -119,8 +124,13 @@ class LinkServer:
             self._listener.close()
             self._listener = None
             self._path.unlink(missing_ok=True)
+            self._for_clients().unlink(missing_ok=True)
         for peer in list(self._peers):
             peer.close()
+
+    def _for_clients(self) -> Path:
+        """The same socket in a folder of its own: what containers may see of the run folder, without the API."""
+        return self._path.parent / CLIENT_FOLDER / self._path.name
 
     def drop_later(self, peer: LinkConnection) -> None:
         self._loop.call_soon(self._drop, peer, "its socket is full or broken")
