@@ -8,7 +8,7 @@ from node_world import MS, SECOND, World
 
 from valved.mechanism.ports import Stamp, StampKind
 from valved.model.events import EventKind
-from valved.model.ids import Mode
+from valved.model.ids import GpuIndex, Mode
 from valved.policy.wake import WakeReason
 
 
@@ -364,3 +364,21 @@ def test_the_watcher_is_asked_at_the_ring_and_not_a_cooldown_later(world):
     world.run(cooldown_ms + 2)
 
     assert not world.gate.off
+
+
+def test_a_guarded_gpu_stays_closed_whatever_its_service_says(world):
+    """Somebody may work there whom nobody hears: the service's own wake opens nothing until the guard lets go."""
+    offline = world.offline(gpus=(0, 1))
+    world.keeper.set_guarded(frozenset({GpuIndex(0)}))
+
+    assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (True, False)
+    assert "the guard holds GPU 0" in world.node.status().services[0].state
+
+    world.keeper.set_guarded(frozenset({GpuIndex(1)}))
+
+    assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (False, True)
+
+    world.keeper.set_guarded(frozenset())
+
+    assert not world.gate.is_gated(1)
+    assert offline in world.books.clients

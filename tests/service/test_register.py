@@ -14,6 +14,7 @@ from valved.mechanism.link import LinkType, Note, NoteMessage, Refusal, RmClient
 from valved.mechanism.ports import ArmResult
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Role
+from valved.service.identity import NOT_YET, PodClaim
 
 CONFIG = Config(
     quota=QuotaTable(clients_per_uid=3, channels_per_client=4, notes_per_client=2),
@@ -50,6 +51,76 @@ def test_what_a_claimed_process_starts_belongs_to_it(world):
     connection = world.hello(202, wanted=Role.ONLINE)
 
     assert (connection.last.role, connection.last.service) == (Role.ONLINE, service)
+
+
+class Pods:
+    """A claim source that knows what a test tells it."""
+
+    def __init__(self):
+        self.answer = NOT_YET
+
+    def claim_of(self, peer):
+        return self.answer
+
+
+POD = "/kubepods/pod8b1c/"
+
+
+def test_all_containers_of_an_online_pod_are_one_service(world):
+    world.register.pods = Pods()
+    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.processes.add(200, cgroup=POD + "engine")
+    world.processes.add(300, cgroup=POD + "worker")
+
+    engine, worker = world.hello(200, wanted=Role.NONE), world.hello(300, wanted=Role.OFFLINE)
+
+    assert (engine.last.role, worker.last.role) == (Role.ONLINE, Role.ONLINE)
+    assert engine.last.service == worker.last.service
+    assert world.books.services[engine.last.service].name == "serving/chat-0"
+
+
+def test_the_first_process_of_a_pod_may_end_before_the_others(world):
+    """A launcher script comes and goes; the pod's service lives as long as anybody in it does."""
+    world.register.pods = Pods()
+    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.processes.add(200, cgroup=POD + "engine")
+    world.processes.add(300, cgroup=POD + "engine")
+    first, second = world.hello(200, wanted=Role.NONE), world.hello(300, wanted=Role.NONE)
+
+    world.processes.end(200)
+    third = world.hello(world.processes.add(301, cgroup=POD + "engine"), wanted=Role.NONE)
+
+    assert third.last.service == second.last.service == first.last.service
+
+    world.processes.end(300)
+    world.processes.end(301)
+
+    assert not world.books.services
+    assert not world.books.claims
+
+
+def test_a_pod_that_nobody_has_told_of_is_asked_to_knock_again(world):
+    """No answer at all: the shim passes through and comes back; a refusal would be for good."""
+    world.register.pods = Pods()
+    world.processes.add(200, cgroup=POD + "engine")
+
+    connection = world.hello(200, wanted=Role.NONE)
+
+    assert connection.sent == []
+    assert connection.client is None
+
+    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+
+    assert world.hello(200, wanted=Role.NONE).last.role is Role.ONLINE
+
+
+def test_a_launchers_claim_is_older_than_the_pods(world):
+    world.register.pods = Pods()
+    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.processes.add(200, cgroup=POD + "engine")
+    world.node.launch(200, 2000, Role.OFFLINE, "batch")
+
+    assert world.hello(200, wanted=Role.NONE).last.role is Role.OFFLINE
 
 
 def test_a_process_that_nobody_claimed_is_never_online(world):

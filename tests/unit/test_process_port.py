@@ -62,6 +62,8 @@ def test_ancestors_of_a_torn_tree_end(tmp_path: Path) -> None:
     [
         ("0::/kubepods/pod1/c\n", "/kubepods/pod1/c"),
         ("3:cpu:/old\n0::/new\n", "/new"),
+        ("3:cpu:/\n2:pids:/kubepods/pod1/c\n0::/\n", "/kubepods/pod1/c"),
+        ("3:cpu:/\n0::/\n", "/"),
         ("3:cpu:/old:odd\n", "/old:odd"),
         ("nonsense\n", None),
     ],

@@ -51,11 +51,12 @@ class LinuxProcesses:
         return chain
 
     def cgroup(self, pid: int) -> str | None:
-        """The unified (v2) path, else that of the first v1 controller."""
+        """The unified (v2) path, else that of the first v1 controller; on a hybrid machine the one that is not /."""
         text = self._read(pid, "cgroup")
         lines = [line.split(":", 2) for line in (text or "").splitlines() if line.count(":") >= 2]
-        unified = [path for hierarchy, _, path in lines if hierarchy == "0"]
-        return next(iter(unified or [path for _, _, path in lines]), None)
+        paths = sorted((path for _, _, path in lines), key=lambda path: path == "/")
+        unified = [path for hierarchy, _, path in lines if hierarchy == "0" and path != "/"]
+        return next(iter(unified or paths), None)
 
     def comm(self, pid: int) -> str:
         return (self._read(pid, "comm") or "").rstrip("\n")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 
 BRAKE_SERVICE = ServiceId(1)  # holds every GPU while the node is paused; it has no clients
+GUARD_SERVICE = ServiceId(0x7FFFFFFF)  # holds GPUs on which somebody may work unseen (policy/guard.py); no clients
 FIRST_SERVICE = 2
 
 

@@ -20,7 +20,7 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.breaker import BreakerSettings, BreakerState, Tally, step_breaker
 from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldown
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
-from valved.service.books import BRAKE_SERVICE, Books, ClientEntry
+from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books, ClientEntry
 from valved.service.journal import Journal
 from valved.service.online import OnlineService, is_hinting
 
@@ -132,15 +132,26 @@ class GateService:
             self.look_at_all()
 
     def set_pause(self, on: bool) -> None:
-        """The node's own brake: a service without clients that holds every GPU."""
+        """The node's own brake."""
+        self._set_standing_hold(BRAKE_SERVICE, frozenset(self.gpus if on else ()))
+
+    def set_guarded(self, gpus: frozenset[GpuIndex]) -> None:
+        """GPUs on which offline work must not run whatever the online services there say."""
+        self._set_standing_hold(GUARD_SERVICE, gpus)
+
+    def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
+        """A service without clients holds these GPUs and no others, until told differently."""
         now_ns = self._clock.now_ns()
-        if on:
-            self._gate.put_service(BRAKE_SERVICE, frozenset(self.gpus))
-            self._book_hold(BRAKE_SERVICE, self.gpus, now_ns)
+        held = {gpu for gpu, account in self.gpus.items() if service in account.holders}
+        if gpus == held:
+            return
+        if gpus:
+            self._gate.put_service(service, gpus)
         else:
-            self._gate.remove_service(BRAKE_SERVICE)
-            for account in self.gpus.values():
-                account.release(BRAKE_SERVICE, now_ns)
+            self._gate.remove_service(service)
+        for gpu in held - gpus:
+            self.gpus[gpu].release(service, now_ns)
+        self._book_hold(service, gpus, now_ns)
         self.drain()
         self.look_at_all()
         self._may_have_opened()

@@ -6,7 +6,9 @@ for. An unclaimed one may be offline work, never online: else any program could 
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 from valved.mechanism.link import Refusal
 from valved.mechanism.ports import ProcessPort
@@ -37,6 +39,32 @@ class Place:
 class NoPlace:
     code: Refusal
     text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodClaim:
+    """What the annotations of a peer's pod say: a claim on all that lives in the pod's control group."""
+
+    role: Role
+    name: str
+    cgroup: str
+
+
+class Silence(enum.Enum):
+    """No claim, and why."""
+
+    NO_CLAIM = "no-claim"  # not a pod's process, or a pod that wants nothing of us
+    NOT_YET = "not-yet"  # a pod's process, but nobody has told us of that pod so far: ask again
+
+
+NO_CLAIM: Final = Silence.NO_CLAIM
+NOT_YET: Final = Silence.NOT_YET
+
+
+class ClaimSource(Protocol):
+    """Where roles come from on a Kubernetes node, beside the launcher."""
+
+    def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
 
 def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:

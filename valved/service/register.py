@@ -30,7 +30,16 @@ from valved.model.ids import ClientId, Mode, ProcessId, Role, ServiceId
 from valved.service.books import Books, Claim, ClientEntry
 from valved.service.channels import Channels
 from valved.service.gate import GateService
-from valved.service.identity import NoPlace, Peer, identify, own_cgroup, place
+from valved.service.identity import (
+    NOT_YET,
+    ClaimSource,
+    NoPlace,
+    Peer,
+    Silence,
+    identify,
+    own_cgroup,
+    place,
+)
 from valved.service.journal import Journal
 
 CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
@@ -104,6 +113,7 @@ class Register:
         link: LinkTable,
     ) -> None:
         self.mode = Mode.HARVEST
+        self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.past_tokens: dict[ServiceId, int] = {}  # useful tokens of hooks that left, by service
         self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self._send)
         self._gate = gate
@@ -127,14 +137,30 @@ class Register:
         if known is not None and known.role is not role:
             self._drop_claim(known)
         cgroup = own_cgroup(pid, self._processes) if os.geteuid() == 0 else ""
-        claim = self._books.claim(root, role, name or self._processes.comm(pid), cgroup)
-        if known is None or known is not claim:
-            if role is Role.ONLINE:
-                self._keeper.add_service(claim.service, frozenset())
-            self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=pid, name=name)
-            self.watch_root(root)
-            self.channels.changed()
+        self._book_claim(root, role, name or self._processes.comm(pid), cgroup)
         return self._books.claims.get(root)
+
+    def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
+        known = self._books.claims.get(root)
+        claim = self._books.claim(root, role, name, cgroup)
+        if known is claim:
+            return
+        if role is Role.ONLINE:
+            self._keeper.add_service(claim.service, frozenset())
+        self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
+        self.watch_root(root)
+        self.channels.changed()
+
+    def _ask_pods(self, peer: Peer) -> bool:
+        """A peer nobody has claimed may live in a pod that says what it is. False: that pod is not known yet."""
+        if self.pods is None or self._books.find_claim(peer.chain, peer.cgroup) is not None:
+            return True
+        found = self.pods.claim_of(peer)
+        if found is NOT_YET:
+            return False
+        if not isinstance(found, Silence):
+            self._book_claim(peer.process, found.role, found.name, found.cgroup)
+        return True
 
     def watch_root(self, root: ProcessId) -> None:
         if not self._exits.watch(root, root.pid, lambda: self.root_gone(root)):
@@ -157,13 +183,15 @@ class Register:
     # Joining and leaving
 
     def hello(self, connection: Connection, packet: Packet) -> ClientId | None:
-        """Welcome or refuse a peer. None: refused, the connection is to be closed."""
+        """Welcome or refuse a peer. None: the connection is to be closed."""
         body = packet.body
         assert isinstance(body, Hello)
         peer = identify(connection.pid, connection.uid, self._processes)
         if peer is None:
             return None
         refusal = self._why_not(body, peer)
+        if refusal is None and not self._ask_pods(peer):
+            return None  # without an answer: the shim passes through and knocks again
         given = refusal or place(_role(body.wanted_role), peer, self._books, self.mode)
         if isinstance(given, NoPlace):
             self._refuse(connection, packet.seq, given, peer)

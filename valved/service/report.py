@@ -21,7 +21,7 @@ from valved.model.states import (
     ServiceState,
 )
 from valved.policy.wake import WakeAction, WakeReason
-from valved.service.books import Books, ClientEntry, ServiceEntry
+from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books, ClientEntry, ServiceEntry
 from valved.service.brake import Brake
 from valved.service.gate import GateService
 from valved.service.journal import Journal
@@ -29,6 +29,7 @@ from valved.service.online import OnlineService
 from valved.service.register import Register
 
 EXPLAINED = 50  # events in one explanation
+STANDING = {BRAKE_SERVICE: "the brake", GUARD_SERVICE: "the guard"}
 WORDS = {
     WakeReason.COOLING: "cooling down",
     WakeReason.REFUSED_LATELY: "busy: a launch came as it was about to give way",
@@ -171,8 +172,14 @@ class Reporter:
         if not gated:
             return "running"
         holders = sorted(set().union(*(self._keeper.gpus[gpu].holders for gpu in gated)))
-        names = [self._books.services[ServiceId(h)].name for h in holders if ServiceId(h) in self._books.services]
+        names = [self._name(ServiceId(holder)) for holder in holders]
         return f"stopped: {', '.join(names) or 'the brake'} holds GPU {', '.join(map(str, gated))}"
+
+    def _name(self, service: ServiceId) -> str:
+        if service in STANDING:
+            return STANDING[service]
+        entry = self._books.services.get(service)
+        return entry.name if entry is not None else f"service {service}"
 
     def _client(self, entry: ClientEntry, now_ns: int) -> ClientState:
         online = self._keeper.online.get(entry.service)
