@@ -44,7 +44,7 @@ foreign: venv ## add NVIDIA's cuda-bindings, cuda-core and numba-cuda, so that m
 	@$(BIN)/python tools/build/requirements.py foreign > $(VENV)/foreign.txt
 	@$(BIN)/pip install -q --disable-pip-version-check -r $(VENV)/foreign.txt
 
-cluster-tools: ## build the real Kubernetes control plane and helm for tests (Go, about 6 minutes, once)
+cluster-tools: ## build real Kubernetes, containerd and helm for tests (Go, about 7 minutes, once)
 	@tests/cluster/build_tools.sh
 
 FUZZ_RUNS ?= 5000000
