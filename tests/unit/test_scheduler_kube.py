@@ -4,7 +4,7 @@ What is seen stays true through pages, dropped watches, 410 and refusals.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from fakeapi import GONE, HANG_UP, FakeApi, event, item, until
@@ -118,6 +118,46 @@ def test_a_relist_is_not_synced_until_a_new_consistent_list_was_read() -> None:
         assert "resourceVersion" not in api.seen[2][1]
 
     follow(api, story)
+
+
+class Stubborn(KubeClient):
+    """Its first watch loses its cancellation, as asyncio's wait_for does when a result arrives at the same moment."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+        self.watching = asyncio.Event()
+
+    async def list(self, *_: object, **__: object) -> tuple[list[dict[str, object]], str]:
+        self.lists += 1
+        return [item("a", self.lists)], str(self.lists)
+
+    async def watch(self, *_: object, **__: object) -> AsyncIterator[dict[str, object]]:
+        try:
+            self.watching.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if self.lists > 1:
+                raise
+            yield event("MODIFIED", "old", 99)
+        await asyncio.Event().wait()
+
+
+def test_a_relist_is_not_lost_with_the_cancellation_of_the_watch() -> None:
+    """Guards an extender that stayed not ready for minutes after it had become the leader's."""
+
+    async def run() -> tuple[int, dict[str, str]]:
+        client, view = Stubborn(), View()
+        reflector = Reflector(client, "/things", view.sink())
+        task = asyncio.create_task(reflector.run())
+        await client.watching.wait()
+        reflector.relist()
+        await until(lambda: reflector.synced)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+        return client.lists, view.found
+
+    assert asyncio.run(run()) == (2, {"a": "2"})
 
 
 def test_a_refused_list_is_tried_again() -> None:

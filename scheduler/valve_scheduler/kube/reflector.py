@@ -45,7 +45,7 @@ class Reflector:
         self._accept = accept
         self._version = ""
         self._wanted = 0  # counts relists, so that a list begun before one does not answer it
-        self._watching: asyncio.Task[None] | None = None
+        self._relisted = asyncio.Event()
         self._listed = asyncio.Event()
         self.lists = 0
         self.live_at_s = float("-inf")  # loop time of the last proof that the view is current
@@ -62,8 +62,7 @@ class Reflector:
         self._version = ""
         self._wanted += 1
         self._listed.clear()
-        if self._watching is not None:
-            self._watching.cancel()
+        self._relisted.set()
 
     async def run(self) -> None:
         """Until cancelled. Every failure is logged and retried with back-off."""
@@ -97,15 +96,22 @@ class Reflector:
         self._listed.set()
 
     async def _watch_once(self) -> None:
-        """One stream, as a task of its own so that `relist` can end it without ending `run`."""
-        self._watching = asyncio.ensure_future(self._follow())
+        """One stream, until it ends or a relist is wanted.
+
+        It is left behind, not waited for: before Python 3.12 `wait_for` swallows a cancellation that meets its result,
+        and an extender that had just begun to lead answered 503 until the old stream ended minutes later.
+        """
+        self._relisted.clear()
+        watching = asyncio.ensure_future(self._follow())
+        relisted = asyncio.ensure_future(self._relisted.wait())
+        watching.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
         try:
-            await asyncio.wait({self._watching})
-        except asyncio.CancelledError:
-            self._watching.cancel()
-            raise
-        if not self._watching.cancelled():
-            self._watching.result()
+            await asyncio.wait({watching, relisted}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            relisted.cancel()
+            watching.cancel()
 
     async def _follow(self) -> None:
         query = {
@@ -114,7 +120,10 @@ class Reflector:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(WATCH_S),
         }
+        wanted = self._wanted
         async for event in self._client.watch(self.path, query, self._accept, silence_s=SILENCE_S):
+            if wanted != self._wanted:
+                return  # left behind by a relist: this event belongs to the old view
             self._alive()
             kind, item = event["type"], event["object"]
             if kind == "ERROR":
@@ -124,7 +133,8 @@ class Reflector:
                 self.sink.drop(item)
             elif kind != "BOOKMARK":
                 self.sink.put(item)
-        self._alive()
+        if wanted == self._wanted:
+            self._alive()
 
     def _alive(self) -> None:
         self.live_at_s = asyncio.get_running_loop().time()
