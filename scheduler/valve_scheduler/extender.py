@@ -6,17 +6,20 @@ API server did with it is settled before those GPUs are offered again."""
 
 import logging
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from valve_scheduler import metrics, names
 from valve_scheduler.errors import InvalidObject, NoPlace, NotReady
 from valve_scheduler.kube.client import ApiError, Json, Unreachable
+from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.objects import OfflinePod, offline_pod, pod_place
-from valve_scheduler.placement import REASON_TEXT, Fleet, Ranking, Reason, rank, scores
+from valve_scheduler.placement import REASON_TEXT, Ranking, Reason, scores
+from valve_scheduler.rankings import Rankings
 from valve_scheduler.state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class Extender:
         self._now_s = now_s
         self._can_answer = can_answer
         self._pods: OrderedDict[str, OfflinePod] = OrderedDict()
-        self._last: tuple[object, Ranking, Fleet] | None = None
+        self._rankings = Rankings(state)
 
     def filter(self, arguments: Json) -> Json:
         self._check_ready()
@@ -59,28 +62,25 @@ class Extender:
             metrics.invalid.labels("Pod").inc()
             return _filter_error(f"valve: {error}")
         self._remember(pod)
-        ranking, _ = self._rank(pod)
-        codes = self._codes(wanted, ranking)
+        ranking = self._rank(pod)
+        rows, codes = self._codes(wanted, ranking)
         pinned = self._state.holding(pod.uid)
         if pinned is not None:  # an earlier bind is undecided: only the same place can still be right
-            codes = [int(Reason.NONE if name == pinned.node else Reason.NO_FREE_GPUS) for name in wanted]
-        passed = [name for name, code in zip(wanted, codes, strict=True) if code == Reason.NONE]
-        refused = {name: _TEXTS[code] for name, code in zip(wanted, codes, strict=True) if code != Reason.NONE}
-        metrics.accepted.inc(len(passed))
-        passed = self._best(passed, ranking)
-        for code, count in Counter(codes).items():
-            if code != Reason.NONE:
-                metrics.refusals.labels(Reason(code).name.lower()).inc(count)
+            codes = np.where(rows == self._state.row(pinned.node), np.int8(Reason.NONE), np.int8(Reason.NO_FREE_GPUS))
+        passed = np.flatnonzero(codes == Reason.NONE)
+        _count(codes)
+        # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
+        refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
+        best = [wanted[index] for index in _best(passed, ranking.share[rows[passed]])]
 
-        return {"NodeNames": passed, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
+        return {"NodeNames": best, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
 
     def prioritize(self, arguments: Json) -> list[Json]:
         self._check_ready()
         wanted = arguments.get("NodeNames") or []
-        ranking, _ = self._rank(offline_pod(arguments["Pod"]))
-        rows = [self._state.row(name) for name in wanted]
-        shares = ranking.share[[0 if row is None else row for row in rows]]
-        shares[[row is None for row in rows]] = 0.0
+        ranking = self._rank(offline_pod(arguments["Pod"]))
+        rows = self._state.rows(wanted)
+        shares = np.where(rows < 0, 0.0, ranking.share[rows])
 
         return [{"Host": name, "Score": score} for name, score in zip(wanted, scores(shares).tolist(), strict=True)]
 
@@ -115,7 +115,7 @@ class Extender:
 
     def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
         """The best set on the node by what is known now, which may be more than when it was filtered."""
-        ranking, _ = self._rank(pod)
+        ranking = self._rank(pod)
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
         if row is None or reason is not Reason.NONE:
@@ -171,34 +171,14 @@ class Extender:
 
         return pod
 
-    def _rank(self, pod: OfflinePod) -> tuple[Ranking, Fleet]:
-        """filter and prioritize ask the same within milliseconds: one answer serves both."""
+    def _rank(self, pod: OfflinePod) -> Ranking:
         now_s = self._now_s()
-        job = self._state.job(pod, now_s)
-        key = (self._state.generation, job.gpus, job.sla, id(job.profile), job.avoid, int(now_s))
-        if self._last is None or self._last[0] != key:
-            fleet = self._state.fleet(now_s)
-            ranking = rank(fleet, self._state.sets(pod.gpus), job, self._state.settings)
-            self._last = (key, ranking, fleet)
+        return self._rankings.of(self._state.job(pod, now_s), now_s)
 
-        return self._last[1], self._last[2]
-
-    def _codes(self, wanted: list[str], ranking: Ranking) -> list[int]:
-        """A Reason per asked node, as plain integers: a thousand enum members would cost a millisecond."""
-        reasons = ranking.reason.tolist()
-        rows = map(self._state.row, wanted)
-
-        return [int(Reason.STALE) if row is None else reasons[row] for row in rows]
-
-    def _best(self, passed: list[str], ranking: Ranking) -> list[str]:
-        """The nodes worth scoring; the rest is left out without a reason, as it was not refused."""
-        if len(passed) <= _CANDIDATES:
-            return passed
-        rows = [row for row in map(self._state.row, passed) if row is not None]  # all: they passed
-        shares = ranking.share[rows]
-        kept = np.sort(np.argsort(-shares, kind="stable")[:_CANDIDATES])
-
-        return [passed[index] for index in kept.tolist()]
+    def _codes(self, wanted: list[str], ranking: Ranking) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
+        """Row and Reason of each asked node; row -1 is a node that never reported."""
+        rows = self._state.rows(wanted)
+        return rows, np.where(rows < 0, np.int8(Reason.STALE), ranking.reason[rows])
 
     def _remember(self, pod: OfflinePod) -> None:
         self._pods[pod.uid] = pod
@@ -223,3 +203,18 @@ def _filter_error(text: str) -> Json:
 
 def _pod_path(pod: OfflinePod) -> str:
     return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+
+
+def _count(codes: NDArray[np.int8]) -> None:
+    metrics.accepted.inc(int((codes == Reason.NONE).sum()))
+    for code, count in enumerate(np.bincount(codes, minlength=len(Reason)).tolist()):
+        if count and code != Reason.NONE:
+            metrics.refusals.labels(Reason(code).name.lower()).inc(count)
+
+
+def _best(passed: NDArray[np.intp], shares: FloatArray) -> list[int]:
+    """The nodes worth scoring, in the order asked; the rest is left out without a reason, as it was not refused."""
+    if len(passed) > _CANDIDATES:
+        passed = np.sort(passed[np.argsort(-shares, kind="stable")[:_CANDIDATES]])
+
+    return [int(index) for index in passed]

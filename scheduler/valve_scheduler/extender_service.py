@@ -4,10 +4,11 @@ Watches feed the state, kube-scheduler is answered on loopback, probes on anothe
 """
 
 import asyncio
-import json
 import logging
 import time
 from dataclasses import dataclass, field
+
+import msgspec
 
 from valve_scheduler import metrics
 from valve_scheduler.errors import InvalidObject, NotReady
@@ -96,7 +97,7 @@ class ExtenderService:
 
     async def _call(self, verb: str, body: bytes) -> Answer:
         try:
-            arguments: Json = json.loads(body)
+            arguments: Json = msgspec.json.decode(body)
             if verb == "bind":
                 return json_answer(await self._extender.bind(arguments))
             if verb == "filter":
@@ -104,7 +105,7 @@ class ExtenderService:
             return json_answer(self._extender.prioritize(arguments))
         except NotReady as error:
             return text_answer(str(error), 503)
-        except (InvalidObject, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (InvalidObject, KeyError, TypeError, AttributeError, ValueError, msgspec.MsgspecError) as error:
             log.warning("request refused", extra={"verb": verb, "error": repr(error)})
             return text_answer(f"{verb}: the request cannot be used: {error!r}", 400)
 

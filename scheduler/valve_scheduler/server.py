@@ -4,12 +4,13 @@ Standard library asyncio, keep-alive, one write per answer.
 """
 
 import asyncio
-import json
 import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from valve_scheduler import wire
 
@@ -29,7 +30,7 @@ Handler = Callable[[str, str, bytes], Awaitable[Answer]]
 
 
 def json_answer(value: Any, status: int = 200) -> Answer:
-    return Answer(status=status, body=json.dumps(value, separators=(",", ":")).encode())
+    return Answer(status=status, body=msgspec.json.encode(value))
 
 
 def text_answer(text: str, status: int = 200) -> Answer:

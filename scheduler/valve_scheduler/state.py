@@ -5,8 +5,9 @@ is taken while a pod that is not finished names it in its annotation (truth, fro
 bind for it is under way (assumed: ours, for a bounded time)."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,8 @@ class Holding:
 
 
 class ClusterState:
-    """Rows grow by doubling and are reused.
-
-    `generation` changes with every change that may move a decision.
-    """
+    """Rows grow by doubling and are reused. `generation` counts changes of rows; profiles and avoid lists are
+    part of a `Job`, not of the rows."""
 
     def __init__(self, settings: PlacementSettings, capacity: int = 64) -> None:
         self.settings = settings
@@ -54,6 +53,7 @@ class ClusterState:
         self._alignment = np.zeros((capacity, MAX_GPUS, MAX_GPUS), dtype=np.float32)
         self._harvestable = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
         self._taken = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
+        self._changed_at = np.zeros(capacity, dtype=np.int64)  # generation of the last change of a row
         self._sets: dict[int, GpuSets] = {}
         self._holdings: dict[str, Holding] = {}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # node -> pod uids
@@ -92,10 +92,18 @@ class ClusterState:
         self._harvestable[row] = False
         self._observed_at_s[row] = -np.inf
         self._free_rows.append(row)
-        self.generation += 1
+        self._touch(row)
 
     def row(self, node: str) -> int | None:
         return self._row_of.get(node)
+
+    def rows(self, nodes: Sequence[str]) -> NDArray[np.intp]:
+        """The row of each node, -1 for those that never reported."""
+        return np.fromiter(map(self._row_of.get, nodes, repeat(-1)), dtype=np.intp, count=len(nodes))
+
+    def changed_since(self, generation: int) -> NDArray[np.bool_]:
+        """Rows that an event may have given another place in a ranking."""
+        return self._changed_at > generation
 
     def uuids(self, node: str, gpus: Iterable[int]) -> tuple[str, ...]:
         known = self._uuids[self._row_of[node]]
@@ -166,22 +174,18 @@ class ClusterState:
             self._profiles.pop((namespace, name), None)
         else:
             self._profiles[namespace, name] = profile
-        self.generation += 1
 
     def replace_profiles(self, profiles: dict[tuple[str, str], WorkloadProfile]) -> None:
         self._profiles = profiles
-        self.generation += 1
 
     def replace_avoids(self, avoids: dict[str, dict[str, float]]) -> None:
         self._avoid = {owner: nodes for owner, nodes in avoids.items() if nodes}
-        self.generation += 1
 
     def put_avoid(self, owner_uid: str, until_s_by_node: dict[str, float]) -> None:
         if until_s_by_node:
             self._avoid[owner_uid] = until_s_by_node
         else:
             self._avoid.pop(owner_uid, None)
-        self.generation += 1
 
     def job(self, pod: OfflinePod, now_s: float) -> Job:
         avoid = self._avoid.get(pod.owner_uid, {})
@@ -245,11 +249,15 @@ class ClusterState:
         self._holders[holding.node].add(holding.pod_uid)
         self._recount(holding.node)
 
-    def _recount(self, node: str) -> None:
+    def _touch(self, row: int) -> None:
         self.generation += 1
+        self._changed_at[row] = self.generation
+
+    def _recount(self, node: str) -> None:
         row = self._row_of.get(node)
         if row is None:
             return
+        self._touch(row)
         self._taken[row] = False
         for uid in self._holders[node]:
             self._taken[row] |= self._bits(row, self._holdings[uid].gpu_uuids)
@@ -285,6 +293,7 @@ class ClusterState:
             "_alignment",
             "_harvestable",
             "_taken",
+            "_changed_at",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))

@@ -65,14 +65,23 @@ class World:
         return found
 
 
-def test_filter_answers_every_node_with_a_place_or_a_reason() -> None:
+def test_filter_names_the_places_and_spares_the_reasons_nobody_will_read() -> None:
     world = World(harvest_node("n1"), harvest_node("off", phase="Off"))
     world.submit()
 
     answer = world.filter(nodes=("n1", "off", "unknown"))
 
+    assert answer == {"NodeNames": ["n1"], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": ""}
+
+
+def test_filter_answers_every_node_with_a_reason_when_there_is_no_place() -> None:
+    world = World(harvest_node("off", phase="Off"))
+    world.submit()
+
+    answer = world.filter(nodes=("off", "unknown"))
+
     assert answer == {
-        "NodeNames": ["n1"],
+        "NodeNames": [],
         "FailedNodes": {},
         "FailedAndUnresolvableNodes": {"off": REASON_TEXT[Reason.OFF], "unknown": REASON_TEXT[Reason.STALE]},
         "Error": "",

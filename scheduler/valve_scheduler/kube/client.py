@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+import msgspec
+
 from valve_scheduler import wire
 from valve_scheduler.errors import SchedulerError
 from valve_scheduler.kube.access import Access
@@ -62,7 +64,10 @@ class KubeClient:
             raise Unreachable(f"{method} {path}: {error!r}") from error
         if status >= 400:
             raise _api_error(status, head, raw)
-        answer: Json = json.loads(raw)
+        try:
+            answer: Json = msgspec.json.decode(raw)
+        except msgspec.DecodeError as error:
+            raise Unreachable(f"{method} {path}: the answer is no JSON: {error}") from error
 
         return answer
 
@@ -91,23 +96,28 @@ class KubeClient:
             reader, writer = await asyncio.wait_for(self._connect(), self._timeout_s)
         except (OSError, asyncio.TimeoutError) as error:
             raise Unreachable(f"watch {path}: {error!r}") from error
+        # No wait_for from here on: it makes a task per event.
+        fuse = _Fuse(writer, self._timeout_s)
         try:
             writer.write(self._message("GET", _target(path, {**query, "watch": "1"}), {"Accept": accept}, b""))
-            head = await asyncio.wait_for(wire.read_head(reader), self._timeout_s)
+            head = await wire.read_head(reader)
             if head is None:
                 raise Unreachable(f"watch {path}: connection closed")
             if int(head.start[1]) >= 400:
                 raise _api_error(int(head.start[1]), head, await wire.read_body(reader, head))
+            fuse.lengthen(silence_s)
             pending = b""
-            chunks = wire.read_chunks(reader, head)
-            while chunk := await asyncio.wait_for(anext(chunks, b""), silence_s):
+            async for chunk in wire.read_chunks(reader, head):
+                fuse.renew()
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
                     if line:
-                        yield json.loads(line)
-        except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
-            raise Unreachable(f"watch {path}: {error!r}") from error
+                        yield msgspec.json.decode(line)
+        except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, msgspec.DecodeError) as error:
+            why = "silent for too long" if fuse.blown else repr(error)
+            raise Unreachable(f"watch {path}: {why}") from error
         finally:
+            fuse.remove()
             writer.close()
 
     def close(self) -> None:
@@ -152,6 +162,37 @@ class KubeClient:
         host = f"{self._access.host}:{self._access.port}"
 
         return wire.message(f"{method} {target} HTTP/1.1", {"Host": host, **extra, **headers}, data)
+
+
+class _Fuse:
+    """Ends a connection on which nothing arrives for too long; whoever reads from it gets an error."""
+
+    def __init__(self, writer: asyncio.StreamWriter, after_s: float) -> None:
+        self._writer = writer
+        self._after_s = after_s
+        self._loop = asyncio.get_running_loop()
+        self._seen_s = self._loop.time()
+        self.blown = False
+        self._timer = self._loop.call_later(after_s, self._look)
+
+    def lengthen(self, after_s: float) -> None:
+        self._after_s = after_s
+        self.renew()
+
+    def renew(self) -> None:
+        """Something arrived. The timer itself is set again only when it has run out."""
+        self._seen_s = self._loop.time()
+
+    def remove(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left_s = self._seen_s + self._after_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+            return
+        self.blown = True
+        self._writer.transport.abort()
 
 
 def _target(path: str, query: Mapping[str, str] | None) -> str:
