@@ -5,6 +5,9 @@
  *
  *     void valve_hint_open_requests(uint32_t open);      found by dlsym(RTLD_DEFAULT), called whenever the number changes
  *
+ * The first open request rings the doorbell as a launch would: offline work stops while the engine still plans its first
+ * step, so that the launch finds the GPU free.
+ *
  * valved believes a hint for its lease only, so the watcher's heartbeat renews it: a process that died, or whose watcher
  * cannot run, is not believed any more and its service falls back to the cooldown.
  */
@@ -42,13 +45,18 @@ VALVE_EXPORT void valve_hint_open_requests(uint32_t open);
 
 void valve_hint_open_requests(uint32_t open)
 {
+	bool begins;
+
 	valve_lock(&hint.lock);
+	begins = open > 0 && hint.open == 0;
 	hint.started += open > hint.open ? open - hint.open : 0;
 	hint.ended += open < hint.open ? hint.open - open : 0;
 	hint.open = open;
 	store_relaxed(&hint.said, 1);
 	write_hint();
 	valve_unlock(&hint.lock);
+	if (begins && load_relaxed(&valve_shim.role) == VALVE_ROLE_ONLINE)
+		valve_ring(); /* after the hint: whoever hears the bell finds the request counted */
 }
 
 /* A forked child has no requests of its parent, and nobody else holds the lock there. */

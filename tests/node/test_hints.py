@@ -35,12 +35,23 @@ def test_offline_work_stays_stopped_while_a_request_is_open_however_quiet_it_is(
     offline.wait_running()
 
 
+def test_a_request_stops_offline_work_before_its_first_launch(node):
+    """The engine takes the request in while its host still plans; a request that never launches lets offline go on."""
+    offline, online = hinted(node)
+
+    online.hint(1)
+    offline.wait_stopped()
+    online.hint(0)
+    offline.wait_running()
+
+
 def test_each_request_is_preempted_for_at_most_once(node):
     offline, online = hinted(node)
     before = service(node, "chat").preemptions
 
     for number in range(1, 11):
         online.hint(1)
+        offline.wait_stopped()
         for _ in range(3):
             online.launch(us=50)
         online.hint(0)
