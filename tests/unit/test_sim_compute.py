@@ -25,17 +25,26 @@ def solo(rows=ROWS, **changes):
 
 
 def test_channel_costs_one_stop_per_busy_period_and_nothing_per_token():
-    ours, alone = shared(), solo()
+    ours, alone = shared(gate_on_hint=False), solo()
 
     assert (ours.ttft_ms - alone.ttft_ms) == pytest.approx([STOP_MS] * 3, abs=1e-3)
     assert (ours.tpot_ms - alone.tpot_ms) == pytest.approx([0.0] * 3, abs=1e-3)
     assert ours.gates_per_request.tolist() == [1, 1, 1]
 
 
+def test_a_stop_that_the_hint_begins_is_over_when_the_host_gap_is():
+    """A stop of 0.5 ms fits into a host gap of 1 ms; of one of 1.4 ms the launch waits for what is left."""
+    long_stop = Stop(median_ns=1.4 * MS, sigma=0.0, max_ns=1e9, resume_ns=int(RESUME_MS * MS))
+
+    assert shared().ttft_ms.tolist() == solo().ttft_ms.tolist()
+    assert (shared(stop=long_stop).ttft_ms - solo().ttft_ms) == pytest.approx([1.4 - GAP_MS] * 3, abs=1e-3)
+    assert shared().gates_per_request.tolist() == [1, 1, 1]
+
+
 def test_channel_runs_offline_in_all_idle_time_but_wake_and_stop():
     ours, alone = shared(), solo()
     idle_ms = alone.totals["idle_ns"] / MS
-    expected = idle_ms + 3 * (GAP_MS - RESUME_MS)  # a stop delays online by what offline still runs
+    expected = idle_ms + 3 * (STOP_MS - RESUME_MS)  # the stop begins with the request, and offline runs until it ends
 
     assert expected == pytest.approx(ours.totals["offline_busy_ns"] / MS, abs=0.01)
 

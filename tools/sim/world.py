@@ -116,6 +116,8 @@ class World:
     compute: Compute = Compute.CHANNEL
     stop: Stop = CHANNEL_STOP
     hinted: bool = True
+    gate_on_hint: bool = True
+    """The stop begins when a hinted service's first request arrives, not at its first launch."""
     serial_gate: bool = True
     seed: int = 1
     seconds: float = 6 * 3600.0
@@ -332,6 +334,7 @@ def _params(ffi: Any, world: World, policy: MemoryPolicy) -> Any:
     p.end_ns = int(world.seconds * NS)
     p.compute = int(world.compute)
     p.hinted = world.hinted
+    p.gate_on_hint = world.gate_on_hint
     p.handles = world.handles
     p.block_tokens = settings.block_tokens
     p.blocks_per_handle = blocks_per_handle(service.model, service.tp, settings)

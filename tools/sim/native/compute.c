@@ -34,15 +34,23 @@ static void record_gate(struct sim *s, int64_t at_ns, int64_t took_ns)
 }
 
 /* Offline goes on until it is stopped; online starts when it is. */
-static int64_t stop_channels(struct sim *s, int64_t at_ns)
+static void stop_channels(struct sim *s, int64_t at_ns)
 {
 	int64_t took = stop_all(s);
 
 	record_gate(s, at_ns, took);
-	offline_advance(s, at_ns + took);
+	s->stopped_ns = at_ns + took;
+	offline_advance(s, s->stopped_ns);
 	s->off.open_ns = NEVER;
 	s->gated = true;
-	return took;
+}
+
+/* The hint rings before the engine's first launch: the stop runs while the host prepares it. */
+void compute_on_hint(struct sim *s, int64_t at_ns)
+{
+	if (s->p.compute == SIM_CHANNEL && s->p.job != SIM_JOB_NONE && s->p.hinted && s->p.gate_on_hint &&
+	    !s->gated)
+		stop_channels(s, at_ns);
 }
 
 static int64_t stop_context(struct sim *s, int64_t at_ns)
@@ -95,7 +103,9 @@ int64_t compute_on_launch(struct sim *s, int64_t at_ns)
 	switch ((enum sim_compute)s->p.compute) {
 	case SIM_CHANNEL:
 	case SIM_EDGE:
-		return s->gated ? 0 : stop_channels(s, at_ns);
+		if (!s->gated)
+			stop_channels(s, at_ns);
+		return s->stopped_ns > at_ns ? s->stopped_ns - at_ns : 0;
 	case SIM_GPREEMPT:
 		return stop_context(s, at_ns);
 	case SIM_KERNEL_STRICT:

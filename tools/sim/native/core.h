@@ -149,6 +149,7 @@ struct sim {
 	int64_t idle_from;
 	int64_t quiet_from;
 	bool gated;
+	int64_t stopped_ns;    /* when the last stop is over */
 	int64_t wake_after_ns; /* a refused wake is asked again from here */
 	int64_t cooldown_ns;
 	int64_t gap_floor_ns;
@@ -217,6 +218,7 @@ void offline_drop_iteration(struct sim *s);
 void offline_request_done(struct sim *s, struct request *r);
 
 /* compute.c */
+void compute_on_hint(struct sim *s, int64_t at_ns);
 int64_t compute_on_launch(struct sim *s, int64_t at_ns);
 void compute_on_done(struct sim *s, int64_t at_ns, bool drained);
 int64_t compute_wake_at(const struct sim *s);

@@ -97,6 +97,7 @@ static void on_arrival(struct sim *s)
 		if (series_add(&s->idles, idle_from, s->now, 0, 0))
 			sim_fail(s, "out of memory for idle periods");
 	}
+	compute_on_hint(s, s->now);
 	s->busy_from = s->now;
 	s->phase = PHASE_READY;
 	s->event_ns = s->now + host_gap(s);

@@ -49,6 +49,7 @@ struct sim_params {
 	int64_t end_ns;
 	int32_t compute;
 	int32_t hinted;
+	int32_t gate_on_hint;
 	int32_t handles;
 	int32_t blocks_per_handle;
 	int32_t offline_blocks_per_handle;
