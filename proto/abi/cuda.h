@@ -61,4 +61,30 @@ enum {
 };
 enum { CU_GET_PROC_ADDRESS_DEFAULT = 0, CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2 };
 
+/* Virtual memory management. */
+enum { CU_MEM_LOCATION_DEVICE = 1, CU_MEM_LOCATION_HOST = 2, CU_MEM_LOCATION_HOST_NUMA = 3 };
+typedef struct {
+	int type, id;
+} CUmemLocation;
+
+enum { CU_MEM_TYPE_PINNED = 1, CU_MEM_HANDLE_NONE = 0, CU_MEM_HANDLE_POSIX_FD = 1 };
+typedef struct {
+	int type, requested_handles;
+	CUmemLocation location;
+	void *win32_meta;
+	uint8_t compression, rdma_capable;
+	uint16_t usage;
+	uint8_t reserved[4];
+} CUmemAllocationProp;
+
+enum { CU_ACCESS_NONE = 0, CU_ACCESS_READ = 1, CU_ACCESS_READWRITE = 3 };
+typedef struct {
+	CUmemLocation location;
+	int flags;
+} CUmemAccessDesc;
+
+_Static_assert(sizeof(CUmemLocation) == 8, "CUmemLocation");
+_Static_assert(sizeof(CUmemAllocationProp) == 32, "CUmemAllocationProp");
+_Static_assert(sizeof(CUmemAccessDesc) == 12, "CUmemAccessDesc");
+
 #endif

@@ -20,27 +20,6 @@ typedef struct {
 	unsigned attr_count;
 } CUlaunchConfig;
 
-enum { CU_MEM_LOCATION_DEVICE = 1, CU_MEM_LOCATION_HOST = 2, CU_MEM_LOCATION_HOST_NUMA = 3 };
-typedef struct {
-	int type, id;
-} CUmemLocation;
-
-enum { CU_MEM_TYPE_PINNED = 1, CU_MEM_HANDLE_NONE = 0, CU_MEM_HANDLE_POSIX_FD = 1 };
-typedef struct {
-	int type, requested_handles;
-	CUmemLocation location;
-	void *win32_meta;
-	uint8_t compression, rdma_capable;
-	uint16_t usage;
-	uint8_t reserved[4];
-} CUmemAllocationProp;
-
-enum { CU_ACCESS_NONE = 0, CU_ACCESS_READ = 1, CU_ACCESS_READWRITE = 3 };
-typedef struct {
-	CUmemLocation location;
-	int flags;
-} CUmemAccessDesc;
-
 typedef struct {
 	int alloc_type, handle_types;
 	CUmemLocation location;
@@ -149,9 +128,6 @@ enum {
 };
 
 _Static_assert(sizeof(CUlaunchConfig) == 56, "CUlaunchConfig");
-_Static_assert(sizeof(CUmemLocation) == 8, "CUmemLocation");
-_Static_assert(sizeof(CUmemAllocationProp) == 32, "CUmemAllocationProp");
-_Static_assert(sizeof(CUmemAccessDesc) == 12, "CUmemAccessDesc");
 _Static_assert(sizeof(CUmemPoolProps) == 88, "CUmemPoolProps");
 _Static_assert(sizeof(CUDA_MEMCPY2D) == 128, "CUDA_MEMCPY2D");
 _Static_assert(sizeof(CUDA_MEMCPY3D) == 200, "CUDA_MEMCPY3D");
