@@ -120,8 +120,17 @@ struct valve_kv_row {
 #define VALVE_KV_TENSORS 16u /* per packet */
 #define VALVE_KV_REPEATS 3u
 
+/*
+ * What the shim exports for engines, found by dlsym(RTLD_DEFAULT, ...). Without valved they do nothing.
+ *   void valve_kv_begin(uint32_t flags);  from here to valve_kv_end(), cuMemAlloc of this thread makes ranges with these
+ *   void valve_kv_end(void);              flags; what is smaller than one handle stays ordinary memory
+ *   void valve_kv_step(void);             between two engine steps: carries out orders that wait for one
+ */
+
 /* Flags of a range. */
-#define VALVE_KV_ELASTIC 1u /* the engine heeds the table: a range may be backed in part from the start */
+#define VALVE_KV_ELASTIC \
+	1u /* the engine heeds the table: a range may be backed in part from the start. It has no
+                             * hole even then: slots without a handle show the zero page when the engine gets it */
 
 enum valve_kv_op {
 	VALVE_KV_BACK =

@@ -26,7 +26,8 @@
  *                                   if ELASTIC, as far as the pool goes now. Orders for it come before the ACK
  *                             <-    KV_ORDER [+ an fd per entry of BACK without CREATE]
  *   KV_DONE [+ an fd per CREATE that was done]  ->   the order's end: how many entries, and why not more. No answer
- *   KV_HELD [+ an fd per entry]  -> shim, to a new valved, after KV_RANGE with held > 0: what is mapped where. ACK
+ *   KV_HELD [+ an fd per entry]  -> shim, to a new valved, after KV_RANGE with held > 0: what is mapped where. ACK.
+ *                                   (It waits for each of these, not for the ACK of that KV_RANGE)
  *   KV_PIN                    ->    shim: this span may never be taken (registered with a NIC, exported). No answer
  *   KV_RANGE_DEL              ->    shim: the range is unmapped and gone; its handles are the pool's. No answer
  *   KV_LAYOUT                 ->    hook of a rank (same pid as a shim with ranges): where blocks lie. Packets until
@@ -204,8 +205,9 @@ struct valve_link_kv_span {
 /* KV_ORDER and KV_HELD (order 0). Always sent whole; `count` entries are meant. */
 struct valve_link_kv_entries {
 	struct valve_link_header header;
-	uint64_t
-	        order; /* valved's number of it; orders of one client are carried out in the order they were sent */
+	/* valved's number of it. Orders of one client are carried out in the order they were sent; but zeroing goes on
+	 * beside later orders for other slots (it needs channels that are on), so its KV_DONE may come after theirs */
+	uint64_t order;
 	uint32_t range;
 	uint16_t op;  /* valve_kv_op */
 	uint16_t how; /* valve_kv_how */
@@ -218,8 +220,10 @@ struct valve_link_kv_done {
 	struct valve_link_header header;
 	uint64_t order;
 	uint32_t done; /* entries carried out, from the first one on */
-	uint32_t
-	        status; /* 0, or an errno value: why the next one was not (ENOMEM, ESTALE: the range is gone, EIO) */
+	/* 0, or an errno value: why the next one was not. ENOMEM; ESTALE: the range is gone; EIO: the driver refused;
+	 * EBUSY: pinned; EEXIST: backed already; EINVAL: no such slot; EAGAIN: more than 1,024 orders wait; EMFILE: no
+	 * room for the descriptors, send fewer at a time */
+	uint32_t status;
 	uint32_t cu_result; /* the driver's own word with EIO */
 	uint32_t pad0;
 };

@@ -94,7 +94,8 @@ struct valve_control {
 
 	/* 192: memory */
 	_Alignas(64) uint64_t kv_handle_bytes; /* size of a pool handle; 0: KV memory is not managed here */
-	uint64_t kv_budget_bytes; /* KV memory that this client may hope for now; 0: no limit is told */
+	uint64_t kv_budget_bytes; /* KV memory on each GPU that this client may hope for now, with what it
+	                           * holds; 0: no limit is told */
 	uint64_t
 	        kv_size_rule; /* device allocations from this size on are KV memory; 0: only bracketed ones */
 	uint8_t pad3[40];
