@@ -270,7 +270,7 @@ def test_a_channel_on_an_unknown_gpu_is_answered_with_enodev(world):
     offline = world.offline(gpus=())
 
     packet = world.packet(LinkType.CHANNEL_ADD, world.channel(gpu=7))
-    world.register.handle(offline, packet, -1)
+    world.register.handle(offline, packet, [])
 
     assert (packet.seq, errno.ENODEV) in world.connections[offline].acks()
 
@@ -309,9 +309,10 @@ def test_a_passed_descriptor_becomes_the_gates(world):
     fd = os.eventfd(0)
     body = RmClient(gpu_uuid=bytes(16), device_instance=1, h_client=5, h_device=6, h_subdevice=7, has_fd=True)
 
-    kept = world.register.handle(offline, world.packet(LinkType.RM_CLIENT, body), fd)
+    fds = [fd]
+    world.register.handle(offline, world.packet(LinkType.RM_CLIENT, body), fds)
 
-    assert kept
+    assert not fds  # it was taken
     assert ("give_rm_client", 5, fd) in world.gate.calls
 
 
@@ -330,7 +331,7 @@ def test_a_service_that_gives_a_gpu_up_lets_its_offline_work_run(world):
     online = world.online(gpus=(0, 1))
     body = world.channel(gpu=1, h_client=0xC1D00000 + online, h_channel=0xCAF00002)
 
-    world.register.handle(online, world.packet(LinkType.CHANNEL_DEL, body), -1)
+    world.register.handle(online, world.packet(LinkType.CHANNEL_DEL, body), [])
 
     assert not world.gate.is_gated(1)
 
@@ -340,7 +341,7 @@ def test_what_the_application_disabled_itself_is_left_alone(world):
     channel = world.channel(h_client=0xC1D00000 + offline)
     note = NoteMessage(code=Note.APP_DISABLED, h_client=channel.h_client, h_channel=channel.h_channel, text="")
 
-    world.register.handle(offline, world.packet(LinkType.NOTE, note), -1)
+    world.register.handle(offline, world.packet(LinkType.NOTE, note), [])
     world.online()
 
     assert not world.gate.off
@@ -351,7 +352,7 @@ def test_notes_reach_the_operator_a_bounded_number_of_times(world):
     offline = world.offline()
     for number in range(5):
         body = NoteMessage(code=Note.UNKNOWN_SUBMIT, h_client=0, h_channel=0, text=f"cuLaunch{number}")
-        world.register.handle(offline, world.packet(LinkType.NOTE, body), -1)
+        world.register.handle(offline, world.packet(LinkType.NOTE, body), [])
 
     notes = next(client for client in world.node.status().clients if client.id == offline).notes
     assert notes == ("unknown-submit: cuLaunch0", "unknown-submit: cuLaunch1")

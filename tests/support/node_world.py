@@ -261,12 +261,12 @@ class World:
     def add_channel(self, client, **fields):
         fields.setdefault("h_channel", 0xCAF00001 + fields.get("gpu", 0))
         packet = self.packet(LinkType.CHANNEL_ADD, self.channel(**fields))
-        self.register.handle(client, packet, -1)
+        self.register.handle(client, packet, [])
         return packet.seq
 
     def schedule(self, client, h_client, kind=LinkType.SCHEDULE_WAIT):
         packet = self.packet(kind, Schedule(h_client=h_client, h_object=0xCAF00000))
-        self.register.handle(client, packet, -1)
+        self.register.handle(client, packet, [])
         return packet.seq
 
     def refusal(self, connection):

@@ -7,12 +7,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valved.mechanism import link
+from valved.mechanism import kv_link, link
 from valved.mechanism.link import LinkType, Malformed
+from valved.model.memory import KvTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "proto" / "abi" / "link.h"
@@ -69,6 +71,57 @@ BODIES = {
     LinkType.SCHEDULE_WAIT: st.builds(link.Schedule, h_client=u32, h_object=u32),
     LinkType.NOTE: st.builds(link.NoteMessage, code=u32, h_client=u32, h_channel=u32, text=ascii_of(95)),
 }
+spans = st.builds(kv_link.KvSpan, range=u32, offset=u64, bytes=u64)
+entries = st.lists(st.tuples(u64, u32, u32), max_size=64).map(lambda rows: np.array(rows, kv_link.ENTRY).tobytes())
+orders = st.builds(kv_link.KvEntries, order=u64, range=u32, op=u16, how=u16, raw=entries)
+tensors = st.builds(
+    KvTensor,
+    base_addr=u64,
+    block_stride_bytes=u64,
+    block_bytes=u64,
+    repeats=st.lists(st.tuples(st.integers(1, 2**64 - 1), u64), max_size=3).map(tuple),
+)
+BODIES |= {
+    LinkType.KV_RANGE: st.builds(
+        kv_link.KvRangeMessage,
+        gpu_uuid=uuids,
+        device_instance=u32,
+        range=u32,
+        base=u64,
+        handle_bytes=u64,
+        slots=u32,
+        flags=u32,
+        held=u32,
+    ),
+    LinkType.KV_RANGE_DEL: spans,
+    LinkType.KV_PIN: spans,
+    LinkType.KV_ORDER: orders,
+    LinkType.KV_HELD: orders,
+    LinkType.KV_DONE: st.builds(kv_link.KvDone, order=u64, done=u32, status=u32, cu_result=u32),
+    LinkType.KV_LAYOUT: st.builds(
+        kv_link.KvLayoutPart,
+        blocks=u32,
+        block_tokens=u32,
+        total=u32,
+        first=u32,
+        pinned=st.lists(u32, max_size=8).map(tuple),
+        tensors=st.lists(tensors, max_size=16).map(tuple),
+    ),
+    LinkType.KV_ATTACH: st.builds(
+        kv_link.KvAttach,
+        abi_min=u16,
+        abi_max=u16,
+        mode=u32,
+        blocks=u32,
+        block_tokens=u32,
+        rows=u32,
+        row_blocks=u32,
+        ranks=u32,
+        engine=ascii_of(47),
+    ),
+    LinkType.KV_TABLE: st.builds(kv_link.KvTableMessage, abi=u16, table_bytes=u32, book_bytes=u32),
+    LinkType.KV_NEED: st.builds(kv_link.KvNeed, wanted_blocks=u32),
+}
 BODIES[LinkType.CHANNEL_DEL] = BODIES[LinkType.CHANNEL_ADD]
 BODIES[LinkType.SCHEDULE_DONE] = BODIES[LinkType.SCHEDULE_WAIT]
 messages = st.sampled_from(sorted(BODIES)).flatmap(lambda kind: st.tuples(st.just(kind), BODIES[kind]))
@@ -124,6 +177,16 @@ STRUCTS = {
     LinkType.SCHEDULE_WAIT: "valve_link_schedule",
     LinkType.SCHEDULE_DONE: "valve_link_schedule",
     LinkType.NOTE: "valve_link_note",
+    LinkType.KV_RANGE: "valve_link_kv_range",
+    LinkType.KV_RANGE_DEL: "valve_link_kv_span",
+    LinkType.KV_HELD: "valve_link_kv_entries",
+    LinkType.KV_PIN: "valve_link_kv_span",
+    LinkType.KV_ORDER: "valve_link_kv_entries",
+    LinkType.KV_DONE: "valve_link_kv_done",
+    LinkType.KV_LAYOUT: "valve_link_kv_layout",
+    LinkType.KV_ATTACH: "valve_link_kv_attach",
+    LinkType.KV_TABLE: "valve_link_kv_table",
+    LinkType.KV_NEED: "valve_link_kv_need",
 }
 
 
@@ -135,8 +198,44 @@ def test_python_and_c_agree_on_every_byte(tmp_path):
     subprocess.run(["cc", "-std=c11", f"-I{ROOT / 'proto/abi'}", "-o", program, source], check=True)
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
 
-    read = {packet.type: packet.body for packet in (link.parse(bytes.fromhex(line)) for line in lines)}
+    packets = [bytes.fromhex(line) for line in lines]
+    read = {packet.type: packet.body for packet in map(link.parse, packets)}
 
+    assert {LinkType(packet[6]): packet for packet in packets} == {
+        kind: link.build(kind, body, seq=1, sent_ns=0) for kind, body in read.items()
+    }
+    assert read[LinkType.KV_RANGE] == kv_link.KvRangeMessage(
+        gpu_uuid=bytes([9]) + bytes(15),
+        device_instance=1,
+        range=2,
+        base=3,
+        handle_bytes=4,
+        slots=5,
+        flags=6,
+        held=7,
+    )
+    assert read[LinkType.KV_PIN] == kv_link.KvSpan(range=1, offset=2, bytes=3)
+    order = read[LinkType.KV_ORDER]
+    assert (order.order, order.range, order.op, order.how) == (1, 2, kv_link.KvOp.UNBACK, kv_link.KvHow.AT_STEP)
+    assert order.entries.tolist() == [(4, 5, kv_link.CREATE), (6, 7, kv_link.ZERO)]
+    assert read[LinkType.KV_DONE] == kv_link.KvDone(order=1, done=2, status=3, cu_result=4)
+    tensor = KvTensor(base_addr=1, block_stride_bytes=2, block_bytes=3, repeats=((4, 5), (6, 7)))
+    assert read[LinkType.KV_LAYOUT] == kv_link.KvLayoutPart(
+        blocks=1, block_tokens=2, total=3, first=4, pinned=(8, 9), tensors=(tensor,)
+    )
+    assert read[LinkType.KV_ATTACH] == kv_link.KvAttach(
+        abi_min=1,
+        abi_max=2,
+        mode=kv_link.KvMode.FULL,
+        blocks=4,
+        block_tokens=5,
+        rows=6,
+        row_blocks=7,
+        ranks=8,
+        engine="nine",
+    )
+    assert read[LinkType.KV_TABLE] == kv_link.KvTableMessage(abi=1, table_bytes=2, book_bytes=3)
+    assert read[LinkType.KV_NEED] == kv_link.KvNeed(wanted_blocks=1)
     assert read[LinkType.HELLO] == link.Hello(
         abi_min=1, abi_max=2, features=3, wanted_role=4, driver=5, build="six", comm="seven"
     )
@@ -206,6 +305,23 @@ int main(void) {
 		.device_instance = 1, .h_client = 2, .h_channel = 3, .cid = 4, .h_tsg = 5, .engine = 6, .compute = 1});
 	SHOW((struct valve_link_note){HEAD(valve_link_note, VALVE_LINK_NOTE), .code = 1, .h_client = 2, .h_channel = 3,
 		.text = "note"});
+	SHOW((struct valve_link_kv_range){HEAD(valve_link_kv_range, VALVE_LINK_KV_RANGE), .gpu_uuid = {9},
+		.device_instance = 1, .range = 2, .base = 3, .handle_bytes = 4, .slots = 5, .flags = 6, .held = 7});
+	SHOW((struct valve_link_kv_span){HEAD(valve_link_kv_span, VALVE_LINK_KV_PIN), .range = 1, .offset = 2, .bytes = 3});
+	SHOW((struct valve_link_kv_entries){HEAD(valve_link_kv_entries, VALVE_LINK_KV_ORDER), .order = 1, .range = 2,
+		.op = VALVE_KV_UNBACK, .how = VALVE_KV_AT_STEP, .count = 2,
+		.entry = {{4, 5, VALVE_KV_CREATE}, {6, 7, VALVE_KV_ZERO}}});
+	SHOW((struct valve_link_kv_done){HEAD(valve_link_kv_done, VALVE_LINK_KV_DONE), .order = 1, .done = 2, .status = 3,
+		.cu_result = 4});
+	SHOW((struct valve_link_kv_layout){HEAD(valve_link_kv_layout, VALVE_LINK_KV_LAYOUT), .blocks = 1,
+		.block_tokens = 2, .total = 3, .first = 4, .count = 1, .pinned_count = 2, .pinned = {8, 9},
+		.tensor = {{.base = 1, .block_stride = 2, .block_bytes = 3, .repeat = {{4, 5}, {6, 7}}}}});
+	SHOW((struct valve_link_kv_attach){HEAD(valve_link_kv_attach, VALVE_LINK_KV_ATTACH), .abi_min = 1, .abi_max = 2,
+		.mode = VALVE_KV_MODE_FULL, .blocks = 4, .block_tokens = 5, .rows = 6, .row_blocks = 7, .ranks = 8,
+		.engine = "nine"});
+	SHOW((struct valve_link_kv_table){HEAD(valve_link_kv_table, VALVE_LINK_KV_TABLE), .abi = 1, .table_bytes = 2,
+		.book_bytes = 3});
+	SHOW((struct valve_link_kv_need){HEAD(valve_link_kv_need, VALVE_LINK_KV_NEED), .wanted_blocks = 1});
 	return 0;
 }
 """

@@ -1,7 +1,9 @@
-"""The messages of proto/abi/link.h as values: bytes in, values out, and back. No sockets here.
+"""The messages of proto/abi/link.h as values: bytes in, values out, and back. No sockets here; KV memory: kv_link.py.
 
 A packet is judged whole: magic, type, stated length and real length must agree, or `Malformed` is raised and the
 caller closes the connection. Text fields may hold anything; they come out as printable ASCII.
+
+codec.py says how a body is read and written.
 """
 
 from __future__ import annotations
@@ -9,10 +11,17 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Any
+
+from valved.mechanism import kv_link
+from valved.mechanism.codec import Codec, Malformed, Plain
+
+__all__ = ["Malformed"]
 
 MAGIC = 0x4B4E4C56
 ABI = 1
 MAX_PACKET = 2048
+MAX_FDS = 64
 
 
 class LinkType(enum.IntEnum):
@@ -68,10 +77,6 @@ class Feature(enum.IntFlag):
     MEMORY = 64
 
 
-class Malformed(ValueError):
-    """The packet makes no sense."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     abi_min: int
@@ -85,21 +90,21 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
+    abi: int = ABI
     role: int
     features: int
     service: int
     client: int
     control_bytes: int
     region_bytes: int
-    abi: int = ABI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     code: Refusal
-    text: str
     abi_min: int = ABI
     abi_max: int = ABI
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +153,8 @@ class NoteMessage:
     text: str
 
 
-Body = Hello | Welcome | Refused | Ack | RmClient | Channel | Schedule | NoteMessage
+Body = Any
+"""One of the values above, or of kv_link.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,23 +166,11 @@ class Packet:
 
 
 _HEADER = struct.Struct("<IHHIIQ")
-_BODY = {
-    LinkType.HELLO: struct.Struct("<HHIII32s16s"),
-    LinkType.WELCOME: struct.Struct("<HHIQQII"),
-    LinkType.REFUSED: struct.Struct("<IHH96s"),
-    LinkType.ACK: struct.Struct("<II"),
-    LinkType.RM_CLIENT: struct.Struct("<16sIIIIII"),
-    LinkType.CHANNEL_ADD: struct.Struct("<16sIIIIIIII"),
-    LinkType.CHANNEL_DEL: struct.Struct("<16sIIIIIIII"),
-    LinkType.SCHEDULE_WAIT: struct.Struct("<II"),
-    LinkType.NOTE: struct.Struct("<IIII96s"),
-    LinkType.SCHEDULE_DONE: struct.Struct("<II"),
-}
 
 
 def packet_bytes(kind: LinkType) -> int:
     """Size of a whole packet of this type."""
-    return _HEADER.size + _BODY[kind].size
+    return _HEADER.size + CODECS[kind].size
 
 
 def parse(packet: bytes) -> Packet:
@@ -186,104 +180,47 @@ def parse(packet: bytes) -> Packet:
     magic, _, kind_value, length, seq, sent_ns = _HEADER.unpack_from(packet)
     if magic != MAGIC:
         raise Malformed(f"magic {magic:#x}")
-    if kind_value not in _TYPES:
+    codec = CODECS.get(kind_value)
+    if codec is None:
         raise Malformed(f"unknown type {kind_value}")
     kind = LinkType(kind_value)
     if not len(packet) == length == packet_bytes(kind):
         raise Malformed(f"{kind.name} of {len(packet)} bytes states {length}, needs {packet_bytes(kind)}")
-    return Packet(type=kind, seq=seq, sent_ns=sent_ns, body=_read_body(kind, packet))
+    return Packet(type=kind, seq=seq, sent_ns=sent_ns, body=codec.read(packet, _HEADER.size))
 
 
 def build(kind: LinkType, body: Body, *, seq: int, sent_ns: int) -> bytes:
     """The bytes of one packet."""
-    payload = _BODY[kind].pack(*_body_fields(body))
+    payload = CODECS[kind].write(body)
     return _HEADER.pack(MAGIC, ABI, kind, _HEADER.size + len(payload), seq, sent_ns) + payload
 
 
-_TYPES = frozenset(int(kind) for kind in _BODY)
+def _refusal(value: int) -> Refusal:
+    if value not in set(Refusal):
+        raise Malformed(f"unknown refusal {value}")
+    return Refusal(value)
 
 
-def _read_body(kind: LinkType, packet: bytes) -> Body:
-    f = _BODY[kind].unpack_from(packet, _HEADER.size)
-    match kind:
-        case LinkType.HELLO:
-            return Hello(
-                abi_min=f[0],
-                abi_max=f[1],
-                features=f[2],
-                wanted_role=f[3],
-                driver=f[4],
-                build=_text(f[5]),
-                comm=_text(f[6]),
-            )
-        case LinkType.WELCOME:
-            return Welcome(
-                abi=f[0],
-                role=f[1],
-                features=f[2],
-                service=f[3],
-                client=f[4],
-                control_bytes=f[5],
-                region_bytes=f[6],
-            )
-        case LinkType.REFUSED:
-            if f[0] not in set(Refusal):
-                raise Malformed(f"unknown refusal {f[0]}")
-            return Refused(code=Refusal(f[0]), abi_min=f[1], abi_max=f[2], text=_text(f[3]))
-        case LinkType.ACK:
-            return Ack(status=f[0], want_fd=bool(f[1]))
-        case LinkType.RM_CLIENT:
-            return RmClient(
-                gpu_uuid=f[0],
-                device_instance=f[1],
-                h_client=f[2],
-                h_device=f[3],
-                h_subdevice=f[4],
-                has_fd=bool(f[5]),
-            )
-        case LinkType.CHANNEL_ADD | LinkType.CHANNEL_DEL:
-            return Channel(
-                gpu_uuid=f[0],
-                device_instance=f[1],
-                h_client=f[2],
-                h_channel=f[3],
-                cid=f[4],
-                h_tsg=f[5],
-                engine=f[6],
-                compute=bool(f[7]),
-            )
-        case LinkType.SCHEDULE_WAIT | LinkType.SCHEDULE_DONE:
-            return Schedule(h_client=f[0], h_object=f[1])
-        case LinkType.NOTE:
-            return NoteMessage(code=f[0], h_client=f[1], h_channel=f[2], text=_text(f[4]))
-        case _:
-            raise Malformed(f"no reader for {kind.name}")
-
-
-def _body_fields(body: Body) -> tuple[object, ...]:
-    match body:
-        case Hello():
-            names = body.build.encode("ascii", "replace"), body.comm.encode("ascii", "replace")
-            return (body.abi_min, body.abi_max, body.features, body.wanted_role, body.driver, *names)
-        case Welcome():
-            sizes = body.control_bytes, body.region_bytes
-            return (body.abi, body.role, body.features, body.service, body.client, *sizes)
-        case Refused():
-            return (body.code, body.abi_min, body.abi_max, body.text.encode("ascii", "replace")[:95])
-        case Ack():
-            return (body.status, body.want_fd)
-        case RmClient():
-            handles = body.h_client, body.h_device, body.h_subdevice
-            return (body.gpu_uuid, body.device_instance, *handles, body.has_fd, 0)
-        case Channel():
-            names_ = body.h_client, body.h_channel, body.cid, body.h_tsg
-            return (body.gpu_uuid, body.device_instance, *names_, body.engine, body.compute, 0)
-        case Schedule():
-            return (body.h_client, body.h_object)
-        case NoteMessage():
-            return (body.code, body.h_client, body.h_channel, 0, body.text.encode("ascii", "replace")[:95])
-
-
-def _text(raw: bytes) -> str:
-    """A C string of a stranger: up to the first NUL, printable ASCII only."""
-    return "".join(chr(byte) if 32 <= byte < 127 else "?" for byte in raw.split(b"\0", 1)[0])
+# Text loses its last byte to the terminating NUL.
+CODECS: dict[int, Codec] = {
+    LinkType.HELLO: Plain(Hello, "<HHIII31sx15sx"),
+    LinkType.WELCOME: Plain(Welcome, "<HHIQQII"),
+    LinkType.REFUSED: Plain(Refused, "<IHH95sx", code=_refusal),
+    LinkType.ACK: Plain(Ack, "<II"),
+    LinkType.RM_CLIENT: Plain(RmClient, "<16sIIIII4x"),
+    LinkType.CHANNEL_ADD: Plain(Channel, "<16sIIIIIII4x"),
+    LinkType.CHANNEL_DEL: Plain(Channel, "<16sIIIIIII4x"),
+    LinkType.SCHEDULE_WAIT: Plain(Schedule, "<II"),
+    LinkType.NOTE: Plain(NoteMessage, "<III4x95sx"),
+    LinkType.SCHEDULE_DONE: Plain(Schedule, "<II"),
+    LinkType.KV_RANGE: kv_link.RANGE,
+    LinkType.KV_RANGE_DEL: kv_link.SPAN,
+    LinkType.KV_HELD: kv_link.ENTRIES,
+    LinkType.KV_PIN: kv_link.SPAN,
+    LinkType.KV_ORDER: kv_link.ENTRIES,
+    LinkType.KV_DONE: kv_link.DONE,
+    LinkType.KV_LAYOUT: kv_link.LAYOUT,
+    LinkType.KV_ATTACH: kv_link.ATTACH,
+    LinkType.KV_TABLE: kv_link.TABLE,
+    LinkType.KV_NEED: kv_link.NEED,
+}

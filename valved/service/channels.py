@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from valved.config import LinkTable, QuotaTable
 from valved.mechanism.clock import Clock, TimerHandle
-from valved.mechanism.link import Ack, Body, Channel, LinkType, Note, NoteMessage, Packet, RmClient, Schedule
+from valved.mechanism.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
 from valved.mechanism.ports import GatePort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -66,13 +66,13 @@ class Channels:
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
         keeper.after_wake.append(self.release_schedules)
 
-    def handle(self, client: ClientId, packet: Packet, fd: int) -> bool:
-        """One message. Returns whether `fd` was kept. Unexpected types are the caller's to refuse (see accepts)."""
+    def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
+        """One message. A descriptor that is kept is taken off the list."""
         entry = self._books.clients[client]
         body = packet.body
         match body:
             case RmClient():
-                return self._rm_client(entry, packet.seq, body, fd)
+                self._rm_client(entry, packet.seq, body, fds)
             case Channel() if packet.type is LinkType.CHANNEL_ADD:
                 self._channel_add(entry, packet.seq, body)
             case Channel():
@@ -84,8 +84,7 @@ class Channels:
             case NoteMessage():
                 self._note(entry, body)
             case _:
-                raise AssertionError(packet.type)
-        return False
+                raise Malformed(f"{packet.type.name} from a client that was promised no such thing")
 
     def _ack(self, client: ClientId, seq: int, status: int = 0, *, want_fd: bool = False) -> None:
         self._send(client, LinkType.ACK, Ack(status=status, want_fd=want_fd), seq)
@@ -93,19 +92,17 @@ class Channels:
     def _find_gpu(self, uuid: bytes, device_instance: int) -> GpuIndex | None:
         return self._by_instance.get(device_instance) if uuid == NO_UUID else self._by_uuid.get(uuid)
 
-    def _rm_client(self, entry: ClientEntry, seq: int, body: RmClient, fd: int) -> bool:
+    def _rm_client(self, entry: ClientEntry, seq: int, body: RmClient, fds: list[int]) -> None:
         gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
-        kept = False
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
-            return False
+            return
         if entry.role is Role.OFFLINE:
+            fd = fds.pop() if fds else -1
             self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, fd)
-            kept = fd >= 0
         if len(entry.rm_gpus) < self._quota.channels_per_client:
             entry.rm_gpus[body.h_client] = gpu
         self._ack(entry.id, seq)
-        return kept
 
     def _channel_add(self, entry: ClientEntry, seq: int, body: Channel) -> None:
         gpu = self._find_gpu(body.gpu_uuid, body.device_instance)

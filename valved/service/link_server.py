@@ -16,7 +16,7 @@ import struct
 import time
 from pathlib import Path
 
-from valved.mechanism.link import MAX_PACKET, Body, Hello, LinkType, Malformed, Packet, build, parse
+from valved.mechanism.link import MAX_FDS, MAX_PACKET, Body, Hello, LinkType, Malformed, Packet, build, parse
 from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
 from valved.service.register import Register
@@ -25,7 +25,7 @@ BACKLOG = 512
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 ACCEPTS_AT_ONCE = 64
 PENDING_PER_UID = 64  # connections that have not said HELLO yet
-FDS_ROOM = 4  # at most one is ever expected; more are taken so that they can be closed
+FDS_MOST = {LinkType.RM_CLIENT: 1, LinkType.KV_HELD: MAX_FDS, LinkType.KV_DONE: MAX_FDS}  # else none
 FROM_CLIENT = frozenset(
     {
         LinkType.RM_CLIENT,
@@ -34,6 +34,14 @@ FROM_CLIENT = frozenset(
         LinkType.SCHEDULE_WAIT,
         LinkType.SCHEDULE_DONE,
         LinkType.NOTE,
+        LinkType.KV_RANGE,
+        LinkType.KV_RANGE_DEL,
+        LinkType.KV_HELD,
+        LinkType.KV_PIN,
+        LinkType.KV_DONE,
+        LinkType.KV_LAYOUT,
+        LinkType.KV_ATTACH,
+        LinkType.KV_NEED,
     }
 )
 
@@ -65,7 +73,7 @@ class LinkConnection:
 
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
-        room = socket.CMSG_SPACE(FDS_ROOM * 4)
+        room = socket.CMSG_SPACE(MAX_FDS * 4)
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(
                 MAX_PACKET + 1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -193,16 +201,13 @@ class LinkServer:
 
     def _take(self, peer: LinkConnection, data: bytes, fds: list[int]) -> None:
         try:
-            packet = parse(data)
-            kept = self._dispatch(peer, packet, fds[0] if len(fds) == 1 else -1, len(fds))
-            if kept:
-                fds.clear()
+            self._dispatch(peer, parse(data), fds)
         finally:
-            close_all(fds)
+            close_all(fds)  # all that nobody took
 
-    def _dispatch(self, peer: LinkConnection, packet: Packet, fd: int, fd_count: int) -> bool:
-        if fd_count > (packet.type is LinkType.RM_CLIENT):
-            raise Malformed(f"{fd_count} descriptors on {packet.type.name}")
+    def _dispatch(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
+        if len(fds) > FDS_MOST.get(packet.type, 0):
+            raise Malformed(f"{len(fds)} descriptors on {packet.type.name}")
         if peer.client is None:
             if not isinstance(packet.body, Hello):
                 raise Malformed(f"{packet.type.name} before HELLO")
@@ -210,10 +215,10 @@ class LinkServer:
             peer.client = self._register.hello(peer, packet)
             if peer.client is None:
                 peer.close()
-            return False
+            return
         if packet.type not in FROM_CLIENT:
             raise Malformed(f"{packet.type.name} from a client")
-        return self._register.handle(peer.client, packet, fd)
+        self._register.handle(peer.client, packet, fds)
 
     def _drop(self, peer: LinkConnection, reason: str) -> None:
         peer.close()

@@ -115,7 +115,7 @@ class Register:
         self.mode = Mode.HARVEST
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.past_tokens: dict[ServiceId, int] = {}  # useful tokens of hooks that left, by service
-        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self._send)
+        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send)
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -346,14 +346,15 @@ class Register:
 
     # Messages
 
-    def handle(self, client: ClientId, packet: Packet, fd: int) -> bool:
-        """A message of a welcomed client. Returns whether `fd` was kept."""
-        return self.channels.handle(client, packet, fd)
+    def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
+        """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
+        self.channels.handle(client, packet, fds)
 
-    def _send(self, client: ClientId, kind: LinkType, body: Body, seq: int) -> None:
+    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None:
+        """To a client, if it is still connected."""
         connection = self._connections.get(client)
         if connection is not None:
-            connection.send(kind, body, seq)
+            connection.send(kind, body, seq, fds)
 
     def malformed(self, pid: int, uid: int, why: str) -> None:
         self._keeper.counters.malformed += 1
