@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv foreign fuzz cluster-tools build fmt check test bench demo wheel clean
+.PHONY: help venv foreign fuzz cluster-tools build fmt check test bench demo gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -57,6 +57,9 @@ fuzz: ## libFuzzer on the ioctl parser, FUZZ_RUNS inputs (needs clang)
 
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench
+
+gpu: ## the experiment suite for a real GPU; GPU_ARGS=--dry-run rehearses it on the emulated one
+	@tools/gpu/run $(GPU_ARGS)
 
 demo: build ## an online service and an offline job share one emulated GPU
 	@$(BIN)/valve demo

@@ -1,0 +1,85 @@
+"""The GPU lab on the emulated GPU: every experiment runs, and nothing stays disabled whatever dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from valve_tools.emulator.node import Options, node
+from valve_tools.gpu import build
+from valve_tools.gpu.catalog import BATCH_LIMIT_S, BATCHES
+
+DEADLINE_S = 100  # only ends a hung test
+
+
+def lab(*arguments, out, node_dir=None):
+    """A lab process in a group of its own."""
+    env = {**os.environ, **({"VALVE_EMU_DIR": str(node_dir)} if node_dir else {})}
+    command = [sys.executable, "-m", "valve_tools.gpu.command", "--dry-run", "--out", str(out), *arguments]
+    return subprocess.Popen(
+        command, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def rows_of(out, batch):
+    return [json.loads(line) for line in (Path(out) / f"{batch}.dry.jsonl").read_text().splitlines()]
+
+
+def test_every_program_builds_without_a_warning(tmp_path):
+    programs = build.build(tmp_path / "bin", emulated=True, strict=True)
+
+    assert set(build.PROGRAMS) <= {path.name for path in programs.folder.iterdir()}
+
+
+def test_a_batch_fits_into_one_call_of_ten_minutes():
+    assert all(batch.seconds <= BATCH_LIMIT_S for batch in BATCHES)
+
+
+@pytest.mark.parametrize("batch", [batch.name for batch in BATCHES])
+def test_a_batch_is_rehearsed_in_full(batch, tmp_path):
+    output = finish(lab("--batch", batch, out=tmp_path))
+
+    wanted = next(each for each in BATCHES if each.name == batch)
+    rows = rows_of(tmp_path, batch)
+    assert [row["experiment"] for row in rows] == [each.name for each in wanted.experiments]
+    assert {row["experiment"]: row["detail"] for row in rows if row["verdict"] == "BAD"} == {}
+    assert all(row["dry_run"] and row["gpu"].startswith("emulated") for row in rows)
+    assert "DRY RUN" in output
+
+
+@pytest.mark.parametrize("victim", ["lab", "group", "guard"])
+def test_whoever_is_killed_while_channels_are_off_they_come_back(victim, tmp_path):
+    with node(Options()) as emulator:
+        emulator.fault("on disable always: hang 20ms")  # most of the time somebody is off, or about to be
+        process = lab("--only", "D4", out=tmp_path, node_dir=emulator.directory)
+        emulator.wait(lambda state: state.disabled, "something is off", DEADLINE_S)
+        if victim == "lab":
+            process.kill()
+        elif victim == "group":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            guard = next(pid for pid in os.listdir("/proc") if pid.isdigit() and is_guard_of(int(pid), process.pid))
+            os.kill(int(guard), signal.SIGKILL)
+
+        process.communicate(timeout=DEADLINE_S)
+        emulator.wait(lambda state: not state.channels, "the workloads have ended", DEADLINE_S)
+        assert emulator.state().disabled == ()
+        enabled = [gate for gate in emulator.state().gates if gate.on]
+        assert enabled
+
+
+def is_guard_of(pid, lab_pid):
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return command[0].endswith(b"/guard") and str(lab_pid).encode() in command

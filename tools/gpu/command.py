@@ -1,0 +1,80 @@
+"""`valve gpu-lab`: experiments that only a real GPU can answer, under a guard, with a rehearsal on the emulated one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from valve_tools.gpu import catalog
+from valve_tools.gpu.errors import LabError
+from valve_tools.gpu.machine import EmulatedMachine, Machine, RealMachine
+from valve_tools.gpu.outcome import Verdict
+from valve_tools.gpu.session import Session, scratch
+from valve_tools.gpu.table import show
+
+OK, FAILED, USAGE, STOPPED = 0, 1, 2, 3
+
+
+def names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="valve gpu-lab", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name every experiment and what its answer decides")
+    parser.add_argument("--dry-run", action="store_true", help="on the emulated GPU: a rehearsal, no measurement")
+    parser.add_argument("--only", type=names, default=[], metavar="D4,C4", help="these experiments")
+    parser.add_argument("--batch", type=names, default=[], metavar="NAME", help="these, each under nine minutes")
+    parser.add_argument("--resume", action="store_true", help="leave out what the files in --out have settled")
+    parser.add_argument("--out", type=Path, default=Path("gpu-lab"), help="folder for what is found (default: gpu-lab)")
+    parser.add_argument(
+        "--budget", type=float, default=catalog.BATCH_LIMIT_S, metavar="S", help="start nothing after it"
+    )
+    return parser.parse_args(argv)
+
+
+def show_list() -> None:
+    for batch in catalog.BATCHES:
+        print(f"\n--batch {batch.name}: {batch.about} (up to {batch.seconds} s)")
+        for each in batch.experiments:
+            note = f"  [emulated GPU: {each.silicon}]" if each.silicon else ""
+            named = "  [only when named]" if each.opt_in else ""
+            print(f"  {each.name:<4} {each.question}{note}{named}\n       decides {each.decides}")
+
+
+def run(options: argparse.Namespace) -> int:
+    wanted = catalog.chosen(options.only, options.batch)
+    out = options.out.resolve()
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        machine: Machine = stack.enter_context(EmulatedMachine(folder)) if options.dry_run else RealMachine()
+        session = Session(machine, out, lambda text: print(text, flush=True), budget_s=options.budget)
+        if options.resume:
+            settled = session.settled(wanted)
+            wanted = [pair for pair in wanted if pair[1].name not in settled]
+        rows = session.run(wanted, folder)
+    show(rows, {each.name: each.question for _, each in wanted})
+    print(f"\nWritten to {out}." + (" A dry run: valve gpu-lab report ignores it." if options.dry_run else ""))
+    if any(row.verdict is Verdict.STOPPED for row in rows):
+        return STOPPED
+    return FAILED if any(row.verdict is Verdict.BAD for row in rows) else OK
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    if options.list:
+        show_list()
+        return OK
+    try:
+        return run(options)
+    except LabError as error:
+        print(f"valve gpu-lab: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,378 @@
+"""The rig of one session: the guard, the workloads it watches over, and the stop rules.
+
+Safe by construction: only processes started here are touched; nothing is disabled that the guard has not acknowledged;
+a workload is killed only after its channels are on; an Xid that no experiment announced, a driver call over ten
+seconds, a dead guard or a workload with an error ends the session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from valve_tools.gpu.beat import Beat
+from valve_tools.gpu.build import Programs
+from valve_tools.gpu.errors import LabError, Refused, Stop
+from valve_tools.gpu.machine import Machine, branch_of
+from valve_tools.gpu.probe import Probe
+from valve_tools.gpu.talk import Talk, TooLate
+
+READY_S = 40.0
+FINISH_S = 25.0
+LOOK_S = 0.005
+NOBODY = 65534
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of everything: all of it on a card, a rehearsal on the emulated one."""
+
+    dry: bool
+
+    def cycles(self, n: int) -> int:
+        return max(3, n // 25) if self.dry else n
+
+    def ms(self, n: int) -> int:
+        return max(150, n // 8) if self.dry else n
+
+    def mib(self, n: int) -> int:
+        return max(8, n // 32) if self.dry else n
+
+    def seconds(self, n: float) -> float:
+        return max(0.3, n / 60) if self.dry else n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What the workload's units take on this card."""
+
+    iterations_ms: float
+    one_iterations_ms: float
+    copy_us: float
+    multiprocessors: int
+
+
+class Workload:
+    """One running spin. `helper` is there when it was started with one."""
+
+    def __init__(self, process: subprocess.Popen[bytes], base: Path, beat: Beat, helper: Path | None) -> None:
+        self.process = process
+        self.base = base
+        self.beat = beat
+        self._helper_path = helper
+        self._helper: Talk | None = None
+
+    @property
+    def table(self) -> Path:
+        return self.base.with_suffix(".table")
+
+    @property
+    def tracer(self) -> Path:
+        return self.base.with_suffix(".tracer")
+
+    @property
+    def trace(self) -> Path:
+        return self.base.with_suffix(".trace.jsonl")
+
+    @property
+    def beat_path(self) -> Path:
+        return self.base.with_suffix(".beat")
+
+    def helper(self) -> Talk:
+        assert self._helper_path is not None, "started without a helper"
+        if self._helper is None:
+            self._helper = Talk(self._helper_path)
+        return self._helper
+
+    def moves(self, within_s: float = 3.0) -> bool:
+        """Whether the GPU beats for it."""
+        before, end = self.beat.mark, time.monotonic() + within_s
+        while time.monotonic() < end:
+            if self.beat.mark != before:
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    def result(self) -> dict[str, Any]:
+        """Its last line; {} while it runs or when it was killed."""
+        text = self.base.with_suffix(".out").read_text(errors="replace")
+        lines = [line for line in text.splitlines() if line.startswith("{")]
+        try:
+            answer: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        except ValueError:
+            return {}
+        return answer
+
+    def close(self) -> None:
+        if self._helper is not None:
+            self._helper.close()
+        self.beat.close()
+
+
+class Rig:
+    """Use as a context manager; everything started through it is over afterwards."""
+
+    def __init__(
+        self, machine: Machine, programs: Programs, folder: Path, out: Path, *, limit_s: int = 900, seed: int = 1
+    ) -> None:
+        self.machine = machine
+        self.programs = programs
+        self.folder = folder  # sockets and shared pages: short-lived, on tmpfs
+        self.out = out  # what comes back
+        self.effort = Effort(dry=machine.is_dry)
+        self.random = random.Random(seed)
+        self.path = ""  # how foreign channels are reached: "a", "b", "c"; found by the first experiment that needs it
+        self._limit_s = limit_s
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._running: list[Workload] = []
+        self._count = 0
+        self._xids = 0
+        self._calibration: Calibration | None = None
+
+    # the session
+
+    def __enter__(self) -> Rig:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._log("session").touch()
+        argv = [self.programs.path("guard"), str(self.guard_path), str(self.out / "guard.jsonl")]
+        self._guard = subprocess.Popen(
+            [*argv, str(os.getpid()), str(self._limit_s)], env=self.machine.environment(), stdin=subprocess.DEVNULL
+        )
+        self._wait(self.guard_path.exists, "the guard is up", 20)
+        self._xids = self._count_xids()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Everything on, workloads asked to end, then the guard."""
+        self.enable_all()
+        for workload in list(self._running):
+            self._end(workload)
+        if self._guard is not None and self._guard.poll() is None:
+            with self._tolerant():
+                Talk(self.guard_path).say("quit")
+            try:
+                self._guard.wait(30)
+            except subprocess.TimeoutExpired:
+                self._guard.terminate()
+                self._guard.wait()
+
+    @property
+    def guard_path(self) -> Path:
+        return self.folder / "guard.sock"
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, TooLate, ConnectionError):
+            return
+
+    def enable_all(self) -> None:
+        with self._tolerant(), Talk(self.guard_path) as guard:
+            guard.ask("enable-all")
+
+    def _log(self, name: str) -> Path:
+        return self.out / f"{name}.log"
+
+    def _wait(self, look: Callable[[], bool], what: str, patience_s: float) -> None:
+        end = time.monotonic() + patience_s
+        while not look():
+            if time.monotonic() > end:
+                raise Stop(f"never happened: {what}")
+            time.sleep(LOOK_S)
+
+    # stop rules
+
+    def _count_xids(self) -> int:
+        return (self.machine.kernel_log() or "").count("NVRM: Xid")
+
+    def allow_xids(self) -> int:
+        """Forget the Xids so far, which an experiment announced; how many there were."""
+        now = self._count_xids()
+        new, self._xids = now - self._xids, now
+        return new
+
+    def check(self) -> None:
+        """The stop rules between two steps."""
+        new = self._count_xids() - self._xids
+        if new > 0:
+            last = [line for line in (self.machine.kernel_log() or "").splitlines() if "NVRM: Xid" in line][-1]
+            raise Stop(f"{new} Xid that nobody planned: {last}")
+        if self._guard is None or self._guard.poll() is not None:
+            raise Stop("the guard died")
+
+    # workloads
+
+    def _spin(self, mode: str, ms: int, base: Path, more: Sequence[str]) -> list[str]:
+        argv = [self.programs.path("spin"), "--mode", mode, "--ms", str(ms), "--beat", str(base.with_suffix(".beat"))]
+        argv += ["--image", str(self.programs.image), "--copy-mib", "1" if self.machine.is_dry else "64"]
+        if mode != "calibrate":
+            c = self.calibration()
+            argv += ["--iterations-ms", f"{c.iterations_ms}", "--one-iterations-ms", f"{c.one_iterations_ms}"]
+            argv += ["--copy-us", f"{c.copy_us}"]
+        return [*argv, *more]
+
+    def traced(self, base: Path) -> dict[str, str]:
+        """The environment of a program under the tracer, which stands in front of every other preload."""
+        env = self.machine.environment()
+        others = env.get("LD_PRELOAD", "")
+        env["LD_PRELOAD"] = ":".join(filter(None, [self.programs.path("libtrace.so"), others]))
+        env["VALVE_LAB_TABLE"] = str(base.with_suffix(".table"))
+        env["VALVE_LAB_SOCK"] = str(base.with_suffix(".tracer"))
+        env["VALVE_LAB_GUARD"] = str(self.guard_path)
+        env["VALVE_LAB_TRACE"] = str(base.with_suffix(".trace.jsonl"))
+        env["VALVE_LAB_BRANCH"] = str(branch_of(self.machine.driver) or 580)
+        if self.programs.cubin:
+            env["VALVE_LAB_CUBIN"] = str(self.programs.cubin)
+        return env
+
+    def next_base(self, name: str) -> Path:
+        self._count += 1
+        return self.folder / f"{self._count}-{name}"
+
+    @contextmanager
+    def workload(
+        self,
+        mode: str,
+        ms: int,
+        *more: str,
+        helper: bool = False,
+        may_fail: bool = False,
+    ) -> Iterator[Workload]:
+        """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error."""
+        base = self.next_base(mode)
+        helper_path = base.with_suffix(".helper") if helper else None
+        argv = self._spin(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
+        with base.with_suffix(".out").open("wb") as out, self._log("session").open("ab") as log:
+            process = subprocess.Popen(argv, env=self.traced(base), stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+        beat = self._wait_ready(process, base)
+        work = Workload(process, base, beat, helper_path)
+        self._running.append(work)
+        try:
+            yield work
+        finally:
+            self._end(work)
+        self.check()
+        if not may_fail and process.returncode != 0:
+            raise Stop(f"the workload {mode} ended with {process.returncode}: {work.result() or 'no result'}")
+
+    def _wait_ready(self, process: subprocess.Popen[bytes], base: Path) -> Beat:
+        path = base.with_suffix(".beat")
+        end = time.monotonic() + READY_S
+        while time.monotonic() < end:
+            if path.exists() and path.stat().st_size:
+                beat = Beat(path)
+                if beat.is_ready:
+                    return beat
+                beat.close()
+            if process.poll() is not None:
+                break
+            time.sleep(LOOK_S)
+        if process.poll() is None:
+            process.terminate()  # not ready: nobody has disabled anything of it
+        code, text = process.wait(), self._log("session").read_text(errors="replace")[-300:]
+        raise LabError(f"{base.name} did not become ready (code {code}): {text}")
+
+    def finish(self, work: Workload) -> dict[str, Any]:
+        """Let it do all of its work; its result."""
+        try:
+            work.process.wait(FINISH_S * 4)
+        except subprocess.TimeoutExpired:
+            raise Stop(f"{work.base.name} does not end by itself") from None
+        return work.result()
+
+    def stop(self, work: Workload) -> dict[str, Any]:
+        """Ask it to end early; its result."""
+        self._end(work)
+        return work.result()
+
+    def _end(self, work: Workload) -> None:
+        """Asked first; a signal only after everything was enabled."""
+        if work not in self._running:
+            return
+        if work.process.poll() is None:
+            work.beat.stop()
+            try:
+                work.process.wait(FINISH_S)
+            except subprocess.TimeoutExpired:
+                self.enable_all()
+                work.process.send_signal(signal.SIGTERM)
+                try:
+                    work.process.wait(FINISH_S)
+                except subprocess.TimeoutExpired:
+                    raise Stop(f"{work.base.name} does not end") from None
+        self._running.remove(work)
+        work.close()
+
+    def kill(self, work: Workload) -> None:
+        """SIGKILL. Everything is enabled first; an experiment that wants it otherwise says so by itself."""
+        self.enable_all()
+        work.process.kill()
+        work.process.wait()
+
+    def calibration(self) -> Calibration:
+        if self._calibration is None:
+            base = self.next_base("calibrate")
+            argv = self._spin("calibrate", 0, base, ())
+            env = {**self.machine.environment(), "VALVE_LAB_CUBIN": str(self.programs.cubin or "")}
+            if not self.programs.cubin:
+                del env["VALVE_LAB_CUBIN"]
+            done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode:
+                raise LabError(
+                    f"the workload does not run on this GPU: {done.stderr.strip()[:600] or done.stdout[:600]}"
+                )
+            said = json.loads(done.stdout)
+            self._calibration = Calibration(**{name: said[name] for name in Calibration.__slots__})
+        return self._calibration
+
+    # probes
+
+    @contextmanager
+    def probe(self, work: Workload | None = None, *, path: str = "a", uid: int | None = None) -> Iterator[Probe]:
+        """A probe attached to a workload, its driver client open."""
+        argv = [self.programs.path("probe"), str(self.guard_path), *(["patient"] if self.machine.is_dry else [])]
+        with Probe(argv, self.machine.environment(), self.enable_all) as probe:
+            if work is not None:
+                probe.do(f"attach {work.table} {work.beat_path} {work.tracer}")
+            if uid is not None:
+                probe.do(f"uid {uid}")
+            if path == "a":
+                opened = probe.do("open")
+                if not opened["ok"]:
+                    raise Refused(f"own client: {first_refusal(opened)}")
+            probe.do(f"path {path}")
+            yield probe
+
+    def reach(self) -> str:
+        """The first path by which a pause really stops work. Found once, by three pauses on each."""
+        if self.path:
+            return self.path
+        for path in "abc":
+            with self.workload("alu", self.effort.ms(4000)) as work:
+                try:
+                    with self.probe(work, path=path) as probe:
+                        if probe.cycles(3)["frozen"] == 3:
+                            self.path = path
+                            return path
+                except Refused:
+                    continue
+        raise Refused("no path stops a workload: see D4 and D4b")
+
+
+def first_refusal(opened: dict[str, Any]) -> str:
+    """The first step of `open` that failed, in words."""
+    for step in opened["steps"]:
+        if step["errno"] or step["status"]:
+            return f"{step['name']}: errno {step['errno']}, status {step['status']:#x}"
+    return "all steps good"

@@ -1,0 +1,119 @@
+"""Runs experiments one after the other under one rig, and writes each answer down before the next question is asked."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from valve_tools.gpu.build import build
+from valve_tools.gpu.errors import LabError, Refused, Stop
+from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.machine import Machine, commit
+from valve_tools.gpu.outcome import Outcome, Row, Verdict, latest, read_rows
+from valve_tools.gpu.rig import Rig
+from valve_tools.gpu.table import line
+
+EXPECTED = (Refused, LabError, OSError, ValueError, KeyError, IndexError)
+
+
+def batch_file(out: Path, batch: str, *, dry: bool) -> Path:
+    """A rehearsal's file never has the name of a measurement's."""
+    return out / (f"{batch}.dry.jsonl" if dry else f"{batch}.jsonl")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A short-lived folder on tmpfs: the GPU writes into files there, and pages of a disk's file cannot be pinned."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="valve-lab-", dir=base))
+    folder.chmod(0o755)  # the unprivileged step reaches sockets in it
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Session:
+    def __init__(self, machine: Machine, out: Path, say: Callable[[str], None], *, budget_s: float) -> None:
+        self.machine = machine
+        self.out = out
+        self.say = say
+        self._end_s = time.monotonic() + budget_s
+        self._commit = commit()
+
+    def settled(self, wanted: Sequence[tuple[Batch, Experiment]]) -> dict[str, Row]:
+        """Answers that an earlier session of this folder has given already."""
+        files = {batch_file(self.out, batch.name, dry=self.machine.is_dry) for batch, _ in wanted}
+        rows = latest(read_rows(sorted(path for path in files if path.exists())))
+        return {name: row for name, row in rows.items() if row.verdict.is_answer}
+
+    def run(self, wanted: Sequence[tuple[Batch, Experiment]], folder: Path) -> list[Row]:
+        """Every experiment, until one stops the session. The rows found."""
+        rows: list[Row] = []
+        self.out.mkdir(parents=True, exist_ok=True)
+        with Rig(self.machine, build(folder / "bin", emulated=self.machine.is_dry), folder, self.out) as rig:
+            rig.path = str(self._known_path())
+            for batch, experiment in wanted:
+                row = self._one(rig, batch, experiment)
+                rows.append(row)
+                self._keep(row)
+                if row.verdict is Verdict.STOPPED:
+                    break
+        return rows
+
+    def _known_path(self) -> str:
+        """How channels were reached in an earlier session of this folder."""
+        files = self.out.glob("*.dry.jsonl" if self.machine.is_dry else "contact.jsonl")
+        rows = latest(read_rows(sorted(files)))
+        if "D4" in rows and rows["D4"].verdict is Verdict.OK:
+            return "a"
+        found = dict(rows["D4b"].answers) if "D4b" in rows else {}
+        return next((path for path in "bc" if found.get(path) == Verdict.OK.value), "")
+
+    def _one(self, rig: Rig, batch: Batch, experiment: Experiment) -> Row:
+        self.say(f"{experiment.name}: {experiment.question}")
+        start = time.monotonic()
+        outcome = self._outcome(rig, experiment, self._end_s - start)
+        return Row(
+            experiment=experiment.name,
+            batch=batch.name,
+            verdict=outcome.verdict,
+            detail=outcome.detail,
+            dry_run=self.machine.is_dry,
+            date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            seconds=round(time.monotonic() - start, 1),
+            commit=self._commit,
+            gpu=self.machine.gpu,
+            driver=self.machine.driver,
+            figures={name: figure.record() for name, figure in outcome.figures.items()},
+            answers=dict(outcome.answers),
+        )
+
+    def _outcome(self, rig: Rig, experiment: Experiment, left_s: float) -> Outcome:
+        if self.machine.is_dry and experiment.silicon:
+            return Outcome(verdict=Verdict.SILICON, detail=experiment.silicon)
+        if not self.machine.is_dry and left_s < experiment.seconds:
+            return Outcome(verdict=Verdict.SKIPPED, detail=f"{left_s:.0f} s left, needs up to {experiment.seconds} s")
+        try:
+            outcome = experiment.run(rig)
+            rig.check()
+        except Stop as stop:
+            return Outcome(verdict=Verdict.STOPPED, detail=str(stop))
+        except EXPECTED as error:
+            rig.enable_all()
+            return Outcome(verdict=Verdict.BAD, detail=f"could not run: {type(error).__name__}: {error}"[:600])
+        return outcome
+
+    def _keep(self, row: Row) -> None:
+        path = batch_file(self.out, row.batch, dry=self.machine.is_dry)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(row.as_json() + "\n")
+        with (self.out / "table.txt").open("a", encoding="utf-8") as file:
+            file.write(line(row) + "\n")
+        self.say(line(row))

@@ -1,0 +1,1 @@
+"""The experiments, by batch. Each module holds EXPERIMENTS; catalog.py puts them in order."""

@@ -1,0 +1,238 @@
+"""First contact: what machine this is, what a CUDA process looks like from outside, and whether its channels stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import Counter
+from typing import Any
+
+from valve_tools.gpu.errors import Refused
+from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.outcome import Outcome, Verdict, figures
+from valve_tools.gpu.probe import CYCLE, Probe
+from valve_tools.gpu.rig import NOBODY, Rig, first_refusal
+
+CHANNEL_IDS = 0x20801124
+IDS = struct.Struct("<128I128II128I")
+
+
+def d0(rig: Rig) -> Outcome:
+    facts = dict(rig.machine.facts())
+    unknown = [name for name, value in facts.items() if value in {"?", "unknown"}]
+    return Outcome(
+        verdict=Verdict.PART if unknown else Verdict.OK,
+        detail="; ".join(f"{name}: {value}" for name, value in facts.items()),
+        answers=facts,
+    )
+
+
+def channel_words(channels: list[dict[str, Any]]) -> str:
+    """Channels by engine and class, as "8 x class 0xc86f on engine 1"."""
+    kinds = Counter((channel["engine"], channel["class"]) for channel in channels)
+    return ", ".join(f"{n} x class {cls:#x} on engine {engine}" for (engine, cls), n in sorted(kinds.items()))
+
+
+def d1(rig: Rig) -> Outcome:
+    with rig.workload("alu", rig.effort.ms(2000)) as work:
+        with rig.probe(work) as probe:
+            seen = probe.do("list")
+        rig.stop(work)
+        calls = [json.loads(line) for line in work.trace.read_text().splitlines()]
+        keep_trace(rig, work.trace.read_text())
+    channels = seen["channels"]
+    gr = [channel for channel in channels if 1 <= channel["engine"] <= 8]
+    commands = Counter(call["cmd"] for call in calls if call.get("op") == "control")
+    forms = Counter(call["size"] for call in calls if call.get("op") == "alloc")
+    answers = {
+        "channels": len(channels),
+        "compute_channels": len(gr),
+        "gpfifo_class": f"{gr[0]['class']:#x}" if gr else "",
+        "uvm_registered": sum(channel["uvm"] for channel in channels),
+        "cid_nonzero": sum(channel["cid"] != 0 for channel in channels),
+        "own_disables": seen["app_disables"],
+        "schedules": seen["app_schedules"],
+        "preempts": seen["app_preempts"],
+        "incomplete": seen["incomplete"],
+        "calls": seen["calls"],
+        "alloc_sizes": {str(size): n for size, n in forms.items()},
+        "controls": {f"{command:#x}": n for command, n in commands.most_common(40)},
+    }
+    complete = not seen["incomplete"] and answers["uvm_registered"] == len(channels)
+    verdict = Verdict.BLIND if not gr else Verdict.OK if complete else Verdict.PART
+    return Outcome(
+        verdict=verdict,
+        detail=f"{channel_words(channels)}; {answers['uvm_registered']} registered with UVM, "
+        f"{answers['cid_nonzero']} with a cid; libcuda itself disabled {seen['app_disables']} times",
+        answers=answers,
+    )
+
+
+def keep_trace(rig: Rig, text: str) -> None:
+    """The golden trace of this machine: what the emulator's answers can be compared with (valve gpu-lab replay)."""
+    name = "trace.dry.jsonl" if rig.machine.is_dry else "trace.jsonl"
+    (rig.out / name).write_text(text)
+
+
+def d2(rig: Rig) -> Outcome:
+    with bare_probe(rig) as probe:
+        opened = probe.do("open")
+    with bare_probe(rig) as probe:
+        without = probe.do("open bare")
+    device = next(step for step in without["steps"] if step["name"] == "alloc device")
+    us = sum(step["us"] for step in opened["steps"])
+    return Outcome(
+        verdict=Verdict.OK
+        if opened["ok"] and device["status"] == 0x1B
+        else Verdict.PART
+        if opened["ok"]
+        else Verdict.BAD,
+        detail=f"own client: {first_refusal(opened)}, {us:.0f} us; without the node open: device status "
+        f"{device['status']:#x}",
+        answers={"ok": opened["ok"], "device_status_without_node": device["status"]},
+    )
+
+
+def bare_probe(rig: Rig) -> Probe:
+    """A probe that has opened nothing yet."""
+    argv = [rig.programs.path("probe"), str(rig.guard_path)]
+    return Probe(argv, rig.machine.environment(), rig.enable_all)
+
+
+def ids_of(probe: Probe, pairs: list[tuple[int, int]]) -> tuple[int, list[int]]:
+    """(status, cid of each pair) as the driver says for channels of whatever client."""
+    fill = [0] * (128 - len(pairs))
+    packed = IDS.pack(*[c for c, _ in pairs], *fill, *[h for _, h in pairs], *fill, len(pairs), *([0] * 128))
+    status, after = probe.control("own", "sub", CHANNEL_IDS, packed)
+    return status, list(IDS.unpack(after)[257 : 257 + len(pairs)])
+
+
+def d3(rig: Rig) -> Outcome:
+    with rig.workload("alu", rig.effort.ms(3000)) as work, rig.probe(work) as probe:
+        channels = probe.do("list")["channels"]
+        pairs = [(channel["client"], channel["channel"]) for channel in channels]
+        status, ids = ids_of(probe, pairs)
+        wrong_channel, _ = ids_of(probe, [(pairs[0][0], 0xDEAD0001)])
+        wrong_client, _ = ids_of(probe, [(0xC1DFFFF0, pairs[0][1])])
+    equal = sum(channel["cid"] == cid for channel, cid in zip(channels, ids, strict=True))
+    good = status == 0 and equal == len(pairs)
+    return Outcome(
+        verdict=Verdict.OK if good else Verdict.REFUSED,
+        detail=f"{len(pairs)} foreign pairs: status {status:#x}, {equal} ids as allocated; a wrong channel "
+        f"{wrong_channel:#x}, a wrong client {wrong_client:#x}",
+        answers={"status": status, "equal": equal, "wrong_channel": wrong_channel, "wrong_client": wrong_client},
+    )
+
+
+def judge_cycles(done: dict[str, Any], path: str, *, name: str = "") -> Outcome:
+    """The verdict on a run of pauses."""
+    n, frozen, refused = done["n"], done["frozen"], done["refused"]
+    if refused:
+        verdict = Verdict.REFUSED
+    elif n and not frozen:
+        verdict = Verdict.SILENT
+    else:
+        verdict = Verdict.OK if n and frozen == n else Verdict.PART
+    shown = figures(done, *CYCLE)
+    why = f" (status {done['status']:#x}, errno {done['errno']})" if refused else ""
+    speed = "; ".join(f"{key} {shown[key].words()}" for key in ("off_us", "last_seen_us", "resume_us") if key in shown)
+    return Outcome(
+        verdict=verdict,
+        detail=f"{name}path {path}: {n} pauses, {frozen} frozen{why}; {speed or done['note']}",
+        figures={f"{name.strip()}_{key}".lstrip("_"): value for key, value in shown.items()},
+        answers={"path": path, "n": n, "frozen": frozen, "status": done["status"], "note": done["note"]},
+    )
+
+
+def paused(rig: Rig, path: str, n: int, uid: int | None = None) -> Outcome:
+    with rig.workload("alu", rig.effort.ms(12000)) as work:
+        try:
+            with rig.probe(work, path=path, uid=uid) as probe:
+                return judge_cycles(probe.cycles(rig.effort.cycles(n), gap_us=(2000, 6000)), path)
+        except Refused as error:
+            return Outcome(verdict=Verdict.REFUSED, detail=f"path {path}: {error}", answers={"path": path, "frozen": 0})
+
+
+def d4(rig: Rig) -> Outcome:
+    outcome = paused(rig, "a", 200)
+    if outcome.verdict is Verdict.OK:
+        rig.path = "a"
+    return outcome
+
+
+def d4u(rig: Rig) -> Outcome:
+    if os.getuid():
+        return Outcome(verdict=Verdict.SKIPPED, detail="needs root, to become somebody else")
+    return paused(rig, "a", 40, uid=NOBODY)
+
+
+def d4b(rig: Rig) -> Outcome:
+    parts = {path: paused(rig, path, 50) for path in "bc"}
+    good = [path for path, part in parts.items() if part.verdict is Verdict.OK]
+    if good and not rig.path:
+        rig.path = good[0]
+    return Outcome(
+        verdict=Verdict.REFUSED if not good else Verdict.OK if len(good) == len(parts) else Verdict.PART,
+        detail=" | ".join(part.detail for part in parts.values()),
+        figures={f"{path}_{key}": value for path, part in parts.items() for key, value in part.figures.items()},
+        answers={path: part.verdict.value for path, part in parts.items()},
+    )
+
+
+BATCH = Batch(
+    name="contact",
+    about="what a CUDA process looks like from outside, and whether its channels stop",
+    experiments=(
+        Experiment(
+            name="D0",
+            question="What machine is this?",
+            seconds=20,
+            run=d0,
+            decides="whether the answers hold for the fleet: open modules, GSP firmware, Default mode, no MIG",
+            silicon="",
+        ),
+        Experiment(
+            name="D1",
+            question="Which objects and driver calls make a CUDA process?",
+            seconds=30,
+            run=d1,
+            decides="how channels are learnt: UVM registration or allocation, TSG by engine, which class",
+        ),
+        Experiment(
+            name="D2",
+            question="Can a process build its own driver client by raw calls?",
+            seconds=10,
+            run=d2,
+            decides="whether valved needs nothing but the device nodes, and must keep the GPU's node open",
+        ),
+        Experiment(
+            name="D3",
+            question="Does the driver resolve channels of other clients?",
+            seconds=15,
+            run=d3,
+            decides="whether a reported channel can be verified before it is trusted",
+        ),
+        Experiment(
+            name="D4",
+            question="Can one process stop the channels of another (path A)?",
+            seconds=60,
+            run=d4,
+            decides="the first rung of the reach order: valved's own client with foreign lists",
+        ),
+        Experiment(
+            name="D4u",
+            question="Can an unprivileged user do so?",
+            seconds=25,
+            run=d4u,
+            decides="the exposure that SECURITY.md states",
+        ),
+        Experiment(
+            name="D4b",
+            question="Do the passed descriptor (B) and the process itself (C) stop them?",
+            seconds=60,
+            run=d4b,
+            decides="the next rungs of the reach order",
+        ),
+    ),
+)
