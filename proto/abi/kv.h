@@ -10,10 +10,12 @@
  *   table   written by valved alone, sealed so that the hook can only read it
  *   book    written by the hook alone; valved believes nothing in it that could hurt somebody else
  *
- * The order that matters. A reclaim goes: channels off; memory quarantined on every rank; table entries written; table
- * epoch raised; channels on. So the table says that a block is lost before any step that could have read garbage can
+ * The order that matters. A reclaim goes: channels off; table entries written; table epoch raised; memory quarantined on
+ * every rank; channels on. So the table says that a block is lost before any step that could have read garbage can
  * end, and a hook that reads the table after a step's output has come in, and before it believes that output, never
- * believes garbage. No lock, no message, no wait.
+ * believes garbage. No lock, no message, no wait. Told first and then done, so that a valved that dies in between, or a
+ * quarantine that waits for the next engine step, leaves an engine that recomputes for nothing, never one that believes
+ * garbage. Giving back goes the other way round: memory mapped and zero on every rank, then entries, then epoch.
  *
  * Rules for a hook
  *   - A block whose entry changed since it was last read has lost its content, whatever the backed bit says: it may
