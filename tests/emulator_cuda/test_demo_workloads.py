@@ -57,11 +57,11 @@ def lines(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 
 def test_the_offline_checksum_holds_while_another_process_gates_it(emulator: Emulator, tmp_path: Path) -> None:
-    """Given a job of 60 units, when it is gated over and over, then its checksum is that of an undisturbed run."""
+    """Given a job of 200 units, when it is gated over and over, then its checksum is that of an undisturbed run."""
     page = tmp_path / "beats"
-    job = start(emulator, "offline", "--units", "60", "--unit-us", "3000", "--heartbeat", os.fspath(page))
     with RmProcess(emulator.directory) as process:
         tree = grow_tree(process, channels=0, scheduled=False)
+        job = start(emulator, "offline", "--units", "200", "--unit-us", "3000", "--heartbeat", os.fspath(page))
         state = emulator.wait(lambda s: sum(c.launches for c in s.of(job.pid)) > 1, "the job runs")
         pairs = [(c.h_client, c.h_channel) for c in state.of(job.pid) if c.is_compute]
         for _ in range(20):
@@ -70,7 +70,7 @@ def test_the_offline_checksum_holds_while_another_process_gates_it(emulator: Emu
         summary = lines(job)[-1]
     beats, last_ns, stop = struct.unpack("<QQQ", page.read_bytes()[:24])
 
-    assert (summary["ok"], summary["units"]) == (True, 60)
+    assert (summary["ok"], summary["units"]) == (True, 200)
     assert summary["checksum"] == summary["expected"]
     assert beats > 10
     assert (last_ns > 0, stop) == (True, 1)
