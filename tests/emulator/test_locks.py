@@ -6,14 +6,17 @@ not behind one of those locks; whoever could not, entered after the held call ha
 
 from __future__ import annotations
 
+import struct
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from rm_process import RmProcess, Tree, grow_tree
+from rm_process import RmProcess, Tree, grow_tree, use_uvm
 from valve_tools.emulator.client import Emulator, Gate
 from valve_tools.emulator.node import NO_LATENCY, Options
+
+MIB = 1 << 20
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -103,3 +106,29 @@ def test_an_allocation_waits_for_a_gate_and_a_later_gate_waits_for_it(emulator: 
 
     assert not was_done
     assert allocation.result()[0] == 0
+
+
+def test_a_gate_waits_for_the_mapping_that_came_before_it(emulator: Emulator) -> None:
+    """Mapping holds the API lock to write, whatever the card: done between two gates it delays the second one."""
+    with ExitStack() as stack:
+        gating, mapping = daemons(stack, emulator, 2)
+        use_uvm(mapping)
+        base = int(mapping.process.call("reserve", length=MIB))
+        mapping.process.ioctl(mapping.uvm, 73, struct.pack("<QQII", base, MIB, 0, 0))
+        memory = mapping.allocate_memory(MIB).handle
+        arg = bytearray(24 + 256 * 36 + 24)
+        struct.pack_into("<QQQ", arg, 0, base, MIB, 0)
+        struct.pack_into("<QiIII", arg, 24 + 256 * 36, 1, mapping.ctl, mapping.client, memory, 0)
+        emulator.set(map_us=500_000, map_locked_us=500_000)
+
+        mapped = mapping.process.start("ioctl", fd=mapping.uvm, request=33, arg=arg.hex())
+        emulator.wait(lambda state: state.raw["api_lock"]["writer"], "the mapping holds the lock")
+        gate = gating.start_gate(gating.pairs, on=False)
+        wait([mapped, gate], timeout=60)
+        (call,) = emulator.process(mapping.process.pid).intervals()[-1:]
+        spent = emulator.process(mapping.process.pid).spent()["map ioctl"]
+
+    assert call.kind == "map ioctl"
+    assert call.begin_ns < emulator.state().gates[0].entry_ns
+    assert emulator.state().gates[0].locked_ns - call.begin_ns >= 500_000_000
+    assert (spent.count, spent.model_ns >= 500_000_000, spent.wall_ns >= spent.model_ns) == (1, True, True)

@@ -12,8 +12,9 @@ from valve_tools.emulator.node import NO_LATENCY, Options
 
 MIB = 1 << 20
 EXPORT, IMPORT, EXPORT_INFO = 0x3D05, 0x3D06, 0x3D08
+EXPORT_MANY, IMPORT_MANY = 0x3D0B, 0x3D0C
 MAP, FREE_RANGE, UNMAP, CREATE_RANGE, SPARSE = 33, 34, 66, 73, 74
-BAD_ADDRESS, ADDRESS_IN_USE, NO_MEMORY = 0x1E, 0x68, 0x51
+BAD_ADDRESS, ADDRESS_IN_USE, NO_MEMORY, OUT_OF_RANGE = 0x1E, 0x68, 0x51, 0x5B
 
 
 def export(tree: Tree, memory: int) -> tuple[int, int]:
@@ -87,6 +88,31 @@ def test_a_file_takes_one_export_and_must_be_fresh(process: RmProcess) -> None:
     assert export(tree, 0x5C0000FE)[0] == BAD_HANDLE
 
 
+def test_one_file_can_carry_many_pieces_of_memory(emulator: Emulator, process: RmProcess, another: RmProcess) -> None:
+    """The array forms: exported in two calls, one piece taken out again, the rest imported in one call."""
+    owner, taker = grow_tree(process), grow_tree(another)
+    handles = [owner.allocate_memory(2 * MIB).handle for _ in range(3)]
+    fd = process.open("/dev/nvidiactl")
+
+    def put(objects: list[int], index: int) -> int:
+        params = struct.pack("<iIH64s2x", fd, owner.device, 3, b"pool") + struct.pack("<512I", *objects, *[0] * 511)
+        return owner.control(owner.client, EXPORT_MANY, params[: 76 + 2048] + struct.pack("<HH", 1, index)).status
+
+    statuses = [put([handle], index) for index, handle in enumerate(handles)] + [put([0], 1), put(handles[:1], 3)]
+    passed = process.pass_fd(fd, another)
+    process.kill()
+    emulator.wait(lambda state: len(state.raw["clients"]) == 1, "the exporter gone")
+    wanted = struct.pack("<128I", 0x5C0000B0, 0x5C0000B1, 0x5C0000B2, *[0] * 125)
+    params = struct.pack("<iI", passed, taker.device) + wanted + bytes(128) + struct.pack("<HH", 3, 0)
+    got = taker.control(taker.client, IMPORT_MANY, params)
+    info = taker.control(taker.client, EXPORT_INFO, struct.pack("<i", passed) + bytes(72))
+
+    assert statuses == [OK, OK, OK, OK, OUT_OF_RANGE]
+    assert (got.status, got.params[520:524]) == (OK, bytes([1, 0, 1, 0]))
+    assert (info.word(8) & 0xFFFF, info.params[10:14]) == (3, b"pool")
+    assert emulator.state().used_bytes() == 4 * MIB
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """An external range of UVM in a process, with the calls that change it from any process."""
@@ -150,15 +176,47 @@ def test_a_mapping_replaces_what_was_there_in_place(addresses: Addresses) -> Non
     assert (addresses.peek(0), addresses.peek(3 * MIB)) == (0, 3)
 
 
-def test_unmapping_takes_whole_mappings_only(addresses: Addresses) -> None:
-    memory = addresses.tree.allocate_memory(4 * MIB).handle
-    addresses.map(memory, 0, 4 * MIB)
+def test_unmapping_takes_any_part_on_a_page_boundary(emulator: Emulator, addresses: Addresses) -> None:
+    """The card maps large memory by pages of 2 MiB; a cut through one is refused, a hole is no error."""
+    memory = addresses.tree.allocate_memory(6 * MIB).handle
+    addresses.map(memory, 0, 6 * MIB)
+    addresses.poke(5 * MIB, 5)
+    addresses.tree.free(memory)
 
-    assert [
-        addresses.unmap(0, 2 * MIB),
-        addresses.unmap(0, 4 * MIB),
-        addresses.unmap(0, 4 * MIB),
-    ] == [BAD_ADDRESS, OK, BAD_ADDRESS]
+    statuses = [addresses.unmap(2 * MIB, 2 * MIB), addresses.unmap(5 * MIB, MIB), addresses.unmap(0, 4 * MIB)]
+    kept = (addresses.peek(5 * MIB), emulator.state().used_bytes())
+    last = addresses.unmap(0, 6 * MIB)
+
+    assert statuses == [OK, BAD_ADDRESS, OK]
+    assert kept == (5, 6 * MIB)
+    assert (last, emulator.state().used_bytes()) == (OK, 0)
+
+
+def test_a_sparse_range_is_cut_like_any_other(addresses: Addresses) -> None:
+    """Unmapping a part of it leaves a hole there and zeros beside it; a new mapping takes its place."""
+    memory = addresses.tree.allocate_memory(8 * MIB).handle
+    addresses.map(memory, 0, 8 * MIB)
+    addresses.poke(4 * MIB, 4)
+
+    statuses = [addresses.sparse(0, 6 * MIB), addresses.unmap(0, 2 * MIB), addresses.map(memory, 4 * MIB, MIB)]
+    statuses.append(addresses.map(memory, 4 * MIB, 2 * MIB, offset=4 * MIB))
+
+    assert (statuses, addresses.sparse(MIB, 4096)) == ([OK, OK, OK, OK], BAD_ADDRESS)
+    assert (addresses.peek(2 * MIB), addresses.peek(4 * MIB)) == (0, 4)
+    with pytest.raises(ProcessLookupError):
+        addresses.peek(0)
+
+
+def test_what_is_written_to_a_sparse_range_reaches_nobody_else(addresses: Addresses) -> None:
+    memory = addresses.tree.allocate_memory(2 * MIB).handle
+    for at in (0, 4 * MIB):
+        addresses.map(memory, at, 2 * MIB)
+    addresses.poke(0, 7)
+
+    addresses.sparse(0, 2 * MIB)
+    addresses.poke(0, 1)
+
+    assert addresses.peek(4 * MIB) == 7
 
 
 def test_an_access_to_a_hole_ends_the_process(emulator: Emulator, addresses: Addresses) -> None:

@@ -52,7 +52,7 @@ def talk_nonsense(directory: Path, seed: int) -> None:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.connect(str(directory / "emu.sock"))
         kind = chance.choice([1, 2, 3, 4, 4, 4, 5, 6, 99])
-        magic = 0x32554D45 if chance.random() < 0.95 else chance.getrandbits(32)
+        magic = 0x33554D45 if chance.random() < 0.95 else chance.getrandbits(32)
         link.send(struct.pack("<IIIIQ", magic, kind, chance.randrange(4), 0, chance.randrange(40)))
         if kind == 4 and link.recv(64):
             for _ in range(20):

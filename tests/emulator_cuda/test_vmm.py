@@ -9,11 +9,15 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_int, c_uint64
 
 from cuda_driver import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Cuda
 from emulated import on_gpu
 from gate_process import gate_of
+from valve_tools.emulator.process import inside_ns
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -212,32 +216,89 @@ def test_an_exported_fd_alone_keeps_the_memory(cuda: Cuda) -> None:
     assert held == PAGE
 
 
-@on_gpu()
-def test_a_sparse_range_reads_zeros_and_can_be_backed_again(cuda: Cuda) -> None:
-    """Given the uvm fd elsewhere, when a range is made sparse there, then kernels here read zeros and nobody faults."""
-    cuda.start()
-    address, wrong = backed(cuda, 4), cuda.alloc(8)
-    cuda.launch(cuda.kernel("emu_tag"), address, 4 * PAGE, 7)
-    cuda.cuMemsetD8_v2(wrong, 0, 8)
-    cuda.cuCtxSynchronize()
+@contextmanager
+def daemon_with_uvm(cuda: Cuda) -> Iterator[Callable[[int, int], tuple[int, int]]]:
+    """Another process that was passed this one's uvm fd; the value makes a range sparse through it."""
     uvm = next(fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}") and _is_uvm(fd))
     with gate_of(cuda) as gate:
         process = gate.tree.process
         socket.send_fds(process.relay, [b"f"], [uvm])
         theirs = int(process.call("receive_fd"))
         uuid = bytes.fromhex(cuda.emulator.state().raw["gpus"][0]["uuid"].removeprefix("GPU-").replace("-", ""))
-        params = struct.pack("<QQ", address + PAGE, 2 * PAGE) + uuid + bytes(8)
-        answer = process.ioctl(theirs, 74, params)
-    cuda.launch(cuda.kernel("emu_check"), address + PAGE, 2 * PAGE, 0, wrong)
-    cuda.launch(cuda.kernel("emu_check"), address, PAGE, 7, wrong)
+
+        def sparse(address: int, length: int) -> tuple[int, int]:
+            answer = process.ioctl(theirs, 74, struct.pack("<QQ", address, length) + uuid + bytes(8))
+            return answer.errno, answer.word(32)
+
+        yield sparse
+
+
+def wrong_tags(cuda: Cuda, address: int, length: int, tag: int) -> int:
+    wrong = cuda.alloc(8)
+    cuda.cuMemsetD8_v2(wrong, 0, 8)
+    cuda.launch(cuda.kernel("emu_check"), address, length, tag, wrong)
+    return int.from_bytes(cuda.read(wrong, 8), "little")
+
+
+@on_gpu()
+def test_a_sparse_range_reads_zeros_and_can_be_backed_again(cuda: Cuda) -> None:
+    """Given the uvm fd elsewhere, when a range is made sparse there, then kernels here read zeros and nobody faults."""
+    cuda.start()
+    address = backed(cuda, 4)
+    cuda.launch(cuda.kernel("emu_tag"), address, 4 * PAGE, 7)
     cuda.cuCtxSynchronize()
-    sparse_pages_wrong = cuda.read(wrong, 8)
+    with daemon_with_uvm(cuda) as sparse:
+        answer = sparse(address + PAGE, 2 * PAGE)
+    zeros_wrong = wrong_tags(cuda, address + PAGE, 2 * PAGE, 0)
+    tags_wrong = wrong_tags(cuda, address, PAGE, 7)
     cuda.cuMemUnmap(address + PAGE, 2 * PAGE)
     cuda.cuMemMap(address + PAGE, PAGE, 0, create(cuda), 0)
 
-    assert (answer.errno, answer.word(32)) == (0, 0)
-    assert sparse_pages_wrong == bytes(8)
+    assert (answer, zeros_wrong, tags_wrong) == ((0, 0), 0, 0)
     assert allow(cuda, address + PAGE, PAGE) == 0
+    assert wrong_tags(cuda, address + PAGE, PAGE, 0) == 0
+    cuda.launch(cuda.kernel("emu_touch"), address + 2 * PAGE, 4096, 4096)
+    assert cuda.call("cuCtxSynchronize") == ILLEGAL_ADDRESS
+
+
+@on_gpu()
+def test_writes_to_a_sparse_range_are_dropped(cuda: Cuda) -> None:
+    """Later kernels read zeros again, and the memory that was mapped there keeps its bytes."""
+    cuda.start()
+    handle, address = create(cuda, 2 * PAGE), reserve(cuda, 4 * PAGE)
+    for at in (0, 2 * PAGE):
+        cuda.cuMemMap(address + at, 2 * PAGE, 0, handle, 0)
+    allow(cuda, address, 4 * PAGE)
+    cuda.launch(cuda.kernel("emu_tag"), address, 2 * PAGE, 7)
+    cuda.cuCtxSynchronize()
+    with daemon_with_uvm(cuda) as sparse:
+        sparse(address, 2 * PAGE)
+    for tag in (1, 2, 3):
+        cuda.launch(cuda.kernel("emu_tag"), address, 2 * PAGE, tag)
+    cuda.cuMemsetD8_v2(address, 9, PAGE)
+    cuda.write(address, b"hello")
+
+    assert wrong_tags(cuda, address, 2 * PAGE, 0) == 0
+    assert wrong_tags(cuda, address + 2 * PAGE, 2 * PAGE, 7) == 0
+
+
+@on_gpu()
+def test_a_hole_kills_the_context_that_met_it_and_no_other(cuda: Cuda) -> None:
+    """Given two processes on the card, when a kernel of one touches a hole, then that one gets 700 for ever, the kernel
+    log names it, and the other goes on."""
+    cuda.start()
+    address = backed(cuda)
+    cuda.cuMemUnmap(address, PAGE)
+    with gate_of(cuda) as other:
+        cuda.launch(cuda.kernel("emu_touch"), address + 4096, 4096, 4096)
+        results = [cuda.call("cuCtxSynchronize"), cuda.call("cuMemAlloc_v2", byref(c_uint64()), 4096)]
+        log, state = cuda.emulator.kernel_log(), cuda.emulator.state()
+        other.close()
+
+    assert results == [ILLEGAL_ADDRESS, ILLEGAL_ADDRESS]
+    assert state.raw["mmu_faults"] == 1
+    assert f"31, pid={os.getpid()}, Ch" in log
+    assert f"faulted @ 0x{address >> 32:x}_{address + 4096 & 0xFFFFFFFF:08x}" in log
 
 
 def _is_uvm(fd: int) -> bool:
@@ -246,11 +307,12 @@ def _is_uvm(fd: int) -> bool:
     return libc.getsockname(fd, name, byref(size)) == 0 and b"/3/0/" in name.raw
 
 
-@on_gpu(cuda="unmap_waits=1")
+@on_gpu()
 def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) -> None:
-    """The hazard of a helper thread, as a setting: unmapping while gated does not return."""
+    """The hazard of a helper thread, as a setting of one process that can be changed while it runs."""
     cuda.start()
     address = backed(cuda)
+    cuda.emulator.process(os.getpid()).set(unmap_waits=1)
     with gate_of(cuda) as gate:
         gate.close()
         cuda.launch(cuda.kernel("emu_spin"), 1000)
@@ -264,17 +326,56 @@ def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) 
     assert stuck
 
 
-@on_gpu(knobs={"map_us": "36", "unmap_us": "26"})
-def test_remapping_costs_what_the_model_says_per_mapping(cuda: Cuda) -> None:
-    """A lower bound only: the wall clock decides nothing else."""
-    import time
-
+@on_gpu(knobs={"map_us": "36", "unmap_us": "26", "alloc_us": "193", "book_us": "1.5"})
+def test_the_time_in_driver_calls_is_published_by_kind(cuda: Cuda) -> None:
+    """The wall clock decides nothing but lower bounds: a sleep is never shorter than the model says."""
     cuda.start()
-    start = time.monotonic()
+    page = cuda.emulator.process(os.getpid())
+    begin = time.monotonic_ns()
     address = backed(cuda, 50)
     cuda.cuMemUnmap(address, 50 * PAGE)
+    end = time.monotonic_ns()
+    spent = page.spent()
+    counts = {kind: spent[kind].count for kind in ("reserve", "create", "map", "access", "unmap")}
+    model_us = {kind: spent[kind].model_ns / 1000 for kind in ("create", "map", "access", "unmap")}
 
-    assert time.monotonic() - start >= 50 * (36 + 26) * 1e-6
+    assert counts == {"reserve": 1, "create": 50, "map": 50, "access": 1, "unmap": 1}
+    assert model_us == {"create": 50 * 193, "map": 50 * 1.5, "access": 50 * 36, "unmap": 50 * 26}
+    assert inside_ns([page], begin, end) == sum(spent[kind].wall_ns for kind in counts)
+    assert inside_ns([page], begin, end) >= 50 * (193 + 1.5 + 36 + 26) * 1000
+    assert spent["map ioctl"].count == 0  # those inside cuMemSetAccess are part of it
+
+
+@on_gpu()
+def test_the_costs_of_a_card_are_set_by_its_name(cuda: Cuda) -> None:
+    cuda.emulator.set(costs="gb10")
+    knobs = cuda.emulator.knobs()
+    cuda.start()
+    handle, address = create(cuda, 64 * MIB), reserve(cuda, 64 * MIB)
+    cuda.cuMemMap(address, 64 * MIB, 0, handle, 0)
+    allow(cuda, address, 64 * MIB)
+    spent = cuda.emulator.process(os.getpid()).spent()
+
+    assert (knobs["map_us"], knobs["map_mib_us"], knobs["book_us"]) == (23.6, 4.7, 1.45)
+    assert spent["access"].model_ns == 23_600 + 64 * 4_700
+
+
+@on_gpu()
+def test_zeroing_gives_zeros_wherever_it_begins_and_ends(cuda: Cuda) -> None:
+    """Whole pages are dropped, the rest is written, and a second mapping of the memory sees the same."""
+    cuda.start()
+    handle, address = create(cuda, 2 * PAGE), reserve(cuda, 4 * PAGE)
+    for at in (0, 2 * PAGE):
+        cuda.cuMemMap(address + at, 2 * PAGE, 0, handle, 0)
+    allow(cuda, address, 4 * PAGE)
+    cuda.cuMemsetD32_v2(address, 0x01010101, 2 * PAGE // 4)
+    cuda.cuMemsetD8_v2(address + 4096 - 3, 0, PAGE + 6)
+    expected = b"\1" * 4093 + bytes(PAGE + 6) + b"\1" * (PAGE - 4096 - 3)
+
+    assert cuda.read(address, 2 * PAGE) == expected
+    assert cuda.read(address + 2 * PAGE, 2 * PAGE) == expected
+    cuda.cuMemUnmap(address, 2 * PAGE)
+    assert cuda.call("cuMemsetD8_v2", address, 0, PAGE) == ILLEGAL_ADDRESS
 
 
 @on_gpu()

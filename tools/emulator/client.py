@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valve_tools.emulator.process import ProcessPage
+
 # wire.h: struct emu_hello, struct emu_welcome
-_MAGIC = 0x32554D45
+_MAGIC = 0x33554D45
 _ADMIN = 6
 _HELLO = struct.Struct("<IIIIQ")
 _WELCOME = struct.Struct("<iIQ")
@@ -182,6 +184,10 @@ class Emulator:
     def lose(self, gpu: int = 0) -> None:
         """The card falls off the bus."""
         self._ask(f"lose {gpu}")
+
+    def process(self, pid: int) -> ProcessPage:
+        """What a process publishes: its time in the driver, its settings."""
+        return ProcessPage(self.directory, pid)
 
     def quit(self) -> None:
         self._ask("quit")

@@ -11,7 +11,7 @@
  * connection of the calling thread that names the file id; the server serves each connection with a
  * thread of its own, so locks block exactly the caller. open("/dev/nvidia-emu-board") returns the
  * memfd of the board below; open("/dev/nvidia-emu-mem/FILE/HCLIENT/HMEMORY") the memfd that backs
- * an RM memory object.
+ * an RM memory object; open("/dev/nvidia-emu-fault/CID/WRITE/ADDRESS") only tells the server of an access to a hole.
  *
  * Other names that open() answers, for programs that only look: /dev/nvidia-emu-state (JSON
  * snapshot of the server), /dev/nvidia-emu-procs (text lines "gpu pid bytes"), and
@@ -23,6 +23,8 @@
  * hole is PROT_NONE and faults, sparse reads zeros). libcuda reserves addresses and issues the
  * ioctls; it need not map anything itself. Who pays: the server sleeps the model cost of every
  * ioctl; libcuda adds only the cost of calls that issue none (cuMemMap, cuMemAddressReserve).
+ * A sparse range reads zeros; the first write to it makes it private memory until emu_sparse_refresh drops what was
+ * written, which libcuda calls at the end of every piece of work and of every slice.
  *
  * Execution. A channel's work runs in its process, on executor threads of libcuda, but only while
  * the server grants it: one thread per GPU in the server walks the TSGs that have pending work and
@@ -42,6 +44,7 @@
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define EMU_BOARD_MAGIC 0x3144524f42554d45ull /* "EMUBORD1" */
@@ -107,9 +110,78 @@ struct emu_board {
 	struct emu_gpu gpu[EMU_GPUS];
 	struct emu_channel channel[EMU_CHANNELS];
 	struct emu_park park[EMU_PARKS];
+	uint64_t reserve_ns, book_ns;  /* model time of cuMemAddressReserve and of cuMemMap: no ioctl */
+	uint64_t fill_gbps, copy_gbps; /* of the card's own memory; 0: costs nothing */
 };
 
+/*
+ * What a process publishes of itself, in VALVE_EMU_DIR/process-PID: how long it stood in the driver, by kind of call, and
+ * its settings, which others may change. A call made by a call counts once, as the outer one. libfakenv keeps it.
+ */
+#define EMU_COSTS_OF(X)             \
+	X(RESERVE, "reserve")       \
+	X(CREATE, "create")         \
+	X(RELEASE, "release")       \
+	X(MAP, "map")               \
+	X(ACCESS, "access")         \
+	X(UNMAP, "unmap")           \
+	X(EXPORT, "export")         \
+	X(IMPORT, "import")         \
+	X(ALLOC, "alloc")           \
+	X(FREE, "free")             \
+	X(FILL, "fill")             \
+	X(COPY, "copy")             \
+	X(WAIT, "wait")             \
+	X(SPARSE, "sparse ioctl")   \
+	X(UVM_MAP, "map ioctl")     \
+	X(UVM_UNMAP, "unmap ioctl") \
+	X(GATE, "gate ioctl")       \
+	X(RM, "other ioctl")
+enum emu_cost {
+#define X(name, text) EMU_COST_##name,
+	EMU_COSTS_OF(X)
+#undef X
+	        EMU_COSTS
+};
+
+#define EMU_PROCESS_MAGIC 0x434f525055444d45ull /* "EMDUPROC" */
+#define EMU_INTERVALS     16384u
+#define EMU_SETTINGS      16u
+struct emu_spent {
+	char name[24];
+	uint64_t count;
+	uint64_t model_ns; /* of that what the model asked for, in real nanoseconds */
+	uint64_t wall_ns;
+};
+struct emu_interval {
+	uint64_t begin_ns, end_ns; /* CLOCK_MONOTONIC; end_ns 0: being written */
+	uint64_t cost;
+};
+struct emu_setting {
+	char name[24];
+	uint64_t value;
+};
+struct emu_process {
+	uint64_t magic;
+	uint32_t pid, costs;
+	struct emu_setting
+	        setting[EMU_SETTINGS]; /* libcuda fills them in at cuInit and reads them at each use */
+	struct emu_spent spent[32];
+	uint64_t intervals; /* ever; number i lies at i % EMU_INTERVALS */
+	struct emu_interval interval[EMU_INTERVALS];
+};
+
+/* libfakenv offers these to libcuda, which does without where there is none. */
+struct emu_process *emu_process_page(void);
+void emu_meter_begin(enum emu_cost cost);
+void emu_meter_add(uint64_t model_ns); /* to the call that this thread is in */
+void emu_meter_end(void);
+void emu_sparse_refresh(void); /* what was written to sparse ranges is dropped */
+
 _Static_assert(sizeof(struct emu_channel) == 128, "channel");
+_Static_assert(EMU_COSTS <= 32, "costs");
+_Static_assert(offsetof(struct emu_process, interval) == 24 + 16 * 32 + 32 * 48,
+               "process, as client.py reads it");
 _Static_assert(sizeof(struct emu_gpu) == 320 + EMU_CHANNELS / 8, "gpu");
 
 #endif

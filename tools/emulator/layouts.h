@@ -17,6 +17,7 @@ enum nv_status_more {
 	NV_ERR_INVALID_CLASS = 0x22,
 	NV_ERR_INVALID_DEVICE = 0x26,
 	NV_ERR_NO_MEMORY = 0x51,
+	NV_ERR_OUT_OF_RANGE = 0x5B,
 	NV_ERR_UVM_ADDRESS_IN_USE = 0x68,
 };
 
@@ -47,6 +48,27 @@ struct nvos57_share {
 };
 
 /* S/ctrl/ctrl0000/ctrl0000unix.h */
+enum {
+	NV0000_CTRL_CMD_OS_UNIX_EXPORT_OBJECTS_TO_FD = 0x3d0b,
+	NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECTS_FROM_FD = 0x3d0c,
+	NV0000_EXPORT_OBJECTS_MAX = 512,
+	NV0000_IMPORT_OBJECTS_MAX = 128,
+};
+struct nv0000_export_objects_to_fd {
+	int32_t fd;
+	uint32_t hDevice;
+	uint16_t maxObjects; /* and the metadata: of the first call on a file */
+	uint8_t metadata[64], pad0[2];
+	uint32_t objects[NV0000_EXPORT_OBJECTS_MAX];
+	uint16_t numObjects, index;
+};
+struct nv0000_import_objects_from_fd {
+	int32_t fd;
+	uint32_t hParent;
+	uint32_t objects[NV0000_IMPORT_OBJECTS_MAX];
+	uint8_t objectTypes[NV0000_IMPORT_OBJECTS_MAX]; /* 0 none, 1 the card's memory, 2 the system's */
+	uint16_t numObjects, index;
+};
 struct nv0000_export_object_info {
 	int32_t fd;
 	uint32_t deviceInstance;
@@ -124,6 +146,8 @@ struct uvm_map_external_tail {
 _Static_assert(sizeof(struct nv_memory_alloc) == 128, "memory");
 _Static_assert(sizeof(struct nvos57_share) == 24, "share");
 _Static_assert(sizeof(struct nv0000_export_object_info) == 76, "export info");
+_Static_assert(sizeof(struct nv0000_export_objects_to_fd) == 2128, "export array");
+_Static_assert(sizeof(struct nv0000_import_objects_from_fd) == 652, "import array");
 _Static_assert(sizeof(struct nv2080_channel_group_info) == 1552, "group info");
 _Static_assert(sizeof(struct uvm_register_gpu) == 40, "register gpu");
 _Static_assert(sizeof(struct uvm_unregister_gpu) == 20, "unregister gpu");

@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define EMU_WIRE_MAGIC 0x32554d45u /* "EMU2": raised with every change here */
+#define EMU_WIRE_MAGIC 0x33554d45u /* "EMU3": raised with every change here */
 #define EMU_SOCKET     "emu.sock"  /* in VALVE_EMU_DIR */
 #define EMU_NAME_FORMAT \
 	"valve-emu/%08x/%u/%u/%llu" /* abstract name of a file's socket: nonce, kind, minor, id */
@@ -48,6 +48,9 @@ enum emu_op {
 	EMU_OP_MEMORY = 3, /* answered with the memfd behind (file, h_client, h_memory) */
 	EMU_OP_STATE = 4,  /* answered with a memfd that holds the JSON snapshot */
 	EMU_OP_PROCS = 5,  /* answered with a memfd of text lines "gpu pid bytes" */
+	EMU_OP_FAULT =
+	        6, /* channel h_client met a hole at address `nodes`; h_memory 1: writing. No answer but
+	                      ENOENT */
 };
 
 struct emu_call {
@@ -65,6 +68,7 @@ struct emu_call {
 struct emu_reply {
 	int32_t error; /* 0 or the errno of ioctl() */
 	uint32_t arg_size, params_size, pad0;
+	uint64_t model_ns; /* what the model made this call sleep, in real nanoseconds */
 };
 
 enum emu_page_kind { EMU_PAGE_MAP = 1, EMU_PAGE_HOLE = 2, EMU_PAGE_SPARSE = 3 };

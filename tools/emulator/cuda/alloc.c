@@ -205,6 +205,7 @@ void memory_forget_context(struct context *ctx)
 
 CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 {
+	METERED(ALLOC);
 	struct context *ctx;
 	struct range *range;
 	CUresult result = context_current(&ctx);
@@ -238,6 +239,7 @@ CUAPI(cuMemAllocManaged, CUdeviceptr *out, size_t bytes, unsigned flags)
 /* Waits for the context's work, as the real one: a process whose channels are off hangs in it. */
 CUAPI(cuMemFree_v2, CUdeviceptr address)
 {
+	METERED(FREE);
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
 

@@ -39,18 +39,16 @@ static CUresult run_copy(struct work *work, struct channel *channel)
 {
 	const struct copy_work *copy = (const struct copy_work *)work;
 	const struct box *b = &copy->box;
-	uint64_t busy = channel->slot->busy_ns, turn = channel->turn_start_ns, start = now_ns();
-	uint64_t model = real_ns((uint64_t)b->width * b->height * b->depth * 1000u / copy->mbps);
+	uint64_t clock = turn_clock(channel);
+	uint64_t bytes = (uint64_t)b->width * b->height * b->depth;
+	uint64_t model = copy->mbps ? real_ns(bytes * 1000u / copy->mbps) : 0;
 
 	for (size_t z = 0; z < b->depth; z++)
 		for (size_t y = 0; y < b->height; y++)
 			if (!copy_row(channel, b->to + z * b->to_slice + y * b->to_pitch,
 			              b->from + z * b->from_slice + y * b->from_pitch, b->width))
 				return CUDA_SUCCESS;
-	/* Time on the GPU since the start; a turn that was lost in between is in busy_ns already. */
-	uint64_t used = turn == channel->turn_start_ns ? now_ns() - start : channel->slot->busy_ns - busy;
-	if (used < model)
-		turn_run(channel, model - used);
+	turn_run_until(channel, clock + model);
 	return CUDA_SUCCESS;
 }
 
@@ -66,6 +64,7 @@ static bool is_pageable(uint64_t address)
 
 CUresult copy_box(const struct box *box, CUstream handle, bool wait)
 {
+	METERED(COPY);
 	struct stream *stream;
 	CUresult result = stream_resolve(handle, &stream);
 
@@ -80,7 +79,7 @@ CUresult copy_box(const struct box *box, CUstream handle, bool wait)
 	copy->work.node_type = NODE_MEMCPY;
 	copy->work.drop = drop_staged;
 	copy->box = *box;
-	copy->mbps = inside ? emu.knobs.d2d_mbps : emu.knobs.h2d_mbps;
+	copy->mbps = inside ? 1000u * emu.board->copy_gbps : setting(SETTING_h2d_mbps);
 	if (inside)
 		wait = false;
 	if (!wait && !stream->capture && (is_pageable(box->to) || is_pageable(box->from))) {

@@ -34,14 +34,18 @@ enum lane { LANE_COMPUTE, LANE_COPY };
 #define MAGIC_USER    0x55534552u
 #define MAGIC_EXEC    0x47455843u
 
-/* Settings from VALVE_EMU_CUDA="name=value,...": what the machine below costs or does wrong on purpose. */
-struct knobs {
-	uint64_t kernel_us; /* how long a kernel that the emulator does not know runs */
-	uint64_t h2d_mbps, d2d_mbps;
-	uint64_t reserve_ns, map_ns; /* VMM calls that issue no ioctl; the server charges for the others */
-	uint64_t unmap_waits;        /* 1: cuMemUnmap waits for the context's work (a deadlock when gated) */
-	uint64_t exit_waits; /* 1: process exit waits for queued work, so a gated process hangs in exit */
-	uint64_t xfer;       /* 1: wrap RM calls in NV_ESC_IOCTL_XFER_CMD */
+/* Settings from VALVE_EMU_CUDA="name=value,..."; they live on the process's page, where others may change them. */
+#define SETTINGS_OF(X)                                                                                   \
+	X(kernel_us, 10)   /* how long a kernel that the emulator does not know runs */                  \
+	X(h2d_mbps, 25000) /* copies between host and card */                                            \
+	X(unmap_waits, 0)  /* 1: cuMemUnmap waits for the context's work (a deadlock when gated) */      \
+	X(exit_waits, 0)   /* 1: process exit waits for queued work, so a gated process hangs in exit */ \
+	X(xfer, 0)         /* 1: wrap RM calls in NV_ESC_IOCTL_XFER_CMD */
+enum setting {
+#define X(name, value) SETTING_##name,
+	SETTINGS_OF(X)
+#undef X
+	        SETTINGS
 };
 
 struct device {
@@ -169,7 +173,7 @@ struct emu {
 	int ctl, uvm;
 	uint32_t h_client;
 	struct emu_board *board;
-	struct knobs knobs;
+	struct emu_setting *settings;
 	struct device device[MAX_DEVICES];
 	int devices;
 	struct channel *channels;
@@ -178,6 +182,17 @@ struct emu {
 	uint64_t next_id;
 };
 extern struct emu emu;
+
+/* process.c */
+void settings_read(void);
+uint64_t setting(enum setting which);
+void meter_end(const enum emu_cost *cost);
+enum emu_cost meter_begin(enum emu_cost cost);
+void meter_model(uint64_t real);
+void sparse_refresh(void);
+/* The rest of the block is time spent in the driver, published under that name. */
+#define METERED(cost) \
+	__attribute__((cleanup(meter_end))) const enum emu_cost metered = meter_begin(EMU_COST_##cost)
 
 /* driver.c */
 CUresult driver_check(void); /* initialised, and not a forked child */

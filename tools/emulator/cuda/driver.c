@@ -36,6 +36,7 @@ void sleep_model_ns(uint64_t model_ns)
 	static _Thread_local uint64_t debt_ns;
 
 	debt_ns += real_ns(model_ns);
+	meter_model(real_ns(model_ns));
 	if (debt_ns < SHORTEST_SLEEP)
 		return;
 	struct timespec limit = {(time_t)(debt_ns / 1000000000u), (long)(debt_ns % 1000000000u)};
@@ -55,31 +56,6 @@ CUresult driver_check(void)
 	return exiting ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
 }
 
-static void read_knobs(struct knobs *knobs)
-{
-	static const struct {
-		const char *name;
-		size_t at;
-		uint64_t value;
-	} table[] = {
-#define KNOB(name, value) {#name, offsetof(struct knobs, name), value}
-	        KNOB(kernel_us, 10), KNOB(h2d_mbps, 25000), KNOB(d2d_mbps, 1500000), KNOB(reserve_ns, 2000),
-	        KNOB(map_ns, 1450),  KNOB(unmap_waits, 0),  KNOB(exit_waits, 0),     KNOB(xfer, 0),
-#undef KNOB
-	};
-	const char *text = getenv("VALVE_EMU_CUDA");
-
-	for (size_t i = 0; i < sizeof(table) / sizeof(table[0]); i++) {
-		uint64_t value = table[i].value;
-		size_t length = strlen(table[i].name);
-		for (const char *at = text ? strstr(text, table[i].name) : NULL; at;
-		     at = strstr(at + 1, table[i].name))
-			if ((at == text || at[-1] == ',') && at[length] == '=')
-				value = strtoull(at + length + 1, NULL, 0);
-		memcpy((char *)knobs + table[i].at, &value, sizeof(value));
-	}
-}
-
 static void child_after_fork(void)
 {
 	if (emu.ready)
@@ -90,7 +66,7 @@ static void child_after_fork(void)
 
 static void at_exit(void)
 {
-	if (emu.knobs.exit_waits && driver_check() == CUDA_SUCCESS)
+	if (setting(SETTING_exit_waits) && driver_check() == CUDA_SUCCESS)
 		for (struct context *ctx = emu.contexts; ctx; ctx = ctx->next)
 			context_wait(ctx);
 	exiting = true;
@@ -118,7 +94,7 @@ static CUresult start(void)
 	emu.ctl = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
 	if (emu.ctl < 0)
 		return CUDA_ERROR_NO_DEVICE;
-	read_knobs(&emu.knobs);
+	settings_read();
 	CUresult result = open_board();
 	if (result)
 		return result;

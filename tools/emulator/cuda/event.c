@@ -175,6 +175,7 @@ CUAPI(cuEventQuery, CUevent handle)
 
 CUAPI(cuEventSynchronize, CUevent handle)
 {
+	METERED(WAIT);
 	return look(handle, true);
 }
 
@@ -274,6 +275,7 @@ CUAPI(cuCtxWaitEvent, CUcontext ctx_handle, CUevent handle)
 
 CUAPI(cuCtxSynchronize, void)
 {
+	METERED(WAIT);
 	struct context *ctx;
 	CUresult result = context_current(&ctx);
 
@@ -287,6 +289,7 @@ CUAPI(cuCtxSynchronize, void)
 
 CUAPI(cuCtxSynchronize_v2, CUcontext handle)
 {
+	METERED(WAIT);
 	CUresult result = driver_check();
 
 	if (result)

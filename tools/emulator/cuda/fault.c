@@ -1,25 +1,57 @@
 /*
  * fault.c - SIGSEGV and SIGBUS on an executor thread while it runs work mean what an MMU fault means on the card
  * (Xid 31): the kernel is cancelled, the context is dead, the process lives. On any other thread, or outside work,
- * the handler that was there before gets the signal.
+ * the handler that was there before gets the signal. Writes to sparse ranges never come here: libfakenv's handler, installed
+ * later, lets them go on.
  */
 #include "fault.h"
 
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <ucontext.h>
 
 #define SIGNAL_STACK 65536u
 
 static _Thread_local sigjmp_buf *landing;
+static _Thread_local struct {
+	uint64_t address;
+	bool is_write;
+} met;
 static struct sigaction before_segv, before_bus;
+
+static bool is_write(const void *where)
+{
+#ifdef __x86_64__
+	return ((const ucontext_t *)where)->uc_mcontext.gregs[REG_ERR] & 2;
+#else
+	(void)where;
+	return false;
+#endif
+}
+
+/* The kernel log of the node gets its line; nothing is opened. */
+static void report(const struct channel *channel)
+{
+	char path[96];
+
+	snprintf(path, sizeof(path), "/dev/nvidia-emu-fault/%u/%u/%llx", channel->cid, met.is_write,
+	         (unsigned long long)met.address);
+	if (open(path, O_RDONLY | O_CLOEXEC) >= 0)
+		abort();
+}
 
 static void on_fault(int number, siginfo_t *info, void *where)
 {
 	struct sigaction *before = number == SIGBUS ? &before_bus : &before_segv;
 
-	if (landing)
+	if (landing) {
+		met.address = (uintptr_t)info->si_addr;
+		met.is_write = is_write(where);
 		siglongjmp(*landing, 1);
+	}
 	if (before->sa_flags & SA_SIGINFO) {
 		before->sa_sigaction(number, info, where);
 	} else if (before->sa_handler != SIG_DFL && before->sa_handler != SIG_IGN) {
@@ -64,7 +96,10 @@ CUresult fault_guard(struct work *work, struct channel *channel)
 	if (sigsetjmp(here, 1) == 0) {
 		landing = &here;
 		result = work->run(work, channel);
+		landing = NULL;
+		return result;
 	}
 	landing = NULL;
+	report(channel);
 	return result;
 }

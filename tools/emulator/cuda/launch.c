@@ -31,7 +31,7 @@ static CUresult run_launch(struct work *work, struct channel *channel)
 	if (function->native)
 		return run_native(channel, function->native, launch->args);
 	__atomic_fetch_add(&valve_emu_unknown_kernels, 1, __ATOMIC_RELAXED);
-	turn_run(channel, real_ns(emu.knobs.kernel_us * 1000u));
+	turn_run(channel, real_ns(setting(SETTING_kernel_us) * 1000u));
 	return CUDA_SUCCESS;
 }
 

@@ -1,8 +1,16 @@
-/* memset.c - fills of 1, 2 and 4 byte patterns, flat and pitched. They run on compute, as the card's do. */
+/*
+ * memset.c - fills of 1, 2 and 4 byte patterns, flat and pitched. They run on compute, as the card's do, for as long as
+ * the card would take. Zeroing whole pages gives them back to the machine, which is as good as writing zeros and leaves a
+ * pool that is zeroed and not used without cost in host memory.
+ */
 #include "copy.h"
 #include "turn.h"
 
+#include <sys/mman.h>
+
 #define STEP_BYTES 65536u
+#define DROP_BYTES (2u << 20)
+#define PAGE       4096u
 
 struct fill_work {
 	struct work work;
@@ -12,7 +20,7 @@ struct fill_work {
 	uint32_t value;
 };
 
-static void fill_some(uint64_t to, const struct fill_work *fill, size_t count)
+static void write_some(uint64_t to, const struct fill_work *fill, size_t count)
 {
 	if (fill->element == 1) {
 		memset((void *)(uintptr_t)to, (int)(fill->value & 0xffu), count);
@@ -22,24 +30,49 @@ static void fill_some(uint64_t to, const struct fill_work *fill, size_t count)
 		memcpy((void *)(uintptr_t)(to + i * fill->element), &fill->value, fill->element);
 }
 
+/* The memory of a hole or of the host cannot be dropped: that is written, and faults as it should. */
+static size_t drop_some(uint64_t to, const struct fill_work *fill, size_t bytes)
+{
+	size_t whole = bytes < DROP_BYTES ? bytes / PAGE * PAGE : DROP_BYTES;
+
+	if (fill->value || to % PAGE || !whole || madvise((void *)(uintptr_t)to, whole, MADV_REMOVE))
+		return 0;
+	return whole;
+}
+
+static bool fill_row(struct channel *channel, const struct fill_work *fill, uint64_t to)
+{
+	size_t bytes = fill->width * fill->element, done = 0;
+
+	while (done < bytes) {
+		size_t step = bytes - done < STEP_BYTES ? bytes - done : STEP_BYTES, dropped;
+
+		if (!turn_check(channel))
+			return false;
+		dropped = drop_some(to + done, fill, bytes - done);
+		if (!dropped)
+			write_some(to + done, fill, step / fill->element);
+		done += dropped ? dropped : step;
+	}
+	return true;
+}
+
 static CUresult run_fill(struct work *work, struct channel *channel)
 {
 	const struct fill_work *fill = (const struct fill_work *)work;
-	size_t step = STEP_BYTES / fill->element;
+	uint64_t clock = turn_clock(channel), gbps = emu.board->fill_gbps;
 
-	for (size_t y = 0; y < fill->height; y++) {
-		for (size_t x = 0; x < fill->width; x += step) {
-			if (!turn_check(channel))
-				return CUDA_SUCCESS;
-			fill_some(fill->to + y * fill->pitch + x * fill->element, fill,
-			          fill->width - x < step ? fill->width - x : step);
-		}
-	}
+	for (size_t y = 0; y < fill->height; y++)
+		if (!fill_row(channel, fill, fill->to + y * fill->pitch))
+			return CUDA_SUCCESS;
+	if (gbps)
+		turn_run_until(channel, clock + real_ns(fill->width * fill->element * fill->height / gbps));
 	return CUDA_SUCCESS;
 }
 
 static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 {
+	METERED(FILL);
 	struct stream *stream;
 	CUresult result = stream_resolve(handle, &stream);
 
@@ -58,74 +91,50 @@ static CUresult fill(struct fill_work shape, CUstream handle, bool wait)
 	            : work_submit(stream, LANE_COMPUTE, &work->work);
 }
 
-#define FILL(name, type)                                                                                     \
-	CUAPI(cuMemsetD##name##_v2, CUdeviceptr to, type value, size_t count)                                \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .width = count,                                               \
-		                               .height = 1,                                                  \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            NULL, true);                                                                     \
-	}                                                                                                    \
-	CUAPI(cuMemsetD##name##_v2_ptds, CUdeviceptr to, type value, size_t count)                           \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .width = count,                                               \
-		                               .height = 1,                                                  \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            CU_STREAM_PER_THREAD, true);                                                     \
-	}                                                                                                    \
-	CUAPI(cuMemsetD##name##Async, CUdeviceptr to, type value, size_t count, CUstream stream)             \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .width = count,                                               \
-		                               .height = 1,                                                  \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            stream, false);                                                                  \
-	}                                                                                                    \
-	CUAPI(cuMemsetD##name##Async_ptsz, CUdeviceptr to, type value, size_t count, CUstream stream)        \
-	{                                                                                                    \
-		return cuMemsetD##name##Async(to, value, count, PER_THREAD(stream));                         \
-	}                                                                                                    \
-	CUAPI(cuMemsetD2D##name##_v2, CUdeviceptr to, size_t pitch, type value, size_t width, size_t height) \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .pitch = pitch,                                               \
-		                               .width = width,                                               \
-		                               .height = height,                                             \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            NULL, true);                                                                     \
-	}                                                                                                    \
-	CUAPI(cuMemsetD2D##name##_v2_ptds, CUdeviceptr to, size_t pitch, type value, size_t width,           \
-	      size_t height)                                                                                 \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .pitch = pitch,                                               \
-		                               .width = width,                                               \
-		                               .height = height,                                             \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            CU_STREAM_PER_THREAD, true);                                                     \
-	}                                                                                                    \
-	CUAPI(cuMemsetD2D##name##Async, CUdeviceptr to, size_t pitch, type value, size_t width,              \
-	      size_t height, CUstream stream)                                                                \
-	{                                                                                                    \
-		return fill((struct fill_work){.to = to,                                                     \
-		                               .pitch = pitch,                                               \
-		                               .width = width,                                               \
-		                               .height = height,                                             \
-		                               .element = sizeof(type),                                      \
-		                               .value = value},                                              \
-		            stream, false);                                                                  \
-	}                                                                                                    \
-	CUAPI(cuMemsetD2D##name##Async_ptsz, CUdeviceptr to, size_t pitch, type value, size_t width,         \
-	      size_t height, CUstream stream)                                                                \
-	{                                                                                                    \
-		return cuMemsetD2D##name##Async(to, pitch, value, width, height, PER_THREAD(stream));        \
+#define FLAT(type) \
+	((struct fill_work){.to = to, .width = count, .height = 1, .element = sizeof(type), .value = value})
+#define PITCHED(type)                                \
+	((struct fill_work){.to = to,                \
+	                    .pitch = pitch,          \
+	                    .width = width,          \
+	                    .height = height,        \
+	                    .element = sizeof(type), \
+	                    .value = value})
+#define PLANE CUdeviceptr to, size_t pitch
+#define SIZE  size_t width, size_t height
+
+#define FILL(name, type)                                                                              \
+	CUAPI(cuMemsetD##name##_v2, CUdeviceptr to, type value, size_t count)                         \
+	{                                                                                             \
+		return fill(FLAT(type), NULL, true);                                                  \
+	}                                                                                             \
+	CUAPI(cuMemsetD##name##_v2_ptds, CUdeviceptr to, type value, size_t count)                    \
+	{                                                                                             \
+		return fill(FLAT(type), CU_STREAM_PER_THREAD, true);                                  \
+	}                                                                                             \
+	CUAPI(cuMemsetD##name##Async, CUdeviceptr to, type value, size_t count, CUstream stream)      \
+	{                                                                                             \
+		return fill(FLAT(type), stream, false);                                               \
+	}                                                                                             \
+	CUAPI(cuMemsetD##name##Async_ptsz, CUdeviceptr to, type value, size_t count, CUstream stream) \
+	{                                                                                             \
+		return fill(FLAT(type), PER_THREAD(stream), false);                                   \
+	}                                                                                             \
+	CUAPI(cuMemsetD2D##name##_v2, PLANE, type value, SIZE)                                        \
+	{                                                                                             \
+		return fill(PITCHED(type), NULL, true);                                               \
+	}                                                                                             \
+	CUAPI(cuMemsetD2D##name##_v2_ptds, PLANE, type value, SIZE)                                   \
+	{                                                                                             \
+		return fill(PITCHED(type), CU_STREAM_PER_THREAD, true);                               \
+	}                                                                                             \
+	CUAPI(cuMemsetD2D##name##Async, PLANE, type value, SIZE, CUstream stream)                     \
+	{                                                                                             \
+		return fill(PITCHED(type), stream, false);                                            \
+	}                                                                                             \
+	CUAPI(cuMemsetD2D##name##Async_ptsz, PLANE, type value, SIZE, CUstream stream)                \
+	{                                                                                             \
+		return fill(PITCHED(type), PER_THREAD(stream), false);                                \
 	}
 FILL(8, uint8_t)
 FILL(16, uint16_t)

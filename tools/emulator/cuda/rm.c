@@ -29,7 +29,7 @@ static int issue(int fd, unsigned long request, void *argument)
 
 int rm_escape(int fd, uint32_t nr, void *argument, uint32_t size)
 {
-	if (!emu.knobs.xfer)
+	if (!setting(SETTING_xfer))
 		return issue(fd, NV_IOWR(nr, size), argument);
 	struct nv_ioctl_xfer wrapped = {.cmd = nr, .size = size, .ptr = (uintptr_t)argument};
 	return issue(fd, NV_IOWR(NV_ESC_IOCTL_XFER_CMD, sizeof(wrapped)), &wrapped);

@@ -165,6 +165,7 @@ CUAPI(cuStreamDestroy_v2, CUstream handle)
 
 CUAPI(cuStreamSynchronize, CUstream handle)
 {
+	METERED(WAIT);
 	struct stream *stream = NULL;
 	CUresult result = stream_resolve(handle, &stream);
 

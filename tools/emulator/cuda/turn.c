@@ -37,6 +37,7 @@ static void lower(struct channel *channel, bool was_running)
 	struct emu_channel *slot = channel->slot;
 	uint64_t now = now_ns();
 
+	sparse_refresh();
 	if (was_running) {
 		slot->busy_ns += now - channel->turn_start_ns;
 		slot->stopped_ns = now;
@@ -96,6 +97,18 @@ bool turn_run(struct channel *channel, uint64_t real)
 		left -= ran < left ? ran : left;
 	}
 	return true;
+}
+
+uint64_t turn_clock(const struct channel *channel)
+{
+	return channel->slot->busy_ns + (channel->in_turn ? now_ns() - channel->turn_start_ns : 0);
+}
+
+bool turn_run_until(struct channel *channel, uint64_t clock)
+{
+	uint64_t now = turn_clock(channel);
+
+	return now >= clock || turn_run(channel, clock - now);
 }
 
 bool turn_pause(struct channel *channel, uint64_t real)

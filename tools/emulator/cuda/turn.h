@@ -11,6 +11,8 @@ bool turn_begin(struct channel *channel);              /* waits for the grant; f
 void turn_end(struct channel *channel);                /* gives the GPU up; harmless outside a turn */
 bool turn_check(struct channel *channel);              /* between two steps: parks while revoked */
 bool turn_run(struct channel *channel, uint64_t real); /* a timed kernel: so many granted nanoseconds */
+uint64_t turn_clock(const struct channel *channel); /* granted nanoseconds that this channel has executed */
+bool turn_run_until(struct channel *channel, uint64_t clock);
 bool turn_pause(struct channel *channel, uint64_t real); /* off the GPU for a while, then back */
 void turn_publish_locked(struct channel *channel, bool ready);
 

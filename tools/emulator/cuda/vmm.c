@@ -90,6 +90,7 @@ CUAPI(cuMemGetAllocationGranularity, size_t *out, const CUmemAllocationProp *pro
 CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *prop,
       unsigned long long flags)
 {
+	METERED(CREATE);
 	struct device *dev;
 	uint32_t cls, h_memory;
 	CUresult result = driver_check();
@@ -108,6 +109,7 @@ CUAPI(cuMemCreate, CUmemGenericAllocationHandle *out, size_t bytes, const CUmemA
 
 CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
 {
+	METERED(RELEASE);
 	struct vmm_handle *handle = handle_from(value);
 	CUresult result = driver_check();
 
@@ -151,6 +153,7 @@ CUAPI(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp *out, CUmemGen
 CUAPI(cuMemExportToShareableHandle, void *out, CUmemGenericAllocationHandle value, int type,
       unsigned long long flags)
 {
+	METERED(EXPORT);
 	const struct vmm_handle *handle = handle_from(value);
 	CUresult result = driver_check();
 
@@ -193,6 +196,7 @@ static uint64_t object_bytes(uint32_t h_memory)
 
 CUAPI(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle *out, void *os_handle, int type)
 {
+	METERED(IMPORT);
 	int fd = (int)(intptr_t)os_handle;
 	struct nv0000_export_object_info info = {.fd = fd};
 	struct device *dev = device_at(0);

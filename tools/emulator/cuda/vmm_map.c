@@ -17,6 +17,7 @@ static bool is_granular(uint64_t address, uint64_t bytes)
 CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr wanted,
       unsigned long long flags)
 {
+	METERED(RESERVE);
 	CUresult result = driver_check();
 
 	if (result)
@@ -29,7 +30,7 @@ CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUd
 	if (!area)
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	area->kind = RANGE_RESERVED;
-	sleep_model_ns(emu.knobs.reserve_ns);
+	sleep_model_ns(emu.board->reserve_ns);
 	if (uvm_create_range(area->base, area->bytes)) {
 		area_give(area);
 		return CUDA_ERROR_OPERATING_SYSTEM;
@@ -49,6 +50,7 @@ static struct range *reservation(uint64_t address, uint64_t bytes)
 
 CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
 {
+	METERED(RESERVE);
 	CUresult result = driver_check();
 
 	if (result)
@@ -69,6 +71,7 @@ CUAPI(cuMemAddressFree, CUdeviceptr address, size_t bytes)
 CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle value,
       unsigned long long flags)
 {
+	METERED(MAP);
 	struct vmm_handle *handle = handle_from(value);
 	CUresult result = driver_check();
 
@@ -95,7 +98,7 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 	if (result)
 		free(mapping);
 	else
-		sleep_model_ns(emu.knobs.map_ns);
+		sleep_model_ns(emu.board->book_ns);
 	return result;
 }
 
@@ -153,6 +156,7 @@ static struct range *take_first(uint64_t address, uint64_t bytes)
 
 CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 {
+	METERED(UNMAP);
 	CUresult result = driver_check();
 
 	if (!result)
@@ -166,7 +170,7 @@ CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 	pthread_mutex_unlock(&memory.lock);
 	if (!is_whole)
 		return CUDA_ERROR_INVALID_VALUE;
-	if (emu.knobs.unmap_waits)
+	if (setting(SETTING_unmap_waits))
 		wait_for_contexts();
 	for (struct range *mapping; (mapping = take_first(address, bytes));) {
 		if (has_access(mapping))
@@ -214,6 +218,7 @@ static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 
 CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *descs, size_t count)
 {
+	METERED(ACCESS);
 	CUresult result = driver_check();
 
 	if (!result)

@@ -195,6 +195,7 @@ static void run_one(struct channel *channel, struct work *work)
 	if (work->is_launch)
 		__atomic_fetch_add(&channel->slot->launches, 1, __ATOMIC_RELAXED);
 	CUresult result = fault_guard(work, channel);
+	sparse_refresh();
 	if (result)
 		context_fault(channel->ctx, result);
 }

@@ -1,7 +1,8 @@
 /*
  * fakenv.h - libfakenv.so inside: a preload that answers the NVIDIA nodes from valve-emu-server.
  * nodes.c opens and recognises them, calls.c carries one request of one thread, ioctls.c packs what
- * an ioctl points to, pages.c changes mappings when UVM says so, hooks.c holds the interposed names
+ * an ioctl points to, pages.c changes mappings when UVM says so, sparse.c
+ * keeps what is sparse, meter.c counts the time spent here, hooks.c holds the interposed names
  * and nothing else.
  */
 #ifndef VALVE_FAKENV_H
@@ -58,6 +59,10 @@ int fake_call(void *message, size_t size, size_t capacity, struct emu_reply **re
 int fake_ioctl(const struct node *node, unsigned long request, void *arg);
 
 void fake_pages_apply(const struct emu_page_op *op, int memfd);
+/* sparse.c: a range becomes sparse; stops being so, with the change that ends it. */
+void fake_sparse_make(uint64_t base, uint64_t end);
+void fake_sparse_end(uint64_t base, uint64_t end, void (*change)(const struct emu_page_op *, int),
+                     const struct emu_page_op *op, int memfd);
 /* Starts the thread that changes this process's pages on behalf of other processes. */
 void fake_pages_serve(uint64_t file);
 

@@ -28,7 +28,9 @@ static void look_at_control(struct request *r)
 	    r->params_size == sizeof(struct nv0000_export_object_to_fd))
 		r->fd_inside = ((struct nv0000_export_object_to_fd *)r->params)->fd;
 	if ((c->cmd == NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD ||
-	     c->cmd == NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO) &&
+	     c->cmd == NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO ||
+	     c->cmd == NV0000_CTRL_CMD_OS_UNIX_EXPORT_OBJECTS_TO_FD ||
+	     c->cmd == NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECTS_FROM_FD) &&
 	    r->params_size >= sizeof(int32_t))
 		memcpy(&r->fd_inside, r->params, sizeof r->fd_inside);
 }
@@ -135,10 +137,40 @@ static int exchange(const struct node *node, struct request *r, void *room, size
 			memcpy(r->params, (char *)(reply + 1) + r->arg_size, reply->params_size);
 		if (op.kind)
 			fake_pages_apply(&op, memfd);
+		emu_meter_add(reply->model_ns);
 	}
 	if (memfd >= 0)
 		close(memfd);
 	return -rc;
+}
+
+static enum emu_cost cost_of(const struct node *node, const struct request *r)
+{
+	if (node->kind != EMU_UVM)
+		return r->nr == NV_ESC_RM_CONTROL && ((const struct nvos54_control *)r->arg)->cmd ==
+		                                             NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS
+		               ? EMU_COST_GATE
+		               : EMU_COST_RM;
+	switch (r->nr) {
+	case UVM_MAP_EXTERNAL_SPARSE:
+		return EMU_COST_SPARSE;
+	case UVM_MAP_EXTERNAL_ALLOCATION:
+		return EMU_COST_UVM_MAP;
+	case UVM_UNMAP_EXTERNAL:
+		return EMU_COST_UVM_UNMAP;
+	default:
+		return EMU_COST_RM;
+	}
+}
+
+static int metered_exchange(const struct node *node, struct request *r, void *room, size_t capacity)
+{
+	int error;
+
+	emu_meter_begin(cost_of(node, r));
+	error = exchange(node, r, room, capacity);
+	emu_meter_end();
+	return error;
 }
 
 int fake_ioctl(const struct node *node, unsigned long request, void *arg)
@@ -155,7 +187,7 @@ int fake_ioctl(const struct node *node, unsigned long request, void *arg)
 		capacity = sizeof(struct emu_call) + sizeof(struct emu_page_op) + r.arg_size + r.params_size;
 		if (capacity > sizeof small)
 			room = malloc(capacity);
-		error = room ? exchange(node, &r, room, capacity) : ENOMEM;
+		error = room ? metered_exchange(node, &r, room, capacity) : ENOMEM;
 		if (room != small)
 			free(room);
 	}

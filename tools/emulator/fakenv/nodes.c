@@ -110,6 +110,10 @@ static int open_special(const char *rest)
 	else if (sscanf(rest, "mem/%llu/%u/%u", &file, &message.call.h_client, &message.call.h_memory) == 3) {
 		message.call.op = EMU_OP_MEMORY;
 		message.call.file = file;
+	} else if (sscanf(rest, "fault/%u/%u/%llx", &message.call.h_client, &message.call.h_memory, &file) ==
+	           3) {
+		message.call.op = EMU_OP_FAULT;
+		message.call.nodes = file;
 	} else {
 		errno = ENOENT;
 		return -1;

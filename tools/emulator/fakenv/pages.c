@@ -16,28 +16,26 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-void fake_pages_apply(const struct emu_page_op *op, int memfd)
+static void change(const struct emu_page_op *op, int memfd)
 {
 	void *at = (void *)(uintptr_t)op->base;
 	int fixed = MAP_FIXED | MAP_NORESERVE;
 
-	switch (op->kind) {
-	case EMU_PAGE_MAP:
+	if (op->kind == EMU_PAGE_MAP)
 		fake_real()->mmap(at, op->length, PROT_READ | PROT_WRITE, MAP_SHARED | fixed, memfd,
 		                  (off_t)op->offset);
-		break;
-	case EMU_PAGE_HOLE:
+	else
 		fake_real()->mmap(at, op->length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | fixed, -1, 0);
-		break;
-	case EMU_PAGE_SPARSE:
-		/* The card drops writes to a sparse range; here they land in private pages that
-		 * nobody else sees. */
-		fake_real()->mmap(at, op->length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | fixed,
-		                  -1, 0);
-		break;
-	default:
-		break;
-	}
+}
+
+void fake_pages_apply(const struct emu_page_op *op, int memfd)
+{
+	uint64_t end = op->base + op->length;
+
+	if (op->kind == EMU_PAGE_SPARSE)
+		fake_sparse_make(op->base, end);
+	else if (op->kind == EMU_PAGE_MAP || op->kind == EMU_PAGE_HOLE)
+		fake_sparse_end(op->base, end, change, op, memfd);
 }
 
 static int next_op(int fd, struct emu_page_op *op, int *memfd)

@@ -84,6 +84,10 @@ void board_follow_knobs(void)
 	store(&S.board->gsp, (uint32_t)knob(K_gsp));
 	store(&S.board->mig, (uint32_t)knob(K_mig));
 	store(&S.board->compute_mode, (uint32_t)knob(K_compute_mode));
+	store(&S.board->reserve_ns, (uint64_t)knob(K_reserve_us));
+	store(&S.board->book_ns, (uint64_t)knob(K_book_us));
+	store(&S.board->fill_gbps, (uint64_t)knob(K_fill_gbps));
+	store(&S.board->copy_gbps, (uint64_t)knob(K_copy_gbps));
 }
 
 const char *setting(const char *name, const char *value)
@@ -92,7 +96,7 @@ const char *setting(const char *name, const char *value)
 
 	if (strcmp(name, "driver") == 0)
 		return set_driver(value);
-	wrong = knob_set(name, value);
+	wrong = strcmp(name, "costs") == 0 ? knob_costs(value) : knob_set(name, value);
 	board_follow_knobs();
 	return wrong;
 }

@@ -234,6 +234,14 @@ static uint32_t make(struct call *c, struct nvos64_alloc *a, const struct kind *
 	return status;
 }
 
+static uint64_t memory_cost_ns(const struct call *c)
+{
+	const struct nv_memory_alloc *p = (const struct nv_memory_alloc *)(const void *)c->params;
+	uint64_t size = c->head.params_size > offsetof(struct nv_memory_alloc, size) ? p->size : 0;
+
+	return (uint64_t)knob(K_alloc_us) + (uint64_t)knob(K_alloc_mib_us) * (size >> 20);
+}
+
 uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 {
 	bool is_root =
@@ -261,7 +269,7 @@ uint32_t rm_alloc(struct call *c, struct nvos64_alloc *a)
 			scope_sleep(&scope, (uint64_t)knob(K_rpc_us));
 		}
 		if (kind->make == make_memory)
-			scope_sleep(&scope, (uint64_t)knob(K_alloc_us));
+			scope_sleep(&scope, memory_cost_ns(c));
 		status = make(c, a, kind);
 	}
 	scope_leave(&scope);
@@ -272,6 +280,7 @@ uint32_t rm_free(struct call *c, struct nvos00_free *a)
 {
 	struct fault_hit fault = fault_at("free", c, NULL);
 	uint32_t status = NV_ERR_INVALID_CLIENT;
+	bool was_memory = false;
 	struct scope scope;
 	struct client *client;
 	struct object *o;
@@ -284,10 +293,13 @@ uint32_t rm_free(struct call *c, struct nvos00_free *a)
 	if (client && file_may_use(c->file, client)) {
 		o = find_object(a->hRoot, a->hObjectOld);
 		status = o ? NV_OK : NV_ERR_OBJECT_NOT_FOUND;
+		was_memory = o && o->memory;
 		if (o)
 			object_free(o);
 	}
 	state_unlock();
+	if (was_memory)
+		scope_sleep(&scope, (uint64_t)knob(K_free_us));
 	scope_leave(&scope);
 	return status;
 }

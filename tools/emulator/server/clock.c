@@ -36,10 +36,28 @@ void sleep_until(uint64_t ns)
 		;
 }
 
+static _Thread_local uint64_t charged_ns;
+
+void charge_ns(uint64_t real_ns)
+{
+	charged_ns += real_ns;
+}
+
+uint64_t take_charges(void)
+{
+	uint64_t ns = charged_ns;
+
+	charged_ns = 0;
+	return ns;
+}
+
 void model_sleep_ns(uint64_t ns)
 {
+	uint64_t real = model_to_real_ns(ns);
+
+	charge_ns(real);
 	if (ns)
-		sleep_until(now_ns() + model_to_real_ns(ns));
+		sleep_until(now_ns() + real);
 }
 
 void futex_wake(uint32_t *word)

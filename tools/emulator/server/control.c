@@ -92,6 +92,8 @@ static const struct row rows[] = {
         {NV0000_CTRL_CMD_GPU_GET_PROBED_IDS, ROOT, 384, 580, API_WRITE, NONE, false, probed_ids},
         {NV0000_CTRL_CMD_OS_UNIX_EXPORT_OBJECT_TO_FD, ROOT, 24, 0, API_WRITE, ALL, false, export_object},
         {NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECT_FROM_FD, ROOT, 20, 0, API_WRITE, ALL, false, import_object},
+        {NV0000_CTRL_CMD_OS_UNIX_EXPORT_OBJECTS_TO_FD, ROOT, 2128, 0, API_WRITE, ALL, false, export_objects},
+        {NV0000_CTRL_CMD_OS_UNIX_IMPORT_OBJECTS_FROM_FD, ROOT, 652, 0, API_WRITE, ALL, false, import_objects},
         {NV0000_CTRL_CMD_OS_UNIX_GET_EXPORT_OBJECT_INFO, ROOT, 76, 0, API_WRITE, NONE, false, export_info},
         {NV2080_CTRL_CMD_GPU_GET_GID_INFO, SUBDEVICE, 268, 0, API_WRITE, NONE, false, gid_info},
         {NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, SUBDEVICE, 536, 0, API_READ, BY_KNOB, true,

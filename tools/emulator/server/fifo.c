@@ -60,6 +60,7 @@ static uint32_t finish_disable(struct gate *g)
 		return NV_OK;
 	stopped = channels_wait_stopped(g->list, g->n);
 	g->entry.stopped_ns = now_ns();
+	charge_ns(model_to_real_ns((uint64_t)knob(K_preempt_us)));
 	sleep_until(g->k->locked_ns + model_to_real_ns(model_ns));
 	return stopped ? NV_OK : NV_ERR_TIMEOUT;
 }

@@ -44,6 +44,7 @@ struct file *file_new(enum emu_kind kind, uint32_t minor, int sock, pid_t pid, u
 	state_lock();
 	f->id = ++S.next_file;
 	TAILQ_INSERT_TAIL(&S.files, f, link);
+	LIST_INSERT_HEAD(&S.file_buckets[f->id % FILE_BUCKETS], f, in_bucket);
 	state_unlock();
 	event.data.ptr = f;
 	epoll_ctl(watch, EPOLL_CTL_ADD, sock, &event);
@@ -55,7 +56,7 @@ struct file *file_get(uint64_t id)
 	struct file *f;
 
 	state_lock();
-	TAILQ_FOREACH(f, &S.files, link)
+	LIST_FOREACH(f, &S.file_buckets[id % FILE_BUCKETS], in_bucket)
 		if (f->id == id && f->refs)
 			break; /* at 0 it is being released and cannot come back */
 	if (f)
@@ -87,9 +88,9 @@ static void *release(void *argument)
 	api_enter(&scope, API_WRITE);
 	state_lock();
 	free_clients_of(f);
-	if (f->exported)
-		memory_put(f->exported);
+	exports_drop(f);
 	TAILQ_REMOVE(&S.files, f, link);
+	LIST_REMOVE(f, in_bucket);
 	state_unlock();
 	scope_leave(&scope);
 	if (f->ctl)

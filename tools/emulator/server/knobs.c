@@ -88,6 +88,37 @@ const char *knob_set(const char *name, const char *value)
 	return "unknown knob";
 }
 
+/*
+ * What virtual memory costs on one kind of card. a100, l40s and gb10 are what was published of them, as far as that
+ * goes: the rest of a row is a100's. h100 is an assumption, since nobody has published one: the fixed part is a100's,
+ * and it grows with the size by less than what l40s shows (which zeroes at a third of the bandwidth).
+ */
+enum { COSTS = 12 };
+static const enum knob_id cost_of[COSTS] = {
+        K_alloc_us, K_alloc_mib_us, K_free_us,    K_map_us,  K_map_mib_us, K_map_locked_us,
+        K_unmap_us, K_unmap_mib_us, K_reserve_us, K_book_us, K_fill_gbps,  K_copy_gbps,
+};
+static const struct {
+	const char *name, *value[COSTS];
+} cards[] = {
+        {"h100", {"190", "1.5", "23", "35", "0.5", "25", "25.2", "0.2", "2", "1.45", "2500", "1500"}},
+        {"a100", {"193", "0", "23", "36", "0", "25", "25.6", "0", "2", "1.45", "1600", "1000"}},
+        {"l40s", {"94", "2.6", "23", "36", "0.5", "25", "25.6", "0.2", "2", "1.45", "700", "350"}},
+        {"gb10", {"193", "1.5", "23", "23.6", "4.7", "15", "25.6", "0", "2", "1.45", "200", "100"}},
+};
+
+const char *knob_costs(const char *preset)
+{
+	for (size_t card = 0; card < sizeof cards / sizeof cards[0]; card++) {
+		if (strcmp(cards[card].name, preset) != 0)
+			continue;
+		for (int i = 0; i < COSTS; i++)
+			knob_set(rows[cost_of[i]].name, cards[card].value[i]);
+		return NULL;
+	}
+	return "h100, a100, l40s or gb10";
+}
+
 void knobs_preset(void)
 {
 	for (int i = 0; i < K_COUNT; i++)

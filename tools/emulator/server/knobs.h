@@ -15,10 +15,20 @@
 	  "round trip of one command to the card's firmware, lock held (93-138 us measured)")                \
 	X(preempt_us, "us", "200", "saving a compute context when channels are disabled")                    \
 	X(masking_us, "us", "2", "taking one GPU's lock, for each GPU locked")                               \
-	X(alloc_us, "us", "29", "allocating a memory object")                                                \
-	X(map_us, "us", "27", "one mapping by UVM, page tables and TLB")                                     \
-	X(map_mib_us, "us", "4.7", "and more for each MiB of it (GB10: 325 us for 64 MiB, 33 us for 2 MiB)") \
-	X(unmap_us, "us", "26", "removing one mapping by UVM")                                               \
+	X(alloc_us, "us", "190", "cuMemCreate and every other memory object, API lock to write")             \
+	X(alloc_mib_us, "us", "1.5", "and more for each MiB of it")                                          \
+	X(free_us, "us", "23", "freeing a memory object")                                                    \
+	X(map_us, "us", "35", "cuMemSetAccess: one mapping by UVM, page tables and TLB")                     \
+	X(map_mib_us, "us", "0.5", "and more for each MiB of it")                                            \
+	X(map_locked_us, "us", "25", "the part of map_us that holds the API lock to write and every GPU")    \
+	X(unmap_us, "us", "25.2", "removing one mapping by UVM")                                             \
+	X(unmap_mib_us, "us", "0.2", "and more for each MiB of it")                                          \
+	X(sparse_us, "us", "24", "making a range sparse, however many mappings it replaces")                 \
+	X(sparse_mib_us, "us", "0.05", "and more for each MiB of it")                                        \
+	X(reserve_us, "us", "2", "cuMemAddressReserve")                                                      \
+	X(book_us, "us", "1.45", "cuMemMap: books only, no call below")                                      \
+	X(fill_gbps, "int", "2500", "GB/s of cuMemset, 0: costs nothing")                                    \
+	X(copy_gbps, "int", "1500", "GB/s of a copy inside the card, 0: costs nothing")                      \
 	X(slice_us, "us", "1024", "time slice of a TSG that has set none")                                   \
 	X(stop_wait_ms, "ms", "4000",                                                                        \
 	  "closing a process: wait for each disabled channel that has work queued")                          \
@@ -51,6 +61,7 @@ enum { STOP_WAIT, STOP_IDLE };
 int64_t knob(enum knob_id id);
 void knobs_preset(void);
 const char *knob_set(const char *name, const char *value); /* NULL, or what is wrong */
+const char *knob_costs(const char *preset);                /* the memory costs of one kind of card */
 void knobs_write(FILE *out);                               /* JSON object */
 
 #endif

@@ -5,19 +5,56 @@
  */
 #include "server.h"
 
-static pthread_rwlock_t api;
+/* Like Linux' rwsem first come, first served: glibc's read-write lock lets either the readers or the writers starve,
+ * and then a loop of mappings would hold a gate up for ever. */
+static struct {
+	pthread_mutex_t mutex;
+	pthread_cond_t changed;
+	uint64_t next_ticket, turn; /* whose turn it is to enter */
+	uint32_t readers;
+	bool writer;
+} api = {.mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static void api_lock(enum api_mode mode)
+{
+	uint64_t ticket;
+
+	pthread_mutex_lock(&api.mutex);
+	ticket = api.next_ticket++;
+	while (ticket != api.turn || api.writer || (mode == API_WRITE && api.readers))
+		pthread_cond_wait(&api.changed, &api.mutex);
+	if (mode == API_WRITE)
+		api.writer = true;
+	else
+		api.readers++;
+	api.turn++;
+	pthread_cond_broadcast(&api.changed);
+	pthread_mutex_unlock(&api.mutex);
+}
+
+static void api_unlock(void)
+{
+	pthread_mutex_lock(&api.mutex);
+	if (api.writer)
+		api.writer = false;
+	else
+		api.readers--;
+	pthread_cond_broadcast(&api.changed);
+	pthread_mutex_unlock(&api.mutex);
+}
+
+void locks_write(FILE *out)
+{
+	pthread_mutex_lock(&api.mutex);
+	fprintf(out, "{\"readers\":%u,\"writer\":%s,\"waiting\":%llu}", api.readers,
+	        api.writer ? "true" : "false", (unsigned long long)(api.next_ticket - api.turn));
+	pthread_mutex_unlock(&api.mutex);
+}
 
 void locks_init(void)
 {
-	pthread_rwlockattr_t attributes;
 	uint32_t i;
 
-	/* Linux' rwsem does not let readers overtake a waiting writer for ever; glibc's default
-	 * does. */
-	pthread_rwlockattr_init(&attributes);
-	pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-	pthread_rwlock_init(&api, &attributes);
-	pthread_rwlockattr_destroy(&attributes);
 	pthread_mutex_init(&S.state, NULL);
 	for (i = 0; i < EMU_GPUS; i++)
 		pthread_mutex_init(&S.gpu[i].lock, NULL);
@@ -41,10 +78,7 @@ uint32_t all_gpus(void)
 void api_enter(struct scope *s, enum api_mode mode)
 {
 	*s = (struct scope){0};
-	if (mode == API_WRITE)
-		pthread_rwlock_wrlock(&api);
-	else
-		pthread_rwlock_rdlock(&api);
+	api_lock(mode);
 }
 
 void client_enter(struct scope *s, struct client *c)
@@ -85,6 +119,6 @@ void scope_leave(struct scope *s)
 			pthread_mutex_unlock(&S.gpu[i].lock);
 	if (s->client)
 		pthread_mutex_unlock(&s->client->lock);
-	pthread_rwlock_unlock(&api);
+	api_unlock();
 	*s = (struct scope){0};
 }

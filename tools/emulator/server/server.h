@@ -132,15 +132,17 @@ struct vaspace { /* behind a uvm file */
 struct file { /* the driver's struct file: lives until its last fd is closed and its last call has
 	         returned */
 	TAILQ_ENTRY(file) link;
+	LIST_ENTRY(file) in_bucket;
 	uint64_t id;
 	enum emu_kind kind;
 	uint32_t minor, refs;
 	pid_t pid;
 	uid_t uid;
 	int sock;
-	struct file *ctl; /* REGISTER_FD */
-	struct memory *exported;
-	bool has_export;
+	struct file *ctl;        /* REGISTER_FD */
+	struct memory **exports; /* EXPORT_OBJECT(S)_TO_FD put them here; NULL: a fresh file */
+	uint32_t max_exports;
+	uint8_t metadata[64];
 	struct vaspace *uvm;
 };
 
@@ -157,6 +159,7 @@ struct call {
 	int memfd; /* passed with the answer when page.kind is set; -1 none */
 };
 
+enum { FILE_BUCKETS = 4096 }; /* a pool of memory holds tens of thousands of files */
 struct server {
 	pthread_mutex_t state;
 	char dir[4096];
@@ -168,14 +171,18 @@ struct server {
 	struct gpu gpu[EMU_GPUS];
 	TAILQ_HEAD(clients, client) clients;
 	TAILQ_HEAD(files, file) files;
+	LIST_HEAD(file_bucket, file) file_buckets[FILE_BUCKETS];
 	uint64_t next_file;
 	uint32_t next_client, next_cid, next_tsg, next_memory;
+	uint64_t mmu_faults; /* accesses to holes */
 };
 extern struct server S;
 
 /* clock.c */
 uint64_t now_ns(void);
-void model_sleep_ns(uint64_t ns); /* model time: divided by time_scale */
+void model_sleep_ns(uint64_t ns); /* model time: divided by time_scale; charged to the call */
+void charge_ns(uint64_t real_ns); /* to the call that this thread serves */
+uint64_t take_charges(void);      /* since the last time, real nanoseconds */
 void sleep_until(uint64_t ns);    /* real time */
 uint64_t model_to_real_ns(uint64_t ns);
 
@@ -195,6 +202,7 @@ struct scope {
 	uint64_t debt_ns; /* model time that taking them cost and nobody has slept yet */
 };
 void locks_init(void);
+void locks_write(FILE *out); /* the API lock, as JSON */
 void api_enter(struct scope *s, enum api_mode mode);
 void client_enter(struct scope *s, struct client *c);
 void gpus_enter(struct scope *s, uint32_t mask);
@@ -238,6 +246,7 @@ uint32_t rm_share(struct call *c, struct nvos57_share *a);
 uint32_t rm_control(struct call *c, struct nvos54_control *a);
 int uvm_ioctl(struct call *c);
 void uvm_release(struct file *f);
+bool uvm_knows_gpu(const struct vaspace *v, const uint8_t *uuid, bool with_vaspace); /* registered */
 /* uvm_range.c: the mapping ioctls */
 uint32_t range_create(struct call *c);
 uint32_t range_free(struct call *c);
@@ -271,7 +280,10 @@ uint32_t channel_stop(struct control *k);
 uint32_t work_submit_token(struct control *k);
 uint32_t export_object(struct control *k);
 uint32_t import_object(struct control *k);
+uint32_t export_objects(struct control *k);
+uint32_t import_objects(struct control *k);
 uint32_t export_info(struct control *k);
+void exports_drop(struct file *f); /* state held */
 
 /* runlist.c; state held unless said */
 int runlists_start(void); /* state not held */

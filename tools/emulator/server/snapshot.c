@@ -98,7 +98,7 @@ static void write_files(FILE *out)
 	TAILQ_FOREACH(f, &S.files, link) {
 		fprintf(out, "%s{\"id\":%llu,\"kind\":\"%s\",\"minor\":%u,\"pid\":%d,\"exports\":%u}", comma,
 		        (unsigned long long)f->id, kinds[f->kind], f->minor, f->pid,
-		        f->exported ? f->exported->serial : 0);
+		        f->exports && f->exports[0] ? f->exports[0]->serial : 0);
 		comma = ",";
 	}
 }
@@ -106,12 +106,16 @@ static void write_files(FILE *out)
 void snapshot_json(FILE *out)
 {
 	state_lock();
-	fprintf(out, "{\"driver\":\"%s\",\"seed\":%llu,\"now_ns\":%llu,\"held\":%u,\"knobs\":", S.driver,
-	        (unsigned long long)S.seed, (unsigned long long)now_ns(), faults_held());
+	fprintf(out,
+	        "{\"driver\":\"%s\",\"seed\":%llu,\"now_ns\":%llu,\"held\":%u,\"mmu_faults\":%llu,\"knobs\":",
+	        S.driver, (unsigned long long)S.seed, (unsigned long long)now_ns(), faults_held(),
+	        (unsigned long long)S.mmu_faults);
 	knobs_write(out);
 	fputs(",\"gpus\":[", out);
 	write_gpus(out);
-	fputs("],\"channels\":[", out);
+	fputs("],\"api_lock\":", out);
+	locks_write(out);
+	fputs(",\"channels\":[", out);
 	write_channels(out);
 	fputs("],\"clients\":[", out);
 	write_clients(out);

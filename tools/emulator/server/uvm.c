@@ -19,6 +19,13 @@ static struct gpu *gpu_of(const uint8_t *uuid)
 	return NULL;
 }
 
+bool uvm_knows_gpu(const struct vaspace *v, const uint8_t *uuid, bool with_vaspace)
+{
+	const struct gpu *g = gpu_of(uuid);
+
+	return g && (with_vaspace ? v->gpu_vaspaces : v->gpus) & (1u << g->index);
+}
+
 static uint32_t initialize(struct call *c)
 {
 	struct uvm_initialize *p = (struct uvm_initialize *)c->arg;

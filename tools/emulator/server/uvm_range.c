@@ -1,7 +1,8 @@
 /*
  * uvm_range.c - external ranges: reserved addresses into which RM memory is mapped piece by piece.
  * Mapping over a mapped piece replaces it and cuts what it only touches; unmapping leaves a hole
- * that faults; sparse reads zeros. Whatever changes here has changed the pages of the process that
+ * that faults; sparse reads zeros. A cut must fall on a page boundary of what it cuts: 2 MiB in large
+ * pieces of the card's memory. Whatever changes here has changed the pages of the process that
  * owns the uvm file when the call returns. Called with the va_space lock held, so one file's
  * changes come one after another.
  */
@@ -12,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { SPARSE_ALIGN = 64 * 1024, PAGE = 4096 };
+enum { SPARSE_ALIGN = 64 * 1024, PAGE = 4096, LARGE_PAGE = 2 << 20 };
 
 static bool is_inside(const struct range *r, uint64_t base, uint64_t length)
 {
@@ -60,6 +61,34 @@ static struct mapping *new_mapping(uint64_t base, uint64_t length, uint64_t offs
 	if (memory)
 		memory->refs++;
 	return m;
+}
+
+static uint64_t page_size(const struct mapping *m)
+{
+	if (!m->memory)
+		return SPARSE_ALIGN;
+	return m->memory->gpu && m->memory->size >= LARGE_PAGE ? LARGE_PAGE : PAGE;
+}
+
+static bool cuts_a_page(const struct mapping *m, uint64_t at)
+{
+	return at > m->base && at < m->base + m->length && at % page_size(m);
+}
+
+/* Whether taking [base, base + length) out would cut through a page; *n: how many mappings it meets. */
+static bool is_cuttable(const struct range *r, uint64_t base, uint64_t length, uint64_t *n)
+{
+	const struct mapping *m;
+
+	*n = 0;
+	TAILQ_FOREACH(m, &r->mappings, link) {
+		if (m->base + m->length <= base || m->base >= base + length)
+			continue;
+		if (cuts_a_page(m, base) || cuts_a_page(m, base + length))
+			return false;
+		*n += 1;
+	}
+	return true;
 }
 
 /* Takes [base, base + length) out of whatever is mapped there; pieces at both ends stay. */
@@ -177,6 +206,13 @@ uint32_t range_free(struct call *c)
 	return NV_OK;
 }
 
+static uint64_t locked_ns(void)
+{
+	uint64_t all = (uint64_t)knob(K_map_us), locked = (uint64_t)knob(K_map_locked_us);
+
+	return locked < all ? locked : all;
+}
+
 /* UVM duplicates the memory into its own client: API lock to write, every GPU lock; page tables
  * come after that. */
 static struct memory *hold_memory(struct call *c, const struct uvm_map_external_tail *t, uint32_t *status)
@@ -198,13 +234,16 @@ static struct memory *hold_memory(struct call *c, const struct uvm_map_external_
 		m->refs++;
 	}
 	state_unlock();
+	if (m)
+		scope_sleep(&scope, locked_ns());
 	scope_leave(&scope);
 	return m;
 }
 
-static uint64_t map_cost_ns(uint64_t length)
+/* Page tables and TLB, after the locks were given back. */
+static uint64_t map_rest_ns(uint64_t length)
 {
-	return (uint64_t)knob(K_map_us) + (uint64_t)knob(K_map_mib_us) * (length >> 20);
+	return (uint64_t)knob(K_map_us) - locked_ns() + (uint64_t)knob(K_map_mib_us) * (length >> 20);
 }
 
 uint32_t range_map(struct call *c)
@@ -214,9 +253,11 @@ uint32_t range_map(struct call *c)
 	struct range *r = find_range(c->file->uvm, p->base, p->length);
 	uint32_t status = NV_OK;
 	struct memory *m;
+	uint64_t met;
 
 	memcpy(&t, c->arg + uvm_map_tail_at(load(&S.board->driver[0])), sizeof t);
-	if (!r || p->base % PAGE || p->length % PAGE || p->offset % PAGE)
+	if (!r || p->base % PAGE || p->length % PAGE || p->offset % PAGE ||
+	    !is_cuttable(r, p->base, p->length, &met))
 		return NV_ERR_INVALID_ADDRESS;
 	m = hold_memory(c, &t, &status);
 	if (!m)
@@ -224,7 +265,7 @@ uint32_t range_map(struct call *c)
 	if (p->offset > m->size || p->length > m->size - p->offset)
 		status = NV_ERR_INVALID_ARGUMENT;
 	else {
-		model_sleep_ns(map_cost_ns(p->length));
+		model_sleep_ns(map_rest_ns(p->length));
 		state_lock();
 		cut(r, p->base, p->length);
 		insert_mapping(r, new_mapping(p->base, p->length, p->offset, m));
@@ -237,32 +278,19 @@ uint32_t range_map(struct call *c)
 	return status;
 }
 
-/* Whole mappings only; the number of them is what it costs. 0: the bounds cut through one, or
- * nothing is there. */
-static uint64_t whole_mappings(const struct range *r, uint64_t base, uint64_t length)
-{
-	uint64_t end = base + length, n = 0;
-	struct mapping *m;
-
-	TAILQ_FOREACH(m, &r->mappings, link) {
-		if (m->base + m->length <= base || m->base >= end)
-			continue;
-		if (m->base < base || m->base + m->length > end)
-			return 0;
-		n++;
-	}
-	return n;
-}
-
+/* Any part of any mappings, and nothing at all is fine too. */
 uint32_t range_unmap(struct call *c)
 {
 	struct uvm_unmap_external *p = (struct uvm_unmap_external *)c->arg;
 	struct range *r = find_range(c->file->uvm, p->base, p->length);
-	uint64_t n = r ? whole_mappings(r, p->base, p->length) : 0;
+	uint64_t met;
 
-	if (!n)
+	if (!r || p->base % PAGE || p->length % PAGE || !is_cuttable(r, p->base, p->length, &met))
 		return NV_ERR_INVALID_ADDRESS;
-	model_sleep_ns(n * (uint64_t)knob(K_unmap_us));
+	if (!uvm_knows_gpu(c->file->uvm, p->gpuUuid, false))
+		return NV_ERR_INVALID_DEVICE;
+	model_sleep_ns(met * (uint64_t)knob(K_unmap_us) +
+	               (met ? (uint64_t)knob(K_unmap_mib_us) * (p->length >> 20) : 0));
 	state_lock();
 	cut(r, p->base, p->length);
 	state_unlock();
@@ -274,10 +302,14 @@ uint32_t range_sparse(struct call *c)
 {
 	struct uvm_map_external_sparse *p = (struct uvm_map_external_sparse *)c->arg;
 	struct range *r = find_range(c->file->uvm, p->base, p->length);
+	uint64_t met;
 
-	if (!r || p->base % SPARSE_ALIGN || p->length % SPARSE_ALIGN)
+	if (!r || p->base % SPARSE_ALIGN || p->length % SPARSE_ALIGN ||
+	    !is_cuttable(r, p->base, p->length, &met))
 		return NV_ERR_INVALID_ADDRESS;
-	model_sleep_ns((uint64_t)knob(K_map_us)); /* one call for any length */
+	if (!uvm_knows_gpu(c->file->uvm, p->gpuUuid, true))
+		return NV_ERR_INVALID_DEVICE;
+	model_sleep_ns((uint64_t)knob(K_sparse_us) + (uint64_t)knob(K_sparse_mib_us) * (p->length >> 20));
 	state_lock();
 	cut(r, p->base, p->length);
 	insert_mapping(r, new_mapping(p->base, p->length, 0, NULL));

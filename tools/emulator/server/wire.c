@@ -76,6 +76,26 @@ static int memory_behind(const struct call *c)
 	return fd;
 }
 
+/* The access took its context along, as an unserviceable fault does: nobody else notices but the kernel log. */
+static void report_fault(const struct call *c)
+{
+	char text[256];
+	uint64_t at = c->head.nodes;
+	struct channel *channel;
+
+	snprintf(text, sizeof text,
+	         "Ch %08x, intr 00000000. MMU Fault: ENGINE GRAPHICS GPCCLIENT_T1_0 faulted @ 0x%x_%08x. "
+	         "Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_%s",
+	         c->head.h_client, (unsigned)(at >> 32), (unsigned)at, c->head.h_memory ? "WRITE" : "READ");
+	state_lock();
+	channel = channel_of_slot(c->head.h_client % EMU_CHANNELS);
+	if (channel && channel->pid == c->pid) {
+		xid(channel->tsg->gpu, 31, c->pid, text);
+		S.mmu_faults++;
+	}
+	state_unlock();
+}
+
 static int look_up(struct call *c)
 {
 	switch (c->head.op) {
@@ -87,6 +107,9 @@ static int look_up(struct call *c)
 		return text_fd(snapshot_json);
 	case EMU_OP_PROCS:
 		return text_fd(snapshot_procs);
+	case EMU_OP_FAULT:
+		report_fault(c);
+		return -1;
 	default:
 		return -1;
 	}
@@ -98,6 +121,7 @@ static void answer(int sock, struct call *c, char *room)
 	size_t size;
 	int fd = c->memfd;
 
+	take_charges();
 	if (c->head.op == EMU_OP_IOCTL)
 		reply.error = c->file ? driver_ioctl(c) : EBADF;
 	else {
@@ -105,6 +129,7 @@ static void answer(int sock, struct call *c, char *room)
 		reply.error = c->memfd < 0 ? ENOENT : 0;
 	}
 	fd = c->memfd;
+	reply.model_ns = take_charges();
 	reply.arg_size = c->head.op == EMU_OP_IOCTL ? c->head.arg_size : 0;
 	reply.params_size = c->head.op == EMU_OP_IOCTL ? c->params_out : 0;
 	memcpy(room, &reply, sizeof reply);
