@@ -36,11 +36,13 @@ class OneNode(RuleBasedStateMachine):
         self.mapped = used
         self.last_take_ns = -(10**18)
         self.used_at_give: int | None = None
+        self.uses = [(0, used)]
         self.observe()
 
     @rule(used=st.integers(0, POOL), pause_s=st.integers(0, 400))
     def demand_moves(self, used: int, pause_s: int) -> None:
         self.now_ns += pause_s * SECOND_NS
+        self.uses += [(self.now_ns, self.used), (self.now_ns, used)]
         self.used = used
         self.observe()
 
@@ -54,6 +56,7 @@ class OneNode(RuleBasedStateMachine):
         before = self.state
         served = min(self.used, self.mapped)
         seen = memory(served, self.mapped, self.used - served)
+        self.uses.append((self.now_ns, self.used))
         self.state, decision = reservation.decide(before, seen, self.now_ns, SHORT)
         if decision.action is ReservationAction.TAKE:
             assert self.used_at_give is None or self.used > self.used_at_give, "gave and took with no growth between"
@@ -62,8 +65,9 @@ class OneNode(RuleBasedStateMachine):
             assert self.mapped == POOL or not reservation.is_pressure(memory(self.used, self.mapped), SHORT)
         elif decision.action is ReservationAction.GIVE:
             assert self.now_ns - self.last_take_ns >= before.tau_ns - SHORT.delta_ns, "freed within tau of taking"
-            assert decision.handles == 1
-            self.mapped -= 1
+            recent = max(used for at, used in self.uses if at >= self.now_ns - self.state.tau_ns)
+            assert self.mapped - decision.handles >= recent + self.state.headroom_handles, "freed what was in use"
+            self.mapped -= decision.handles
             self.used_at_give = self.used
 
     @invariant()

@@ -9,7 +9,16 @@ import pytest
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import SECOND_NS, ReservationSettings, decide, next_wake_ns, start
 
-SETTINGS = ReservationSettings(target_per_hour=2.0, hold_share=1.0, pressure_ratio=0.9, headroom_max_handles=4096)
+SETTINGS = ReservationSettings(
+    target_per_hour=2.0,
+    hold_share=1.0,
+    pressure_ratio=0.9,
+    headroom_max_handles=4096,
+    tau_start_ns=SECOND_NS,
+    tau_min_ns=SECOND_NS // 5,
+)
+SLICE_NS = SECOND_NS // 16
+"""Use is remembered by slices of tau / 16."""
 MINUTE_NS = 60 * SECOND_NS
 
 
@@ -59,19 +68,38 @@ def test_a_full_pool_holds_and_says_so() -> None:
     assert "everything is mapped" in decision.reason
 
 
-def test_a_quiet_tau_gives_one_handle_back_and_lowers_the_headroom() -> None:
+def test_a_quiet_tau_lowers_the_headroom_by_one_and_gives_back_what_was_idle() -> None:
     state = replace(start(0, SETTINGS), headroom_handles=8)
 
-    state, early = after(state, memory(used=10, mapped=40), SECOND_NS - 1)
-    state, given = after(state, memory(used=10, mapped=40), SECOND_NS)
-    _, again = after(state, memory(used=10, mapped=39), SECOND_NS + 1)
+    state, unsure = after(state, memory(used=10, mapped=40), SECOND_NS - 1)
+    state, given = after(state, memory(used=10, mapped=40), SECOND_NS + SLICE_NS)
+    _, again = after(state, memory(used=10, mapped=17), SECOND_NS + SLICE_NS + 1)
 
-    assert [
-        early.action,
-        given.action,
-        again.action,
-    ] == [ReservationAction.HOLD, ReservationAction.GIVE, ReservationAction.HOLD]
-    assert (given.handles, given.headroom_handles) == (1, 7)
+    assert [unsure.action, given.action, again.action] == [
+        ReservationAction.HOLD,
+        ReservationAction.GIVE,
+        ReservationAction.HOLD,
+    ]
+    assert (given.handles, given.headroom_handles) == (40 - 10 - 7, 7)
+
+
+def test_what_was_in_use_within_tau_is_kept() -> None:
+    """30 handles were in use until second 5, when the look sees 10: they go back a tau after that, not before."""
+    state, _ = after(start(0, SETTINGS), memory(used=30, mapped=34), SECOND_NS)
+    state, _ = after(state, memory(used=10, mapped=34), 5 * SECOND_NS)
+
+    state, held = after(state, memory(used=10, mapped=34), 6 * SECOND_NS - 1)
+    _, given = after(state, memory(used=10, mapped=34), 6 * SECOND_NS + SLICE_NS)
+
+    assert ReservationAction.HOLD is held.action
+    assert (given.action, given.handles) == (ReservationAction.GIVE, 34 - 10 - 2)
+
+
+def test_a_peak_between_two_looks_counts_as_use() -> None:
+    state, _ = after(start(0, SETTINGS), memory(used=10, mapped=34), 3 * SECOND_NS)
+    state, decision = after(state, replace(memory(used=10, mapped=34), peak_handles=30), 4 * SECOND_NS)
+
+    assert ReservationAction.HOLD is decision.action
 
 
 def test_a_give_that_would_bring_pressure_is_not_made() -> None:
@@ -104,6 +132,7 @@ def test_nothing_is_given_back_while_the_window_holds_the_target() -> None:
     state = replace(start(0, SETTINGS), reclaims_ns=(0, 1), headroom_handles=8)
 
     _, held = after(state, memory(used=10, mapped=40), MINUTE_NS)
+    state, _ = after(state, memory(used=10, mapped=40), SETTINGS.window_ns)
     _, given = after(state, memory(used=10, mapped=40), SETTINGS.window_ns + MINUTE_NS)
 
     assert [held.action, given.action] == [ReservationAction.HOLD, ReservationAction.GIVE]
@@ -122,6 +151,14 @@ def test_the_service_may_sleep_until_the_next_give_or_adjustment() -> None:
     assert next_wake_ns(start(0, SETTINGS), SETTINGS) == SECOND_NS
 
 
+def test_the_service_may_sleep_until_a_peak_is_forgotten() -> None:
+    state, _ = after(start(0, SETTINGS), memory(used=30, mapped=36), 2 * SECOND_NS)
+    state, _ = after(state, memory(used=10, mapped=36), 2 * SECOND_NS + SECOND_NS // 2)
+    state = replace(state, quiet_since_ns=4 * SECOND_NS)
+
+    assert next_wake_ns(state, SETTINGS) == 3 * SECOND_NS + SLICE_NS
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -129,7 +166,7 @@ def test_the_service_may_sleep_until_the_next_give_or_adjustment() -> None:
         {"beta": 0.5},
         {"headroom_min_handles": 0},
         {"headroom_max_handles": 1},
-        {"tau_min_ns": 2 * SECOND_NS},
+        {"tau_min_ns": 61 * SECOND_NS},
         {"pressure_ratio": 0.0},
         {"target_per_hour": 0.0},
         {"hold_share": 0.0},

@@ -95,13 +95,15 @@ class OurMemory:
         self._state = reservation.start(0, self.settings)
         memory.take_free(self.settings.headroom_min_handles)
         memory.back_offline(memory.handles)
-        self._arm(0)
+        memory.tick_at(SECOND_NS)
 
     def on_pressure(self, now_ns: int, unmet_handles: int) -> None:
         self._decide(now_ns, unmet_handles)
 
     def on_tick(self, now_ns: int) -> None:
+        """The core does not tell every change of use: a look a second, with the peak since the last."""
         self._decide(now_ns, 0)
+        self._memory.tick_at(now_ns + SECOND_NS)
 
     def _decide(self, now_ns: int, unmet_handles: int) -> None:
         memory, view = self._memory, self._memory.view()
@@ -109,6 +111,7 @@ class OurMemory:
             used_handles=view.online_busy,
             mapped_handles=view.online_backed,
             unmet_handles=unmet_handles,
+            peak_handles=memory.peak(),
             # A column that no offline request holds a block of is as free as a handle of the pool.
             free_handles=view.free + view.offline_backed - view.offline_busy,
             pool_handles=memory.handles,
@@ -121,11 +124,6 @@ class OurMemory:
             memory.back_offline(memory.handles)
         if decision.is_reclaim:
             memory.reclaims.append(now_ns)
-        self._arm(now_ns)
-
-    def _arm(self, now_ns: int) -> None:
-        wake_ns = reservation.next_wake_ns(self._state, self.settings)
-        self._memory.tick_at(max(wake_ns, now_ns + self.settings.tau_min_ns))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -174,6 +174,8 @@ class OnlineMemory:
     """Handles that an allocation asks for right now beyond what is mapped."""
     free_handles: int = 0
     """Handles that nobody uses: taking them disturbs no offline work."""
+    peak_handles: int = 0
+    """Most in use at once since the last look, where the caller knows it: use that came and went between two looks."""
     pool_handles: int
 
 
@@ -184,16 +186,20 @@ class ReservationState:
     headroom_handles: int
     tau_ns: int
     quiet_since_ns: int
-    """Last pressure or release: tau counts from here."""
+    """Last pressure or lowering of the headroom: tau counts from here."""
     adjusted_ns: int
     """Last additive step of tau."""
     reclaims_ns: tuple[int, ...] = ()
     """Times of the reclaims inside the sliding window, oldest first."""
+    used_handles: int = 0
+    """In use at the last look."""
+    peaks: tuple[tuple[int, int], ...] = ()
+    """(since, most handles in use) of the slices of the last tau, oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationDecision:
-    """Take handles from offline, give one back, or hold; with the inputs that led to it."""
+    """Take handles from offline, give some back, or hold; with the inputs that led to it."""
 
     action: ReservationAction
     handles: int

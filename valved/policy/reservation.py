@@ -1,10 +1,11 @@
 """How much memory online keeps in reserve: multiplicative increase, additive decrease (MIAD).
 
-A pressure event grows the headroom H by alpha; each quiet tau gives one handle back. tau itself is steered so that
-reclaims per hour stay at or under the operator's target: a reclaim above the target doubles it, a calm minute
-shortens it by delta. Called by service/reserve on every change of online memory and once per tick.
+A pressure event grows the headroom H by alpha; each quiet tau lowers it by one. Online keeps what it used at most within
+the last tau, and H on top; the rest goes back to offline at once. tau itself is steered so that reclaims per hour stay at
+or under the operator's target: a reclaim above the target doubles it, a calm minute shortens it by delta. Called by
+service/reserve on every change of online memory and once per tick.
 
-One rule beyond the paper: while the window already holds `target` reclaims nothing is given back, since each
+One rule beyond the paper: while the window already holds `hold_share` of the target nothing is given back, since each
 further give could only lead to a reclaim above the target. It turns the target from an average into a bound that is
 broken only while H is still growing.
 """
@@ -25,6 +26,10 @@ SECOND_NS = 1_000_000_000
 HOUR_NS = 3600 * SECOND_NS
 REMEMBERED_RECLAIMS = 1024
 """Bound on the state in a reclaim storm; a window this full is far above any target."""
+SLICES = 16
+"""Use is remembered as the peaks of slices of tau / 16: what goes back was idle for tau, or up to a slice longer."""
+UNKNOWN_HANDLES = 1 << 31
+"""What a node that has seen nothing takes for in use: everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +42,9 @@ class ReservationSettings:
     pressure_ratio: float = 1.0
     """Pressure when used >= this share of mapped. Lower takes memory while headroom could still serve, and doubles H
     for it: replayed, 0.9 costs up to half of the offline throughput and gains online less than 0.1 % of TTFT."""
-    hold_share: float = 0.1
+    hold_share: float = 0.8
     """Nothing is given back while the window holds this share of the target. A burst after a quiet time costs several
-    reclaims in a row (H doubles its way up), so the budget of an hour pays for about one such climb [measured]."""
+    reclaims in a row (H doubles its way up from 2 to its bound in six), and they must fit into the rest."""
     alpha: float = 2.0
     """Growth of H at pressure: any burst is covered after log2(burst) reclaims."""
     beta: float = 2.0
@@ -48,13 +53,13 @@ class ReservationSettings:
     """Shortening of tau per calm `adjust_every_ns`: undoes one doubling of a tau of one minute in an hour."""
     headroom_min_handles: int = 2
     """One handle for the next block of running requests and one for an admission."""
-    headroom_max_handles: int = 32
-    """2 GiB in 64 MiB handles, an admission of 16k tokens of an 8B model. Without a cap H doubles past the pool and
-    takes hundreds of quiet taus to come back, while offline starves."""
-    tau_start_ns: int = SECOND_NS
-    """Gives back a freed GiB of 64 MiB handles in 16 s."""
-    tau_min_ns: int = SECOND_NS // 5
-    """A give costs about 0.1 ms of mapping work; five a second are noise."""
+    headroom_max_handles: int = 128
+    """8 GiB in 64 MiB handles, what two prompts of 32k tokens need of an 8B model. Half of it costs offline more (a burst
+    takes more reclaims, and they freeze give-back), twice of it no longer helps [replayed]."""
+    tau_start_ns: int = 60 * SECOND_NS
+    """What was idle for a minute is seldom needed soon."""
+    tau_min_ns: int = 20 * SECOND_NS
+    """Below it each halving adds a third more reclaims for under 1 % of offline throughput [replayed]."""
     tau_max_ns: int = HOUR_NS
     """One window: longer would outlive the evidence that made it so long."""
     window_ns: int = HOUR_NS
@@ -82,17 +87,18 @@ def start(now_ns: int, settings: ReservationSettings) -> ReservationState:
         tau_ns=settings.tau_start_ns,
         quiet_since_ns=now_ns,
         adjusted_ns=now_ns,
+        peaks=((now_ns, UNKNOWN_HANDLES),),
     )
 
 
 def decide(
     state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
 ) -> tuple[ReservationState, ReservationDecision]:
-    """One step: grow at pressure, else shorten tau when calm and give one handle back when tau has passed.
+    """One step: grow at pressure, else shorten tau when calm and give back what was idle for tau.
 
     A take is large enough to end its own pressure, so one event is one reclaim however many handles it needs.
     """
-    state = replace(state, reclaims_ns=_recent(state.reclaims_ns, now_ns, settings))
+    state = _look(state, memory, now_ns, settings)
     if is_pressure(memory, settings):
         return _grow(state, memory, now_ns, settings)
     state = _shorten_tau(state, now_ns, settings)
@@ -112,7 +118,28 @@ def reclaims_per_hour(state: ReservationState, settings: ReservationSettings) ->
 
 def next_wake_ns(state: ReservationState, settings: ReservationSettings) -> int:
     """When `decide` could next give or adjust without a change of memory: what the service sleeps until."""
-    return min(state.quiet_since_ns + state.tau_ns, state.adjusted_ns + settings.adjust_every_ns)
+    lowers_ns, adjusts_ns = state.quiet_since_ns + state.tau_ns, state.adjusted_ns + settings.adjust_every_ns
+    return min(lowers_ns, adjusts_ns, *(_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1]))
+
+
+def _look(
+    state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
+) -> ReservationState:
+    """Take in what is used now. What was used at the last look was so until now: the caller tells every change."""
+    used = memory.used_handles + memory.unmet_handles
+    peak = max(used, memory.peak_handles, state.used_handles)
+    peaks = [(since_ns, most) for since_ns, most in state.peaks if _forgotten_ns(since_ns, state.tau_ns) > now_ns]
+    if peaks and now_ns - peaks[-1][0] < state.tau_ns // SLICES:
+        peaks[-1] = (peaks[-1][0], max(peaks[-1][1], peak))
+    else:
+        peaks.append((now_ns, peak))
+    reclaims_ns = _recent(state.reclaims_ns, now_ns, settings)
+    return replace(state, reclaims_ns=reclaims_ns, used_handles=used, peaks=tuple(peaks))
+
+
+def _forgotten_ns(since_ns: int, tau_ns: int) -> int:
+    """When a slice that began at `since_ns` lies a tau back with all of it."""
+    return since_ns + tau_ns // SLICES + tau_ns
 
 
 def _recent(reclaims_ns: tuple[int, ...], now_ns: int, settings: ReservationSettings) -> tuple[int, ...]:
@@ -127,7 +154,7 @@ def _grow(
 ) -> tuple[ReservationState, ReservationDecision]:
     headroom = min(math.ceil(settings.alpha * state.headroom_handles), settings.headroom_max_handles)
     needed = memory.used_handles + memory.unmet_handles
-    wanted = max(needed + headroom, math.floor(needed / settings.pressure_ratio) + 1)
+    wanted = max(needed + headroom, _calm_mapping(needed, settings))
     take = max(0, min(wanted, memory.pool_handles) - memory.mapped_handles)
     is_reclaim = take > memory.free_handles
     reclaims = (*state.reclaims_ns, now_ns) if is_reclaim else state.reclaims_ns
@@ -153,16 +180,21 @@ def _give_back(
     state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
 ) -> tuple[ReservationState, ReservationDecision]:
     hold = ReservationAction.HOLD
-    if now_ns - state.quiet_since_ns < state.tau_ns:
-        return state, _decision(state, memory, settings, hold, 0, "pressure or give less than tau ago")
     if reclaims_per_hour(state, settings) >= settings.hold_share * settings.target_per_hour:
         return state, _decision(state, memory, settings, hold, 0, "reclaims in the window use up the target")
-    headroom = max(state.headroom_handles - 1, settings.headroom_min_handles)
-    state = replace(state, headroom_handles=headroom, quiet_since_ns=now_ns)
-    smaller = replace(memory, mapped_handles=memory.mapped_handles - 1)
-    if smaller.mapped_handles < memory.used_handles + headroom or is_pressure(smaller, settings):
-        return state, _decision(state, memory, settings, hold, 0, "no handle beyond the headroom")
-    return state, _decision(state, memory, settings, ReservationAction.GIVE, 1, "quiet for tau")
+    if now_ns - state.quiet_since_ns >= state.tau_ns:
+        headroom = max(state.headroom_handles - 1, settings.headroom_min_handles)
+        state = replace(state, headroom_handles=headroom, quiet_since_ns=now_ns)
+    peak = max(most for _, most in state.peaks)
+    surplus = memory.mapped_handles - max(peak + state.headroom_handles, _calm_mapping(peak, settings))
+    if surplus <= 0:
+        return state, _decision(state, memory, settings, hold, 0, "all but the headroom was in use within tau")
+    return state, _decision(state, memory, settings, ReservationAction.GIVE, surplus, "idle for tau")
+
+
+def _calm_mapping(used: int, settings: ReservationSettings) -> int:
+    """The least mapping at which `used` is no pressure."""
+    return math.floor(used / settings.pressure_ratio) + 1 if used else 0
 
 
 def _decision(
