@@ -1,9 +1,9 @@
 """How much memory online keeps in reserve: multiplicative increase, additive decrease (MIAD).
 
-A pressure event grows the headroom H by alpha; each quiet tau lowers it by one. Online keeps what it used at most within
-the last tau, and H on top; the rest goes back to offline at once. tau itself is steered so that reclaims per hour stay at
-or under the operator's target: a reclaim above the target doubles it, a calm minute shortens it by delta. Called by
-service/reserve on every change of online memory and once per tick.
+A pressure event grows the headroom H by alpha; each quiet tau lowers it by one. Online keeps what it used at most
+within the last tau, and H on top; the rest goes back to offline at once. tau itself is steered so that reclaims per
+hour stay at or under the operator's target: a reclaim above the target doubles it, a calm minute shortens it by delta.
+Called by service/reserve on every change of online memory and once per tick.
 
 One rule beyond the paper: while the window already holds `hold_share` of the target nothing is given back, since each
 further give could only lead to a reclaim above the target. It turns the target from an average into a bound that is
@@ -54,8 +54,8 @@ class ReservationSettings:
     headroom_min_handles: int = 2
     """One handle for the next block of running requests and one for an admission."""
     headroom_max_handles: int = 128
-    """8 GiB in 64 MiB handles, what two prompts of 32k tokens need of an 8B model. Half of it costs offline more (a burst
-    takes more reclaims, and they freeze give-back), twice of it no longer helps [replayed]."""
+    """8 GiB in 64 MiB handles, what two prompts of 32k tokens need of an 8B model. Half of it costs offline more (a
+    burst takes more reclaims, and they freeze give-back), twice of it no longer helps [replayed]."""
     tau_start_ns: int = 60 * SECOND_NS
     """What was idle for a minute is seldom needed soon."""
     tau_min_ns: int = 20 * SECOND_NS
