@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def choose_column(free_by_column: Sequence[int], current: int | None) -> int | None:
@@ -25,6 +25,34 @@ def choose_column(free_by_column: Sequence[int], current: int | None) -> int | N
         return current
     most = max(free_by_column, default=0)
     return free_by_column.index(most) if most > 0 else None
+
+
+class FullestColumn:
+    """Finds the column with the most free blocks, the lowest of equals, in O(log columns) a change."""
+
+    def __init__(self, columns: int, largest: int) -> None:
+        self._by_count: list[list[int]] = [[] for _ in range(largest + 1)]
+        """For each free count a heap of columns; entries go stale when the count changes and are dropped when met."""
+        self._on_file = [0] * columns
+        """Bit n: the column stands in heap n, once at most, so the heaps cannot grow without bound."""
+
+    def file(self, column: int, count: int) -> None:
+        """The column has `count` free blocks now."""
+        if not self._on_file[column] >> count & 1:
+            self._on_file[column] |= 1 << count
+            heapq.heappush(self._by_count[count], column)
+
+    def find(self, count_of: Callable[[int], int]) -> int:
+        """Precondition: some column has a free block. `count_of` says what is true now."""
+        for count in range(len(self._by_count) - 1, 0, -1):
+            heap = self._by_count[count]
+            while heap:
+                column = heap[0]
+                if count_of(column) == count:
+                    return column
+                heapq.heappop(heap)
+                self._on_file[column] &= ~(1 << count)
+        raise AssertionError("free list: blocks are available but no column is on file")
 
 
 class ColumnFreeList:
@@ -42,10 +70,7 @@ class ColumnFreeList:
             if block not in kept:
                 self._free[self._column_of[block]].append(block)
         self._available = sum(map(len, self._free))
-        self._by_count: list[list[int]] = [[] for _ in range(max(map(len, self._free), default=0) + 1)]
-        """For each free count a heap of columns; entries go stale when the count changes and are dropped when met."""
-        self._on_file = [0] * columns
-        """Bit n: the column stands in heap n, once at most, so the heaps cannot grow without bound."""
+        self._order = FullestColumn(columns, max(map(len, self._free), default=0))
         for column in range(columns):
             self._file(column)
 
@@ -109,19 +134,8 @@ class ColumnFreeList:
             raise AssertionError("free list: the count of available blocks is wrong")
 
     def _file(self, column: int) -> None:
-        count = len(self._free[column])
-        if not self._on_file[column] >> count & 1:
-            self._on_file[column] |= 1 << count
-            heapq.heappush(self._by_count[count], column)
+        self._order.file(column, len(self._free[column]))
 
     def _fullest(self) -> int:
-        """Lowest column among those with the most free blocks; at least one block is known to be available."""
-        for count in range(len(self._by_count) - 1, 0, -1):
-            heap = self._by_count[count]
-            while heap:
-                column = heap[0]
-                if len(self._free[column]) == count and not self._withheld[column]:
-                    return column
-                heapq.heappop(heap)
-                self._on_file[column] &= ~(1 << count)
-        raise AssertionError("free list: blocks are available but no column is on file")
+        """Precondition: at least one block is available."""
+        return self._order.find(lambda column: 0 if self._withheld[column] else len(self._free[column]))
