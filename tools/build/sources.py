@@ -13,6 +13,9 @@ PACKAGES = {
     "scheduler/valve_scheduler": "valve_scheduler",
     "tools": "valve_tools",
     "patches/hook": "valve_hook",
+    "patches/vllm": "valve_hook/vllm",
+    "patches/sglang": "valve_hook/sglang",
+    "patches/tensorrt_llm": "valve_hook/tensorrt_llm",
     "proto/valve": "valve",
 }
 DATA = {".py", ".pyi", ".typed", ".json", ".html", ".css", ".csv", ".toml", ".service", ".yaml"}

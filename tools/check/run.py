@@ -15,7 +15,13 @@ PACKAGES = {
     "valved": "valved",
     "valve_tools": "tools",
     "valve_scheduler": "scheduler/valve_scheduler",
-    "valve_hook": "patches/hook",
+}
+# Laid out file by file, as installed: engines beside the core, and the one file that valved shares.
+HOOK = {
+    ".": "patches/hook",
+    "vllm": "patches/vllm",
+    "sglang": "patches/sglang",
+    "tensorrt_llm": "patches/tensorrt_llm",
 }
 
 
@@ -27,6 +33,11 @@ def type_tree() -> list[str]:
     for package, folder in PACKAGES.items():
         if (ROOT / folder / "__init__.py").is_file():
             (tree / package).symlink_to(ROOT / folder)
+    for package, folder in HOOK.items():
+        (tree / "valve_hook" / package).mkdir(parents=True, exist_ok=True)
+        for path in (ROOT / folder).glob("*.py"):
+            (tree / "valve_hook" / package / path.name).symlink_to(path)
+    (tree / "valve_hook" / "handout.py").symlink_to(ROOT / "valved/policy/handout.py")
     return sorted(path.name for path in tree.iterdir())
 
 

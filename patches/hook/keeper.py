@@ -1,0 +1,247 @@
+"""The hook's one state machine, the same for every engine: read the table, act on losses, keep the book.
+
+An engine's adapter (`Engine`) carries out what is decided here in the engine's own terms. Nothing raised inside reaches
+the engine: a failure while acting on a loss falls back to the coarse way once, and then lets go of valved for good
+(mode NONE: nothing is reclaimed from this engine any more).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_hook.ledger import Ledger
+from valve_hook.link import Link, Session
+from valve_hook.losses import Holder, spread
+from valve_hook.shared import Blocks, Change
+from valve_hook.wire import Mode
+
+log = logging.getLogger("valve")
+Mask = NDArray[np.bool_]
+
+
+class Engine(Protocol):
+    """What the hook asks of an engine, in the engine's own terms."""
+
+    def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
+        """Send requests back to waiting, newest first, their output in flight dropped; {request: tokens computed}."""
+
+    def forget(self, blocks: Blocks) -> int:
+        """Drop them from the prefix cache; how many of them held something."""
+
+    def withhold(self, blocks: Blocks) -> None:
+        """Hand them out to nobody."""
+
+    def release(self, blocks: Blocks) -> None:
+        """They may be handed out again."""
+
+    def reset(self) -> int:
+        """The coarse way: everybody back to waiting, the prefix cache emptied. Nothing is withheld then."""
+
+    def arrange(self, column_of: Blocks) -> None:
+        """Hand out free blocks column by column from now on."""
+
+    def free_columns(self) -> Sequence[int]:
+        """Columns whose blocks are all free."""
+
+    def gauges(self) -> tuple[int, int, int, int]:
+        """(blocks in use, blocks wanted, requests running, requests waiting)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Receipts:
+    """As in the book; all only rise."""
+
+    lost_blocks: int = 0
+    hit_requests: int = 0
+    lost_tokens: int = 0
+    dropped_tokens: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Keeper:
+    link: Link
+    engine: Engine
+    ledger: Ledger
+    blocks: int
+    mode: Mode
+    receipts: Receipts = field(default_factory=Receipts)
+    withheld: Mask = field(init=False)
+    offered: Mask = field(init=False)
+    session: Session | None = None
+    steps: int = 0
+    events: int = 0
+    _asked: int = 0
+    _backed: int = 0
+    _column_blocks: list[Blocks] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.withheld = np.zeros(self.blocks, dtype=bool)
+        self.offered = np.zeros(self.blocks, dtype=bool)
+        self._backed = self.blocks
+
+    @property
+    def is_alive(self) -> bool:
+        return self.mode is not Mode.NONE
+
+    def sync(self) -> bool:
+        """Act on what valved has changed since the last call; whether anything was. Costs two loads if nothing was."""
+        if self.link.session is not self.session and self.is_alive:
+            self._adopt(self.link.session)
+            return True
+        session = self.session
+        if session is None or not session.table.has_news or not self.is_alive or session.table.is_detached:
+            return False
+        self._safely(session, session.table.read())
+        return True
+
+    def publish(self) -> None:
+        """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some."""
+        self.steps += 1
+        session = self.session
+        if session is None:
+            return
+        used, wanted, running, waiting = self.engine.gauges()
+        session.book.write_gauges(self.mode, used, wanted, self.steps)
+        receipts = self.receipts
+        session.book.write_receipts(
+            receipts.lost_blocks,
+            receipts.hit_requests,
+            receipts.lost_tokens,
+            receipts.dropped_tokens,
+            receipts.failures,
+            running,
+            waiting,
+        )
+        if not self.is_alive or session.table.is_detached:
+            return
+        if self._backed > session.table.target_blocks:
+            self._offer(session)
+        elif wanted > self._backed and wanted > self._asked:
+            self._asked = wanted
+            self.link.need(wanted)
+
+    def guard(self, action: Callable[[], None]) -> None:
+        """Run a part of the hook; the engine never sees what it raises."""
+        try:
+            action()
+        except Exception:
+            self.fail(f"{getattr(action, '__name__', action)} failed")
+
+    def fail(self, what: str) -> None:
+        self.receipts.failures += 1
+        if self.receipts.failures <= 3:
+            log.exception("valve: %s; the engine goes on", what)
+
+    # ---- parts of sync ----
+
+    def _adopt(self, session: Session | None) -> None:
+        """A first session, or that of a valved that has come back: its table and book start from nothing."""
+        self.session = session
+        if session is None:
+            return
+        try:
+            column_of = session.table.column_of
+            order = np.argsort(column_of, kind="stable").astype(np.uint32)
+            cuts = np.cumsum(np.bincount(column_of, minlength=session.table.columns))[:-1]
+            self._column_blocks = np.split(order, cuts)
+            self.ledger.open_book(session.book)
+            self.engine.arrange(column_of)
+        except Exception:
+            self.fail("attaching failed")
+            self._let_go(session)
+            return
+        had = ~(self.withheld & ~self.offered)
+        self.offered[:] = False
+        self._safely(session, session.table.begin(had))
+
+    def _safely(self, session: Session, change: Change) -> None:
+        """Act, if need be the coarse way; on a second failure let go."""
+        for mode in (Mode.FULL, Mode.COARSE):
+            if self.mode < mode:
+                continue
+            try:
+                self._act(change, mode)
+                break
+            except Exception:
+                self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
+                self.mode = Mode(mode - 1)
+        if not self.is_alive:
+            self._let_go(session)
+            return
+        self._asked = 0
+        session.book.acknowledge(change.epoch)
+
+    def _let_go(self, session: Session) -> None:
+        self.mode = Mode.NONE
+        session.book.write_gauges(Mode.NONE, 0, 0, self.steps)
+
+    def _act(self, change: Change, mode: Mode) -> None:
+        """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""
+        self.events += 1
+        if mode is Mode.COARSE and len(change.lost):
+            self.engine.release(np.flatnonzero(self.withheld).astype(np.uint32))
+            self.withheld[:] = False
+            self.receipts.hit_requests += self.engine.reset()
+            self.receipts.lost_blocks += len(change.lost)
+        elif len(change.lost):
+            self._discard(change.lost)
+        self._unoffer(change.lost)
+        should = ~change.backed | self.offered
+        withhold, release = np.flatnonzero(should & ~self.withheld), np.flatnonzero(~should & self.withheld)
+        self.engine.withhold(withhold.astype(np.uint32))
+        self.withheld[withhold] = True
+        self.engine.release(release.astype(np.uint32))
+        self.withheld[release] = False
+        self._backed = self.blocks - int(np.count_nonzero(self.withheld))
+
+    def _discard(self, lost: Blocks) -> None:
+        holders = self.ledger.holders()
+        verdict = spread(lost, holders, self.ledger.copies(), self.blocks)
+        hit = [holders[index] for index in verdict.hit]
+        running = {holder.request: holder for holder in hit if not holder.has_left}
+        left = {holder.request for holder in hit if holder.has_left}
+        computed = self.engine.discard(running.keys(), left)
+        self.receipts.lost_blocks += self.engine.forget(verdict.bad)
+        self.receipts.hit_requests += len(computed)
+        bad = np.zeros(self.blocks + 1, dtype=bool)
+        bad[verdict.bad] = True
+        for request, tokens in computed.items():
+            self.ledger.dismiss(request)
+            self.receipts.lost_tokens += self._lost_tokens(running[request], bad, tokens)
+
+    def _lost_tokens(self, holder: Holder, bad: Mask, computed: int) -> int:
+        """What has to be computed again: everything behind the first bad block."""
+        sound = int(np.argmax(bad[np.minimum(holder.blocks, self.blocks)]))
+        return max(0, computed - sound * self.ledger.block_tokens)
+
+    # ---- parts of publish ----
+
+    def _offer(self, session: Session) -> None:
+        """Whole free columns until what is left fits the target. Nobody is preempted for it."""
+        given: list[int] = []
+        for column in self.engine.free_columns():
+            if self._backed - len(given) <= session.table.target_blocks:
+                break
+            blocks = self._column_blocks[column]
+            given += [int(block) for block in blocks if not self.withheld[block]]
+        if not given:
+            return
+        blocks = np.array(given, dtype=np.uint32)
+        self.engine.withhold(blocks)
+        self.withheld[blocks] = self.offered[blocks] = True
+        self._backed -= len(given)
+        session.book.offer(given, True)
+        self.link.need(0)
+
+    def _unoffer(self, changed: Blocks) -> None:
+        settled = changed[self.offered[changed]]
+        if len(settled):
+            self.offered[settled] = False
+            if self.session is not None:
+                self.session.book.offer(settled.tolist(), False)

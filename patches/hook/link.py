@@ -1,0 +1,308 @@
+"""The connection of this process to valved: one thread that connects, registers, renews and reconnects.
+
+The engine's own threads never wait for valved. They leave what they want to say (`attach`, `register_layout`) and
+pick up what has come (`session`, `region`); both survive a restart of valved, which gives a new session. Without a
+daemon the thread looks for one every two seconds and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from valve_hook import wire
+from valve_hook.shared import Book, Foreign, Region, Table
+
+RETRY_S = 2.0
+ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
+RENEW_S = 0.2  # a fifth of the default lease; the control page says what holds here
+
+
+class NoDaemon(Exception):
+    """No session can be had now; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """What the scheduler's hook asks for."""
+
+    engine: str
+    mode: wire.Mode
+    blocks: int
+    block_tokens: int
+    rows: int
+    row_blocks: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """`struct valve_kv_tensor`: block b stands at base + sum(i_k * stride_k) + b * block_stride."""
+
+    base: int
+    block_stride: int
+    block_bytes: int
+    repeats: Sequence[tuple[int, int]] = ()  # (count, stride), three at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where this rank's blocks lie."""
+
+    blocks: int
+    block_tokens: int
+    tensors: Sequence[Tensor]
+    pinned: Sequence[int] = (0,)  # null and padding blocks: never taken
+
+    def bodies(self) -> list[bytes]:
+        groups = [self.tensors[at : at + wire.KV_TENSORS] for at in range(0, len(self.tensors), wire.KV_TENSORS)]
+        pinned = [*self.pinned[: wire.KV_PINNED], *[0] * (wire.KV_PINNED - len(self.pinned))]
+        return [
+            wire.KV_LAYOUT.pack(
+                self.blocks,
+                self.block_tokens,
+                len(self.tensors),
+                number * wire.KV_TENSORS,
+                len(group),
+                min(len(self.pinned), wire.KV_PINNED),
+                *pinned,
+            )
+            + b"".join(_tensor_bytes(tensor) for tensor in group).ljust(wire.KV_TENSORS * wire.KV_TENSOR.size, b"\0")
+            for number, group in enumerate(groups)
+        ]
+
+
+def _tensor_bytes(tensor: Tensor) -> bytes:
+    repeats = [*tensor.repeats, *[(0, 0)] * (3 - len(tensor.repeats))]
+    return wire.KV_TENSOR.pack(
+        tensor.base, tensor.block_stride, tensor.block_bytes, *(number for pair in repeats for number in pair)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One attachment; a restarted valved gives the next one."""
+
+    number: int
+    table: Table
+    book: Book
+
+
+def socket_path() -> Path | None:
+    """The order of the shim: VALVE_RUN_DIR, /run/valve, the user's run folder. None: there is no valved here."""
+    asked = os.environ.get("VALVE_RUN_DIR")
+    if asked:
+        return Path(asked, "link.sock")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    places = [Path("/run/valve"), *([Path(runtime, "valve")] if runtime else [])]
+    return next((place / "link.sock" for place in places if (place / "link.sock").exists()), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """Call `start` once; then leave wishes and look at `session` and `region` whenever it suits."""
+
+    build: str
+    path: Path
+    retry_s: float = RETRY_S
+    region: Region | None = None
+    session: Session | None = None
+    role: int = 0
+    said: str = ""  # why there is no session; for people
+    wanted: Attach | None = None
+    layout: Layout | None = None
+    connections: int = 0
+    _socket: socket.socket | None = None
+    _told: tuple[object, ...] = ()
+    _seq: int = 0
+    _renew_s: float = RENEW_S
+    _has_memory: bool = False
+    _poke: threading.Event = field(default_factory=threading.Event)
+    _settled: threading.Event = field(default_factory=threading.Event)
+    _stop: bool = False
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="valve-hook", daemon=True)
+            self._thread.start()
+
+    def attach(self, wanted: Attach, wait_s: float) -> Session | None:
+        """Ask for the table; wait a little, once, so that a new engine starts with what it may use."""
+        self.wanted = wanted
+        self._settled.clear()
+        self._poke.set()
+        self._settled.wait(wait_s)
+        return self.session
+
+    def register_layout(self, layout: Layout) -> None:
+        self.layout = layout
+        self._poke.set()
+
+    def need(self, wanted_blocks: int) -> None:
+        """Ask valved to look at the book. Never waits; a full socket means that it is being asked already."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._send(wire.Message.KV_NEED, wire.KV_NEED.pack(min(wanted_blocks, 0xFFFFFFFF), 0))
+
+    def close(self) -> None:
+        self._stop = True
+        self._poke.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._stop:
+            try:
+                with contextlib.closing(self._connect()) as self._socket:
+                    self._serve(self._socket)
+            except (OSError, NoDaemon, Foreign, ValueError, struct.error) as error:
+                self.said = f"{type(error).__name__}: {error}"
+            self._socket, self._told = None, ()
+            self._settled.set()
+            self._poke.wait(self.retry_s)
+            self._poke.clear()
+
+    def _connect(self) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            link.settimeout(ANSWER_S)
+            link.connect(str(self.path))
+            self._socket = link
+            features = wire.FEATURE_HINT | wire.FEATURE_MEMORY
+            name = self.build.encode()[:31]
+            hello = wire.HELLO.pack(wire.LINK_ABI, wire.LINK_ABI, features, wire.ROLE_HOOK, 0, name, b"engine")
+            kind, body, fds = self._ask(wire.Message.HELLO, hello)
+            if kind != wire.Message.WELCOME:
+                close(fds)
+                raise NoDaemon(refusal(kind, body))
+            abi, _, theirs, _, _, _, region_bytes = wire.WELCOME.unpack(body)
+            if abi != wire.LINK_ABI or len(fds) < 4:
+                close(fds)
+                raise NoDaemon(f"valved speaks abi {abi}, this hook {wire.LINK_ABI}")
+            self._take_pages(fds, region_bytes, features & theirs)
+            self.connections += 1
+            self._has_memory = bool(theirs & wire.FEATURE_MEMORY)
+            if not self._has_memory:
+                self.said = "this valved manages no KV memory; lifecycle counts only"
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int) -> None:
+        try:
+            control = os.pread(fds[0], 4096, 0)
+            self.role = int.from_bytes(control[wire.CONTROL_ROLE : wire.CONTROL_ROLE + 4], "little")
+            lease_ns = int.from_bytes(control[wire.CONTROL_LEASE_NS : wire.CONTROL_LEASE_NS + 8], "little")
+            self._renew_s = lease_ns / 5e9 if lease_ns else RENEW_S
+            self.region = Region(fds[1], region_bytes, features)
+        finally:
+            close(fds)
+
+    def _serve(self, link: socket.socket) -> None:
+        """Tell what is new, renew the hint, and notice that valved is gone."""
+        while not self._stop:
+            if self._told != (self.layout, self.wanted):
+                told = self.layout, self.wanted
+                if self._has_memory:
+                    self._tell(*told)
+                self._told = told
+            self._settled.set()
+            if self.region is not None:
+                self.region.renew()
+            link.settimeout(0.0)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    raw, fds, _, _ = socket.recv_fds(link, wire.LINK_MAX, 64)
+                    close(fds)
+                    if not raw:
+                        raise NoDaemon("valved closed the connection")
+            link.settimeout(ANSWER_S)
+            self._poke.wait(self._renew_s)
+            self._poke.clear()
+
+    def _tell(self, layout: Layout | None, wanted: Attach | None) -> None:
+        for body in layout.bodies() if layout is not None else ():
+            kind, answer, fds = self._ask(wire.Message.KV_LAYOUT, body)
+            close(fds)
+            status = wire.ACK.unpack(answer)[0] if kind == wire.Message.ACK else -1
+            if status:
+                raise NoDaemon(f"KV_LAYOUT was refused: {os.strerror(status)}")
+        if wanted is not None:
+            self._attach(wanted)
+
+    def _attach(self, wanted: Attach) -> None:
+        body = wire.KV_ATTACH.pack(
+            wire.KV_ABI,
+            wire.KV_ABI,
+            wanted.mode,
+            wanted.blocks,
+            wanted.block_tokens,
+            wanted.rows,
+            wanted.row_blocks,
+            wanted.ranks,
+            0,
+            wanted.engine.encode()[:47],
+        )
+        kind, answer, fds = self._ask(wire.Message.KV_ATTACH, body)
+        try:
+            if kind == wire.Message.ACK:
+                status = wire.ACK.unpack(answer)[0]
+                self.said = f"KV_ATTACH was refused: {os.strerror(status)}"
+                return
+            if kind != wire.Message.KV_TABLE or len(fds) != 2:
+                raise NoDaemon(f"KV_ATTACH was answered by type {kind} with {len(fds)} descriptors")
+            abi, _, table_bytes, book_bytes, _ = wire.KV_TABLE.unpack(answer)
+            if abi != wire.KV_ABI:
+                raise NoDaemon(f"valved speaks KV abi {abi}, this hook {wire.KV_ABI}")
+            table, book = Table(fds[0], table_bytes), Book(fds[1], book_bytes)
+            if (table.blocks, table.block_tokens) != (wanted.blocks, wanted.block_tokens):
+                raise Foreign(f"table of {table.blocks} blocks for an engine of {wanted.blocks}")
+            number = self.session.number + 1 if self.session is not None else 1
+            self.session = Session(number=number, table=table, book=book)
+            self.said = ""
+        finally:
+            close(fds)
+
+    def _send(self, kind: wire.Message, body: bytes) -> int:
+        assert self._socket is not None
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        seq = self._seq
+        self._socket.send(wire.packet(kind, body, seq, time.monotonic_ns()), socket.MSG_DONTWAIT)
+        return seq
+
+    def _ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:
+        assert self._socket is not None
+        seq = self._send(kind, body)
+        while True:
+            raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, 64)
+            if not raw:
+                raise NoDaemon("valved closed the connection")
+            answer, answered, rest = wire.split(raw)
+            if answered == seq:
+                return answer, rest, array.array("i", fds).tolist()
+            close(fds)
+
+
+def refusal(kind: int, body: bytes) -> str:
+    if kind != wire.Message.REFUSED:
+        return f"HELLO was answered by type {kind}"
+    code, low, high, text = wire.REFUSED.unpack(body)
+    said = text.split(b"\0", 1)[0].decode("ascii", "replace")
+    return f"refused ({code}): {said}; valved speaks abi {low} to {high}, this hook {wire.LINK_ABI}"
+
+
+def close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,174 @@
+"""The three shared files, each seen from the engine: the table is read, the book and the region page are written.
+
+The order that makes it safe is stated in proto/abi/kv.h. Python has no fences; a lock taken and let go twice is one
+(the release of the first and the acquire of the second may not change places), and x86 would not need it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_hook import wire
+
+Blocks = NDArray[np.uint32]
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    with _lock:
+        pass
+    with _lock:
+        pass
+
+
+class Foreign(Exception):
+    """A shared file is not what the contract says: do not attach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What the table says since it was last read."""
+
+    epoch: int
+    lost: Blocks  # changed: their content is gone
+    backed: NDArray[np.bool_]  # of every block, now
+
+
+class Table:
+    """Which blocks have memory. Nothing happened costs one word."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        head = wire.TABLE_HEAD.unpack_from(self._map)
+        magic, abi, stated, self.blocks, self.block_tokens, self.columns, entries_at, columns_at = head
+        end = max(entries_at, columns_at) + 4 * self.blocks
+        if magic != wire.TABLE_MAGIC or abi != wire.KV_ABI or stated > size or end > stated:
+            raise Foreign(f"table: magic {magic:#x}, abi {abi}, {self.blocks} blocks in {stated} of {size} bytes")
+        self._words = np.frombuffer(self._map, dtype=np.uint64, count=2, offset=wire.TABLE_EPOCH)
+        self._entries = np.frombuffer(self._map, dtype=np.uint32, count=self.blocks, offset=entries_at)
+        self.column_of = np.frombuffer(self._map, dtype=np.uint32, count=self.blocks, offset=columns_at).copy()
+        if self.blocks and int(self.column_of.max()) >= max(1, self.columns):
+            raise Foreign(f"table: a block in column {int(self.column_of.max())} of {self.columns}")
+        self._epoch = memoryview(self._map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
+        self._slow = memoryview(self._map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_DETACHED + 4].cast("I")
+        self.seen_epoch = -1
+        self.seen = np.zeros(self.blocks, dtype=np.uint32)
+
+    @property
+    def has_news(self) -> bool:
+        return self._epoch[0] != self.seen_epoch
+
+    @property
+    def backed_blocks(self) -> int:
+        return self._slow[0]
+
+    @property
+    def target_blocks(self) -> int:
+        return self._slow[1]
+
+    @property
+    def is_detached(self) -> bool:
+        return bool(self._slow[2])
+
+    def begin(self, had: NDArray[np.bool_]) -> Change:
+        """The first look. `had`: blocks that had memory as far as the engine knows.
+
+        Nothing changes without valved, so after its restart a block that had and has memory kept its content; one that
+        had none is withheld here since then, whatever was done to it.
+        """
+        epoch, entries = self._copy()
+        backed = (entries & wire.ENTRY_BACKED).astype(bool)
+        self.seen, self.seen_epoch = entries, epoch
+        return Change(epoch=epoch, lost=np.flatnonzero(had & ~backed).astype(np.uint32), backed=backed)
+
+    def read(self) -> Change:
+        """What changed. The epoch is read first: an entry newer than it is acted on now and is no news later."""
+        epoch, entries = self._copy()
+        lost = np.flatnonzero(entries != self.seen).astype(np.uint32)
+        self.seen, self.seen_epoch = entries, epoch
+        return Change(epoch=epoch, lost=lost, backed=(entries & wire.ENTRY_BACKED).astype(bool))
+
+    def _copy(self) -> tuple[int, Blocks]:
+        epoch = self._epoch[0]
+        fence()
+        return epoch, self._entries.copy()
+
+
+class Book:
+    """What the engine holds and wants: gauges, receipts, offers, and one row of block numbers per request."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        head = wire.BOOK_HEAD.unpack_from(self._map)
+        magic, abi, stated, self.rows, self.row_blocks, offered_at, heads_at, cells_at = head
+        end = max(heads_at + wire.ROW.size * self.rows, cells_at + 4 * self.rows * self.row_blocks, offered_at)
+        if magic != wire.BOOK_MAGIC or abi != wire.KV_ABI or stated > size or end > stated or offered_at > heads_at:
+            raise Foreign(f"book: magic {magic:#x}, abi {abi}, {self.rows} x {self.row_blocks} in {stated} of {size}")
+        view = memoryview(self._map)
+        self._offered = np.frombuffer(self._map, dtype=np.uint8, count=heads_at - offered_at, offset=offered_at)
+        self._heads = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("I")
+        self._names = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("Q")
+        self._cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
+        self._seen = view[wire.BOOK_EPOCH_SEEN : wire.BOOK_EPOCH_SEEN + 8].cast("Q")
+
+    def open_row(self, row: int, request: int, blocks: Sequence[int]) -> None:
+        self._heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
+        self._names[2 * row] = request
+        self.extend_row(row, 0, blocks)
+
+    def extend_row(self, row: int, start: int, blocks: Sequence[int]) -> None:
+        """Blocks past row_blocks are not told: the choice of victims is a little worse, nothing else."""
+        at, room = row * self.row_blocks + start, self.row_blocks - start
+        if len(blocks) == 1 and room > 0:
+            self._cells[at] = blocks[0]
+        else:
+            for offset, block in enumerate(blocks[: max(0, room)]):
+                self._cells[at + offset] = block
+        self._heads[4 * row + 2] = min(start + len(blocks), self.row_blocks)
+
+    def close_row(self, row: int) -> None:
+        self._heads[4 * row + 2] = 0
+        self._names[2 * row] = 0
+
+    def offer(self, blocks: Iterable[int], offered: bool) -> None:
+        self._offered[np.fromiter(blocks, dtype=np.int64)] = offered
+
+    def write_gauges(self, mode: int, used: int, wanted: int, steps: int) -> None:
+        wire.BOOK_GAUGES.pack_into(self._map, wire.BOOK_GAUGES_AT, mode, used, wanted, steps & 0xFFFFFFFF)
+
+    def write_receipts(self, *counters: int) -> None:
+        wire.BOOK_RECEIPTS.pack_into(self._map, wire.BOOK_RECEIPTS_AT, *counters)
+
+    def acknowledge(self, epoch: int) -> None:
+        """Last of all: everything up to `epoch` is dealt with."""
+        fence()
+        self._seen[0] = epoch
+
+
+class Region:
+    """The lifecycle page of this process: how many requests are open, and what was achieved."""
+
+    def __init__(self, fd: int, size: int, features: int) -> None:
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        gaps_at = wire.REGION_SLOT_OFFSET + wire.REGION_SLOTS * 64
+        numbers = (wire.LINK_ABI, size, features, wire.REGION_SLOTS, wire.REGION_SLOT_OFFSET, gaps_at, wire.REGION_GAPS)
+        wire.REGION_HEAD.pack_into(self._map, 0, 0, *numbers, os.getpid())
+        wire.REGION_HEAD.pack_into(self._map, 0, wire.REGION_MAGIC, *numbers, os.getpid())
+        self._open = memoryview(self._map)[wire.REGION_OPEN : wire.REGION_OPEN + 4].cast("I")
+        self._hint = memoryview(self._map)[wire.REGION_HINT_NS : wire.REGION_HINT_NS + 8].cast("Q")
+
+    def write(self, open_requests: int, ended: int, useful_tokens: int) -> None:
+        wire.REGION_STARTED.pack_into(self._map, wire.REGION_STARTED_AT, ended + open_requests, ended, useful_tokens)
+        self._open[0] = open_requests
+        self.renew()
+
+    def renew(self) -> None:
+        """valved believes a hint for its lease: this says that the process lives."""
+        self._hint[0] = time.monotonic_ns()

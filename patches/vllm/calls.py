@@ -1,0 +1,147 @@
+"""What vLLM calls: three functions, once per step each. The plugin wraps two methods of Scheduler around them, the
+source patch calls them by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from valve_hook import VERSION
+from valve_hook.keeper import Keeper
+from valve_hook.ledger import Ledger
+from valve_hook.link import Attach, Link, socket_path
+from valve_hook.vllm import check
+from valve_hook.vllm.engine import VllmEngine
+from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
+
+log = logging.getLogger("valve")
+ATTACH_WAIT_S = 1.0  # once, before the first step: so that an elastic engine starts with what it may use
+_links: dict[int, Link] = {}
+
+
+def process_link() -> Link | None:
+    """The one connection of this process; made at first use, and again in a forked child."""
+    path = socket_path()
+    if path is None:
+        return None
+    pid = os.getpid()
+    if pid not in _links:
+        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path)
+        _links[pid].start()
+    return _links[pid]
+
+
+class SchedulerHook:
+    """One per Scheduler."""
+
+    def __init__(self, scheduler: Any, link: Link, mode: Mode, engine: str) -> None:
+        self.scheduler = scheduler
+        self.link = link
+        self.engine = VllmEngine(scheduler)
+        blocks = int(self.engine.pool.num_gpu_blocks)
+        self.ledger = Ledger(
+            block_tokens=self.engine.block_tokens, slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0)
+        )
+        self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
+        self.useful_tokens = 0
+        self.ended = 0
+        self._dropping = 0  # steps in flight whose output may have to be dropped in part
+        rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
+        row_blocks = min(MAX_ROW, blocks, -(-int(scheduler.max_model_len) // self.engine.block_tokens) + 1)
+        room = (MAX_BOOK - 4096 - blocks - 16 * rows) // (4 * rows)
+        wanted = Attach(
+            engine=engine,
+            mode=mode,
+            blocks=blocks,
+            block_tokens=self.engine.block_tokens,
+            rows=rows,
+            row_blocks=max(1, min(row_blocks, room)),
+            ranks=int(scheduler.vllm_config.parallel_config.world_size),
+        )
+        session = link.attach(wanted, ATTACH_WAIT_S)
+        state = "attached" if session is not None else f"not attached yet ({link.said or 'no answer'})"
+        log.warning("valve: %s, hook %s, mode %s, %d blocks: %s", engine, VERSION, mode.name, blocks, state)
+
+    def before_schedule(self) -> None:
+        if self.keeper.sync():
+            self._dropping = len(self.ledger.steps)
+
+    def after_schedule(self, output: Any) -> None:
+        self.engine.record(self.ledger, output)
+        self.keeper.publish()
+        self.ended += len(output.finished_req_ids)
+        region = self.link.region
+        if region is not None:
+            region.write(len(self.scheduler.requests), self.ended, self.useful_tokens)
+
+    def before_update(self, output: Any, result: Any) -> None:
+        if self.keeper.sync():
+            self._dropping = len(self.ledger.steps)
+        self.ledger.believe(output)
+        sampled = result.sampled_token_ids
+        tokens = sum(map(len, sampled)) if sampled else 0
+        if self._dropping:
+            self._dropping -= 1
+            dropped = self._dropped(output, result)
+            self.keeper.receipts.dropped_tokens += dropped
+            tokens -= dropped
+        self.useful_tokens += tokens
+
+    def _dropped(self, output: Any, result: Any) -> int:
+        requests, sampled = self.scheduler.requests, result.sampled_token_ids or []
+        stale = [
+            name
+            for name in output.num_scheduled_tokens
+            if (request := requests.get(name)) is None
+            or (request.num_stale_output_tokens > 0 and request.drop_stale_output)
+        ]
+        return sum(len(sampled[result.req_id_to_index[name]]) for name in stale if sampled)
+
+
+def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | None:
+    hook: SchedulerHook | None = scheduler.__dict__.get("_valve")
+    if "_valve" in scheduler.__dict__ or not make:
+        return hook
+    scheduler._valve = None
+    try:
+        link = process_link()
+        if link is None:
+            return None
+        engine, mode = check.judge(scheduler)
+        hook = scheduler._valve = SchedulerHook(scheduler, link, mode, engine)
+    except check.Refused as refused:
+        log.warning("valve: not attached, nothing is reclaimed from this engine: %s", refused)
+    except Exception:
+        log.exception("valve: not attached, nothing is reclaimed from this engine")
+    return hook
+
+
+def _run(hook: SchedulerHook, what: str, action: Callable[..., None], *arguments: Any) -> None:
+    try:
+        action(*arguments)
+    except Exception:
+        hook.keeper.fail(f"{what} failed")
+
+
+def before_schedule(scheduler: Any) -> None:
+    """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
+    hook = _hook(scheduler, make=True)
+    if hook is not None:
+        _run(hook, "before_schedule", hook.before_schedule)
+
+
+def after_schedule(scheduler: Any, output: Any) -> None:
+    """Last thing in Scheduler.schedule: note what this step reads and writes."""
+    hook = _hook(scheduler, make=False)
+    if hook is not None:
+        _run(hook, "after_schedule", hook.after_schedule, output)
+
+
+def before_update(scheduler: Any, output: Any, result: Any) -> None:
+    """First thing in Scheduler.update_from_output: before this step's output is believed."""
+    hook = _hook(scheduler, make=False)
+    if hook is not None:
+        _run(hook, "before_update", hook.before_update, output, result)

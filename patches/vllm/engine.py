@@ -1,0 +1,159 @@
+"""vLLM's scheduler in the hook's terms: how to preempt, forget, withhold. One per Scheduler, in the EngineCore process.
+
+The eight hazards of a remap under a running scheduler, and where each is handled:
+ 1 the token of a step that read lost blocks, and of every later step in flight   discard: drop_stale_output
+ 2 the hash of a lost block, held or free                                         forget
+ 3 blocks written by a step that read lost blocks                                 valve_hook.losses: first_written
+ 4 requests that left before their output came back                               valve_hook.ledger: Step.left
+ 5 output of a request that was preempted meanwhile, delivered by default         discard: left
+ 6 blocks without memory must not be handed out                                   withhold
+ 7 same-step preempt and resume with the V1 runner                                discard: prev_step_scheduled_req_ids
+ 8 memory given back must be finite                                               the node zeroes it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from valve_hook.ledger import Ledger, Step
+from valve_hook.shared import Blocks
+from valve_hook.vllm.free_blocks import ColumnQueue
+
+LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
+
+
+class VllmEngine:
+    """`valve_hook.keeper.Engine` over a Scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = self.manager.block_pool
+        self.block_tokens = int(scheduler.block_size)
+        self.withheld: set[int] = set()
+        self.keeps_free_queue = False  # test of what columns are worth
+        self._columns: ColumnQueue | None = None
+        self._column_blocks: list[int] = []
+        self._reset_prefix_cache = self.pool.reset_prefix_cache
+        self.pool.reset_prefix_cache = self.reset_prefix_cache
+
+    # ---- what the keeper asks ----
+
+    def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
+        scheduler, now = self.scheduler, time.monotonic()
+        computed: dict[str, int] = {}
+        for request in reversed([each for each in scheduler.running if each.request_id in running]):
+            computed[request.request_id] = request.num_computed_tokens
+            scheduler.running.remove(request)
+            scheduler._preempt_request(request, now, drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        for name in {*left, *running} - computed.keys():
+            request = scheduler.requests.get(name)
+            if request is not None and request.num_stale_output_tokens > 0:
+                request.drop_stale_output = True
+        return computed
+
+    def forget(self, blocks: Blocks) -> int:
+        ids = set(blocks.tolist()) - {self.pool.null_block.block_id}
+        pool_blocks = self.pool.blocks
+        worth = sum(1 for block in ids if pool_blocks[block].ref_cnt > 0 or pool_blocks[block].block_hash is not None)
+        self.manager.evict_blocks(ids)
+        return worth
+
+    def withhold(self, blocks: Blocks) -> None:
+        """A reference of our own takes a block out of the free queue, now or when its last user lets go."""
+        new = set(blocks.tolist()) - self.withheld - {self.pool.null_block.block_id}
+        self.manager.evict_blocks(new)
+        self.pool.touch([self.pool.blocks[block] for block in sorted(new)])
+        self.withheld |= new
+
+    def release(self, blocks: Blocks) -> None:
+        back = set(blocks.tolist()) & self.withheld
+        self.pool.free_blocks([self.pool.blocks[block] for block in sorted(back)])
+        self.withheld -= back
+
+    def reset(self) -> int:
+        running = len(self.scheduler.running)
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        return running
+
+    def arrange(self, column_of: Blocks) -> None:
+        if self.keeps_free_queue:
+            return
+        free = self.pool.free_block_queue.get_all_free_blocks()
+        self._columns = self.pool.free_block_queue = ColumnQueue(column_of.tolist(), free)
+        sizes = [0] * (max(column_of.tolist(), default=0) + 1)
+        for column in column_of.tolist():
+            sizes[column] += 1
+        self._column_blocks = sizes
+
+    def free_columns(self) -> Sequence[int]:
+        """From the last column to the first: hand-out prefers low ones."""
+        if self._columns is None:
+            return []
+        counts = self._columns.free_counts()
+        return [
+            column for column in range(len(counts) - 1, -1, -1) if 0 < counts[column] == self._column_blocks[column]
+        ]
+
+    def gauges(self) -> tuple[int, int, int, int]:
+        scheduler, pool = self.scheduler, self.pool
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - len(self.withheld)
+        waiting = len(scheduler.waiting)
+        wanted = used
+        if waiting:
+            for _, request in zip(range(LOOK_AT_WAITING), scheduler.waiting, strict=False):
+                wanted += -(-request.num_tokens // self.block_tokens)
+        return used, wanted, len(scheduler.running), waiting
+
+    # ---- for the user ----
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM refuses while blocks are held, and ours are held for ever: step aside for the call."""
+        held = sorted(self.withheld)
+        self.pool.free_blocks([self.pool.blocks[block] for block in held])
+        try:
+            done: bool = self._reset_prefix_cache()
+        finally:
+            self.pool.touch([self.pool.blocks[block] for block in held])
+        return done
+
+    # ---- what a step says ----
+
+    def record(self, ledger: Ledger, output: Any) -> None:
+        """Take a scheduled step into the ledger. Work is done for requests that come, go or grow, not for all."""
+        for name in output.finished_req_ids:
+            ledger.dismiss(name)
+        for name in output.preempted_req_ids or ():
+            ledger.dismiss(name)
+        for new in output.scheduled_new_reqs:
+            ledger.admit(new.req_id, new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        grown = cached.new_block_ids
+        if cached.resumed_req_ids:
+            for name, blocks in zip(cached.req_ids, grown, strict=True):
+                if name in cached.resumed_req_ids:
+                    ledger.admit(name, blocks[0] if blocks else ())
+                elif blocks:
+                    ledger.grow(name, blocks[0])
+        elif any(grown):
+            for name, blocks in zip(cached.req_ids, grown, strict=True):
+                if blocks is not None:
+                    ledger.grow(name, blocks[0])
+        if output.num_scheduled_tokens:
+            ledger.launch(step_of(output))
+
+
+def step_of(output: Any) -> Step:
+    new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    return Step(
+        key=output,
+        requests=output.num_scheduled_tokens,
+        first_tokens=[
+            (cached.req_ids, cached.num_computed_tokens),
+            ([each.req_id for each in new], [each.num_computed_tokens for each in new]),
+        ],
+        copies=output.kv_cache_block_copies or (),
+    )

@@ -1,0 +1,58 @@
+"""The zero-line form: vLLM loads `register` through the entry point `vllm.general_plugins` in each of its processes.
+
+Three methods are wrapped: Scheduler.schedule and Scheduler.update_from_output (calls.py), and, for memory, two of
+Worker (worker.py). Where there is no valved nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from valve_hook.link import socket_path
+
+log = logging.getLogger("valve")
+MARK = "_valve_wrapped"
+
+
+def register() -> None:
+    """Idempotent and cheap: vLLM calls it in the front end, in EngineCore and in every worker."""
+    if socket_path() is None:
+        return
+    try:
+        wrap_scheduler()
+    except Exception:
+        log.exception("valve: this vLLM cannot be hooked; it runs untouched")
+        return
+    try:
+        from valve_hook.vllm.worker import wrap_worker
+
+        wrap_worker()
+    except Exception:
+        log.exception("valve: KV memory stays vLLM's own; nothing is reclaimed from it")
+
+
+def wrap_scheduler() -> None:
+    from valve_hook.vllm import calls
+
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if getattr(Scheduler.schedule, MARK, False):
+        return
+    schedule, update = Scheduler.schedule, Scheduler.update_from_output
+
+    @functools.wraps(schedule)
+    def valve_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.before_schedule(self)
+        output = schedule(self, *args, **kwargs)
+        calls.after_schedule(self, output)
+        return output
+
+    @functools.wraps(update)
+    def valve_update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        calls.before_update(self, scheduler_output, model_runner_output)
+        return update(self, scheduler_output, model_runner_output)
+
+    setattr(valve_schedule, MARK, True)
+    Scheduler.schedule, Scheduler.update_from_output = valve_schedule, valve_update

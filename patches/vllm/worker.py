@@ -1,0 +1,116 @@
+"""Memory in a vLLM worker: the KV cache is allocated inside the shim's bracket, and its layout is told to valved.
+
+Two methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
+that backs the whole cache; between valve_kv_begin and valve_kv_end the shim turns device allocations into ranges of
+pool handles. `initialize_from_config` returns when the cache stands; every KVCacheTensor then says where its blocks
+lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every attention backend and both
+layer-outermost (LBNHC) and block-outermost (BLNHC) layouts.
+
+With CUDA this has been read, not run: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from valve_hook.link import Layout, Tensor
+
+log = logging.getLogger("valve")
+MARK = "_valve_wrapped"
+
+
+def shim_call(name: str) -> Callable[..., int] | None:
+    """A function that the preloaded shim exports; None without the shim."""
+    try:
+        function = ctypes.CDLL(None)[name]
+    except AttributeError:
+        return None
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def bracket(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """vLLM's own context within ours. A pool of its own keeps torch from serving the cache out of older segments."""
+    begin, end = shim_call("valve_kv_begin"), shim_call("valve_kv_end")
+    with contextlib.ExitStack() as stack:
+        if begin is not None and end is not None:
+            pool = _fresh_pool()
+            if pool is not None:
+                stack.enter_context(pool)
+            begin()
+            stack.callback(end)
+        stack.enter_context(inner)
+        yield
+
+
+def _fresh_pool() -> contextlib.AbstractContextManager[Any] | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.use_mem_pool(torch.cuda.MemPool())  # type: ignore[no-any-return]
+
+
+def tensor_of(base: int, tensor: Any) -> Tensor:
+    """One KVCacheTensor in the words of the contract."""
+    layers = len(tensor.layers)
+    page = min(tensor.layer_stride, tensor.block_stride) if layers > 1 else tensor.block_stride
+    return Tensor(
+        base=base + tensor.offset,
+        block_stride=tensor.block_stride,
+        block_bytes=page,
+        repeats=[(layers, tensor.layer_stride)],
+    )
+
+
+def layout_of(base: int, config: Any) -> Layout:
+    """Precondition: one KV cache group; the scheduler's hook refuses others."""
+    spec = config.kv_cache_groups[0].kv_cache_spec
+    tensors = [tensor_of(base, tensor) for tensor in config.kv_cache_tensors]
+    return Layout(blocks=config.num_blocks, block_tokens=spec.block_size, tensors=tensors)
+
+
+def storage_base(runner: Any) -> int:
+    """Where the one backing allocation begins."""
+    caches = runner.kv_caches
+    first = caches[0] if isinstance(caches, list) else next(iter(caches.values()))
+    return int(first.untyped_storage().data_ptr())
+
+
+def wrap_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if getattr(Worker.initialize_from_config, MARK, False):
+        return
+    context, initialize = Worker._maybe_get_memory_pool_context, Worker.initialize_from_config
+
+    @functools.wraps(context)
+    def valve_context(self: Any, tag: str) -> Any:
+        inner = context(self, tag)
+        return bracket(inner) if tag == "kv_cache" else inner
+
+    @functools.wraps(initialize)
+    def valve_initialize(self: Any, kv_cache_config: Any) -> Any:
+        result = initialize(self, kv_cache_config)
+        try:
+            register_layout(self.model_runner, kv_cache_config)
+        except Exception:
+            log.exception("valve: the KV layout could not be told; nothing is reclaimed from this engine")
+        return result
+
+    setattr(valve_initialize, MARK, True)
+    Worker._maybe_get_memory_pool_context, Worker.initialize_from_config = valve_context, valve_initialize
+
+
+def register_layout(runner: Any, config: Any) -> None:
+    from valve_hook.vllm.calls import process_link
+
+    link = process_link()
+    if link is not None and len(config.kv_cache_groups) == 1:
+        link.register_layout(layout_of(storage_base(runner), config))
