@@ -15,11 +15,15 @@
 struct base_name {
 	const char *name;
 	valve_handler handler; /* NULL: submit class */
+	int since;             /* CUDA version whose form the handler knows */
 };
 
-#define SUBMIT_BASE(twin, base)  {#base, NULL},
-#define OBSERVE_BASE(twin, base) {#base, valve_on_##base},
-static const struct base_name bases[] = {VALVE_SUBMIT_BASES(SUBMIT_BASE) VALVE_OBSERVE_BASES(OBSERVE_BASE)};
+#define SUBMIT_BASE(twin, base)  {#base, NULL, 0},
+#define MEMORY_BASE(twin, base)  {#base, valve_on_##base, VALVE_MEMORY_SINCE},
+#define OBSERVE_BASE(twin, base) {#base, valve_on_##base, 0},
+/* The first that matches counts. */
+static const struct base_name bases[] = {VALVE_SUBMIT_BASES(SUBMIT_BASE) VALVE_MEMORY_BASES(MEMORY_BASE)
+                                                 VALVE_OBSERVE_BASES(OBSERVE_BASE)};
 
 static const struct base_name *base_of(const char *name)
 {
@@ -101,9 +105,9 @@ CUresult valve_on_cuGetProcAddress(uintptr_t symbol, uintptr_t pfn, uintptr_t ve
 	if (result != CUDA_SUCCESS || !name || !answer || !*answer || is_ours(*answer))
 		return result;
 	base = base_of(name);
-	if (base)
+	if (base && (int)version >= base->since)
 		*answer = trampoline_for(*answer, base->handler, flags & PER_THREAD, name);
-	else if (looks_like_submit(name))
+	else if (!base && looks_like_submit(name))
 		valve_note(VALVE_NOTE_UNKNOWN_SUBMIT, 0, 0, name);
 	return result;
 }

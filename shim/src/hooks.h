@@ -5,13 +5,14 @@
  *
  * VALVE_SUBMIT(X): everything that can put work on a GPU queue. Only counted, never looked into,
  * so no prototype. A new call of a new driver is one line here.
- * VALVE_OBSERVE(X): calls whose result we must know: where contexts and streams come from, captures, GetProcAddress.
+ * VALVE_OBSERVE(X): calls whose result we must know: where contexts and streams come from, captures, GetProcAddress, KV memory.
  * At most six register arguments, all integers or pointers.
  *
  * The letter says which twins libcuda exports: 2/3/4 = _v2.., Z = _ptsz (stream calls), D = _ptds (synchronous calls)
  * under the per-thread default stream. A caller of cuGetProcAddress passes the base name; the driver chooses the twin.
  */
 #define VALVE_TWIN_1(X, n)   X(n, 0)
+#define VALVE_TWIN_V(X, n)   X(n##_v2, 0) /* the plain name is of the days of 32-bit addresses */
 #define VALVE_TWIN_2(X, n)   X(n, 0) X(n##_v2, 0)
 #define VALVE_TWIN_234(X, n) X(n, 0) X(n##_v2, 0) X(n##_v3, 0) X(n##_v4, 0)
 #define VALVE_TWIN_Z(X, n)   X(n, 0) X(n##_ptsz, 1)
@@ -55,7 +56,16 @@
 	T(234, cuCtxCreate) T(2, cuCtxDestroy) \
 	T(1, cuDevicePrimaryCtxRetain) T(2, cuDevicePrimaryCtxRelease) T(2, cuDevicePrimaryCtxReset) \
 	T(1, cuStreamCreate) T(1, cuStreamCreateWithPriority) T(2, cuStreamDestroy) \
-	T(Z2Z, cuStreamBeginCapture) T(Z, cuStreamBeginCaptureToGraph) T(Z, cuStreamEndCapture)
+	T(Z2Z, cuStreamBeginCapture) T(Z, cuStreamBeginCaptureToGraph) T(Z, cuStreamEndCapture) \
+	VALVE_MEMORY_BASES(T)
+
+/* Calls about device memory, in the form that CUDA 3.2 gave them (VALVE_MEMORY_SINCE): a caller who asks
+ * cuGetProcAddress for an older version gets the driver's own. */
+#define VALVE_MEMORY_BASES(T) \
+	T(V, cuMemAlloc) T(V, cuMemFree) T(V, cuMemGetInfo) T(V, cuMemGetAddressRange) \
+	T(1, cuPointerGetAttribute) T(1, cuPointerGetAttributes) T(1, cuPointerSetAttribute) \
+	T(1, cuIpcGetMemHandle) T(1, cuMemGetHandleForAddressRange) T(1, cuMemRetainAllocationHandle)
+#define VALVE_MEMORY_SINCE 3020
 /* clang-format on */
 
 /* How many distinct driver pointers cuGetProcAddress can be answered for. libcuda 13 has about 150 of the first. */

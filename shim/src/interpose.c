@@ -170,10 +170,11 @@ void valve_reset_child(void)
 	memset(&valve_shim, 0, sizeof(valve_shim));
 	valve_shim.link_fd = valve_shim.doorbell_fd = valve_shim.order_fd = -1;
 	valve_tls.slot = valve_tls.fenced = NULL;
-	valve_tls.inside = 0;
+	valve_tls.inside = valve_tls.kv_depth = 0;
 	valve_capture_reset();
 	valve_contexts_reset();
 	valve_hint_reset_child();
+	valve_memory_reset();
 }
 
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */

@@ -201,6 +201,7 @@ static void reconnect(void)
 	valve_capture_report(false);
 	valve_note_flush();
 	valve_watcher_start();
+	valve_orders_wake(); /* it tells of KV memory that is mapped here */
 	obey();
 }
 

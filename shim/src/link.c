@@ -77,57 +77,6 @@ static int open_socket(uint64_t deadline_ns)
 	return fd;
 }
 
-/* ---- packets ---- */
-
-static int send_packet(int socket_fd, void *message, uint32_t bytes, int fd)
-{
-	_Alignas(struct cmsghdr) unsigned char room[CMSG_SPACE(sizeof(int))] = {0};
-	struct iovec part = {message, bytes};
-	struct msghdr packet = {.msg_iov = &part, .msg_iovlen = 1};
-
-	if (fd >= 0) {
-		struct cmsghdr *rights = (struct cmsghdr *)(void *)room;
-
-		packet.msg_control = room;
-		packet.msg_controllen = sizeof(room);
-		rights->cmsg_level = SOL_SOCKET;
-		rights->cmsg_type = SCM_RIGHTS;
-		rights->cmsg_len = CMSG_LEN(sizeof(int));
-		memcpy(CMSG_DATA(rights), &fd, sizeof(int));
-	}
-	return sendmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)bytes ? 0 : -errno;
-}
-
-/* Takes one packet. fds not asked for are closed. Returns its length, 0 at end of file, or -errno. */
-static int receive_packet(int socket_fd, void *message, size_t room, int *fds, int fds_wanted)
-{
-	_Alignas(struct cmsghdr) unsigned char control[CMSG_SPACE(16 * sizeof(int))];
-	struct iovec part = {message, room};
-	struct msghdr packet = {
-	        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof(control)};
-	ssize_t length = recvmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-	int err = length < 0 ? -errno : 0, count = 0;
-
-	if (err)
-		return err;
-	for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head)) {
-		size_t passed = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-
-		for (size_t i = 0; head->cmsg_type == SCM_RIGHTS && i < passed; i++) {
-			int fd;
-
-			memcpy(&fd, CMSG_DATA(head) + i * sizeof(int), sizeof(int));
-			if (count < fds_wanted)
-				fds[count++] = fd;
-			else
-				syscall(SYS_close, fd);
-		}
-	}
-	if (packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC))
-		return -EPROTO;
-	return (int)length;
-}
-
 static void fill_header(struct valve_link_header *header, uint32_t bytes, uint16_t type)
 {
 	uint32_t seq = add_full(&valve_shim.next_seq, 1);
@@ -140,12 +89,6 @@ static void fill_header(struct valve_link_header *header, uint32_t bytes, uint16
 	                                     .sent_ns = now_ns()};
 }
 
-static bool is_packet(const struct valve_link_header *header, int length, uint16_t type, size_t bytes)
-{
-	return length == (int)bytes && header->magic == VALVE_LINK_MAGIC && header->type == type &&
-	       header->length == (uint32_t)length;
-}
-
 /* ---- HELLO ---- */
 
 static int say_hello(int socket_fd, uint32_t wanted_role)
@@ -154,7 +97,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	        .abi_min = VALVE_LINK_ABI,
 	        .abi_max = VALVE_LINK_ABI,
 	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
-	                    VALVE_FEATURE_SCHEDULE_DONE |
+	                    VALVE_FEATURE_SCHEDULE_DONE | VALVE_FEATURE_MEMORY |
 	                    (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
 	        .wanted_role = wanted_role,
 	        .driver = valve_shim.driver,
@@ -163,7 +106,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 
 	prctl(PR_GET_NAME, hello.comm);
 	fill_header(&hello.header, sizeof(hello), VALVE_LINK_HELLO);
-	return send_packet(socket_fd, &hello, sizeof(hello), -1);
+	return valve_packet_send(socket_fd, &hello, sizeof(hello), NULL, 0);
 }
 
 static int refused(const struct valve_link_refused *answer)
@@ -179,7 +122,8 @@ static int refused(const struct valve_link_refused *answer)
 	}
 }
 
-static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_welcome *welcome, int *fds)
+static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_welcome *welcome,
+                         struct valve_fds *fds)
 {
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
 	struct pollfd waiting = {.fd = socket_fd, .events = POLLIN};
@@ -189,21 +133,21 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	while (poll(&waiting, 1, milliseconds_left(deadline_ns)) <= 0)
 		if (milliseconds_left(deadline_ns) == 0)
 			return -ETIMEDOUT;
-	length = receive_packet(socket_fd, packet, sizeof(packet), fds, WELCOME_FDS);
+	length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);
 	if (length <= 0)
 		return length ? length : -EPIPE;
-	if (is_packet(header, length, VALVE_LINK_REFUSED, sizeof(struct valve_link_refused)))
+	if (valve_packet_is(header, length, VALVE_LINK_REFUSED, sizeof(struct valve_link_refused)))
 		return refused((const void *)packet);
-	if (!is_packet(header, length, VALVE_LINK_WELCOME, sizeof(*welcome)))
+	if (!valve_packet_is(header, length, VALVE_LINK_WELCOME, sizeof(*welcome)))
 		return -EPROTO;
 	memcpy(welcome, packet, sizeof(*welcome));
 	return 0;
 }
 
-static bool is_welcome_sane(const struct valve_link_welcome *welcome, const int *fds)
+static bool is_welcome_sane(const struct valve_link_welcome *welcome, const struct valve_fds *fds)
 {
 	return welcome->abi == VALVE_LINK_ABI && welcome->control_bytes == VALVE_CONTROL_BYTES &&
-	       welcome->region_bytes == VALVE_REGION_BYTES && fds[WELCOME_FDS - 1] >= 0 &&
+	       welcome->region_bytes == VALVE_REGION_BYTES && fds->count >= WELCOME_FDS && !fds->cut &&
 	       (welcome->role == VALVE_ROLE_ONLINE || welcome->role == VALVE_ROLE_OFFLINE);
 }
 
@@ -225,16 +169,18 @@ static void take_number(int *place, int fd)
 		*place = fd;
 }
 
-static void adopt(int socket_fd, const struct valve_link_welcome *welcome, const int *fds)
+static void adopt(int socket_fd, const struct valve_link_welcome *welcome, struct valve_fds *fds)
 {
 	struct stat bell = {0};
 
-	syscall(SYS_fstat, fds[2], &bell);
+	syscall(SYS_fstat, fds->at[2], &bell);
 	valve_shim.bell_dev = bell.st_dev;
 	valve_shim.bell_ino = bell.st_ino;
-	take_number(&valve_shim.doorbell_fd, fds[2]);
-	take_number(&valve_shim.order_fd, fds[3]);
+	take_number(&valve_shim.doorbell_fd, fds->at[2]);
+	take_number(&valve_shim.order_fd, fds->at[3]);
+	fds->at[2] = fds->at[3] = -1;
 	valve_shim.link_fd = socket_fd;
+	store_relaxed(&valve_shim.link_generation, valve_shim.link_generation + 1);
 	valve_shim.daemon_features = welcome->features;
 	store_release(&valve_shim.role, welcome->role);
 }
@@ -247,7 +193,7 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
 	struct valve_link_welcome welcome = {0};
-	int fds[WELCOME_FDS] = {-1, -1, -1, -1};
+	struct valve_fds fds = {.count = 0};
 	int socket_fd = open_socket(deadline_ns);
 	int err;
 
@@ -255,25 +201,23 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 		return socket_fd;
 	err = say_hello(socket_fd, wanted_role);
 	if (!err)
-		err = await_welcome(socket_fd, deadline_ns, &welcome, fds);
-	if (!err && !is_welcome_sane(&welcome, fds))
+		err = await_welcome(socket_fd, deadline_ns, &welcome, &fds);
+	if (!err && !is_welcome_sane(&welcome, &fds))
 		err = -EPROTO;
 	if (!err) {
 		store_relaxed(&valve_shim.must_fence,
 		              !valve_shim.can_membarrier || !(welcome.features & VALVE_FEATURE_PLAIN_COUNT));
 		valve_lock(&valve_shim.probe_lock); /* capture_depth moves with the region */
-		err = valve_map_pages(fds[0], fds[1], welcome.role);
+		err = valve_map_pages(fds.at[0], fds.at[1], welcome.role);
 		valve_unlock(&valve_shim.probe_lock);
 	}
 	if (!err) {
 		valve_lock(&valve_shim.link_lock);
-		adopt(socket_fd, &welcome, fds);
+		adopt(socket_fd, &welcome, &fds);
 		valve_unlock(&valve_shim.link_lock);
-		fds[2] = fds[3] = socket_fd = -1;
+		socket_fd = -1;
 	}
-	for (int i = 0; i < WELCOME_FDS; i++)
-		if (fds[i] >= 0)
-			syscall(SYS_close, fds[i]); /* mappings outlive their descriptors */
+	valve_fds_close(&fds); /* mappings outlive their descriptors */
 	if (socket_fd >= 0)
 		syscall(SYS_close, socket_fd);
 	return err;
@@ -283,11 +227,19 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 
 int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd)
 {
-	int err;
+	return valve_link_send_fds(message, bytes, type, &fd, fd >= 0, valve_shim.link_generation);
+}
+
+/* To that very valved: what was meant for one that is gone never reaches its successor. */
+int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                        uint32_t generation)
+{
+	int err = -ENOTCONN;
 
 	fill_header(message, bytes, type);
 	valve_lock(&valve_shim.link_lock);
-	err = valve_shim.link_fd < 0 ? -ENOTCONN : send_packet(valve_shim.link_fd, message, bytes, fd);
+	if (valve_shim.link_fd >= 0 && generation == valve_shim.link_generation)
+		err = valve_packet_send(valve_shim.link_fd, message, bytes, fds, count);
 	valve_unlock(&valve_shim.link_lock);
 	return err;
 }
@@ -303,7 +255,8 @@ static struct valve_reply *take_reply(uint32_t seq)
 	return NULL;
 }
 
-static int send_expecting(void *message, uint32_t bytes, int fd, struct valve_reply **reply)
+static int send_expecting(void *message, uint32_t bytes, const int *fds, uint32_t count,
+                          struct valve_reply **reply)
 {
 	const struct valve_link_header *header = message;
 	int err;
@@ -313,31 +266,52 @@ static int send_expecting(void *message, uint32_t bytes, int fd, struct valve_re
 	if (!*reply)
 		err = -EBUSY;
 	else
-		err = valve_shim.link_fd < 0 ? -ENOTCONN
-		                             : send_packet(valve_shim.link_fd, message, bytes, fd);
+		err = valve_shim.link_fd < 0
+		              ? -ENOTCONN
+		              : valve_packet_send(valve_shim.link_fd, message, bytes, fds, count);
 	if (err && *reply)
 		(*reply)->seq = 0;
 	valve_unlock(&valve_shim.link_lock);
 	return err;
 }
 
-/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. */
+/* Until the answer is there, or timeout_ms have passed in which `progress` stood still. */
+static void await(const struct valve_reply *reply, uint64_t deadline_ns, const uint32_t *progress,
+                  int timeout_ms)
+{
+	uint32_t seen = progress ? load_relaxed(progress) : 0;
+
+	while (!load_acquire(&reply->done) && milliseconds_left(deadline_ns)) {
+		futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
+		if (progress && load_relaxed(progress) != seen) {
+			seen = load_relaxed(progress);
+			deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
+		}
+	}
+}
+
 int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms)
+{
+	return valve_link_request_fds(message, bytes, type, &fd, fd >= 0, timeout_ms, NULL);
+}
+
+/* Sends and waits for the ACK. Returns its status (an errno value, negated), or why there was none. */
+int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                           int timeout_ms, const uint32_t *progress)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
 	struct valve_reply *reply;
 	int err;
 
 	fill_header(message, bytes, type);
-	while ((err = send_expecting(message, bytes, fd, &reply)) == -EAGAIN) {
+	while ((err = send_expecting(message, bytes, fds, count, &reply)) == -EAGAIN) {
 		if (milliseconds_left(deadline_ns) == 0)
 			return err;
 		sleep_ns(1000000); /* a full socket: valved is slow, and offline may wait */
 	}
 	if (err)
 		return err;
-	while (!load_acquire(&reply->done) && milliseconds_left(deadline_ns))
-		futex_wait(&reply->done, 0, (uint64_t)milliseconds_left(deadline_ns) * 1000000u);
+	await(reply, deadline_ns, progress, timeout_ms);
 	valve_lock(&valve_shim.link_lock);
 	if (!reply->done)
 		err = -ETIMEDOUT;
@@ -364,23 +338,37 @@ static void answer(uint32_t seq, uint32_t done, uint32_t status)
 	valve_unlock(&valve_shim.link_lock);
 }
 
+static int take_ack(const struct valve_link_ack *ack, int length)
+{
+	if (!valve_packet_is(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
+		return -EPROTO; /* not our valved's words: better none than wrong ones */
+	answer(ack->header.seq, 1, ack->status);
+	if (ack->want_fd)
+		valve_capture_want_fd();
+	return 0;
+}
+
 int valve_link_receive(void)
 {
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
-	const struct valve_link_ack *ack = (const void *)packet;
+	const struct valve_link_header *header = (const void *)packet;
 
 	for (;;) {
-		int length = receive_packet(valve_shim.link_fd, packet, sizeof(packet), NULL, 0);
+		struct valve_fds fds;
+		int length = valve_packet_receive(valve_shim.link_fd, packet, sizeof(packet), &fds);
+		int err;
 
 		if (length == -EAGAIN)
 			return 0;
 		if (length <= 0)
 			return length ? length : -EPIPE;
-		if (!is_packet(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
-			return -EPROTO; /* not our valved's words: better none than wrong ones */
-		answer(ack->header.seq, 1, ack->status);
-		if (ack->want_fd)
-			valve_capture_want_fd();
+		if (length >= (int)sizeof(*header) && header->type == VALVE_LINK_KV_ORDER)
+			err = valve_orders_take((const void *)packet, length, &fds);
+		else
+			err = fds.cut ? -EPROTO : take_ack((const void *)packet, length);
+		valve_fds_close(&fds); /* those that nobody took */
+		if (err)
+			return err;
 	}
 }
 
@@ -390,6 +378,7 @@ void valve_link_drop(void)
 	if (valve_shim.link_fd >= 0)
 		syscall(SYS_close, valve_shim.link_fd);
 	valve_shim.link_fd = -1;
+	store_relaxed(&valve_shim.link_generation, valve_shim.link_generation + 1);
 	valve_unlock(&valve_shim.link_lock);
 	answer(0, 2, 0);
 }

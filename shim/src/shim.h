@@ -27,6 +27,7 @@
 #include "cuda.h"
 #include "hooks.h"
 #include "link.h"
+#include "packet.h"
 #include "region.h"
 
 #define VALVE_EXPORT           __attribute__((visibility("default")))
@@ -40,6 +41,8 @@ struct valve_tls {
 	struct valve_slot *slot;   /* counted with a plain add: valved fences for us */
 	struct valve_slot *fenced; /* counted with the lock prefix */
 	uint32_t inside;           /* > 0: a hook of ours runs on this thread, nested ones pass through */
+	uint32_t kv_depth;         /* > 0: between valve_kv_begin and valve_kv_end */
+	uint32_t kv_flags;         /* of the ranges made there */
 };
 _Static_assert(offsetof(struct valve_tls, fenced) == 8, "trampoline.S");
 extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
@@ -93,6 +96,7 @@ struct valve_shim {
 	uint32_t driver;          /* as in valve_link_hello */
 	uint32_t pid;             /* who registered: a vfork child shares this memory and is not it */
 	int link_fd, doorbell_fd, order_fd;
+	uint32_t link_generation;    /* rises with every valved that took us */
 	uint64_t bell_dev, bell_ino; /* what an eventfd looks like to fstat */
 	uint32_t next_seq;
 	uint32_t next_slot;
@@ -146,6 +150,11 @@ VALVE_OBSERVE_BASES(VALVE_DECLARE_OBSERVER)
 #undef VALVE_DECLARE_OBSERVER
 void valve_contexts_reset(void);
 
+/* alloc.c: KV memory; the rest of it is in memory.h */
+void valve_memory_forget(CUcontext context, int device);
+void valve_memory_reset(void);
+void valve_orders_wake(void);
+
 /* region.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);
 void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control page gives way to our own */
@@ -154,9 +163,14 @@ void valve_map_fresh(void);                            /* both pages, zero: a fo
 /* link.c: the socket. All but valve_link_request never block */
 int valve_link_connect(uint32_t wanted_role, int timeout_ms); /* HELLO, WELCOME, map the pages; 0 or -errno */
 int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd);
+int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                        uint32_t generation);
 int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms);
+int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
+                           int timeout_ms, const uint32_t *progress);
 int valve_link_receive(void); /* keeper: everything that has come; -errno when the link is no more */
 void valve_link_drop(void);
+int valve_orders_take(const struct valve_link_kv_entries *packet, int length, struct valve_fds *fds);
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
 void valve_note_flush(void);
 

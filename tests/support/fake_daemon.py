@@ -23,6 +23,7 @@ from pathlib import Path
 MAGIC, ABI = 0x4B4E4C56, 1
 HEADER = struct.Struct("<IHHIIQ")
 HELLO, WELCOME, REFUSED, ACK, RM_CLIENT, CHANNEL_ADD, CHANNEL_DEL, SCHEDULE_WAIT, NOTE, SCHEDULE_DONE = range(1, 11)
+KV_RANGE, KV_RANGE_DEL, KV_HELD, KV_PIN, KV_ORDER, KV_DONE, KV_LAYOUT, KV_ATTACH, KV_TABLE, KV_NEED = range(16, 26)
 NAMES = {
     HELLO: "HELLO",
     RM_CLIENT: "RM_CLIENT",
@@ -31,6 +32,14 @@ NAMES = {
     SCHEDULE_WAIT: "SCHEDULE_WAIT",
     NOTE: "NOTE",
     SCHEDULE_DONE: "SCHEDULE_DONE",
+    KV_RANGE: "KV_RANGE",
+    KV_RANGE_DEL: "KV_RANGE_DEL",
+    KV_HELD: "KV_HELD",
+    KV_PIN: "KV_PIN",
+    KV_DONE: "KV_DONE",
+    KV_LAYOUT: "KV_LAYOUT",
+    KV_ATTACH: "KV_ATTACH",
+    KV_NEED: "KV_NEED",
 }
 BODIES = {
     HELLO: struct.Struct("<HHIII32s16s"),
@@ -40,6 +49,14 @@ BODIES = {
     SCHEDULE_WAIT: struct.Struct("<II"),
     NOTE: struct.Struct("<IIII96s"),
     SCHEDULE_DONE: struct.Struct("<II"),
+    KV_RANGE: struct.Struct("<16sIIQQIIII"),
+    KV_RANGE_DEL: struct.Struct("<IIQQ"),
+    KV_HELD: struct.Struct("<QIHHII1024s"),
+    KV_PIN: struct.Struct("<IIQQ"),
+    KV_DONE: struct.Struct("<QIIII"),
+    KV_LAYOUT: struct.Struct("<6I8I1152s"),
+    KV_ATTACH: struct.Struct("<HHIIIIIII48s"),
+    KV_NEED: struct.Struct("<II"),
 }
 FIELDS = {
     HELLO: "abi_min abi_max features wanted_role driver build comm",
@@ -49,6 +66,14 @@ FIELDS = {
     SCHEDULE_WAIT: "h_client h_object",
     NOTE: "code h_client h_channel pad0 text",
     SCHEDULE_DONE: "h_client h_object",
+    KV_RANGE: "gpu_uuid device_instance range base handle_bytes slots flags held pad0",
+    KV_RANGE_DEL: "range pad0 offset bytes",
+    KV_HELD: "order range op how count pad0 entry",
+    KV_PIN: "range pad0 offset bytes",
+    KV_DONE: "order done status cu_result pad0",
+    KV_LAYOUT: "blocks block_tokens total first count pinned_count p0 p1 p2 p3 p4 p5 p6 p7 tensor",
+    KV_ATTACH: "abi_min abi_max mode blocks block_tokens rows row_blocks ranks pad0 engine",
+    KV_NEED: "wanted_blocks pad0",
 }
 ONLINE, OFFLINE = 1, 2
 RUN, STOP, HOLD = 0, 1, 2
@@ -56,7 +81,7 @@ PAGE, SLOTS = 4096, 256
 CONTROL_BYTES, REGION_BYTES = PAGE, PAGE + SLOTS * 64 + PAGE
 CONTROL_MAGIC, REGION_MAGIC = 0x314C5443564C4156, 0x314E4752564C4156
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
-FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT = 16, 32
+FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY = 16, 32, 64
 NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
 LONG_S = 20.0  # no test waits that long for something that happens
 
@@ -70,6 +95,9 @@ CONTROL_WORDS = {
     "order_seq": ("<I", 156),
     "draining": ("<I", 160),
     "quiet_us": ("<I", 164),
+    "kv_handle_bytes": ("<Q", 192),
+    "kv_budget_bytes": ("<Q", 200),
+    "kv_size_rule": ("<Q", 208),
 }
 REGION_WORDS = {
     "magic": ("<Q", 0),
@@ -106,6 +134,14 @@ def until(what: Callable[[], object], why: str = "") -> object:
     return value
 
 
+def drain(inbox: queue.Queue[Message]) -> list[Message]:
+    found = []
+    with suppress(queue.Empty):
+        while True:
+            found.append(inbox.get_nowait())
+    return found
+
+
 @dataclass(frozen=True)
 class Message:
     type: int
@@ -118,6 +154,18 @@ class Message:
             return self.fields[name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def close(self) -> None:
+        """The descriptors that came with it, unless somebody took them."""
+        for fd in self.fds:
+            with suppress(OSError):
+                os.close(fd)
+        object.__setattr__(self, "fds", ())
+
+    def take_fds(self) -> tuple[int, ...]:
+        fds = self.fds
+        object.__setattr__(self, "fds", ())
+        return fds
 
     @property
     def name(self) -> str:
@@ -147,6 +195,7 @@ class Client:
     link: socket.socket
     role: int
     lease_ns: int
+    words: dict[str, int] = field(default_factory=dict)  # of the control page, from the start
     inbox: queue.Queue[Message] = field(default_factory=queue.Queue)
     seen: list[Message] = field(default_factory=list)
     gone: threading.Event = field(default_factory=threading.Event)
@@ -164,6 +213,8 @@ class Client:
         self.control = Words(page, CONTROL_WORDS)
         self.control.lease_ns = self.lease_ns
         self.control.heartbeat_ns = time.monotonic_ns()
+        for name, value in self.words.items():
+            setattr(self.control, name, value)
         self.region_memory = mmap.mmap(region_fd, REGION_BYTES)
         self.region = Words(self.region_memory, REGION_WORDS)
         self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -173,6 +224,8 @@ class Client:
     def discard(self) -> None:
         """Gives back descriptors and pages; nothing can be read any more."""
         self.link.close()
+        for message in [*self.seen, *drain(self.inbox)]:
+            message.close()
         if "region_memory" not in self.__dict__:
             return
         self.control.memory.close()
@@ -221,8 +274,7 @@ class Client:
             return message
 
     def none_of(self, kind: int) -> bool:
-        while not self.inbox.empty():
-            self.seen.append(self.inbox.get())
+        self.seen += drain(self.inbox)
         return all(message.type != kind for message in self.seen)
 
     # -- what a test does --
@@ -255,6 +307,7 @@ class FakeDaemon:
         self.refusal: int | None = None
         self.silent = False
         self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT
+        self.words: dict[str, int] = {}  # of every client's control page
         self.on_hello: Callable[[Client, Message], bool] | None = None
         self.on_message: Callable[[Client, Message], bool] | None = None
         self.clients: queue.Queue[Client] = queue.Queue()
@@ -306,7 +359,7 @@ class FakeDaemon:
             if self.stop_r in {fd for fd, _ in waiting.poll()}:
                 return
             link, _ = self.listener.accept()
-            client = Client(link=link, role=self.role, lease_ns=self.lease_ns)
+            client = Client(link=link, role=self.role, lease_ns=self.lease_ns, words=dict(self.words))
             self.alive.append(client)
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
@@ -345,7 +398,7 @@ class FakeDaemon:
 def _messages(link: socket.socket) -> Iterator[Message]:
     while True:
         try:
-            data, fds, _, _ = socket.recv_fds(link, 512, 8)
+            data, fds, _, _ = socket.recv_fds(link, 2048, 64)
         except OSError:
             return
         if not data:

@@ -77,6 +77,11 @@ void valve_slow(void)
 {
 }
 
+void valve_memory_forget(CUcontext context, int device)
+{
+	(void)context, (void)device;
+}
+
 int valve_spawn(void *(*run)(void *))
 {
 	pthread_t thread;

@@ -1,0 +1,165 @@
+/*
+ * announce.c - what valved is told of ranges outside orders: that they exist, what is mapped there (a new valved), what is
+ * pinned, and that they are gone. On the memory thread, but for the first announcement of a range (alloc.c).
+ */
+#include "memory.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define ANSWER_MS 5000
+#define RETRY_NS  1000000u
+
+static bool is_linked(void)
+{
+	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED &&
+	       (valve_shim.daemon_features & VALVE_FEATURE_MEMORY);
+}
+
+static bool is_untold(const struct valve_range *range)
+{
+	return load_acquire(&range->state) == RANGE_LIVE &&
+	       range->generation != load_acquire(&valve_shim.link_generation);
+}
+
+/* Something a new valved does not know. */
+bool valve_announce_due(void)
+{
+	struct valve_range *range;
+
+	if (!is_linked())
+		return false;
+	for (uint32_t i = 0; (range = valve_range_at(i)); i++)
+		if (is_untold(range))
+			return true;
+	return false;
+}
+
+/* Returns 0, or -errno: not linked. Waits for room in the socket, not for an answer. */
+static int tell(void *message, uint32_t bytes, uint16_t type, uint32_t generation)
+{
+	int err;
+
+	while ((err = valve_link_send_fds(message, bytes, type, NULL, 0, generation)) == -EAGAIN)
+		sleep_ns(RETRY_NS);
+	return err;
+}
+
+void valve_announce_describe(const struct valve_range *range, uint32_t held,
+                             struct valve_link_kv_range *message)
+{
+	*message = (struct valve_link_kv_range){.range = range->id,
+	                                        .base = range->base,
+	                                        .handle_bytes = range->handle_bytes,
+	                                        .slots = range->slots,
+	                                        .flags = range->flags,
+	                                        .held = held};
+	memcpy(message->gpu_uuid, &range->place->uuid, sizeof(message->gpu_uuid));
+}
+
+/* Backed slots from *next on, with a descriptor each. */
+static void gather(const struct valve_range *range, uint32_t *next, struct valve_link_kv_entries *held,
+                   struct valve_fds *fds)
+{
+	for (; *next < range->slots && held->count < VALVE_KV_ENTRIES; ++*next) {
+		if (range->slot[*next] != SLOT_BACKED)
+			continue;
+		fds->at[fds->count] = valve_vmm_export(range, *next);
+		if (fds->at[fds->count] < 0)
+			continue;
+		fds->count++;
+		held->entry[held->count++] =
+		        (struct valve_kv_entry){.handle = range->handle[*next], .slot = *next};
+	}
+}
+
+static void tell_held(uint32_t id, uint32_t generation)
+{
+	struct valve_range *range;
+
+	for (uint32_t next = 0; (range = valve_range_hold(id));) {
+		struct valve_link_kv_entries held = {.range = id, .op = VALVE_KV_BACK};
+		struct valve_fds fds = {.count = 0};
+
+		valve_place_enter(range->place, NULL);
+		gather(range, &next, &held, &fds);
+		valve_unlock(&range->lock);
+		if (held.count && generation == load_acquire(&valve_shim.link_generation))
+			valve_link_request_fds(&held, sizeof(held), VALVE_LINK_KV_HELD, fds.at, fds.count,
+			                       ANSWER_MS, NULL);
+		valve_fds_close(&fds);
+		if (!held.count || generation != load_acquire(&valve_shim.link_generation))
+			return;
+	}
+}
+
+void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes)
+{
+	struct valve_link_kv_span span = {.range = range->id, .offset = offset, .bytes = bytes};
+
+	valve_link_send(&span, sizeof(span), VALVE_LINK_KV_PIN, -1);
+}
+
+static void tell_pins(const struct valve_range *range)
+{
+	for (uint32_t first = 0, count; first < range->slots; first += count ? count : 1) {
+		for (count = 0; first + count < range->slots && range->pinned[first + count];)
+			count++;
+		if (count)
+			valve_announce_pin(range, first * range->handle_bytes, count * range->handle_bytes);
+	}
+}
+
+static void announce(uint32_t id)
+{
+	uint32_t generation = load_acquire(&valve_shim.link_generation);
+	struct valve_range *range = valve_range_hold(id);
+	struct valve_link_kv_range message;
+
+	if (!range)
+		return;
+	range->generation = generation;
+	valve_announce_describe(range, valve_range_backed(range), &message);
+	valve_unlock(&range->lock);
+	if (tell(&message, sizeof(message), VALVE_LINK_KV_RANGE, generation))
+		return;
+	if (message.held)
+		tell_held(id, generation);
+	range = valve_range_hold(id);
+	if (!range)
+		return;
+	tell_pins(range);
+	valve_unlock(&range->lock);
+}
+
+void valve_announce_ranges(void)
+{
+	struct valve_range *range;
+
+	for (uint32_t i = 0; is_linked() && (range = valve_range_at(i)); i++)
+		if (is_untold(range))
+			announce(range->id);
+}
+
+/* A range that is unmapped: its entry is free once valved was told, or is gone. */
+bool valve_announce_end(struct valve_range *range)
+{
+	struct valve_link_kv_span span = {.range = range->id};
+
+	if (valve_link_send_fds(&span, sizeof(span), VALVE_LINK_KV_RANGE_DEL, NULL, 0, range->generation) ==
+	    -EAGAIN)
+		return false;
+	valve_range_drop(range);
+	return true;
+}
+
+bool valve_announce_ends(void)
+{
+	struct valve_range *range;
+	bool due = false;
+
+	for (uint32_t i = 0; (range = valve_range_at(i)); i++)
+		if (load_acquire(&range->state) == RANGE_UNTOLD)
+			due |= !valve_announce_end(range);
+	return due;
+}

@@ -1,0 +1,219 @@
+/*
+ * answers.c - questions about addresses in KV ranges. An engine allocated one piece of memory and must be told of one,
+ * whatever is mapped where; and what leaves the process (a dma-buf, a registration with a NIC) pins its memory, because
+ * a device that holds physical addresses would go on writing to them after they were given to somebody else.
+ */
+#include "memory.h"
+
+#include <string.h>
+
+#define CALL(entry, ...) (((valve_call)(entry)->target)(__VA_ARGS__))
+
+#define MEMORY_TYPE_DEVICE 2u
+#define ACCESS_READWRITE   3u
+
+enum attribute { /* CU_POINTER_ATTRIBUTE_ */
+	         CONTEXT = 1,
+	         MEMORY_TYPE = 2,
+	         DEVICE_POINTER = 3,
+	         P2P_TOKENS = 5,
+	         SYNC_MEMOPS = 6,
+	         BUFFER_ID = 7,
+	         IS_MANAGED = 8,
+	         DEVICE_ORDINAL = 9,
+	         IS_LEGACY_IPC = 10,
+	         RANGE_START = 11,
+	         RANGE_SIZE = 12,
+	         MAPPED = 13,
+	         HANDLE_TYPES = 14,
+	         ACCESS = 16,
+	         POOL = 17,
+	         MAPPING_SIZE = 18,
+	         MAPPING_BASE = 19,
+};
+
+/* ---- pins ---- */
+
+/* Slots of [address, address + bytes). `pin` false takes the marks off again. */
+static void mark(struct valve_range *range, uint64_t address, uint64_t bytes, bool pin)
+{
+	uint64_t first = (address - range->base) / range->handle_bytes;
+	uint64_t last = (address - range->base + bytes - 1) / range->handle_bytes;
+
+	for (uint64_t i = first; i <= last && i < range->slots; i++)
+		range->pinned[i] = pin;
+}
+
+static void pin(struct valve_range *range, uint64_t address, uint64_t bytes)
+{
+	mark(range, address, bytes, true);
+	valve_announce_pin(range, address - range->base, bytes);
+}
+
+/* What registers memory with a NIC through the kernel announces itself by one of two attributes. */
+static void pin_all(uint64_t address)
+{
+	struct valve_range *range = valve_range_containing(address);
+
+	if (!range)
+		return;
+	pin(range, range->base, range->bytes);
+	valve_unlock(&range->lock);
+}
+
+CUresult valve_on_cuMemGetHandleForAddressRange(uintptr_t out, uintptr_t address, uintptr_t bytes,
+                                                uintptr_t type, uintptr_t flags, uintptr_t a5,
+                                                struct valve_entry *entry)
+{
+	/* Held across the call: no order may take the memory between the export and the pin. */
+	struct valve_range *range = bytes ? valve_range_containing(address) : NULL;
+	CUresult result = CALL(entry, out, address, bytes, type, flags, a5);
+
+	if (range && result == CUDA_SUCCESS)
+		pin(range, address, bytes);
+	if (range)
+		valve_unlock(&range->lock);
+	return result;
+}
+
+CUresult valve_on_cuMemRetainAllocationHandle(uintptr_t out, uintptr_t address, uintptr_t a2, uintptr_t a3,
+                                              uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
+{
+	struct valve_range *range = valve_range_containing(address);
+	CUresult result = CALL(entry, out, address, a2, a3, a4, a5);
+
+	if (range && result == CUDA_SUCCESS)
+		pin(range, address, 1);
+	if (range)
+		valve_unlock(&range->lock);
+	return result;
+}
+
+CUresult valve_on_cuPointerSetAttribute(uintptr_t value, uintptr_t attribute, uintptr_t address, uintptr_t a3,
+                                        uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
+{
+	if ((int)attribute == SYNC_MEMOPS)
+		pin_all(address);
+	return CALL(entry, value, attribute, address, a3, a4, a5);
+}
+
+CUresult valve_on_cuIpcGetMemHandle(uintptr_t out, uintptr_t address, uintptr_t a2, uintptr_t a3,
+                                    uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
+{
+	struct valve_range range;
+
+	if (!valve_range_look(address, &range))
+		return CALL(entry, out, address, a2, a3, a4, a5);
+	valve_say("cuIpcGetMemHandle on KV memory is not supported: it may change hands. Allocate what other "
+	          "processes map outside the bracket, or set the size rule higher");
+	return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+/* ---- attributes ---- */
+
+static bool put(void *data, size_t bytes, uint64_t value)
+{
+	memcpy(data, &value, bytes);
+	return true;
+}
+
+/* false: the driver's answer for that very address is right. */
+static bool answer(void *data, int attribute, uint64_t address, const struct valve_range *range)
+{
+	switch ((enum attribute)attribute) {
+	case CONTEXT:
+		return put(data, 8, (uintptr_t)range->place->context);
+	case MEMORY_TYPE:
+		return put(data, 4, MEMORY_TYPE_DEVICE);
+	case DEVICE_POINTER:
+		return put(data, 8, address);
+	case BUFFER_ID: /* unique in the process, and the same for the range's whole life */
+		return put(data, 8, 1ull << 62 | range->id);
+	case DEVICE_ORDINAL:
+		return put(data, 4, (uint64_t)range->place->device);
+	case RANGE_START:
+	case MAPPING_BASE:
+		return put(data, 8, range->base);
+	case RANGE_SIZE:
+	case MAPPING_SIZE:
+		return put(data, 8, range->bytes);
+	case ACCESS:
+		return put(data, 4, ACCESS_READWRITE);
+	case MAPPED:
+		return put(data, 1, 1);
+	case IS_LEGACY_IPC:
+		return put(data, 1, 0);
+	case IS_MANAGED:
+		return put(data, 4, 0);
+	case HANDLE_TYPES: /* nobody but valved is to have its handles */
+	case POOL:
+		return put(data, 8, 0);
+	case P2P_TOKENS:
+		pin_all(address);
+		return false;
+	default:
+		return false;
+	}
+}
+
+CUresult valve_on_cuPointerGetAttribute(uintptr_t data, uintptr_t attribute, uintptr_t address, uintptr_t a3,
+                                        uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
+{
+	struct valve_range range;
+
+	if (data && valve_range_look(address, &range) &&
+	    answer((void *)data, (int)attribute, address, &range))
+		return CUDA_SUCCESS;
+	return CALL(entry, data, attribute, address, a3, a4, a5);
+}
+
+CUresult valve_on_cuPointerGetAttributes(uintptr_t count, uintptr_t attributes, uintptr_t data,
+                                         uintptr_t address, uintptr_t a4, uintptr_t a5,
+                                         struct valve_entry *entry)
+{
+	CUresult result = CALL(entry, count, attributes, data, address, a4, a5);
+	struct valve_range range;
+
+	if (result != CUDA_SUCCESS || !valve_range_look(address, &range))
+		return result;
+	for (uint32_t i = 0; i < (uint32_t)count; i++)
+		answer(((void **)data)[i], ((const int *)attributes)[i], address, &range);
+	return result;
+}
+
+CUresult valve_on_cuMemGetAddressRange(uintptr_t base, uintptr_t bytes, uintptr_t address, uintptr_t a3,
+                                       uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
+{
+	struct valve_range range;
+
+	if (!valve_range_look(address, &range))
+		return CALL(entry, base, bytes, address, a3, a4, a5);
+	if (base)
+		*(CUdeviceptr *)base = range.base;
+	if (bytes)
+		*(size_t *)bytes = range.bytes;
+	return CUDA_SUCCESS;
+}
+
+/* ---- how much is free ---- */
+
+/* An offline engine sizes its KV by this: what valved lets it hope for, less what it has. */
+CUresult valve_on_cuMemGetInfo(uintptr_t available, uintptr_t total, uintptr_t a2, uintptr_t a3, uintptr_t a4,
+                               uintptr_t a5, struct valve_entry *entry)
+{
+	CUresult result = CALL(entry, available, total, a2, a3, a4, a5);
+	uint64_t budget = load_relaxed(&VALVE_CONTROL->kv_budget_bytes), held;
+	CUresult (*get_device)(CUdevice *);
+	CUdevice device = 0;
+
+	if (result != CUDA_SUCCESS || !available || !budget ||
+	    load_acquire(&valve_shim.state) != VALVE_STATE_LINKED ||
+	    load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
+		return result;
+	get_device = (CUresult(*)(CUdevice *))valve_real_symbol("cuCtxGetDevice");
+	if (!get_device || get_device(&device))
+		return result;
+	held = valve_ranges_bytes(device);
+	*(size_t *)available = budget > held ? budget - held : 0;
+	return result;
+}

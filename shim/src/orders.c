@@ -1,0 +1,327 @@
+/*
+ * orders.c - the memory thread: valved's orders, in the order they came. In the flow: keeper reads a packet -> queue ->
+ * here -> vmm.c -> KV_DONE. A thread of its own, because a driver call on a gated process may wait for the gate, and the
+ * keeper must go on reading: what opens the gate again comes by it.
+ *
+ * Zeroing runs on the GPU beside later orders: a memset cannot run while the client is gated, and a quarantine must not
+ * wait behind it. Its order is done when the memset is. What an order of a valved that died in the meantime brought
+ * is undone, because nobody would ever hear of it.
+ */
+#include "memory.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define ORDERS      1024u /* waiting at a time; more are refused */
+#define POLL_MIN_NS 20000u
+#define POLL_MAX_NS 2000000u
+#define RETRY_NS    1000000u /* valved's socket is full */
+#define EXIT_WAIT   1000     /* times RETRY_NS: a call that is waited for at process exit */
+
+struct zeroing {
+	struct valve_range *range; /* NULL: free */
+	struct valve_kv_order order;
+	struct valve_outcome outcome;
+	bool failed; /* no event tells of it */
+};
+
+static struct {
+	struct valve_lock lock; /* starting */
+	uint32_t runs;
+	uint32_t bell;       /* futex word: look again */
+	uint32_t head, tail; /* of the queue: the thread takes at head, the keeper adds at tail */
+	uint32_t step_wanted;
+	uint32_t step_granted; /* futex word: a thread waits in valve_kv_step */
+	uint32_t at_work, stopping;
+	uint32_t zeroings;
+	struct valve_kv_order *queue;
+	struct zeroing zeroing[VALVE_ZEROINGS];
+} orders;
+
+static struct valve_kv_order *place_in_queue(uint32_t at)
+{
+	return &orders.queue[at % ORDERS];
+}
+
+void valve_orders_wake(void)
+{
+	add_full(&orders.bell, 1);
+	futex_wake(&orders.bell, 1);
+}
+
+/* ---- the keeper's side ---- */
+
+/* -errno ends the link: those are no words of a valved. Takes the descriptors over. */
+int valve_orders_take(const struct valve_link_kv_entries *packet, int length, struct valve_fds *fds)
+{
+	struct valve_kv_order *order;
+
+	if (!valve_packet_is_order(packet, length, fds) || valve_orders_start())
+		return -EPROTO;
+	if (orders.tail - load_acquire(&orders.head) == ORDERS) {
+		struct valve_link_kv_done full = {.order = packet->order, .status = EAGAIN};
+
+		valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
+		return 0;
+	}
+	order = place_in_queue(orders.tail);
+	*order = (struct valve_kv_order){.number = packet->order,
+	                                 .range = packet->range,
+	                                 .generation = valve_shim.link_generation,
+	                                 .count = packet->count,
+	                                 .op = packet->op,
+	                                 .how = packet->how,
+	                                 .refused = fds->cut ? EMFILE : 0,
+	                                 .fds = *fds};
+	memcpy(order->entry, packet->entry, sizeof(order->entry));
+	fds->count = 0;
+	store_release(&orders.tail, orders.tail + 1);
+	valve_orders_wake();
+	return 0;
+}
+
+/* ---- answers ---- */
+
+static void report(const struct valve_kv_order *order, struct valve_outcome *out)
+{
+	struct valve_link_kv_done done = {.order = order->number,
+	                                  .done = out->done,
+	                                  .status = out->status,
+	                                  .cu_result = (uint32_t)out->cu_result};
+
+	while (valve_link_send_fds(&done, sizeof(done), VALVE_LINK_KV_DONE, out->made.at, out->made.count,
+	                           order->generation) == -EAGAIN)
+		sleep_ns(RETRY_NS);
+	valve_fds_close(&out->made);
+}
+
+static bool is_stale(const struct valve_kv_order *order)
+{
+	return order->generation != load_acquire(&valve_shim.link_generation);
+}
+
+/* ---- zeroing ---- */
+
+static void end_zeroing(struct zeroing *zeroing, bool worked)
+{
+	struct valve_range *range = zeroing->range;
+	bool keep = worked && !is_stale(&zeroing->order);
+
+	valve_lock(&range->lock);
+	valve_place_enter(range->place, NULL);
+	valve_vmm_cleared(range, &zeroing->order, zeroing->outcome.done, keep);
+	valve_unlock(&range->lock);
+	if (!worked) {
+		valve_fds_close(&zeroing->outcome.made);
+		zeroing->outcome = (struct valve_outcome){.status = EIO, .cu_result = CUDA_ERROR_UNKNOWN};
+	}
+	add_full(&range->progress, 1);
+	report(&zeroing->order, &zeroing->outcome);
+	zeroing->range = NULL;
+	orders.zeroings--;
+	add_full(&range->clearing, (uint32_t)-1); /* last: from here on the range may be freed */
+	futex_wake(&range->clearing, 1);
+}
+
+static bool end_zeroings(void)
+{
+	bool moved = false;
+
+	for (size_t i = 0; orders.zeroings && i < VALVE_ZEROINGS; i++) {
+		struct zeroing *zeroing = &orders.zeroing[i];
+		CUresult result;
+
+		if (!zeroing->range)
+			continue;
+		result = zeroing->failed ? CUDA_ERROR_UNKNOWN
+		                         : valve_cu.cuEventQuery(zeroing->range->place->event[i]);
+		if (result == CUDA_ERROR_NOT_READY)
+			continue;
+		end_zeroing(zeroing, result == CUDA_SUCCESS);
+		moved = true;
+	}
+	return moved;
+}
+
+/* Precondition: a place is free. The memsets were just submitted, in the range's context. */
+static void begin_zeroing(struct valve_range *range, const struct valve_kv_order *order,
+                          const struct valve_outcome *out)
+{
+	struct valve_place *place = range->place;
+	size_t i = 0;
+	CUresult result = CUDA_SUCCESS;
+
+	while (orders.zeroing[i].range)
+		i++;
+	if (!place->event[i])
+		result = valve_cu.cuEventCreate(&place->event[i], CU_EVENT_DISABLE_TIMING);
+	if (!result)
+		result = valve_cu.cuEventRecord(place->event[i], place->stream);
+	orders.zeroing[i].range = range;
+	orders.zeroing[i].order = *order;
+	orders.zeroing[i].outcome = *out;
+	orders.zeroing[i].failed = result != CUDA_SUCCESS;
+	orders.zeroings++;
+	add_full(&range->clearing, 1);
+}
+
+/* ---- orders ---- */
+
+/* false: not now. */
+static bool carry_out(struct valve_kv_order *order)
+{
+	struct valve_outcome out = {.status = order->refused};
+	struct valve_range *range = order->refused ? NULL : valve_range_hold(order->range);
+
+	if (range && valve_vmm_must_wait(range, order)) {
+		valve_unlock(&range->lock);
+		return false;
+	}
+	if (range && valve_place_enter(range->place, NULL))
+		out.status = EIO;
+	else if (range)
+		valve_vmm_carry_out(range, order, &out);
+	else if (!order->refused)
+		out.status = ESTALE;
+	if (range && out.zeroing)
+		begin_zeroing(range, order, &out);
+	if (range) {
+		add_full(&range->progress, 1);
+		valve_unlock(&range->lock);
+	}
+	if (!out.zeroing)
+		report(order, &out);
+	return true;
+}
+
+static struct valve_kv_order *head(void)
+{
+	return orders.head == load_acquire(&orders.tail) ? NULL : place_in_queue(orders.head);
+}
+
+static bool waits_for_step(const struct valve_kv_order *order)
+{
+	return order && order->how == VALVE_KV_AT_STEP && !is_stale(order);
+}
+
+static bool next_order(void)
+{
+	struct valve_kv_order *order = head();
+
+	if (!order || (waits_for_step(order) && !load_acquire(&orders.step_granted)) ||
+	    (orders.zeroings == VALVE_ZEROINGS && order->op == VALVE_KV_BACK))
+		return false;
+	if (!is_stale(order) && !carry_out(order))
+		return false;
+	valve_fds_close(&order->fds);
+	store_release(&orders.head, orders.head + 1);
+	return true;
+}
+
+/* A granted step ends when nothing waits for one any more and what it began is done. */
+static void look_at_steps(void)
+{
+	bool wanted = waits_for_step(head());
+
+	store_release(&orders.step_wanted, wanted);
+	if (wanted || orders.zeroings || !load_acquire(&orders.step_granted))
+		return;
+	store_release(&orders.step_granted, 0);
+	futex_wake(&orders.step_granted, INT32_MAX);
+}
+
+VALVE_EXPORT void valve_kv_step(void);
+
+void valve_kv_step(void)
+{
+	if (!load_acquire(&orders.step_wanted))
+		return;
+	valve_places_drain();
+	store_release(&orders.step_granted, 1);
+	valve_orders_wake();
+	while (load_acquire(&orders.step_granted))
+		futex_wait(&orders.step_granted, 1, 0);
+}
+
+/* ---- the thread ---- */
+
+static bool work(void)
+{
+	bool moved = end_zeroings();
+
+	if (valve_announce_due()) {
+		valve_announce_ranges();
+		moved = true;
+	}
+	moved |= next_order();
+	look_at_steps();
+	return moved;
+}
+
+static void *serve(void *unused)
+{
+	uint64_t nap_ns = POLL_MIN_NS;
+	bool is_relaxed = false;
+
+	(void)unused;
+	while (!load_acquire(&orders.stopping)) {
+		uint32_t bell = load_acquire(&orders.bell);
+		bool moved, rests;
+
+		/* Else another thread's capture would forbid our calls. */
+		if (!is_relaxed)
+			is_relaxed = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED) >= 0;
+		store_release(&orders.at_work, 1);
+		moved = work();
+		rests = !valve_announce_ends() && !orders.zeroings;
+		store_release(&orders.at_work, 0);
+		nap_ns = moved ? POLL_MIN_NS : nap_ns * 2 < POLL_MAX_NS ? nap_ns * 2 : POLL_MAX_NS;
+		if (!moved)
+			futex_wait(&orders.bell, bell, rests ? 0 : nap_ns);
+	}
+	return NULL;
+}
+
+/* At exit the driver is torn down under us: let the call in progress end, unless it waits for a gate. */
+static void stop(void)
+{
+	store_release(&orders.stopping, 1);
+	valve_orders_wake();
+	for (int i = 0; i < EXIT_WAIT && load_acquire(&orders.at_work); i++)
+		sleep_ns(RETRY_NS);
+}
+
+int valve_orders_start(void)
+{
+	int err = 0;
+
+	if (load_acquire(&orders.runs))
+		return 0;
+	valve_lock(&orders.lock);
+	if (!orders.queue) {
+		void *at = mmap(NULL, ORDERS * sizeof(struct valve_kv_order), PROT_READ | PROT_WRITE,
+		                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+		orders.queue = at == MAP_FAILED ? NULL : at;
+	}
+	if (!orders.runs) {
+		err = orders.queue ? valve_spawn(serve) : -ENOMEM;
+		store_release(&orders.runs, !err);
+		if (!err)
+			atexit(stop);
+	}
+	valve_unlock(&orders.lock);
+	return err;
+}
+
+/* In a forked child: the thread is the parent's, the descriptors in the queue are copies of its. */
+void valve_orders_reset(void)
+{
+	for (uint32_t i = orders.head; orders.queue && i != orders.tail; i++)
+		valve_fds_close(&place_in_queue(i)->fds);
+	for (size_t i = 0; i < VALVE_ZEROINGS; i++)
+		valve_fds_close(&orders.zeroing[i].outcome.made);
+	memset(&orders, 0, sizeof(orders));
+}
