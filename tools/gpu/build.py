@@ -48,8 +48,12 @@ def build(folder: Path, *, emulated: bool, strict: bool = False) -> Programs:
     if not shutil.which("gcc"):
         raise LabError("gcc is not installed: apt-get install gcc libc6-dev")
     folder.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for path in NATIVE.iterdir())
     for name, (sources, more) in PROGRAMS.items():
-        argv = ["gcc", *FLAGS, *(STRICT if strict else ()), f"-I{abi_folder()}", "-o", str(folder / name)]
+        made = folder / name
+        if made.exists() and made.stat().st_mtime > newest:
+            continue
+        argv = ["gcc", *FLAGS, *(STRICT if strict else ()), f"-I{abi_folder()}", "-o", str(made)]
         done = subprocess.run(
             [*argv, *(str(NATIVE / source) for source in sources), *more], capture_output=True, text=True, check=False
         )

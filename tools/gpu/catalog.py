@@ -6,9 +6,16 @@ from collections.abc import Iterable
 
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.experiment import Batch, Experiment
-from valve_tools.gpu.steps import contact
+from valve_tools.gpu.steps import calls, contact, edges, memory, pause
 
-BATCHES: tuple[Batch, ...] = (contact.BATCH,)
+BATCHES: tuple[Batch, ...] = (
+    contact.BATCH,
+    pause.BATCH,
+    memory.BATCH,
+    calls.BATCH,
+    edges.BATCH,
+    edges.LAST,
+)
 BATCH_LIMIT_S = 540  # a call to a lent machine may end after ten minutes; building and starting take some of it
 
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from valve_tools.gpu import catalog
+from valve_tools.gpu import catalog, report
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.machine import EmulatedMachine, Machine, RealMachine
 from valve_tools.gpu.outcome import Verdict
@@ -22,7 +22,8 @@ def names(text: str) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="valve gpu-lab", description=__doc__)
+    more = "valve gpu-lab report writes docs/results/hardware.md"
+    parser = argparse.ArgumentParser(prog="valve gpu-lab", description=__doc__, epilog=more)
     parser.add_argument("--list", action="store_true", help="name every experiment and what its answer decides")
     parser.add_argument("--dry-run", action="store_true", help="on the emulated GPU: a rehearsal, no measurement")
     parser.add_argument("--only", type=names, default=[], metavar="D4,C4", help="these experiments")
@@ -62,7 +63,19 @@ def run(options: argparse.Namespace) -> int:
     return FAILED if any(row.verdict is Verdict.BAD for row in rows) else OK
 
 
+def write_report(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="valve gpu-lab report", description=report.__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, default=[Path("docs/results/hardware")])
+    parser.add_argument("--to", type=Path, default=Path("docs/results/hardware.md"))
+    options = parser.parse_args(argv)
+    answered = report.write(options.folders, options.to)
+    print(f"{options.to}: {answered} of {len(catalog.experiments())} experiments have an answer of a real GPU")
+    return OK
+
+
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["report"]:
+        return write_report(argv[1:])
     options = parse(argv)
     if options.list:
         show_list()

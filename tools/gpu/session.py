@@ -57,7 +57,8 @@ class Session:
         """Every experiment, until one stops the session. The rows found."""
         rows: list[Row] = []
         self.out.mkdir(parents=True, exist_ok=True)
-        with Rig(self.machine, build(folder / "bin", emulated=self.machine.is_dry), folder, self.out) as rig:
+        built = Path(os.environ.get("VALVE_LAB_BUILD") or folder / "bin")
+        with Rig(self.machine, build(built, emulated=self.machine.is_dry), folder, self.out) as rig:
             rig.path = str(self._known_path())
             for batch, experiment in wanted:
                 row = self._one(rig, batch, experiment)

@@ -41,6 +41,7 @@ static struct piece *slot_of(unsigned slot)
 
 static void do_vmm(const char *rest, char *answer, int fd)
 {
+	static struct piece spare = {0, 0, 2 << 20}; /* of reserve, create and release */
 	char name[16] = "";
 	unsigned slot = 0, quarantine = 0, call = 0;
 	uint64_t ns = 0;
@@ -54,9 +55,13 @@ static void do_vmm(const char *rest, char *answer, int fd)
 		p.handle = vmm_pool.slot[VMM_SLOTS].handle;
 	if (call == VMM_ALLOC || call == VMM_FREE)
 		p = (struct piece){vmm_pool.scratch, 0, SCRATCH}; /* too large for a cached block */
-	CUresult code = call < VMM_RESERVE ? vmm_do((enum vmm_call)call, &p, &ns) : CUDA_ERROR_INVALID_VALUE;
+	if (call >= VMM_RESERVE)
+		p = spare;
+	CUresult code = call < VMM_CALLS ? vmm_do((enum vmm_call)call, &p, &ns) : CUDA_ERROR_INVALID_VALUE;
 	if (call == VMM_ALLOC)
 		vmm_pool.scratch = p.at;
+	if (call >= VMM_RESERVE)
+		spare = p;
 	put(answer, code, ns);
 }
 

@@ -1,0 +1,85 @@
+"""The results page says what was measured on a card, and nothing else."""
+
+from pathlib import Path
+
+from valve_tools.gpu import catalog, report
+from valve_tools.gpu.outcome import Figure, Row, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(name="D4", *, dry_run=False, date="2031-01-02", **more):
+    figure = Figure(samples=(1.0, 3.0, 2.0)).record()
+    values = {
+        "experiment": name,
+        "batch": "contact",
+        "verdict": Verdict.OK,
+        "detail": "path a: 200 pauses | all frozen",
+        "dry_run": dry_run,
+        "date": date,
+        "seconds": 1.0,
+        "commit": "abc1234",
+        "gpu": "Some GPU",
+        "driver": "580.1",
+        "figures": {"off_us": figure},
+        **more,
+    }
+    return Row(**values)
+
+
+def keep(folder, name, *rows):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(each.as_json() + "\n" for each in rows))
+
+
+def test_the_committed_page_is_what_the_committed_results_say():
+    results = ROOT / "docs" / "results"
+
+    assert report.page(report.measured([results / "hardware"])) == (results / "hardware.md").read_text()
+
+
+def test_without_results_every_row_says_not_yet_run():
+    page = report.page([])
+
+    assert page.count(f"| {report.NOT_YET} |") == len(catalog.experiments())
+
+
+def test_a_measurement_shows_with_date_commit_and_driver(tmp_path):
+    keep(tmp_path, "contact.jsonl", row())
+
+    page = report.page(report.measured([tmp_path]))
+
+    line = next(line for line in page.splitlines() if line.startswith("| D4 |"))
+    assert "**OK**" in line
+    assert "2031-01-02 | abc1234 | Some GPU, 580.1 |" in line
+    assert "pauses \\| all frozen" in line
+    assert "| D4 off_us | 3 | 1.0 | 2.0 | 3.0 | 3.0 | 3.0 | 3.0 |" in page
+
+
+def test_a_rehearsal_is_left_out_even_under_a_measurements_name(tmp_path):
+    keep(tmp_path, "contact.jsonl", row(dry_run=True))
+    keep(tmp_path, "contact.dry.jsonl", row(dry_run=True))
+
+    assert report.measured([tmp_path]) == []
+
+
+def test_the_newest_answer_counts_and_a_torn_line_is_no_row(tmp_path):
+    keep(tmp_path / "a", "contact.jsonl", row(date="2031-05-01", detail="newer"))
+    keep(tmp_path / "b", "contact.jsonl", row(date="2030-05-01", detail="older"))
+    with (tmp_path / "a" / "contact.jsonl").open("a") as file:
+        file.write('{"experiment": "D1", "ba')
+
+    page = report.page(report.measured([tmp_path]))
+
+    assert "newer" in page
+    assert "older" not in page
+
+
+def test_the_page_is_written_by_the_command(tmp_path, capsys):
+    from valve_tools.gpu.command import main
+
+    target = tmp_path / "hardware.md"
+    assert main(["report", str(tmp_path), "--to", str(target)]) == 0
+
+    assert target.read_text() == report.page([])
+    assert "0 of" in capsys.readouterr().out

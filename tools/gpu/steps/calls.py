@@ -1,0 +1,156 @@
+"""Where the shim stands in a process, and what single calls cost."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from typing import Any
+
+from valve_tools.gpu.errors import Refused
+from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.outcome import Outcome, Verdict, figures
+from valve_tools.gpu.rig import NOBODY, Rig
+
+SET_TIMESLICE, GET_TIMESLICE = 0xA06C0103, 0xA06C0104
+CALLS = (
+    "launch",
+    "graph_launch",
+    "event_record",
+    "event_query",
+    "stream_query",
+    "ctx_record_event",
+    "stream_write_value",
+    "launch_host_func",
+)
+
+
+def c1(rig: Rig) -> Outcome:
+    with rig.workload("idle", 60_000, helper=True) as work:
+        a = work.helper().ask_json("pointers")
+        with rig.probe(work) as probe:
+            seen = probe.do("list")
+        rig.stop(work)
+    channels = len(seen["channels"])
+    return Outcome(
+        verdict=Verdict.BLIND if not channels else Verdict.OK if a["found"] == a["asked"] else Verdict.PART,
+        detail=f"a preload saw {seen['calls']} driver calls and {channels} channels; of {a['asked']} entry points "
+        f"{a['found']} found by cuGetProcAddress, {a['equal']} of them at the exported address",
+        answers={"channels": channels, **a},
+    )
+
+
+def c5(rig: Rig) -> Outcome:
+    with rig.workload("idle", 60_000, helper=True) as work:
+        cost = work.helper().ask_json(f"calls {400 if rig.effort.dry else 4000}", patience_s=60)
+        rig.stop(work)
+    shown = figures(cost, *(f"{name}_us" for name in CALLS))
+    probe = shown.get("ctx_record_event_us")
+    good = not cost["error"] and probe is not None
+    return Outcome(
+        verdict=Verdict.BAD if not good else Verdict.OK if probe and probe.at(0.5) < 2 else Verdict.SLOW,
+        detail="host time of one call [us], p50: "
+        + ", ".join(f"{name[:-3]} {figure.at(0.5):.2f}" for name, figure in shown.items()),
+        figures=shown,
+        answers={"error": cost["error"]},
+    )
+
+
+def still_moves(rig: Rig, engine: str, path: str) -> tuple[bool, int]:
+    """Whether copies go on while `engine` is off, and how many channels the process has."""
+    with rig.workload("copy", rig.effort.ms(20000)) as work:
+        with rig.probe(work, path=path) as probe:
+            channels = probe.do("list")["channels"]
+            probe.do(f"off {engine} 10000")
+            time.sleep(0.05)
+            moves = work.moves(0.5)
+            probe.do(f"on {engine}")
+        rig.stop(work)
+    return moves, len(channels)
+
+
+def c12(rig: Rig) -> Outcome:
+    path = rig.reach()
+    compute_off, channels = still_moves(rig, "gr", path)
+    all_off, _ = still_moves(rig, "all", path)
+    return Outcome(
+        verdict=Verdict.OK if not all_off else Verdict.PART,
+        detail=f"{channels} channels; copies {'go on' if compute_off else 'stop'} while only compute is off, and "
+        f"{'GO ON' if all_off else 'stop'} while all are",
+        answers={"copies_run_beside_gated_compute": compute_off, "copies_run_with_all_off": all_off},
+    )
+
+
+def timeslice(rig: Rig, uid: int | None) -> tuple[int, int, int]:
+    """(status of get, slice in us, status of setting it to 1 ms) on the workload's descriptor, by this user."""
+    with rig.workload("alu", rig.effort.ms(8000)) as work:
+        with rig.probe(work, path="b", uid=uid) as probe:
+            tsg = next(c["tsg"] for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8)
+            got, raw = probe.control("theirs", str(tsg), GET_TIMESLICE, bytes(8))
+            (us,) = struct.unpack("<Q", raw)
+            put, _ = probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", 1000))
+            if got == 0 and put == 0:
+                probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", us))
+        rig.stop(work)
+    return got, us, put
+
+
+def c14(rig: Rig) -> Outcome:
+    users = {"this user": None, **({"nobody": NOBODY} if os.getuid() == 0 else {})}
+    answers: dict[str, Any] = {}
+    for name, uid in users.items():
+        try:
+            got, us, put = timeslice(rig, uid)
+        except Refused as error:
+            answers[name] = {"refused": str(error)}
+            continue
+        answers[name] = {"get": got, "us": us, "set": put}
+    good = [name for name, answer in answers.items() if answer.get("set") == 0]
+    words = [
+        f"{name}: get {a['get']:#x} ({a['us']} us), set {a['set']:#x}" if "get" in a else f"{name}: {a['refused']}"
+        for name, a in answers.items()
+    ]
+    return Outcome(verdict=Verdict.OK if good else Verdict.REFUSED, detail="; ".join(words), answers=answers)
+
+
+def _batch() -> Batch:
+    def one(name: str, seconds: int, run: Any, question: str, decides: str) -> Experiment:
+        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides)
+
+    return Batch(
+        name="calls",
+        about="where the shim stands in a process, and what single calls cost",
+        experiments=(
+            one(
+                "C1",
+                15,
+                c1,
+                "Does libcuda reach the driver where a preload can see it?",
+                "whether a preload alone is enough to learn channels",
+            ),
+            one(
+                "C5",
+                30,
+                c5,
+                "What do the calls cost that could prove a context idle?",
+                "whether the watcher may probe with cuCtxRecordEvent",
+            ),
+            one(
+                "C12",
+                30,
+                c12,
+                "Which channels carry copies?",
+                "what to gate for a compute pause, and what before memory moves",
+            ),
+            one(
+                "C14",
+                30,
+                c14,
+                "Can the time slice of a group be set without privilege?",
+                "the fallback below channel control",
+            ),
+        ),
+    )
+
+
+BATCH = _batch()
