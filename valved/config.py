@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -70,6 +70,22 @@ class LadderTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kill_after_s: float = 30.0  # frozen for longer: its channels are enabled, then it is killed. 0: never
 
 
+class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[kube]: what valved does on a Kubernetes node (valved/kube/README.md). Nothing while `node` is empty."""
+
+    node: str = ""  # this node's name; the chart passes --node
+    kubeconfig: str = ""  # empty: the service account of the pod
+    device_plugins: str = "/var/lib/kubelet/device-plugins"
+    pod_resources: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    shim_folder: str = "/var/lib/valve/shim"  # the preload libraries are put there, for containers to mount
+    backend: Literal["envvar", "cdi"] = "envvar"  # how offline containers get their GPUs; as the webhook's
+    cdi_folder: str = "/var/run/cdi"
+    nri_socket: str = ""  # /var/run/nri/nri.sock: inject online containers as the runtime creates them; empty: off
+    all_gpu_pods: bool = False  # pods with whole GPUs that say no role are online work, too
+    harvest_unallocated: bool = False  # also GPUs that no pod holds: one may be given away at any moment
+    report_s: float = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file. Top level: paths and how far Valve may go."""
 
@@ -93,6 +109,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quota: QuotaTable = msgspec.field(default_factory=QuotaTable)
     link: LinkTable = msgspec.field(default_factory=LinkTable)
     ladder: LadderTable = msgspec.field(default_factory=LadderTable)
+    kube: KubeTable = msgspec.field(default_factory=KubeTable)
 
     def cooldown_settings(self) -> CooldownSettings:
         table = self.cooldown
@@ -158,6 +175,7 @@ def check(config: Config) -> None:
         "quota.channels_per_client": config.quota.channels_per_client,
         "quota.hello_s": config.quota.hello_s,
         "wake.hint_lease_s": config.wake.hint_lease_s,
+        "kube.report_s": config.kube.report_s,
         "wake.watcher_lease_s": config.wake.watcher_lease_s,
     }
     for name, value in positive.items():

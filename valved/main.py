@@ -22,6 +22,8 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.errors import ValveError
@@ -62,6 +64,7 @@ class Daemon:
     loop: asyncio.AbstractEventLoop
     gate: GatePort
     journal: Journal
+    books: Books
     keeper: GateService
     register: Register
     handover: Handover
@@ -118,6 +121,7 @@ def build(
         loop=loop,
         gate=gate,
         journal=journal,
+        books=books,
         keeper=keeper,
         register=register,
         handover=handover,
@@ -157,6 +161,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
+    room = _kube_room(config, daemon, processes)  # before the link opens: it guards every GPU
     daemon.link.start()
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
     metrics = await _start_metrics(config, daemon)
@@ -165,8 +170,12 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     ticking = asyncio.create_task(_tick(daemon, has_watch=watch.fd >= 0))
+    neighbours = asyncio.create_task(room.run()) if room is not None else None
     await daemon.stop.wait()
     ticking.cancel()
+    if neighbours is not None:
+        neighbours.cancel()
+        await asyncio.wait({neighbours})
     daemon.journal.emit(
         EventKind.STOPPED, reason="drained" if daemon.brake.is_draining else "gates stay for a successor"
     )
@@ -180,6 +189,25 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     loop.remove_reader(gate.stamps_fd())
     if daemon.brake.is_draining:
         gate.close()
+
+
+def _kube_room(config: Config, daemon: Daemon, processes: ProcessPort) -> Any:
+    if not config.kube.node:
+        return None
+    from valved.kube.room import Host, Room  # numpy and the API client: only on such a node
+
+    host = Host(
+        gate=daemon.gate,
+        books=daemon.books,
+        keeper=daemon.keeper,
+        register=daemon.register,
+        brake=daemon.brake,
+        journal=daemon.journal,
+        clock=LoopClock(daemon.loop),
+        processes=processes,
+        version=_version(),
+    )
+    return Room(host, config.kube)
 
 
 def _drain_and_stop(daemon: Daemon, by: str) -> None:
@@ -267,6 +295,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], help="how far it may go")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port of loopback; 0: off")
     parser.add_argument("--trace-file", help="record every event and decision there")
+    parser.add_argument("--node", help="name of the Kubernetes node this is; without one there is no Kubernetes here")
     parser.add_argument("--replace", action="store_true", help="take over from the valved that runs here now")
     parser.add_argument("--foreground", action="store_true", help="accepted for units: valved never forks")
     return parser.parse_args(argv)
@@ -279,6 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         flags["run_dir"] = str(options.run_dir)
     try:
         config = load_config(options.config, flags)
+        if options.node:
+            config = msgspec.structs.replace(config, kube=msgspec.structs.replace(config.kube, node=options.node))
         logs.set_up(config.log_level)
         folder = state.RunFolder(Path(config.run_dir) if config.run_dir else paths.run_dir())
         folder.take(replace=options.replace)

@@ -35,6 +35,7 @@ class EventKind(enum.Enum):
     RESUMED = "resumed"
     POLICY = "policy"
     BREAKER = "breaker"
+    GUARD = "guard"  # a GPU was closed because somebody may use it unseen, or was let go
     DRAINED = "drained"
     ENABLED_LEFTOVER = "enabled-leftover"  # channels that a predecessor left off
 
@@ -56,6 +57,7 @@ AUDITED = frozenset(
         EventKind.RESUMED,
         EventKind.POLICY,
         EventKind.BREAKER,
+        EventKind.GUARD,
         EventKind.DRAINED,
         EventKind.ENABLED_LEFTOVER,
     }

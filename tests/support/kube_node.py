@@ -1,0 +1,176 @@
+"""A node's Kubernetes room over fakes of everything around it: gate, kubelet, runtime and API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from uuid import UUID
+
+from fake_kubelet import FakeKubelet
+from fake_runtime import FakeRuntime
+from fakeapi import FakeApi, until
+from node_world import World
+from valve_scheduler.kube.client import KubeClient
+
+from valved.config import KubeTable
+from valved.kube.room import Host, Room
+from valved.mechanism.cards import CardUse
+from valved.mechanism.clock import LoopClock
+
+GIB = 1 << 30
+
+
+def uuid_of(world, gpu):
+    return f"GPU-{UUID(bytes=world.gate.gpus()[gpu].uuid)}"
+
+
+def pod(name, uid, role="", gpus="", phase="Pending", limit=None, namespace="default", **annotations):
+    """As the API server lists it."""
+    notes = {key.replace("_", "-"): value for key, value in annotations.items()}
+    notes = {f"valve.gpu/{key}": value for key, value in {**notes, "role": role, "gpus": gpus}.items() if value}
+    resources = {"limits": {limit: "1"}} if limit else {}
+    return {
+        "metadata": {"name": name, "namespace": namespace, "uid": uid, "annotations": notes, "resourceVersion": "1"},
+        "spec": {"containers": [{"name": "work", "resources": resources}]},
+        "status": {"phase": phase},
+    }
+
+
+class Cards:
+    """NVML, as a test wants it."""
+
+    def __init__(self, world):
+        self.uses = {
+            info.uuid: CardUse(total_bytes=80 * GIB, used_bytes=0, by_pid={}, is_mig=False)
+            for info in world.gate.gpus()
+        }
+
+    def look(self):
+        return dict(self.uses)
+
+    def close(self):
+        pass
+
+
+class Api(FakeApi):
+    """Lists pods and the node's own object apart, finds single pods, and keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = []
+        self.reports = []
+        self.created = []
+        self.is_away = False
+
+    async def _answer(self, head, body, writer):
+        if self.is_away:
+            return False
+        verb, path = head.start[0], head.start[1].partition("?")[0]
+        answer = None
+        if verb == "PATCH" and path.endswith("/status"):
+            if not self.own:
+                return await self._say(writer, 404, {"reason": "NotFound", "message": "no such node"})
+            answer = json.loads(body)
+            self.reports.append(answer["status"])
+        elif verb == "POST" and path.endswith("/gpuharvestnodes"):
+            answer = json.loads(body)
+            self.created.append(answer)
+            self.own = [answer]
+        elif verb == "GET" and "/namespaces/" in path:
+            name = path.rpartition("/")[2]
+            answer = next((each for each in self.items if each["metadata"]["name"] == name), None)
+            if answer is None:
+                return await self._say(writer, 404, {"reason": "NotFound", "message": "no such pod"})
+        elif verb == "GET" and "gpuharvestnodes" in path and "watch=" not in head.start[1]:
+            answer = {"metadata": {"resourceVersion": "1"}, "items": self.own}
+        if answer is None:
+            return await super()._answer(head, body, writer)
+        return await self._say(writer, 200, answer)
+
+    async def _say(self, writer, status, answer):
+        from valve_scheduler import wire
+
+        writer.write(wire.message(f"HTTP/1.1 {status} X", {}, json.dumps(answer).encode()))
+        await writer.drain()
+        return True
+
+
+class KubeNode:
+    """What a test sees. `room` is running when the context is entered, unless told otherwise."""
+
+    def __init__(self, folder, **table):
+        self.folder = folder
+        self.world = World(folder, gpus=2)
+        self.kubelet = FakeKubelet(folder)
+        self.runtime = FakeRuntime(folder / "nri.sock")
+        self.api = Api()
+        self.cards = Cards(self.world)
+        self.table = KubeTable(
+            node="node-1",
+            device_plugins=str(self.kubelet.plugins),
+            pod_resources=str(self.kubelet.pod_resources),
+            shim_folder=str(folder / "shim"),
+            cdi_folder=str(folder / "cdi"),
+            nri_socket=str(self.runtime.path),
+            **table,
+        )
+        self.room = None
+        self._running = None
+
+    def start_room(self):
+        """On the loop's own clock: sockets are real. The world's virtual clock stands still."""
+        self.room = Room(self.host(), self.table, KubeClient(self.access), list_s=0.5)
+        self.room._cards = self.cards
+        self._running = asyncio.ensure_future(self.room.run())
+
+    def host(self):
+        world = self.world
+        return Host(
+            gate=world.gate,
+            books=world.books,
+            keeper=world.keeper,
+            register=world.register,
+            brake=world.brake,
+            journal=world.journal,
+            clock=LoopClock(asyncio.get_running_loop()),
+            processes=world.processes,
+            version="test",
+        )
+
+    async def stop_room(self):
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+            self._running = None
+
+    def put(self, item):
+        self.room.book.put(item)
+
+    def guarded(self):
+        return [gpu for gpu, account in self.world.keeper.gpus.items() if 0x7FFFFFFF in account.holders]
+
+
+@asynccontextmanager
+async def kube_node(folder, *, start=True, kubelet=True, runtime=True, prepare=lambda node: None, **table):
+    node = KubeNode(folder, **table)
+    prepare(node)
+    async with node.api as access:
+        node.access = access
+        if kubelet:
+            await node.kubelet.start()
+        if runtime:
+            await node.runtime.start()
+        try:
+            if start:
+                node.start_room()
+            yield node
+        finally:
+            await node.stop_room()
+            if kubelet:
+                await node.kubelet.stop()
+            if runtime:
+                await node.runtime.stop()
+
+
+__all__ = ["KubeNode", "kube_node", "pod", "until", "uuid_of"]

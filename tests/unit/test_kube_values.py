@@ -1,0 +1,199 @@
+"""The pure parts of the Kubernetes room: slots, CDI descriptions, series, counters of offline pods, shim files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from valve_scheduler.model import pair_alignment
+
+from valved.kube import cdi, shimfiles
+from valved.kube.offline import OfflineBook, Reading
+from valved.kube.series import NodeSeries
+from valved.kube.slots import health, prefer, slot_ids
+
+SLOTS = slot_ids(4)
+TOOLKIT = {
+    "cdiVersion": "0.5.0",
+    "kind": "nvidia.com/gpu",
+    "containerEdits": {"mounts": [{"hostPath": "/lib/libcuda.so", "containerPath": "/lib/libcuda.so"}]},
+    "devices": [
+        {
+            "name": f"GPU-{name}",
+            "containerEdits": {"deviceNodes": [{"path": f"/dev/nvidia{name}"}, {"path": "/dev/nvidiactl"}]},
+        }
+        for name in "abc"
+    ],
+}
+
+
+@given(st.sets(st.sampled_from(SLOTS)), st.integers(-1, 6))
+def test_slots_in_use_stay_healthy_as_long_as_any_are(in_use: set[str], harvestable: int) -> None:
+    offered = health(SLOTS, in_use, harvestable)
+    healthy = {slot for slot, is_healthy in offered.items() if is_healthy}
+
+    assert len(healthy) == min(max(0, harvestable), len(SLOTS))
+    assert healthy <= in_use or in_use <= healthy
+
+
+def test_the_slots_released_longest_ago_are_preferred() -> None:
+    assert prefer(SLOTS, [SLOTS[3]], 3, {SLOTS[0]: 2, SLOTS[1]: 1}) == (SLOTS[3], SLOTS[2], SLOTS[1])
+
+
+def test_gpus_are_dealt_to_the_slots_of_a_container_in_order() -> None:
+    specs = cdi.slot_specs(["s0", "s1"], ["GPU-b", "GPU-a"], TOOLKIT)
+    edits = {slot: spec["devices"][0]["containerEdits"] for slot, spec in specs.items()}
+
+    assert [node["path"] for node in edits["s0"]["deviceNodes"]] == ["/dev/nvidiab", "/dev/nvidiactl"]
+    assert [node["path"] for node in edits["s1"]["deviceNodes"]] == ["/dev/nvidiaa", "/dev/nvidiactl"]
+    assert "mounts" in edits["s0"]
+    assert "mounts" not in edits["s1"]
+
+
+def test_one_slot_may_stand_for_several_gpus_and_the_other_way_round() -> None:
+    both = cdi.slot_specs(["s0"], ["GPU-a", "GPU-b"], TOOLKIT)["s0"]["devices"][0]["containerEdits"]
+    spare = cdi.slot_specs(["s0", "s1"], ["GPU-a"], TOOLKIT)["s1"]["devices"][0]["containerEdits"]
+
+    assert [node["path"] for node in both["deviceNodes"]] == ["/dev/nvidiaa", "/dev/nvidiactl", "/dev/nvidiab"]
+    assert spare == {"env": ["VALVE_SLOT=s1"]}  # CDI refuses a device without any edit
+
+
+def test_a_gpu_that_the_toolkit_does_not_describe_is_refused_by_name() -> None:
+    with pytest.raises(cdi.NoDescription, match="no device GPU-z"):
+        cdi.slot_specs(["s0"], ["GPU-z"], TOOLKIT)
+
+
+def test_descriptions_are_written_whole_found_and_removed(tmp_path: Path) -> None:
+    cdi.write(tmp_path, "s0", {"kind": cdi.KIND})
+    (tmp_path / "nvidia.yaml").write_text("kind: nvidia.com/gpu\ndevices: []\n")
+    (tmp_path / "broken.yaml").write_text("{")
+
+    assert cdi.present(tmp_path) == {"s0"}
+    assert json.loads((tmp_path / "valve.gpu-s0.json").read_text()) == {"kind": "valve.gpu/gpu"}
+    assert cdi.read_toolkit([tmp_path]) == {"kind": "nvidia.com/gpu", "devices": []}
+
+    cdi.remove(tmp_path, "s0")
+
+    assert cdi.present(tmp_path) == frozenset()
+
+
+def test_alignment_is_that_of_the_scheduler_s_model() -> None:
+    busy = np.random.default_rng(3).random((500, 3)) < [0.3, 0.5, 0.1]
+    series = NodeSeries(3)
+    for step, row in enumerate(busy):
+        series.beat(1000 + step / 10, [bool(value) for value in row])
+
+    expected = pair_alignment(busy)[np.triu_indices(3, 1)].round(4)
+
+    assert series.alignment() == [float(value) for value in expected]
+
+
+def test_windows_of_idle_time_end_where_they_should() -> None:
+    series = NodeSeries(1)
+    for second in range(7200):
+        series.book(second, 1.0, [1.0 if second >= 7200 - 600 else 0.25])
+
+    windows = series.windows(0)
+
+    assert windows["1m"] == windows["10m"] == 1.0
+    assert windows["1h"] == pytest.approx((600 + 3000 * 0.25) / 3600, abs=1e-4)
+
+
+def test_a_silence_of_an_hour_leaves_nothing_of_before() -> None:
+    series = NodeSeries(2)
+    series.book(5, 1.0, [1.0, 1.0])
+    series.beat(5, [True, False])
+    series.memory(5, 0, 40, 80)
+
+    series.book(5 + 4000, 1.0, [0.0, 0.5])
+
+    assert (series.idle(0, 3600), series.idle(1, 3600)) == (0.0, 0.5)
+    assert series.alignment() == [1.0]
+    assert sum(series.histogram(0)) == 0
+
+
+def test_free_memory_falls_into_32_bins_of_the_card() -> None:
+    series = NodeSeries(1)
+    for free in (0, 79, 80, 200):
+        series.memory(0, 0, free, 80)
+
+    histogram = series.histogram(0)
+
+    assert (len(histogram), histogram[0], histogram[31]) == (32, 0.25, 0.75)
+
+
+def reading(harvest_s: float, service: int = 7, tokens: int | None = None, gpus: int = 1, work: bool = True) -> Reading:
+    return Reading(pod_uid="u", service=service, harvest_s=harvest_s, gpus=gpus, tokens=tokens, has_work=work)
+
+
+def test_an_offline_pod_s_counters_outlive_its_processes() -> None:
+    book = OfflineBook()
+    for now_s, one in [(0, reading(0)), (10, reading(4, tokens=100)), (20, reading(1, service=8, tokens=30))]:
+        book.read([one], now_s)
+
+    facts = book.facts({"u"})[0]
+
+    assert (facts.harvest_s, facts.useful_tokens, facts.demand_s) == (5, 130, 20)
+
+
+def test_a_successor_goes_on_from_the_last_report() -> None:
+    book = OfflineBook()
+    book.seed({"offline": [{"podUID": "u", "harvestSeconds": 50, "demandSeconds": 90, "usefulTokens": 7}]})
+    book.adopt(7, harvest_s=50, tokens=7)
+    book.read([reading(50, tokens=7)], 0)
+    book.read([reading(53, tokens=9, gpus=3)], 5)
+    book.seed({"offline": [{"podUID": "u", "harvestSeconds": 999}]})  # its own words come back
+
+    facts = book.facts({"u"})[0]
+
+    assert (facts.harvest_s, facts.runnable_s, facts.useful_tokens, facts.demand_s) == (53, 1, 9, 95)
+
+
+def test_time_without_work_is_no_demand_and_pods_that_are_gone_are_forgotten() -> None:
+    book = OfflineBook()
+    book.read([reading(0, work=False)], 0)
+    book.read([reading(0, work=False)], 60)
+
+    assert book.facts({"u"})[0].demand_s == 0
+    assert book.facts(set()) == ()
+    assert book.facts({"u"}) == ()
+
+
+@pytest.fixture
+def libraries(tmp_path: Path) -> Path:
+    source = tmp_path / "lib"
+    source.mkdir()
+    for name in shimfiles.LIBRARIES:
+        (source / name).write_text(name)
+    return source
+
+
+def test_the_shim_is_installed_beside_older_ones_never_over_them(tmp_path: Path, libraries: Path) -> None:
+    folder = tmp_path / "shim"
+    old = shimfiles.install(libraries, folder, "1.0")
+    (libraries / "libvalve.so").write_text("rebuilt")
+
+    new = shimfiles.install(libraries, folder, "1.0")
+
+    assert old != new
+    assert (old / "libvalve.so").read_text() == "libvalve.so"
+    assert (folder / "current/libvalve.so").read_text() == "rebuilt"
+    assert shimfiles.install(libraries, folder, "1.0") == new
+
+
+def test_a_version_that_a_process_maps_stays(tmp_path: Path, libraries: Path) -> None:
+    folder, proc = tmp_path / "shim", tmp_path / "proc"
+    homes = []
+    for version in ("1", "2", "3"):
+        homes.append(shimfiles.install(libraries, folder, version))
+    (proc / "77").mkdir(parents=True)
+    (proc / "77/maps").write_text(f"7f00-7f01 r-xp 0 00:00 1 /var/lib/valve/shim/{homes[0].name}/libvalve.so\n")
+
+    removed = shimfiles.remove_unused(folder, proc)
+
+    assert removed == [homes[1].name]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([homes[0].name, homes[2].name, "current"])

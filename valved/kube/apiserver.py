@@ -1,0 +1,113 @@
+"""What this node asks of the API server, and what it writes there: its own report, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+from valve_scheduler import names
+from valve_scheduler.kube.access import Access, from_kubeconfig, in_cluster
+from valve_scheduler.kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable
+from valve_scheduler.kube.reflector import Reflector, Sink
+
+from valved.kube import status
+from valved.kube.pods import PodBook
+
+log = logging.getLogger("valved.kube")
+
+Json = dict[str, Any]
+NODES_PATH = f"{names.API_PATH}/gpuharvestnodes"
+MANAGER = "valved"
+
+
+def access(kubeconfig: str, environment: dict[str, str]) -> Access:
+    return from_kubeconfig(kubeconfig) if kubeconfig else in_cluster(environment)
+
+
+class ApiServer:
+    def __init__(self, client: KubeClient, node: str, book: PodBook) -> None:
+        self.written = 0
+        self.failed = 0
+        self.found: Callable[[Json], None] = lambda harvest_node: None  # the node's own object, at every change
+        self._client = client
+        self._node = node
+        self._book = book
+        self._path = f"{NODES_PATH}/{node}"
+        self.pods = Reflector(
+            client,
+            "/api/v1/pods",
+            Sink(replace=book.replace, put=book.put, drop=book.drop),
+            query={"fieldSelector": f"spec.nodeName={node}"},
+        )
+        self.own = Reflector(
+            client,
+            NODES_PATH,
+            Sink(replace=self._all_found, put=self._found, drop=lambda item: None),
+            query={"fieldSelector": f"metadata.name={node}"},
+        )
+
+    async def run(self) -> None:
+        """Follow pods and the own object until cancelled."""
+        await asyncio.gather(self.pods.run(), self.own.run())
+
+    async def fetch_pod(self, namespace: str, name: str) -> None:
+        """Have one pod in the book now; OSError when the API server cannot say."""
+        try:
+            self._book.put(await self._client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}"))
+        except ApiError as error:
+            if error.status != 404:
+                raise OSError(str(error)) from error
+        except Unreachable as error:
+            raise OSError(str(error)) from error
+
+    async def write(self, report: Json, mode: str) -> bool:
+        """Apply the report; the object is made at the first. False: not written, to be tried again in time."""
+        try:
+            try:
+                await self._apply(report)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                await self._create(mode)
+                await self._apply(report)
+        except (ApiError, Unreachable) as error:
+            self.failed += 1
+            log.warning("report not written", extra={"facts": {"error": str(error)}})
+            return False
+        self.written += 1
+        return True
+
+    async def _apply(self, report: Json) -> None:
+        query = {"fieldManager": MANAGER, "force": "true"}
+        body = status.apply_body(self._node, report)
+        await self._client.request("PATCH", f"{self._path}/status", query=query, body=body, content_type=APPLY_PATCH)
+
+    async def _create(self, mode: str) -> None:
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": "GPUHarvestNode",
+            "metadata": {"name": self._node},
+            "spec": {"mode": mode},
+        }
+        try:
+            await self._client.request("POST", NODES_PATH, query={"fieldManager": MANAGER}, body=body)
+        except ApiError as error:
+            if error.status != 409:  # somebody was faster
+                raise
+
+    def _found(self, item: Json) -> None:
+        self.found(item)
+
+    def _all_found(self, items: list[Json]) -> None:
+        for item in items:
+            self.found(item)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def now_text() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

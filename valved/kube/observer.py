@@ -1,0 +1,122 @@
+"""Who uses which GPU, put together from the kubelet, the card, the books and the pods. No effects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from uuid import UUID
+
+from valve_scheduler import names
+
+from valved.kube.cgroup import pod_of
+from valved.kube.offline import Reading
+from valved.kube.podresources import Holding
+from valved.kube.pods import PodBook
+from valved.mechanism.cards import CardUse
+from valved.mechanism.ports import GpuInfo, ProcessPort
+from valved.model.ids import GpuIndex, Role
+from valved.policy.guard import Card, Holder, Stranger
+from valved.service.books import Books
+from valved.service.register import Register
+
+# NVIDIA's device plugin, and its DRA driver.
+WHOLE_GPUS = (names.ONLINE_RESOURCE, "gpu.nvidia.com")
+
+
+@dataclass(slots=True, kw_only=True)
+class Observer:
+    gpus: tuple[GpuInfo, ...]
+    books: Books
+    book: PodBook
+    register: Register
+    processes: ProcessPort
+
+    def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
+        heard = self._heard_pods()
+        found = []
+        for holding in holdings:
+            if holding.resource not in WHOLE_GPUS and not holding.resource.startswith("nvidia.com/mig-"):
+                continue
+            pod = self.book.named(holding.namespace, holding.pod)
+            found.append(
+                Holder(
+                    name=f"{holding.namespace}/{holding.pod}/{holding.container}",
+                    gpus=self._gpus_of(holding),
+                    is_heard=pod is not None and pod.uid in heard,
+                )
+            )
+        return found
+
+    def strangers(self, cards: Mapping[bytes, CardUse]) -> list[Stranger]:
+        """Processes that compute on a card and never registered; those on their way out do not count."""
+        known = {client.process.pid for client in self.books.clients.values()} | {os.getpid()}
+        return [
+            Stranger(name=self._words(pid), gpu=gpu.index)
+            for gpu in self.gpus
+            for pid in (cards[gpu.uuid].by_pid if gpu.uuid in cards else ())
+            if pid not in known and self.processes.start_time(pid) is not None
+        ]
+
+    def cards(self, cards: Mapping[bytes, CardUse]) -> list[Card]:
+        return [Card(gpu=gpu.index, obstacle=_obstacle(cards.get(gpu.uuid))) for gpu in self.gpus]
+
+    def slots_in_use(self, holdings: tuple[Holding, ...]) -> frozenset[str]:
+        return frozenset(slot for holding in holdings if holding.resource == names.RESOURCE for slot in holding.ids)
+
+    def readings(self, now_ns: int) -> Iterator[Reading]:
+        """Accounts of the services that belong to offline pods."""
+        for claim in self.books.claims.values():
+            group = pod_of(claim.cgroup)
+            if claim.role is not Role.OFFLINE or group is None:
+                continue
+            service = self.books.services[claim.service]
+            tokens = self.register.tokens(claim.service)
+            has_hook = any(client.role is Role.HOOK for client in self.books.clients_of(claim.service))
+            yield Reading(
+                pod_uid=group.uid,
+                service=claim.service,
+                harvest_s=self.register.channels.harvest.harvest_ns(claim.service, now_ns) / 1e9,
+                gpus=len(service.compute_on),
+                tokens=tokens if has_hook or tokens else None,
+                has_work=bool(service.compute_on),
+            )
+
+    def free_bytes(self, use: CardUse) -> int:
+        """What offline work could have: all but what others use."""
+        offline = {client.process.pid for client in self.books.with_role(Role.OFFLINE)}
+        theirs = use.used_bytes - sum(held for pid, held in use.by_pid.items() if pid in offline)
+        return use.total_bytes - max(0, theirs)
+
+    def _heard_pods(self) -> set[str]:
+        groups = (
+            pod_of(claim.cgroup)
+            for claim in self.books.claims.values()
+            if claim.role is Role.ONLINE
+            and any(client.role is Role.ONLINE for client in self.books.clients_of(claim.service))
+        )
+        return {group.uid for group in groups if group is not None}
+
+    def _gpus_of(self, holding: Holding) -> frozenset[GpuIndex]:
+        """Shared GPUs are listed as UUID::n. A device we cannot place may be any of them."""
+        by_name = {uuid_text(gpu): gpu.index for gpu in self.gpus}
+        found = [by_name.get(device.partition("::")[0]) for device in holding.ids]
+        if None in found or not found:
+            return frozenset(by_name.values())
+        return frozenset(index for index in found if index is not None)
+
+    def _words(self, pid: int) -> str:
+        group = pod_of(self.processes.cgroup(pid) or "")
+        pod = self.book.pods.get(group.uid) if group is not None else None
+        return f"process {pid} ({self.processes.comm(pid)})" + (f" of {pod.key}" if pod is not None else "")
+
+
+def uuid_text(gpu: GpuInfo) -> str:
+    """As the driver, the device plugin and placements write it."""
+    return f"GPU-{UUID(bytes=gpu.uuid)}"
+
+
+def _obstacle(use: CardUse | None) -> str:
+    if use is None:
+        return "NVML does not answer for it"
+    return "MIG is on: its parts cannot be told apart" if use.is_mig else ""

@@ -1,0 +1,91 @@
+"""What each offline pod got since its start: counters that only rise, across its processes and across our restarts.
+
+A service ends with its processes and a container that restarts brings a new one; the pod is the same. A successor
+begins with what its predecessor last reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from valved.kube.status import OfflineFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One service's accounts now; they start at zero with the service."""
+
+    pod_uid: str
+    service: int
+    harvest_s: float
+    gpus: int
+    tokens: int | None
+    has_work: bool  # it has compute channels: there is something to run
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    harvest_s: float = 0.0
+    runnable_s: float = 0.0
+    demand_s: float = 0.0
+    tokens: int | None = None
+
+
+@dataclass(slots=True)
+class OfflineBook:
+    _totals: dict[str, Totals] = field(default_factory=dict)
+    _last: dict[int, tuple[float, int]] = field(default_factory=dict)  # service -> harvest, tokens
+    _seen_s: float | None = None
+
+    def seed(self, report: Mapping[str, Any]) -> None:
+        """Take over what stands in the node's own report. Only for pods not met yet."""
+        for entry in report.get("offline") or []:
+            self._totals.setdefault(
+                entry["podUID"],
+                Totals(
+                    harvest_s=float(entry.get("harvestSeconds", 0.0)),
+                    runnable_s=float(entry.get("runnableSeconds", 0.0)),
+                    demand_s=float(entry.get("demandSeconds", 0.0)),
+                    tokens=entry.get("usefulTokens"),
+                ),
+            )
+
+    def adopt(self, service: int, harvest_s: float, tokens: int) -> None:
+        """A service of a predecessor: what it had so far is in that one's report already."""
+        self._last.setdefault(service, (harvest_s, tokens))
+
+    def read(self, readings: Iterable[Reading], now_s: float) -> None:
+        passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+        last: dict[int, tuple[float, int]] = {}
+        working: set[str] = set()
+        for one in readings:
+            totals = self._totals.setdefault(one.pod_uid, Totals())
+            harvest_s, tokens = self._last.get(one.service, (0.0, 0))
+            gained_s = max(0.0, one.harvest_s - harvest_s)
+            totals.harvest_s += gained_s
+            totals.runnable_s += gained_s / max(1, one.gpus)
+            if one.tokens is not None:
+                totals.tokens = (totals.tokens or 0) + max(0, one.tokens - tokens)
+            if one.has_work:
+                working.add(one.pod_uid)
+            last[one.service] = (one.harvest_s, one.tokens or 0)
+        self._last = last
+        for uid in working:
+            self._totals[uid].demand_s += passed_s
+
+    def facts(self, live: Collection[str]) -> tuple[OfflineFacts, ...]:
+        """Of pods that still live; the others are forgotten."""
+        self._totals = {uid: totals for uid, totals in self._totals.items() if uid in live}
+        return tuple(
+            OfflineFacts(
+                pod_uid=uid,
+                useful_tokens=totals.tokens,
+                harvest_s=totals.harvest_s,
+                runnable_s=totals.runnable_s,
+                demand_s=totals.demand_s,
+            )
+            for uid, totals in sorted(self._totals.items())
+        )

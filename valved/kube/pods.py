@@ -1,0 +1,141 @@
+"""The pods of this node: what the API server says of them, and NRI where it was first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from valve_scheduler import names
+from valve_scheduler.objects import annotation
+
+from valved.kube.cgroup import pod_of
+from valved.model.ids import Role
+from valved.service.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
+
+Json = Mapping[str, Any]
+ROLES = {names.ONLINE: Role.ONLINE, names.OFFLINE: Role.OFFLINE}
+# On the API server's copy of a static pod: the UID that the kubelet and the control groups use.
+STATIC_UID = "kubernetes.io/config.hash"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    uid: str
+    namespace: str
+    name: str
+    role: Role
+    wish: str = ""  # annotation inject
+    gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
+    gpu_containers: frozenset[str] | None = None  # who asks for whole GPUs; None: nobody told us
+    host_pid: bool = False
+    is_running: bool = False
+    finished: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class PodBook:
+    """By UID, as control groups name them. Also the claim source of the register."""
+
+    def __init__(self, *, all_gpu_pods: bool = False) -> None:
+        """`all_gpu_pods`: a pod that asks for whole GPUs and says no role is online work, too."""
+        self.pods: dict[str, Pod] = {}
+        self._all_gpu_pods = all_gpu_pods
+        self.changed: Callable[[], None] = lambda: None
+
+    # From the API server's watch
+
+    def replace(self, items: list[Any]) -> None:
+        self.pods = {pod.uid: pod for pod in map(self._read, items)}
+        self.changed()
+
+    def put(self, item: Any) -> None:
+        pod = self._read(item)
+        self.pods[pod.uid] = pod
+        self.changed()
+
+    def drop(self, item: Any) -> None:
+        if self.pods.pop(self._read(item).uid, None) is not None:
+            self.changed()
+
+    # From the runtime
+
+    def heard(self, uid: str, namespace: str, name: str, metadata: Json) -> Pod:
+        """A pod of which the runtime speaks: one more source while the API server is slow or away."""
+        known = self.pods.get(uid)
+        if known is None:
+            known = Pod(
+                uid=uid,
+                namespace=namespace,
+                name=name,
+                role=_role({"metadata": metadata}),
+                wish=_wish(metadata),
+                gpus=_gpus(metadata),
+            )
+            self.pods[uid] = known
+            self.changed()
+        return known
+
+    def _read(self, item: Json) -> Pod:
+        pod = read_pod(item)
+        if self._all_gpu_pods and pod.role is Role.NONE and pod.gpu_containers:
+            return replace(pod, role=Role.ONLINE)
+        return pod
+
+    # Questions
+
+    def named(self, namespace: str, name: str) -> Pod | None:
+        return next((pod for pod in self.pods.values() if (pod.namespace, pod.name) == (namespace, name)), None)
+
+    def offline(self) -> Iterable[Pod]:
+        return (pod for pod in self.pods.values() if pod.role is Role.OFFLINE and not pod.finished)
+
+    def claim_of(self, peer: Peer) -> PodClaim | Silence:
+        group = pod_of(peer.cgroup)
+        if group is None:
+            return NO_CLAIM
+        pod = self.pods.get(group.uid)
+        if pod is None:
+            return NOT_YET
+        return NO_CLAIM if pod.role is Role.NONE else PodClaim(role=pod.role, name=pod.key, cgroup=group.path)
+
+
+def read_pod(item: Json) -> Pod:
+    """From the API server's JSON. Nothing in it can make this fail: a pod nobody understands has no role."""
+    metadata, spec = item["metadata"], item.get("spec") or {}
+    containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+    phase = (item.get("status") or {}).get("phase")
+    asking = frozenset(container["name"] for container in containers if _asks(container))
+    return Pod(
+        uid=(metadata.get("annotations") or {}).get(STATIC_UID) or metadata["uid"],
+        namespace=metadata.get("namespace", ""),
+        name=metadata.get("name", ""),
+        role=_role(item),
+        wish=_wish(metadata),
+        gpus=_gpus(metadata),
+        gpu_containers=asking,
+        host_pid=bool(spec.get("hostPID")),
+        is_running=phase == "Running",
+        finished=phase in ("Succeeded", "Failed"),
+    )
+
+
+def _role(item: Json) -> Role:
+    return ROLES.get(annotation(item, names.ROLE), Role.NONE)
+
+
+def _asks(container: Json) -> bool:
+    limits = (container.get("resources") or {}).get("limits") or {}
+    return str(limits.get(names.ONLINE_RESOURCE, "0")) != "0"
+
+
+def _wish(metadata: Json) -> str:
+    return annotation({"metadata": metadata}, names.INJECT)
+
+
+def _gpus(metadata: Json) -> tuple[str, ...]:
+    text = (metadata.get("annotations") or {}).get(names.GPUS, "")
+    return tuple(uuid for uuid in text.split(",") if uuid)

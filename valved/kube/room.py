@@ -1,0 +1,328 @@
+"""Everything valved does on a Kubernetes node, put together and kept going.
+
+Order of a start, so that a crash or an upgrade under running pods loses nothing: every GPU is guarded; the link opens
+and shims come back; pods are listed; the kubelet says who holds what; GPUs whose users are all heard are let go; only
+then are slots offered. Any of these may be missing for a while: what was last known stands, and in doubt a GPU stays
+guarded. Nothing here is asked when an online pod starts, except NRI, and that may stay away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from zlib import crc32
+
+from valve_scheduler.injection import InjectionSettings
+from valve_scheduler.kube.client import KubeClient
+
+from valved import paths
+from valved.config import KubeTable
+from valved.kube import cdi, shimfiles, status
+from valved.kube.apiserver import ApiServer, Json, access, now_text
+from valved.kube.deviceplugin import Plugin, Servicer, Slots
+from valved.kube.nri import Connection, Injector
+from valved.kube.observer import Observer, uuid_text
+from valved.kube.offline import OfflineBook
+from valved.kube.podresources import Holding, Holdings, KubeletHoldings
+from valved.kube.pods import PodBook
+from valved.kube.series import NodeSeries
+from valved.kube.starter import Starter
+from valved.mechanism.cards import CardReader, CardUse
+from valved.mechanism.clock import Clock
+from valved.mechanism.ports import GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import Mode
+from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, judge
+from valved.policy.report_rate import RateSettings, RateState, decide_report
+from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books
+from valved.service.brake import Brake
+from valved.service.gate import GateService
+from valved.service.journal import Journal
+from valved.service.register import Register
+
+log = logging.getLogger("valved.kube")
+
+BEAT_S = 0.1  # who is busy: fine enough for the overlap of GPUs, 0.02 % of a core
+BOOK_S = 1.0
+RECONCILE_S = 5.0  # and at every change of pods and registrations
+LIST_S = 10.0  # how long the start waits for the first list of pods
+CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
+STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE})
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The parts of the daemon that this room works with."""
+
+    gate: GatePort
+    books: Books
+    keeper: GateService
+    register: Register
+    brake: Brake
+    journal: Journal
+    clock: Clock
+    processes: ProcessPort
+    version: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Memory:
+    """What was last known; an answer that does not come changes nothing."""
+
+    holdings: tuple[Holding, ...] = ()
+    cards: Mapping[bytes, CardUse] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+    has_holdings: bool = False  # the kubelet has answered once
+    is_clean: bool = False  # the last reconciliation went through
+    conditions: dict[str, tuple[bool, str]] = field(default_factory=dict)  # kind -> state, since
+    epoch: int = 0
+    rate: RateState = field(default_factory=RateState)
+    mode: str = ""  # the cluster's, as last applied
+
+
+class Room:
+    def __init__(
+        self, host: Host, table: KubeTable, client: KubeClient | None = None, *, list_s: float = LIST_S
+    ) -> None:
+        self._host = host
+        self._table = table
+        self._gpus = tuple(host.gate.gpus())
+        self._memory = Memory()
+        self._wake = asyncio.Event()
+        self._list_s = list_s
+        self.book = PodBook(all_gpu_pods=table.all_gpu_pods)
+        self.book.changed = self._wake.set
+        self.series = NodeSeries(len(self._gpus))
+        self.offline = OfflineBook()
+        self._observer = Observer(
+            gpus=self._gpus,
+            books=host.books,
+            book=self.book,
+            register=host.register,
+            processes=host.processes,
+        )
+        self.api = ApiServer(client or KubeClient(access(table.kubeconfig, dict(os.environ))), table.node, self.book)
+        self.api.found = self._own_object
+        self._cards = CardReader()
+        self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
+        settings = InjectionSettings(
+            shim_folder=table.shim_folder, preload=f"{table.shim_folder}/{shimfiles.CURRENT}/{shimfiles.LIBRARIES[0]}"
+        )
+        self.slots = Slots(len(self._gpus))
+        starter = Starter(
+            holdings=self._holdings,
+            book=self.book,
+            fetch=self.api.fetch_pod,
+            uuids=frozenset(map(uuid_text, self._gpus)),
+            cdi_folder=Path(table.cdi_folder) if table.backend == "cdi" else None,
+        )
+        self.plugin = Plugin(Path(table.device_plugins), Servicer(self.slots, starter, settings))
+        self.injector = Injector(self.book, settings)
+        self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
+        self._rate = RateSettings(period_ns=round(table.report_s * SECOND_NS))
+        self._phase = crc32(table.node.encode()) / 2**32
+        self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
+        # From here on, before any shim is heard: nobody has said yet who uses what.
+        host.register.pods = self.book
+        host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
+        for reading in self._observer.readings(host.clock.now_ns()):
+            self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
+
+    async def run(self) -> None:
+        """Until cancelled. Each part is begun again when it fails; none takes another with it."""
+        self._install_shim()
+        parts: list[Callable[[], Awaitable[None]]] = [self.api.run, self._beat, self._account, self._reconcile_always]
+        if self.nri is not None:
+            parts.append(self.nri.run)
+        tasks = [asyncio.ensure_future(_keep_going(part)) for part in parts]
+        try:
+            await self._first_reconciliation()
+            tasks.append(asyncio.ensure_future(_keep_going(self.plugin.run)))
+            await asyncio.wait(tasks)  # not gather: each is cancelled once, or the plugin could not end its streams
+        finally:
+            await _end(tasks)
+            self._host.journal.unwatch(self._watcher)
+            self._cards.close()
+            self.api.close()
+
+    def _install_shim(self) -> None:
+        """A full or read-only disk must not stop the rest: without the files nothing is injected, and that is safe."""
+        folder = Path(self._table.shim_folder)
+        try:
+            home = shimfiles.install(paths.preload_library().parent, folder, self._host.version)
+            old = shimfiles.remove_unused(folder)
+            log.info("shim installed", extra={"facts": {"folder": str(home), "removed": ",".join(old)}})
+        except OSError as error:
+            log.error("shim not installed", extra={"facts": {"folder": str(folder), "error": str(error)}})
+
+    async def _first_reconciliation(self) -> None:
+        """The pods first: identity comes from them. An API server that is away must not keep the node waiting."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.api.pods.wait_synced(), self._list_s)
+        while not self._memory.has_holdings:
+            await self.reconcile()
+            if not self._memory.has_holdings:
+                await asyncio.sleep(BOOK_S)
+
+    # Looking
+
+    async def _beat(self) -> None:
+        while True:
+            busy = [bool(self._host.keeper.gpus[gpu.index].holders - STANDING) for gpu in self._gpus]
+            self.series.beat(self._now_s(), busy)
+            await asyncio.sleep(BEAT_S)
+
+    async def _account(self) -> None:
+        """Once a second: time that was open, memory that was free, and whether a report is due."""
+        accounts = [self._host.keeper.gpus[gpu.index] for gpu in self._gpus]
+        seen_ns, opened_ns = self._host.clock.now_ns(), [account.open_ns for account in accounts]
+        while True:
+            await asyncio.sleep(BOOK_S)
+            now_ns = self._host.clock.now_ns()
+            for account in accounts:
+                account.advance(now_ns)
+            opened = [account.open_ns for account in accounts]
+            gained_s = [(after - before) / 1e9 for before, after in zip(opened_ns, opened, strict=True)]
+            self.series.book(now_ns / 1e9, (now_ns - seen_ns) / 1e9, gained_s)
+            seen_ns, opened_ns = now_ns, opened
+            self.offline.read(self._observer.readings(now_ns), now_ns / 1e9)
+            self._memory.cards = await asyncio.to_thread(self._cards.look)
+            for place, gpu in enumerate(self._gpus):
+                use = self._memory.cards.get(gpu.uuid)
+                if use is not None and not self._host.keeper.gpus[gpu.index].holders - STANDING:
+                    self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
+            await self._report(now_ns)
+
+    # Reconciling
+
+    async def _reconcile_always(self) -> None:
+        while True:
+            timer = asyncio.get_running_loop().call_later(RECONCILE_S, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            self._wake.clear()
+            list(self._watcher.take())
+            await self.reconcile()
+            await asyncio.sleep(BEAT_S)  # a pod's start brings a dozen changes at once
+
+    async def reconcile(self) -> None:
+        """Level-triggered: from what is, to what must be guarded, offered and cleaned away."""
+        memory = self._memory
+        try:
+            memory.holdings = await self._holdings.list()
+            memory.has_holdings = memory.is_clean = True
+        except OSError as error:
+            memory.is_clean = False
+            log.info("kubelet does not answer", extra={"facts": {"error": str(error)}})
+            if not memory.has_holdings:
+                return
+        if not memory.cards:
+            memory.cards = await asyncio.to_thread(self._cards.look)
+        self._guard(
+            self._observer.cards(memory.cards),
+            self._observer.holders(memory.holdings),
+            self._observer.strangers(memory.cards),
+        )
+        in_use = self._observer.slots_in_use(memory.holdings)
+        self.slots.update(in_use, self._facts().harvestable)
+        if self._table.backend == "cdi":
+            folder = Path(self._table.cdi_folder)
+            for slot in cdi.present(folder) - in_use:
+                cdi.remove(folder, slot)
+
+    def _guard(self, cards: list[Card], holders: list[Holder], strangers: list[Stranger]) -> None:
+        settings = GuardSettings(harvest_unallocated=self._table.harvest_unallocated)
+        before = {verdict.gpu: verdict for verdict in self._memory.verdicts}
+        self._memory.verdicts = judge(cards, holders, strangers, settings)
+        self._host.keeper.set_guarded(frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
+        for verdict in self._memory.verdicts:
+            old = before.get(verdict.gpu)
+            if old is None or (old.is_guarded, old.reason) != (verdict.is_guarded, verdict.reason):
+                word = "guarded" if verdict.is_guarded else "open"
+                reason = f"{word}: {verdict.reason}" if verdict.reason else word
+                self._host.journal.emit(EventKind.GUARD, gpus=(verdict.gpu,), reason=reason)
+
+    # Reporting
+
+    def _facts(self) -> status.NodeFacts:
+        brake, memory = self._host.brake, self._memory
+        infos = {gpu.index: gpu for gpu in self._gpus}
+        live = {pod.uid for pod in self.book.offline()}
+        return status.NodeFacts(
+            mode=brake.mode,
+            is_paused=brake.is_paused,
+            is_draining=brake.is_draining,
+            gpus=tuple(
+                status.GpuFacts(
+                    uuid=uuid_text(infos[verdict.gpu]),
+                    name=infos[verdict.gpu].name,
+                    total_bytes=infos[verdict.gpu].total_bytes,
+                    verdict=verdict,
+                )
+                for verdict in memory.verdicts
+            ),
+            offline=self.offline.facts(live),
+            bare=tuple(f"{one.name}: {one.reason}" for one in self.injector.bare()),
+            is_serving=self.plugin.is_registered and memory.is_clean,
+        )
+
+    async def _report(self, now_ns: int) -> None:
+        memory = self._memory
+        if not memory.verdicts:
+            return
+        facts = self._facts()
+        standing = status.standing(facts, self.series, memory.rate.written, self._rate)
+        rate, decision = decide_report(memory.rate, standing, self._phase, now_ns, self._rate)
+        if not decision.write:
+            memory.rate = rate
+            return
+        memory.epoch += 1
+        now = now_text()
+        for condition in status.conditions_of(facts):
+            known = memory.conditions.get(condition.kind)
+            if known is None or known[0] != condition.is_true:
+                memory.conditions[condition.kind] = (condition.is_true, now)
+        since = {kind: text for kind, (_, text) in memory.conditions.items()}
+        report = status.build(facts, self.series, memory.epoch, now, since)
+        memory.rate = rate  # a write that failed has cost its token, too: that is what spares a sick API server
+        if not await self.api.write(report, self._host.brake.mode.value):
+            memory.rate = replace(rate, next_ns=0)
+
+    def _own_object(self, harvest_node: Json) -> None:
+        """The cluster's word on this node: its mode. And what a predecessor had counted."""
+        found = harvest_node.get("status") or {}
+        self.offline.seed(found)
+        self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
+        mode = (harvest_node.get("spec") or {}).get("mode", "")
+        if mode and mode != self._memory.mode and mode in {each.value for each in Mode}:
+            self._memory.mode = mode
+            self._host.brake.set_mode(Mode(mode), "GPUHarvestNode")
+            self._wake.set()
+
+    def _now_s(self) -> float:
+        return self._host.clock.now_ns() / 1e9
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel until all are done: before Python 3.12 wait_for may swallow a cancellation that meets its answer."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=BOOK_S)
+
+
+async def _keep_going(part: Callable[[], Awaitable[None]]) -> None:
+    """A part that breaks is begun again, and says so: one broken answer must not end the node's whole service."""
+    while True:
+        try:
+            await part()
+        except Exception:
+            log.exception("part of the Kubernetes room failed", extra={"facts": {"part": part.__qualname__}})
+        await asyncio.sleep(BOOK_S)

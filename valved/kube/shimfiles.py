@@ -1,0 +1,63 @@
+"""The preload libraries on the node, where containers mount them: SHIM/VERSION/, and `current` that points to one.
+
+Never written in place: a process that has the old file mapped would die of it. An old version goes when nobody maps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+CURRENT = "current"
+LIBRARIES = ("libvalve.so", "libvalve-cuda.so")
+
+
+def install(source: Path, folder: Path, version: str) -> Path:
+    """Put the libraries of `source` there and make them current; returns their folder. Twice is once."""
+    digest = hashlib.sha256(b"".join((source / name).read_bytes() for name in LIBRARIES)).hexdigest()[:12]
+    home = folder / f"{version}-{digest}"
+    if not home.is_dir():
+        fresh = folder / f".{home.name}.{os.getpid()}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        fresh.chmod(0o755)
+        for name in LIBRARIES:
+            shutil.copyfile(source / name, fresh / name)
+            (fresh / name).chmod(0o755)
+        with contextlib.suppress(OSError):  # a twin was faster: then it is there
+            fresh.rename(home)
+        shutil.rmtree(fresh, ignore_errors=True)
+    link = folder / f".{CURRENT}.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(home.name)
+    link.replace(folder / CURRENT)
+    return home
+
+
+def remove_unused(folder: Path, processes: Path = Path("/proc")) -> list[str]:
+    """Versions that are not current and that no process maps. Containers that start later mount the folder anew."""
+    current = os.readlink(folder / CURRENT) if (folder / CURRENT).is_symlink() else ""
+    versions = {path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
+    old = versions - {current}
+    if old:
+        old -= _mapped(folder, processes)
+    for name in old:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return sorted(old)
+
+
+def _mapped(folder: Path, processes: Path) -> set[str]:
+    """Versions of which some process has a library mapped. Containers may see the folder under any path."""
+    pattern = re.compile(rf"/{re.escape(folder.name)}/([^/\s]+)/libvalve(?:-cuda)?\.so")
+    return {version for text in _maps(processes) for version in pattern.findall(text)}
+
+
+def _maps(processes: Path) -> Iterable[str]:
+    for path in processes.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            yield path.read_text(errors="replace")

@@ -1,0 +1,184 @@
+"""The status of this node's GPUHarvestNode, laid out from what the room knows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from valve_scheduler import names
+
+from valved.kube.series import NodeSeries
+from valved.model.ids import Mode
+from valved.policy.guard import Verdict
+from valved.policy.report_rate import RateSettings, side_of
+
+Json = dict[str, Any]
+MIB = 1 << 20
+PHASES = {Mode.HARVEST: "Harvesting", Mode.OBSERVE: "Observing", Mode.OFF: "Off"}
+MAX_NAMED = 20  # in one condition; a node has room for a few dozen GPU pods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    uuid: str  # GPU-...
+    name: str
+    total_bytes: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineFacts:
+    """What one offline pod got since its start."""
+
+    pod_uid: str
+    useful_tokens: int | None  # None: no engine hook counts them
+    harvest_s: float
+    runnable_s: float
+    demand_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    kind: str
+    is_true: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    mode: Mode
+    is_paused: bool
+    is_draining: bool
+    gpus: tuple[GpuFacts, ...]
+    offline: tuple[OfflineFacts, ...]
+    bare: tuple[str, ...]  # online containers without the shim
+    is_serving: bool  # registered with the kubelet, and the last reconciliation went through
+
+    @property
+    def phase(self) -> str:
+        if self.is_draining:
+            return "Draining"
+        return "Paused" if self.is_paused else PHASES[self.mode]
+
+    @property
+    def harvestable(self) -> int:
+        """GPUs on which offline work may be placed now."""
+        if self.phase != "Harvesting":
+            return 0
+        return sum(gpu.verdict.is_harvestable for gpu in self.gpus)
+
+
+def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
+    left_out = [f"{gpu.uuid}: {gpu.verdict.reason}" for gpu in facts.gpus if not gpu.verdict.is_harvestable]
+    guarded = [f"{gpu.uuid}: {gpu.verdict.reason}" for gpu in facts.gpus if gpu.verdict.is_guarded]
+    return (
+        Condition(
+            kind="Ready",
+            is_true=facts.is_serving,
+            reason="Serving" if facts.is_serving else "NoKubelet",
+            message="registered with the kubelet" if facts.is_serving else "not registered with the kubelet",
+        ),
+        Condition(
+            kind="AllHarvestable",
+            is_true=not left_out,
+            reason="AsExpected" if not left_out else "LeftOut",
+            message=_some(left_out) or "every GPU can be harvested",
+        ),
+        Condition(
+            kind="Guarded",
+            is_true=bool(guarded),
+            reason="UnseenUse" if guarded else "AllHeard",
+            message=_some(guarded) or "everybody who uses a GPU runs with the shim",
+        ),
+        Condition(
+            kind="OnlineUninjected",
+            is_true=bool(facts.bare),
+            reason="RunsWithoutShim" if facts.bare else "AllInjected",
+            message=_some(facts.bare) or "every online container with GPUs has the shim",
+        ),
+    )
+
+
+def standing(
+    facts: NodeFacts, series: NodeSeries, before: tuple[object, ...], settings: RateSettings
+) -> tuple[object, ...]:
+    """What placement decisions depend on: a change of it is written early."""
+    old = dict(before[2]) if len(before) == 3 else {}  # type: ignore[call-overload]
+    sides = tuple(
+        (gpu.uuid, side_of(series.idle(index, 600), old.get(gpu.uuid), settings))
+        for index, gpu in enumerate(facts.gpus)
+    )
+    return facts.phase, tuple(gpu.verdict.reason for gpu in facts.gpus), sides
+
+
+def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Mapping[str, str]) -> Json:
+    """`now` and `since` (last change per condition) are RFC 3339."""
+    total = max((gpu.total_bytes for gpu in facts.gpus), default=0)
+    return {
+        "phase": facts.phase,
+        "gpuModel": facts.gpus[0].name.removeprefix("NVIDIA ")[:64] if facts.gpus else "",
+        "memoryMiB": total // MIB,
+        "harvestableGPUs": facts.harvestable,
+        "offlinePods": len(facts.offline),
+        "epoch": epoch,
+        "observedAt": now,
+        "gpus": [_gpu(gpu, index, facts, series) for index, gpu in enumerate(facts.gpus)],
+        "alignment": series.alignment(),
+        "offline": [_offline(pod) for pod in facts.offline],
+        "conditions": [
+            {
+                "type": condition.kind,
+                "status": "True" if condition.is_true else "False",
+                "reason": condition.reason,
+                "message": condition.message,
+                "lastTransitionTime": since.get(condition.kind, now),
+            }
+            for condition in conditions_of(facts)
+        ],
+    }
+
+
+def apply_body(node: str, status: Json) -> Json:
+    """For server-side apply."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "GPUHarvestNode",
+        "metadata": {"name": node},
+        "status": status,
+    }
+
+
+def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Json:
+    verdict = gpu.verdict
+    is_harvestable = verdict.is_harvestable and facts.harvestable > 0
+    entry: Json = {
+        "uuid": gpu.uuid,
+        "harvestable": is_harvestable,
+        "slots": 1 if is_harvestable else 0,
+        "shim": verdict.is_heard,
+        "online": list(verdict.online),
+        "idle": dict(series.windows(index)),
+        "freeMemory": series.histogram(index),
+    }
+    if verdict.reason:
+        entry["reason"] = verdict.reason[:256]
+    return entry
+
+
+def _offline(pod: OfflineFacts) -> Json:
+    entry: Json = {
+        "podUID": pod.pod_uid,
+        "harvestSeconds": round(pod.harvest_s, 3),
+        "runnableSeconds": round(pod.runnable_s, 3),
+        "demandSeconds": round(pod.demand_s, 3),
+    }
+    if pod.useful_tokens is not None:
+        entry["usefulTokens"] = pod.useful_tokens
+    return entry
+
+
+def _some(items: Sequence[str]) -> str:
+    more = len(items) - MAX_NAMED
+    return "; ".join(items[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")

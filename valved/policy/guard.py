@@ -1,0 +1,91 @@
+"""On which GPUs may offline work run at all? Only where everybody else who may use the GPU can be heard. Pure.
+
+An online process without the shim launches unheard: nobody would stop offline work for it. So a GPU is harvested only
+if each container that holds it has a live registration, and no process outside of one uses it. A GPU in doubt is held
+by the guard: what runs there stops until the doubt is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from valved.model.ids import GpuIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSettings:
+    harvest_unallocated: bool = False  # a GPU nobody holds may be given to an online pod at any moment, memory and all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A container that was given GPUs to itself."""
+
+    name: str  # namespace/pod/container
+    gpus: frozenset[GpuIndex]
+    is_heard: bool  # a process of its pod runs with the shim and is registered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stranger:
+    """A process that uses a GPU and is not registered."""
+
+    name: str
+    gpu: GpuIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What the card itself says. `obstacle` is a mode in which nothing can be harvested, such as MIG."""
+
+    gpu: GpuIndex
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    gpu: GpuIndex
+    reason: str  # why it is not harvested; empty when it is
+    is_guarded: bool  # offline work that is there already must stop, too
+    is_heard: bool  # everybody who uses it runs with the shim
+    online: tuple[str, ...]  # who holds it
+
+    @property
+    def is_harvestable(self) -> bool:
+        return not self.reason
+
+
+def judge(
+    cards: Sequence[Card], holders: Sequence[Holder], strangers: Sequence[Stranger], settings: GuardSettings
+) -> tuple[Verdict, ...]:
+    """One verdict per GPU, the gravest reason first."""
+    return tuple(
+        _judge(
+            card,
+            [holder for holder in holders if card.gpu in holder.gpus],
+            [stranger for stranger in strangers if stranger.gpu == card.gpu],
+            settings,
+        )
+        for card in cards
+    )
+
+
+def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], settings: GuardSettings) -> Verdict:
+    unheard = [holder.name for holder in holders if not holder.is_heard]
+    reason = ""
+    if strangers:
+        reason = f"{strangers[0].name} uses it without the shim"
+    elif unheard:
+        reason = f"{unheard[0]} holds it, and no process of its pod runs with the shim"
+    elif card.obstacle:
+        reason = card.obstacle
+    elif not holders and not settings.harvest_unallocated:
+        reason = "no online pod holds it"
+    return Verdict(
+        gpu=card.gpu,
+        reason=reason,
+        is_guarded=bool(strangers or unheard),
+        is_heard=not (strangers or unheard),
+        online=tuple(sorted({holder.name.rpartition("/")[0] for holder in holders})),
+    )
