@@ -25,7 +25,7 @@ class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     start_ms: float = 20.0
     floor_ms: float = 5.0
-    ceiling_ms: float = 500.0
+    ceiling_ms: float = 200.0
     factor: float = 2.0
     window_s: float = 600.0
 

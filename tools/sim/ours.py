@@ -167,5 +167,5 @@ class ProductWake:
             self._cooldown, CooldownObservation(gaps_ns=gaps_ns), now_ns, self.cooldown
         )
         self._cooldown_ns = read.cooldown_ns
-        # Half the mark: a smaller gap can set it only after 90 s of held time, and larger ones come far more often.
+        # Half the mark: a smaller gap can set it only after 110 s of held time, and larger ones come far more often.
         self._memory.set_cooldown(read.cooldown_ns, read.gap_ns // 2)

@@ -8,8 +8,8 @@ The memory is a maximum that decays by a fixed ratio per unit of time, fast enou
 has sunk to the floor after one window. Two properties follow, and the property tests hold them:
 
 * a gap of up to ceiling/factor stays covered (cooldown >= gap) for `covered_ns(settings)` after it was seen, about
-  90 s with the defaults, because it takes that long to use up the factor;
-* one stall does not end the harvest: its mark halves every 90 s instead of staying for the whole window.
+  110 s with the defaults, because it takes that long to use up the factor;
+* one stall does not end the harvest: its mark halves every 110 s instead of staying for the whole window.
 
 An exponentially decaying maximum needs no list of gaps: whichever of two marks is larger now is larger for ever.
 
@@ -33,7 +33,7 @@ class CooldownSettings:
 
     start_ns: int = 20 * MS  # before a gap was seen: async engines show gaps to 20 ms at most
     floor_ns: int = 5 * MS  # a wake costs the offline side 0.2 ms and the watcher proves idle in about 1 ms
-    ceiling_ns: int = 500 * MS  # beyond half a second the harvest lost outweighs one more preemption of < 1 ms
+    ceiling_ns: int = 200 * MS  # covers gaps to 100 ms; dearer ones cost harvest and spare no preemption [replayed]
     factor: float = 2.0  # the paper's margin; it must exceed 1, or a growing gap could never be learnt
     window_ns: int = 600 * SECOND  # held time after which a gap as large as the ceiling is forgotten
 
