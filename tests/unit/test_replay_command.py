@@ -38,7 +38,9 @@ def rates(requests_s: float, prompt_s: float, answer_s: float, steps: int = 10) 
 
 def test_pairs_prints_one_line_per_claim_and_says_by_its_exit_code_whether_all_hold(tmp_path, capsys):
     requests(tmp_path)
-    code = main(["pairs", "--traces", str(tmp_path), "--seeds", "1", "--jobs", "1", "--json", "--out", str(tmp_path)])
+    code = main(
+        ["pairs", "--traces", str(tmp_path), "--seeds", "1", "--jobs", "1", "--fresh", "--json", "--out", str(tmp_path)]
+    )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     assert {"claim", "pair", "value", "bound", "ok"} == set(lines[0])
@@ -61,7 +63,7 @@ def test_a_malformed_trace_is_bad_input_with_its_line(tmp_path, capsys):
 
 def test_whatif_answers_from_a_csv_with_an_estimate_and_settings(tmp_path, capsys):
     path = requests(tmp_path)
-    code = main(["whatif", "--requests", str(path), "--seeds", "2", "--jobs", "1", "--out", str(tmp_path)])
+    code = main(["whatif", "--requests", str(path), "--seeds", "2", "--jobs", "1", "--fresh", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     document = json.loads((tmp_path / "whatif.json").read_text())
 

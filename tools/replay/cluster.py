@@ -8,8 +8,8 @@ from pathlib import Path
 
 from valve_tools.replay import svg
 from valve_tools.replay.report import Chart, Claim, Report, Table
-from valve_tools.replay.work import Progress
-from valve_tools.sim.cluster import ClusterResult, WeekResult, run_cluster
+from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.sim.cluster import ClusterResult, Part, WeekResult, run_cluster, run_part
 from valve_tools.sim.metrics import interval
 
 COLUMNS = {
@@ -26,9 +26,11 @@ COLUMNS = {
 }
 
 
-def run(traces: Path | None, seeds: Sequence[int], progress: Progress) -> Report:
-    result = run_cluster(traces, seeds, lambda what, share: progress("cluster", round(100 * share), 100))
-    return report(result, seeds)
+def run(traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+    def worked_off(parts: list[Part]) -> list[list[WeekResult]]:
+        return spread(run_part, parts, progress, workers or Workers(), label="cluster")
+
+    return report(run_cluster(traces, seeds, worked_off), seeds)
 
 
 def report(result: ClusterResult, seeds: Sequence[int]) -> Report:

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table as Shown
 from valve_tools.replay import pairs, sensitivity, tp8, whatif
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
-from valve_tools.replay.work import Progress, bars, silent
+from valve_tools.replay.store import Store, default_folder
+from valve_tools.replay.work import Progress, Workers, bars, silent
 from valve_tools.replay.work import Shown as Bars
 from valve_tools.sim.generator import generate
 from valve_tools.sim.traces import Folder, TraceError, read_folder
@@ -27,27 +28,27 @@ Experiment = Callable[[argparse.Namespace, Progress], Report]
 
 
 def _pairs(options: argparse.Namespace, progress: Progress) -> Report:
-    return pairs.run(folder_of(options), seeds_of(options), progress, options.jobs)
+    return pairs.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
-    return tp8.run(folder_of(options), seeds_of(options), progress, options.jobs)
+    return tp8.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
-    return sensitivity.run(folder_of(options), seeds_of(options), progress, options.jobs)
+    return sensitivity.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
     from valve_tools.replay import eviction
 
-    return eviction.run(options.traces, seeds_of(options), progress)
+    return eviction.run(options.traces, seeds_of(options), progress, workers_of(options))
 
 
 def _cluster(options: argparse.Namespace, progress: Progress) -> Report:
     from valve_tools.replay import cluster
 
-    return cluster.run(options.traces, seeds_of(options), progress)
+    return cluster.run(options.traces, seeds_of(options), progress, workers_of(options))
 
 
 def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
@@ -61,7 +62,7 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
         tp=options.tp,
         replicas=options.replicas,
     )
-    return whatif.run(question, seeds_of(options), progress, options.jobs)
+    return whatif.run(question, seeds_of(options), progress, workers_of(options))
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -96,6 +97,10 @@ def seeds_of(options: argparse.Namespace) -> list[int]:
     return list(range(1, options.seeds + 1))
 
 
+def workers_of(options: argparse.Namespace) -> Workers:
+    return Workers(processes=options.jobs, store=Store(folder=None if options.fresh else options.cache))
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="valve replay", description=__doc__.splitlines()[0] if __doc__ else None)
     commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
@@ -106,6 +111,14 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
         command.add_argument("--hours", type=float, metavar="H", help="only the first H hours of every trace")
         command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
+        command.add_argument(
+            "--cache",
+            type=Path,
+            metavar="DIR",
+            default=default_folder(),
+            help="finished tasks are kept here, and a stopped run goes on from them",
+        )
+        command.add_argument("--fresh", action="store_true", help="neither use nor keep finished tasks")
         command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
         if name == "whatif":
             _whatif_options(command)

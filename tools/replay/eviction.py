@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 from valve_tools.replay import svg
 from valve_tools.replay.report import Chart, Claim, Report, Table
-from valve_tools.replay.work import Progress
-from valve_tools.sim.eviction import PRODUCT, RIVALS, EvictionResult, run_eviction
+from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.sim.eviction import PRODUCT, RIVALS, CellResult, EvictionResult, Part, run_eviction, run_part
 
 
-def run(traces: Path | None, seeds: Sequence[int], progress: Progress) -> Report:
-    result = run_eviction(traces, seeds, lambda what, share: progress("eviction", round(100 * share), 100))
-    return report(result)
+def run(traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+    def worked_off(parts: list[Part]) -> list[list[CellResult]]:
+        return spread(run_part, parts, progress, workers or Workers(), label="eviction")
+
+    return report(run_eviction(traces, seeds, worked_off))
 
 
 def report(result: EvictionResult) -> Report:

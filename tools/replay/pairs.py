@@ -9,7 +9,7 @@ from typing import Any
 
 from valve_tools.replay import svg
 from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_most
-from valve_tools.replay.work import Progress, spread
+from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import (
     BUDGET_ORACLE,
     CANDIDATE,
@@ -134,11 +134,11 @@ LATENCY_MARKS = (
 )
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     bounds = bind(folder)
     names = tuple(one.name for one in COMBINATIONS)
     tasks = [Task(bound=bound, seed=seed, names=names) for seed in seeds for bound in bounds]
-    results = Results(spread(run_task, tasks, progress, jobs, label="pairs"))
+    results = Results(spread(run_task, tasks, progress, workers or Workers(), label="pairs"))
     return report(bounds, results, seeds)
 
 

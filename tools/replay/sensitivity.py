@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from valve_tools.replay import svg
 from valve_tools.replay.report import Cell, Chart, Report, Table
-from valve_tools.replay.work import Progress, spread
+from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
 from valve_tools.sim.metrics import Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
@@ -66,7 +66,7 @@ def settings() -> list[Setting]:
     base = Tuning()
     return [
         *_cooldown("factor", [("1.5", 1.5), ("4", 4.0)]),
-        *_cooldown("ceiling_ns", [("100 ms", 100 * MS), ("2 s", 2 * SECOND)]),
+        *_cooldown("ceiling_ns", [("100 ms", 100 * MS), ("500 ms", 500 * MS)]),
         *_cooldown("floor_ns", [("1 ms", MS), ("20 ms", 20 * MS)]),
         *_reservation("alpha", [("1.25", 1.25), ("4", 4.0)]),
         *_reservation("beta", [("1.25", 1.25), ("4", 4.0)]),
@@ -111,7 +111,7 @@ def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
     return found
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     tried = (
         Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
@@ -119,7 +119,7 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2)
         *settings(),
     )
     tasks = [Task(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
-    return _report(tried, tasks, spread(run_task, tasks, progress, jobs, label="sensitivity"), seeds)
+    return _report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="sensitivity"), seeds)
 
 
 Runs = list[dict[tuple[str, str, str], Summary]]

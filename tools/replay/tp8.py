@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from valve_tools.replay import svg
 from valve_tools.replay.pairs import LATENCY_MARKS, Results, Task, increase_of, run_task
 from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most
-from valve_tools.replay.work import Progress, spread
+from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import OURS, Tuning
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.pairs import PAIRS, Bound, batch_lengths, bind
@@ -38,7 +38,7 @@ DRIVERS = tuple(
 )
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2) -> Report:
+def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     lengths = batch_lengths(folder)
     service = Service(model=MODELS["70B"], tp=GPUS)
     job = Job(model=MODELS["14B"], tp=GPUS, lengths=lengths)
@@ -50,7 +50,7 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, jobs: int = 2)
         for bound in bounds
         for seed in seeds
     ]
-    outcomes = spread(run_task, tasks, progress, jobs, label="tp8")
+    outcomes = spread(run_task, tasks, progress, workers or Workers(), label="tp8")
     per_driver = len(outcomes) // len(DRIVERS)
     results = {
         driver.name: Results(outcomes[i * per_driver : (i + 1) * per_driver]) for i, driver in enumerate(DRIVERS)

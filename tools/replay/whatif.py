@@ -11,7 +11,7 @@ from valve_tools.replay import svg
 from valve_tools.replay.fleet_input import prometheus_of, requests_of
 from valve_tools.replay.pairs import LATENCY_MARKS, increase_of
 from valve_tools.replay.report import Cell, Chart, Report, Table
-from valve_tools.replay.work import Progress, spread
+from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
 from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings, pool_handles
 from valve_tools.sim.metrics import Interval, Summary, interval, summarise
@@ -149,12 +149,12 @@ def _handles(bound: Bound, settings: Settings) -> int:
     return handles
 
 
-def run(question: Question, seeds: Sequence[int], progress: Progress, jobs: int = 2) -> Report:
+def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     bound = bound_of(question, trace_of(question, seeds[0]))
     settings = machine_of(question)
     handles = _handles(bound, settings)
     tasks = [Task(question=question, seed=seed) for seed in seeds]
-    answers = spread(run_task, tasks, progress, jobs, label="whatif")
+    answers = spread(run_task, tasks, progress, workers or Workers(), label="whatif")
     names = list(answers[0].summaries)
     best = recommend(answers)
     rows = [_row(name, answers, name == best) for name in names]

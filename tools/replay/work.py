@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from valve_tools.replay.store import Store
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -44,20 +47,32 @@ def bars() -> Bars:
     return Bars(*columns, console=Console(stderr=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """How independent tasks are worked off."""
+
+    processes: int = 1
+    store: Store = field(default_factory=lambda: Store(folder=None))
+
+
 def spread(
-    work: Callable[[A], B], tasks: Sequence[A], progress: Progress, processes: int, label: str = "runs"
+    work: Callable[[A], B], tasks: Sequence[A], progress: Progress, workers: Workers, label: str = "runs"
 ) -> list[B]:
-    """`work` on every task. Spawned processes: the C core's state and rich's threads do not survive a fork."""
+    """`work` on every task whose result is not kept yet, results in the order of the tasks.
+
+    Spawned processes: the C core's state and rich's threads do not survive a fork.
+    """
     results: list[B] = []
     progress(label, 0, len(tasks))
-    if processes <= 1 or len(tasks) == 1:
+    kept = partial(workers.store.run, work)
+    if workers.processes <= 1 or len(tasks) == 1:
         for task in tasks:
-            results.append(work(task))
+            results.append(kept(task))
             progress(label, len(results), len(tasks))
         return results
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(tasks)), mp_context=context) as pool:
-        for result in pool.map(work, tasks):
+    with ProcessPoolExecutor(min(workers.processes, len(tasks)), mp_context=context) as pool:
+        for result in pool.map(kept, tasks):
             results.append(result)
             progress(label, len(results), len(tasks))
     return results

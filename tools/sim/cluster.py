@@ -7,7 +7,7 @@ truth that it never sees says what each instance achieves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from valve_tools.sim.cluster_load import (
     WINDOWS,
     FleetLoad,
     LoadSettings,
+    Service,
     drawn_services,
     fleet_load,
     services_from,
@@ -28,7 +29,6 @@ from valve_tools.sim.cluster_reports import Reports
 from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally, run_week
 from valve_tools.sim.cluster_schedulers import PRODUCT, SCHEDULERS, Foresight, Scheduler
 
-Progress = Callable[[str, float], None]
 PAPER_GAIN, PAPER_IDLE, PAPER_SAVED = 0.346, 0.46, 0.269
 """The paper's week: gain in points, on a fleet this idle by our reading, and GPUs saved as a share of the fleet."""
 
@@ -123,43 +123,51 @@ class ClusterResult:
         return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """All weeks of one seed: they share the load."""
+
+    plan: ClusterPlan
+    services: list[Service]
+    borrowed: int
+    source: str
+    seed: int
+
+
 def run_cluster(
     traces_dir: Path | None,
     seeds: Sequence[int] = (0,),
-    progress: Progress = lambda what, share: None,
+    spread: Callable[[list[Part]], Iterable[list[WeekResult]]] = lambda parts: map(run_part, parts),
     plan: ClusterPlan | None = None,
 ) -> ClusterResult:
     """The whole experiment; deterministic, but for decision times, for the same load, seeds and plan."""
     plan = plan or ClusterPlan()
-    weeks: list[WeekResult] = []
-    source, borrowed = "drawn services", 0
-    for number, seed in enumerate(seeds):
-        services, borrowed = services_from(traces_dir, seed) if traces_dir else (drawn_services(seed), 0)
-        source = f"{len(services)} services of {traces_dir.name}" if traces_dir else f"{len(services)} drawn services"
-        progress("load", number / len(seeds))
-        load = fleet_load(services, plan.load, seed, borrowed)
-        weeks += _weeks_of(plan, load, seed, _within(progress, number / len(seeds), 1 / len(seeds)))
-    progress("done", 1.0)
-    return ClusterResult(
-        source=source, borrowed_lengths=borrowed, weeks=tuple(weeks), claims=_claims(plan, tuple(weeks))
-    )
+    parts = [_part(traces_dir, seed, plan) for seed in seeds]
+    weeks = tuple(week for found in spread(parts) for week in found)
+    last = parts[-1]
+    return ClusterResult(source=last.source, borrowed_lengths=last.borrowed, weeks=weeks, claims=_claims(plan, weeks))
 
 
-def _within(progress: Progress, start: float, share: float) -> Progress:
-    return lambda what, done: progress(what, start + share * done)
+def _part(traces_dir: Path | None, seed: int, plan: ClusterPlan) -> Part:
+    services, borrowed = services_from(traces_dir, seed) if traces_dir else (drawn_services(seed), 0)
+    source = f"{len(services)} services of {traces_dir.name}" if traces_dir else f"{len(services)} drawn services"
+    return Part(plan=plan, services=services, borrowed=borrowed, source=source, seed=seed)
 
 
-def _weeks_of(plan: ClusterPlan, load: FleetLoad, seed: int, progress: Progress) -> list[WeekResult]:
+def run_part(part: Part) -> list[WeekResult]:
+    load = fleet_load(part.services, part.plan.load, part.seed, part.borrowed)
+    return _weeks_of(part.plan, load, part.seed)
+
+
+def _weeks_of(plan: ClusterPlan, load: FleetLoad, seed: int) -> list[WeekResult]:
     nodes = plan.load.nodes
     reports = Reports(load)
     truth = Truth(load, plan.recompute_s)
-    progress("truth for the oracle", 0.1)
     foresight = Foresight(truth, nodes) if "oracle" in plan.schedulers else None
     idle = float((load.idle.mean(axis=1) / STEPS)[load.replica_of_gpu].mean())
     runs = [(demand, name) for demand in plan.demands for name in plan.schedulers]
     weeks = []
-    for number, (demand, name) in enumerate(runs):
-        progress(f"demand {demand} {name}", 0.3 + 0.7 * number / len(runs))
+    for demand, name in runs:
         jobs = draw_jobs(plan.jobs, demand * idle * nodes * 8, WINDOWS, seed)
         scheduler = Scheduler(name, reports, foresight, plan.placement, seed)
         tally = run_week(ClusterRun(scheduler, truth, jobs, nodes, plan.run))

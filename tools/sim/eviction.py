@@ -16,8 +16,8 @@ import csv
 import gzip
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +41,6 @@ INTERVALS_S = (5, 10, 30, 60, 120, 300)
 SIZES = (0.01, 0.02, 0.05, 0.10, 0.20, 0.40)
 PRODUCT = "selective"
 BOUND = "capacity-only"
-Progress = Callable[[str, float], None]
-"""Called with what runs and the share done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,30 +189,39 @@ class EvictionResult:
         return lines
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The grid on one allocator and handle size under one seed: what can be worked off by itself."""
+
+    plan: EvictionPlan
+    lengths: Lengths
+    seed: int
+    allocator: str
+    handle_mib: int
+
+
+def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list[Part]:
+    shapes = [(one, plan.handle_mib) for one in plan.allocators] + [("affine", mib) for mib in plan.other_handles_mib]
+    return [
+        Part(plan=plan, lengths=lengths, seed=seed, allocator=allocator, handle_mib=handle_mib)
+        for seed in seeds
+        for allocator, handle_mib in shapes
+    ]
+
+
 def run_eviction(
     traces_dir: Path | None,
     seeds: Sequence[int] = (0,),
-    progress: Progress = lambda what, share: None,
+    spread: Callable[[list[Part]], Iterable[list[CellResult]]] = lambda parts: map(run_part, parts),
     plan: EvictionPlan | None = None,
 ) -> EvictionResult:
-    """The whole experiment; deterministic for the same lengths, seeds and plan."""
+    """The whole experiment; deterministic for the same lengths, seeds and plan. `spread` runs `run_part` on each."""
     plan = plan or EvictionPlan()
     lengths, source = offline_lengths(traces_dir)
-    cells: list[CellResult] = []
-    runs = [(seed, part) for seed in seeds for part in _parts(plan)]
-    for number, (seed, (allocator, handle_mib)) in enumerate(runs):
-        part_progress = _within(progress, number / len(runs), 1 / len(runs))
-        cells += _run_part(plan, lengths, seed, allocator, handle_mib, part_progress)
+    cells = tuple(cell for found in spread(parts_of(plan, lengths, seeds)) for cell in found)
     exact = tuple(ratio for seed in seeds for ratio in greedy_over_exact(lengths, seed))
-    draft = EvictionResult(lengths=source, seeds=tuple(seeds), cells=tuple(cells), greedy_over_exact=exact, claims=())
-    progress("done", 1.0)
-    return EvictionResult(
-        lengths=source, seeds=tuple(seeds), cells=tuple(cells), greedy_over_exact=exact, claims=_claims(draft)
-    )
-
-
-def _within(progress: Progress, start: float, share: float) -> Progress:
-    return lambda what, done: progress(what, start + share * done)
+    draft = EvictionResult(lengths=source, seeds=tuple(seeds), cells=cells, greedy_over_exact=exact, claims=())
+    return replace(draft, claims=_claims(draft))
 
 
 def offline_lengths(traces_dir: Path | None) -> tuple[Lengths, str]:
@@ -244,26 +251,17 @@ def _read_lengths(path: Path, rows: Iterable[list[str]]) -> Lengths:
     return lengths
 
 
-def _parts(plan: EvictionPlan) -> Iterator[tuple[str, int]]:
-    for allocator in plan.allocators:
-        yield allocator, plan.handle_mib
-    for handle_mib in plan.other_handles_mib:
-        yield "affine", handle_mib
-
-
-def _run_part(
-    plan: EvictionPlan, lengths: Lengths, seed: int, allocator: str, handle_mib: int, progress: Progress
-) -> list[CellResult]:
-    is_main = handle_mib == plan.handle_mib
-    start = pickle.dumps(_churned(plan, lengths, seed, allocator, handle_mib))
+def run_part(part: Part) -> list[CellResult]:
+    plan, seed = part.plan, part.seed
+    is_main = part.handle_mib == plan.handle_mib
+    start = pickle.dumps(_churned(plan, part.lengths, seed, part.allocator, part.handle_mib))
     alone = _left_alone(plan, start)
     step = 1 if is_main else 2
     grid = [(i, s) for i in plan.intervals_s[1 - step % 2 :: step] for s in plan.sizes[1 - step % 2 :: step]]
     wanted = plan.policies if is_main else (PRODUCT,)
     rivals = [one for one in RIVALS if not wanted or one.name in ("fifo", *wanted)]
     results = []
-    for number, (interval_s, size) in enumerate(grid):
-        progress(f"{allocator} {handle_mib} MiB, every {interval_s} s {size:.0%}", number / len(grid))
+    for interval_s, size in grid:
         seconds = plan.cell_s(interval_s)
         fifo_loss = 0.0
         for rival in rivals:
@@ -272,8 +270,8 @@ def _run_part(
             fifo_loss = loss if rival.name == "fifo" else fifo_loss
             results.append(
                 CellResult(
-                    allocator=allocator,
-                    handle_mib=handle_mib,
+                    allocator=part.allocator,
+                    handle_mib=part.handle_mib,
                     interval_s=interval_s,
                     size=size,
                     policy=rival.name,
