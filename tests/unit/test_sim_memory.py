@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sim_worlds import MS, lengths_of, world_of
 from valve_tools.sim.machine import MODELS, Settings
-from valve_tools.sim.memory_policies import NoShare, Plan, Prism, RecentPeak, StaticMem, Uvm, budget_plan, hold_ahead
+from valve_tools.sim.memory_policies import FixedHeadroom, NoShare, Plan, Prism, StaticMem, Uvm, budget_plan, hold_ahead
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.world import Compute, Job, Memory, run
 
@@ -168,10 +168,8 @@ def test_the_core_hands_out_blocks_by_the_products_rule():
     assert expected == columns
 
 
-def test_the_recent_peak_spares_a_second_burst_within_its_horizon_and_not_one_after_it():
-    def with_a_second_burst(after_s: float):
-        rows = [*BURST, *((at + 1000.0 * after_s, *rest) for at, *rest in BURST)]
-        return sharing(RecentPeak(target_per_hour=6), rows, seconds=after_s + 60.0)
+def test_a_fixed_headroom_serves_a_burst_within_it_and_returns_the_rest_within_a_second():
+    wide, narrow = sharing(FixedHeadroom(share=0.4)), sharing(FixedHeadroom(share=0.05))
 
-    assert (with_a_second_burst(300).reclaim_at_ns < 10_000 * MS).all()
-    assert (with_a_second_burst(1500).reclaim_at_ns > 1_500_000 * MS).any()
+    assert (len(wide.reclaim_at_ns), len(narrow.reclaim_at_ns) > 0) == (0, True)
+    assert narrow.totals["memory_wait_ns"] > wide.totals["memory_wait_ns"] == 0

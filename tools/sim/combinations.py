@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from valve_tools.sim.machine import GIB, Settings
-from valve_tools.sim.memory_policies import AllOffline, NoShare, Plan, Prism, RecentPeak, StaticMem, Uvm, budget_plan
+from valve_tools.sim.memory_policies import (
+    AllOffline,
+    FixedHeadroom,
+    NoShare,
+    Plan,
+    Prism,
+    StaticMem,
+    Uvm,
+    budget_plan,
+)
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.world import CHANNEL_STOP, GPREEMPT_STOP, Compute, MemoryPolicy, Result, Stop, World, run
@@ -21,7 +30,7 @@ from valved.policy.reservation import ReservationSettings
 
 OURS = "Channel+OurMem"
 PRISM = "Channel+Prism"
-CANDIDATE = "Channel+recent peak (candidate)"
+FIXED = "Channel+fixed 10 % headroom"
 ORACLE = "Channel+clairvoyant"
 BUDGET_ORACLE = "Channel+clairvoyant in budget"
 SAME_ENGINE = "SameEnginePriority"
@@ -40,6 +49,7 @@ class Tuning:
     settings: Settings = field(default_factory=Settings)
     stop: Stop = CHANNEL_STOP
     serial_gate: bool = True
+    gate_on_hint: bool = True
 
 
 PRODUCT = Tuning()
@@ -91,10 +101,6 @@ def _ours(context: Context) -> MemoryPolicy:
     return OurMemory(settings=context.tuning.reservation)
 
 
-def _recent_peak(context: Context) -> MemoryPolicy:
-    return RecentPeak(target_per_hour=context.tuning.reservation.target_per_hour)
-
-
 def _oracle(context: Context) -> MemoryPolicy:
     return Plan(usage=context.solo.usage)
 
@@ -102,7 +108,7 @@ def _oracle(context: Context) -> MemoryPolicy:
 def _budget_oracle(context: Context) -> MemoryPolicy:
     per_hour = context.tuning.reservation.target_per_hour
     hold = budget_plan(context.solo.usage, int(context.bound.seconds), per_hour)
-    return Plan(usage=context.solo.usage, hold=hold, name="budget oracle")
+    return Plan(usage=context.solo.usage, hold=hold)
 
 
 COMBINATIONS = (
@@ -118,7 +124,11 @@ COMBINATIONS = (
     Combination(name="Edge+OurMem", compute=Compute.EDGE, memory=_ours),
     Combination(name="Layer+OurMem", compute=Compute.LAYER, memory=_ours),
     Combination(name="GPreempt+OurMem", compute=Compute.GPREEMPT, memory=_ours, stop=GPREEMPT_STOP),
-    Combination(name=CANDIDATE, compute=Compute.CHANNEL, memory=_recent_peak, is_baseline=False),
+    Combination(name="Channel+fixed 5 % headroom", compute=Compute.CHANNEL, is_baseline=False,
+                memory=lambda _: FixedHeadroom(share=0.05)),
+    Combination(name=FIXED, compute=Compute.CHANNEL, memory=lambda _: FixedHeadroom(share=0.1), is_baseline=False),
+    Combination(name="Channel+fixed 20 % headroom", compute=Compute.CHANNEL, is_baseline=False,
+                memory=lambda _: FixedHeadroom(share=0.2)),
     Combination(name=ORACLE, compute=Compute.CHANNEL, memory=_oracle, is_baseline=False),
     Combination(name=BUDGET_ORACLE, compute=Compute.CHANNEL, memory=_budget_oracle, is_baseline=False),
     Combination(name=SAME_ENGINE, compute=Compute.SAME_ENGINE, memory=lambda _: NoShare(), same_model_only=True),
@@ -140,6 +150,7 @@ def world_of(bound: Bound, seed: int, tuning: Tuning, **changes: object) -> Worl
         settings=tuning.settings,
         stop=tuning.stop,
         serial_gate=tuning.serial_gate,
+        gate_on_hint=tuning.gate_on_hint,
         seed=seed,
         seconds=bound.seconds,
     )

@@ -2,109 +2,64 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 from valve_tools.sim.ours import take
-from valve_tools.sim.world import IntArray, Memory
+from valve_tools.sim.world import IntArray, Memory, MemoryPolicy
 
 NS = 1_000_000_000
 MINUTE_NS = 60 * NS
 
 
 @dataclass(slots=True, kw_only=True)
-class NoShare:
+class NoShare(MemoryPolicy):
     """Everything is online's from the start: the solo reference."""
-
-    name: str = "none"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = 0.0
-    uvm: bool = False
 
     def begin(self, memory: Memory) -> None:
         memory.take_free(memory.handles)
 
-    def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
-
-    def on_tick(self, now_ns: int) -> None: ...
-
 
 @dataclass(slots=True, kw_only=True)
-class AllOffline:
+class AllOffline(MemoryPolicy):
     """Everything is offline's: the job alone on the GPU."""
 
-    name: str = "alone"
     online_elastic: bool = True
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = 0.0
-    uvm: bool = False
 
     def begin(self, memory: Memory) -> None:
         memory.back_offline(memory.handles)
 
-    def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
-
-    def on_tick(self, now_ns: int) -> None: ...
-
 
 @dataclass(slots=True, kw_only=True)
-class Prism:
+class Prism(MemoryPolicy):
     """Sharing without reclaim (kvcached): both sides map free handles; online waits until offline lets go of some."""
 
     online_reserve: int
     """Handles that each engine keeps mapped when they fall empty: kvcached holds ten pages of 2 MiB for K and V of
     every layer."""
-    name: str = "prism"
     online_elastic: bool = True
     offline_elastic: bool = True
-    pressure_ratio: float = 0.0
-    uvm: bool = False
 
     def begin(self, memory: Memory) -> None:
         memory.take_free(self.online_reserve)
 
-    def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
-
-    def on_tick(self, now_ns: int) -> None: ...
-
 
 @dataclass(slots=True, kw_only=True)
-class Uvm:
+class Uvm(MemoryPolicy):
     """Managed memory: the driver moves offline pages to the host whenever online grows."""
 
-    name: str = "uvm"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = 0.0
     uvm: bool = True
-
-    def begin(self, memory: Memory) -> None: ...
-
-    def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
-
-    def on_tick(self, now_ns: int) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
-class StaticMem:
+class StaticMem(MemoryPolicy):
     """Offline gets the least that was free in the past hour; a burst beyond it kills the job."""
 
     restart_ns: int
     """Weights from disk at 5 GB/s and 20 s of start-up."""
     first_hour_peak: int
     """Charity: it begins with the knowledge of an hour of this trace, else its first burst would always kill."""
-    name: str = "static"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = 0.0
-    uvm: bool = False
     kill_ns: int = 10_000_000
     release_ns: int = 25_000
     _memory: Memory = field(init=False)
@@ -146,96 +101,45 @@ class StaticMem:
 
 
 @dataclass(slots=True, kw_only=True)
-class RecentPeak:
-    """A candidate for the product, kept here to be compared: hold what was used at most within a horizon.
+class FixedHeadroom(MemoryPolicy):
+    """Online keeps what it uses and a fixed share of the pool on top, whatever that reclaims."""
 
-    MIAD on the horizon instead of on the headroom: a reclaim above the target doubles it, a calm minute shortens it.
-    What no request used for a whole horizon goes back at once, an eighth of the surplus a second.
-    """
-
-    target_per_hour: float
-    pressure_ratio: float = 0.9
-    grow: float = 1.25
-    """A take reaches this far beyond what is needed: a burst is climbed in few steps."""
-    least_handles: int = 2
-    name: str = "recent peak"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    uvm: bool = False
+    share: float
+    pressure_ratio: float = 1.0
     _memory: Memory = field(init=False)
-    _minutes: deque[int] = field(default_factory=lambda: deque([0], maxlen=61))
-    """Peak of each of the last minutes."""
-    _reclaims: deque[int] = field(default_factory=deque)
-    _horizon_min: float = 10.0
-    _adjusted_ns: int = 0
-    _minute: int = 0
 
     def begin(self, memory: Memory) -> None:
         self._memory = memory
-        memory.take_free(self.least_handles)
+        memory.take_free(self._headroom)
         memory.back_offline(memory.handles)
         memory.tick_at(NS)
 
     def on_pressure(self, now_ns: int, unmet_handles: int) -> None:
         memory, view = self._memory, self._memory.view()
-        needed = view.online_busy + unmet_handles
-        self._note(now_ns, needed)
-        wanted = max(self._level(needed), math.ceil(needed * self.grow), self._level(self._peak()))
-        short = min(wanted, memory.handles) - view.online_backed
-        if short <= 0:
-            return
+        wanted = min(view.online_busy + unmet_handles + self._headroom, memory.handles)
         unused = view.free + view.offline_backed - view.offline_busy
-        take(memory, short)
-        if short <= unused:
-            return
-        memory.reclaims.append(now_ns)
-        self._reclaims.append(now_ns)
-        if len(self._reclaims) > self.target_per_hour and now_ns - self._adjusted_ns >= MINUTE_NS:
-            self._horizon_min = min(2 * self._horizon_min, 60.0)
-            self._adjusted_ns = now_ns
+        if wanted - view.online_backed > unused:
+            memory.reclaims.append(now_ns)
+        take(memory, wanted - view.online_backed)
 
     def on_tick(self, now_ns: int) -> None:
-        memory = self._memory
-        self._note(now_ns, memory.peak())
-        if len(self._reclaims) < self.target_per_hour and now_ns - self._adjusted_ns >= MINUTE_NS:
-            self._horizon_min = max(self._horizon_min - 1.0, 1.0)
-            self._adjusted_ns = now_ns
-        surplus = memory.view().online_backed - self._level(self._peak())
-        if surplus > 0:
-            memory.give(math.ceil(surplus / 8))
-            memory.back_offline(memory.handles)
+        memory, view = self._memory, self._memory.view()
+        memory.give(max(0, view.online_backed - view.online_busy - self._headroom))
+        memory.back_offline(memory.handles)
         memory.tick_at(now_ns + NS)
 
-    def _level(self, used: int) -> int:
-        """The least mapping at which `used` is no pressure."""
-        return max(math.floor(used / self.pressure_ratio) + 1, used + self.least_handles)
-
-    def _peak(self) -> int:
-        return max(list(self._minutes)[-int(self._horizon_min) - 1 :])
-
-    def _note(self, now_ns: int, used: int) -> None:
-        while self._minute < now_ns // MINUTE_NS:
-            self._minutes.append(0)
-            self._minute += 1
-        self._minutes[-1] = max(self._minutes[-1], used)
-        while self._reclaims and self._reclaims[0] <= now_ns - 60 * MINUTE_NS:
-            self._reclaims.popleft()
+    @property
+    def _headroom(self) -> int:
+        return max(1, round(self.share * self._memory.handles))
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class Plan(MemoryPolicy):
     """A clairvoyant reservation: in every second online holds the peak of the coming minute, seen in the solo run."""
 
     usage: IntArray
     hold: list[int] = field(default_factory=list)
     """Handles to hold in every second; empty: the peak of the coming `ahead_s`."""
-    name: str = "oracle"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = 0.0
-    uvm: bool = False
     ahead_s: int = 60
     _memory: Memory = field(init=False)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 from valve_tools.sim.machine import blocks_per_handle, timing
-from valve_tools.sim.world import Memory
+from valve_tools.sim.world import Memory, MemoryPolicy
 
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationState
 from valved.policy import reservation
@@ -74,16 +74,10 @@ def _block_ids(columns: np.ndarray[tuple[int], np.dtype[np.int64]], per_column: 
 
 
 @dataclass(slots=True, kw_only=True)
-class OurMemory:
+class OurMemory(MemoryPolicy):
     """Reservation (MIAD) decides how much, selective eviction decides which."""
 
     settings: ReservationSettings = field(default_factory=ReservationSettings)
-    name: str = "ours"
-    online_elastic: bool = False
-    online_reserve: int = 0
-    offline_elastic: bool = False
-    pressure_ratio: float = field(init=False)
-    uvm: bool = False
     _memory: Memory = field(init=False)
     _state: ReservationState = field(init=False)
 

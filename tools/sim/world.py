@@ -139,15 +139,19 @@ class World:
         return pool_handles(weights, 1 if same else 2, self.settings)
 
 
-class MemoryPolicy(Protocol):
-    """Who gets which handles; answers the core's callbacks through `Memory`."""
+@dataclass(slots=True, kw_only=True)
+class MemoryPolicy:
+    """Who gets which handles; answers the core's callbacks through `Memory`. By itself it shares nothing and decides
+    nothing."""
 
-    name: str
-    online_elastic: bool
-    online_reserve: int
-    offline_elastic: bool
-    pressure_ratio: float
-    uvm: bool
+    online_elastic: bool = False
+    """Online maps free handles by itself when it needs them."""
+    online_reserve: int = 0
+    """Handles that an elastic online keeps mapped when they fall empty."""
+    offline_elastic: bool = False
+    pressure_ratio: float = 0.0
+    """Used over mapped at which the core reports pressure; 0: never."""
+    uvm: bool = False
 
     def begin(self, memory: Memory) -> None: ...
     def on_pressure(self, now_ns: int, unmet_handles: int) -> None: ...
