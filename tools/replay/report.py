@@ -117,9 +117,21 @@ def claims_table(claims: Sequence[Claim]) -> Table:
         title="Claims",
         columns=("claim", "pair", "worse end", "bound", "verdict", "note"),
         rows=rows,
-        note=f"{sum(claim.ok for claim in claims)} of {len(claims)} hold.",
+        note=_verdict(claims),
         marks=frozenset((i, 4) for i, claim in enumerate(claims) if not claim.ok),
     )
+
+
+def _verdict(claims: Sequence[Claim]) -> str:
+    """How many hold, and each that does not with what is known of it."""
+    missed = [
+        f"{claim.claim}, {claim.pair}: {text(claim.value)} against {text(claim.bound)}"
+        + (f" ({claim.note})" if claim.note else "")
+        for claim in claims
+        if not claim.ok
+    ]
+    counted = f"{len(claims) - len(missed)} of {len(claims)} hold."
+    return f"{counted} Missed: {'; '.join(missed)}." if missed else counted
 
 
 def write(report: Report, folder: Path) -> list[Path]:

@@ -61,6 +61,16 @@ def _machine(parameter: str, label: str, tuning: Tuning) -> Setting:
     return Setting(parameter=parameter, label=label, tuning=tuning)
 
 
+def _with_handles(base: Tuning, mib: int) -> Tuning:
+    """Another handle size, the same bytes of headroom at most."""
+    most = base.reservation.headroom_max_handles * base.settings.handle_mib // mib
+    return replace(
+        base,
+        settings=replace(base.settings, handle_mib=mib),
+        reservation=replace(base.reservation, headroom_max_handles=most),
+    )
+
+
 def settings() -> list[Setting]:
     """Every setting that is tried, a low and a high value for each parameter."""
     base = Tuning()
@@ -72,18 +82,17 @@ def settings() -> list[Setting]:
         *_reservation("beta", [("1.25", 1.25), ("4", 4.0)]),
         *_reservation("delta_ns", [("0.1 s", SECOND // 10), ("10 s", 10 * SECOND)]),
         *_reservation("target_per_hour", [("6", 6.0), ("120", 120.0), ("600", 600.0)]),
-        *_reservation("headroom_max_handles", [("8", 8), ("128", 128), ("4096", 4096)]),
+        *_reservation("headroom_max_handles", [("32", 32), ("64", 64), ("512", 512)]),
         *_reservation("pressure_ratio", [("0.9", 0.9), ("0.97", 0.97)]),
-        *_reservation("hold_share", [("0.05", 0.05), ("0.5", 0.5)]),
-        *_reservation("tau_start_ns", [("0.2 s", SECOND // 5), ("60 s", 60 * SECOND)]),
-        *(
-            _machine("handle size", f"{mib} MiB", replace(base, settings=replace(base.settings, handle_mib=mib)))
-            for mib in (16, 256)
-        ),
+        *_reservation("hold_share", [("0.3", 0.3), ("1", 1.0)]),
+        *_reservation("tau_start_ns", [("20 s", 20 * SECOND), ("180 s", 180 * SECOND)]),
+        *_reservation("tau_min_ns", [("1 s", SECOND), ("60 s", 60 * SECOND)]),
+        *(_machine("handle size", f"{mib} MiB", _with_handles(base, mib)) for mib in (16, 256)),
         *(
             _machine("stop latency", f"{us} us", replace(base, stop=replace(base.stop, median_ns=us * 1000.0)))
             for us in (100, 1000)
         ),
+        _machine("stop begins", "at the launch", replace(base, gate_on_hint=False)),
     ]
 
 

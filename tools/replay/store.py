@@ -1,12 +1,14 @@
 """Results of finished tasks on disk, so that a long experiment goes on where it was stopped.
 
-The key is the content of everything that a result follows from: the task (traces, settings, seed) and the code that
-simulates and decides. Whatever changes there changes the key; an old result can never stand for a new question.
+The key is the content of everything that a result follows from: the task (traces, settings, seed), the function that
+works on it and the code that simulates and decides. Whatever changes there changes the key; an old result can never
+stand for a new question.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -62,19 +64,17 @@ def _load(path: Path) -> list[Any]:
 
 
 def _key(work: Callable[..., Any], task: object) -> str:
-    content = hashlib.sha256(code_digest())
-    content.update(f"{work.__module__}.{work.__qualname__}".encode())
+    content = hashlib.sha256(code_digest() + inspect.getsource(work).encode())
     content.update(pickle.dumps(task, PROTOCOL))
     return content.hexdigest()
 
 
 @cache
 def code_digest() -> bytes:
-    """Of all sources that simulate or decide, and of this room's, which choose the figures that are kept."""
-    folders = [Path(str(package.__file__)).parent for package in CODE] + [Path(__file__).parent]
+    """Of all sources that simulate or decide; how pages are made does not matter."""
     digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
+    for package in CODE:
+        for path in sorted(Path(str(package.__file__)).parent.rglob("*")):
             if path.suffix in (".py", ".so", ".c", ".h"):
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.digest()
