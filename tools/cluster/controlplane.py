@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from valve_tools.cluster.api import Api, Refused
 
 TOKEN = "administrator-of-a-test"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+# As the chart sets it.
+SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -81,6 +83,7 @@ class ControlPlane:
         self.api = Api(self.port, TOKEN)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._arguments: dict[str, list[str]] = {}
+        self._environments: dict[str, dict[str, str]] = {}
         self.kubeconfig = folder / "kubeconfig"
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -107,7 +110,12 @@ class ControlPlane:
         )
 
     def spawn(
-        self, name: str, *arguments: str, program: str | None = None, hostname: str = ""
+        self,
+        name: str,
+        *arguments: str,
+        program: str | None = None,
+        hostname: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process under a name; its output goes to NAME.log in the folder.
 
@@ -117,6 +125,7 @@ class ControlPlane:
         if hostname:
             command = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', hostname, *command]
         self._arguments[name] = command
+        self._environments[name] = {**os.environ, **(environment or {})}
         return self.restart(name)
 
     def restart(self, name: str) -> subprocess.Popen[bytes]:
@@ -126,6 +135,7 @@ class ControlPlane:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
+                env=self._environments[name],
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - two system calls, nothing that locks
             )
         self.processes[name] = process
@@ -171,11 +181,15 @@ class ControlPlane:
 
         return port, probes
 
-    def start_controller(self, *arguments: str, name: str = "controller", kubeconfig: Path | None = None) -> None:
+    def start_controller(self, *arguments: str, name: str = "controller", kubeconfig: Path | None = None) -> int:
+        """Returns its port for probes."""
         access = f"--kubeconfig={kubeconfig or self.kubeconfig}"
         flags = ["-m", "valve_scheduler.main", access, "controller"]
-        flags += ["--probe-host=127.0.0.1", f"--probe-port={free_port()}", *arguments]
+        probes = free_port()
+        flags += ["--probe-host=127.0.0.1", f"--probe-port={probes}", *arguments]
         self.spawn(name, *flags, program=sys.executable)
+
+        return probes
 
     def start_scheduler(
         self,
@@ -205,6 +219,7 @@ class ControlPlane:
             f"--cert-dir={self.folder}/{name}",
             program=str(self.programs / "kube-scheduler"),
             hostname=hostname,
+            environment=SCHEDULER_ENVIRONMENT,
         )
 
         return port
