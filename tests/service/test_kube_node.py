@@ -316,7 +316,7 @@ async def test_the_report_says_what_can_be_harvested_and_why_not(tmp_path):
         await until(lambda: any(report["harvestableGPUs"] == 1 for report in node.api.reports), 60)
 
         report = next(report for report in node.api.reports if report["harvestableGPUs"] == 1)
-        assert node.api.created[0]["spec"] == {"mode": "harvest"}
+        assert node.api.created[0]["spec"] == {}
         assert (report["phase"], report["memoryMiB"]) == ("Harvesting", node.world.gate.gpus()[0].total_bytes >> 20)
         first, second = report["gpus"]
         assert (first["harvestable"], first["shim"], first["online"]) == (True, True, ["default/chat-0"])
@@ -338,6 +338,35 @@ async def test_the_cluster_s_word_on_the_mode_is_followed(tmp_path):
 
         assert node.api.reports[0]["phase"] == "Observing"
         assert node.kubelet.healthy == []
+
+
+@scenario
+async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(tmp_path):
+    async with kube_node(tmp_path) as node:
+        before = node.world.brake.mode
+        for spec, expected in (
+            ({"resolved": {"mode": "observe"}}, Mode.OBSERVE),
+            ({"mode": "off", "resolved": {"mode": "observe"}}, Mode.OFF),
+            ({"mode": "nonsense"}, Mode.OFF),
+            ({}, before),
+        ):
+            node.room.api.found({"spec": spec})
+            assert node.world.brake.mode is expected
+
+
+@scenario
+async def test_a_pause_of_the_cluster_is_lifted_by_the_cluster_and_one_of_the_node_is_not(tmp_path):
+    async with kube_node(tmp_path) as node:
+        brake = node.world.brake
+        node.room.api.found({"spec": {"paused": True}})
+        assert (brake.is_paused, brake.paused_by) == (True, "GPUHarvestNode")
+        node.room.api.found({"spec": {"paused": False}})
+        assert not brake.is_paused
+
+        brake.pause("an operator")
+        node.room.api.found({"spec": {"paused": True}})
+        node.room.api.found({"spec": {"paused": False}})
+        assert brake.is_paused
 
 
 @scenario

@@ -63,7 +63,7 @@ class ApiServer:
         except Unreachable as error:
             raise OSError(str(error)) from error
 
-    async def write(self, report: Json, mode: str) -> bool:
+    async def write(self, report: Json) -> bool:
         """Apply the report; the object is made at the first. False: not written, to be tried again in time."""
         try:
             try:
@@ -71,7 +71,7 @@ class ApiServer:
             except ApiError as error:
                 if error.status != 404:
                     raise
-                await self._create(mode)
+                await self._create()
                 await self._apply(report)
         except (ApiError, Unreachable) as error:
             self.failed += 1
@@ -85,12 +85,13 @@ class ApiServer:
         body = status.apply_body(self._node, report)
         await self._client.request("PATCH", f"{self._path}/status", query=query, body=body, content_type=APPLY_PATCH)
 
-    async def _create(self, mode: str) -> None:
+    async def _create(self) -> None:
+        # No mode: what the daemon is configured for must give way to policies and to the operator's word.
         body = {
             "apiVersion": names.API_VERSION,
             "kind": "GPUHarvestNode",
             "metadata": {"name": self._node},
-            "spec": {"mode": mode},
+            "spec": {},
         }
         try:
             await self._client.request("POST", NODES_PATH, query={"fieldManager": MANAGER}, body=body)

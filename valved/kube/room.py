@@ -51,6 +51,7 @@ BEAT_S = 0.1  # who is busy: fine enough for the overlap of GPUs, 0.02 % of a co
 BOOK_S = 1.0
 RECONCILE_S = 5.0  # and at every change of pods and registrations
 LIST_S = 10.0  # how long the start waits for the first list of pods
+PAUSED_BY = "GPUHarvestNode"
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
 STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE})
 SECOND_NS = 1_000_000_000
@@ -84,6 +85,7 @@ class Memory:
     epoch: int = 0
     rate: RateState = field(default_factory=RateState)
     mode: str = ""  # the cluster's, as last applied
+    configured: Mode = Mode.OBSERVE  # what held before the cluster said anything
 
 
 class Room:
@@ -291,19 +293,35 @@ class Room:
         since = {kind: text for kind, (_, text) in memory.conditions.items()}
         report = status.build(facts, self.series, memory.epoch, now, since)
         memory.rate = rate  # a write that failed has cost its token, too: that is what spares a sick API server
-        if not await self.api.write(report, self._host.brake.mode.value):
+        if not await self.api.write(report):
             memory.rate = replace(rate, next_ns=0)
 
     def _own_object(self, harvest_node: Json) -> None:
-        """The cluster's word on this node: its mode. And what a predecessor had counted."""
-        found = harvest_node.get("status") or {}
+        """The cluster's word on this node: its mode and whether it is paused. And what a predecessor had counted."""
+        found, spec = harvest_node.get("status") or {}, harvest_node.get("spec") or {}
         self.offline.seed(found)
         self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
-        mode = (harvest_node.get("spec") or {}).get("mode", "")
-        if mode and mode != self._memory.mode and mode in {each.value for each in Mode}:
-            self._memory.mode = mode
-            self._host.brake.set_mode(Mode(mode), "GPUHarvestNode")
-            self._wake.set()
+        self._follow_mode(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
+        self._follow_pause(bool(spec.get("paused")))
+
+    def _follow_mode(self, mode: str) -> None:
+        """The operator's word on the node, else its policy's; none leaves it to the configuration."""
+        memory, brake = self._memory, self._host.brake
+        if mode == memory.mode or mode not in {"", *(each.value for each in Mode)}:
+            return
+        if not memory.mode:
+            memory.configured = brake.mode
+        memory.mode = mode
+        brake.set_mode(Mode(mode) if mode else memory.configured, "GPUHarvestNode")
+        self._wake.set()
+
+    def _follow_pause(self, is_paused: bool) -> None:
+        """A pause of the cluster's is lifted by the cluster, never one that somebody made on the node."""
+        brake = self._host.brake
+        if is_paused and not brake.is_paused:
+            brake.pause(PAUSED_BY)
+        elif not is_paused and brake.paused_by == PAUSED_BY and not brake.is_draining:
+            brake.resume()
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9
