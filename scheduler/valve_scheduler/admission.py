@@ -45,6 +45,7 @@ class AdmissionSettings(InjectionSettings):
 
     backend: Backend = Backend.ENVVAR
     runtime_class: str = "nvidia"
+    version: str = ""  # of the shim that online pods get
     offline_env: Mapping[str, str] = field(default_factory=dict)  # engine timeouts that a gate would trip
 
 
@@ -97,6 +98,11 @@ def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
         if _limit(container, names.ONLINE_RESOURCE):
             _inject(container, wish, settings)
     changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
+
+    changed["metadata"]["annotations"] = {
+        **(changed["metadata"].get("annotations") or {}),
+        names.SHIM: settings.version,
+    }
 
     return marked(changed, "ok")
 

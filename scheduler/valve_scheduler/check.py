@@ -7,7 +7,7 @@ from valve_scheduler.errors import SchedulerError
 from valve_scheduler.kube.client import KubeClient
 from valve_scheduler.views import OFFLINE_PODS
 
-_KINDS = ("gpuharvestnodes", "offlineprofiles", "offlineworkloads")
+_KINDS = ("gpuharvestnodes", "harvestpolicies", "offlineprofiles", "offlineworkloads")
 
 
 def followed() -> Iterator[tuple[str, dict[str, str]]]:

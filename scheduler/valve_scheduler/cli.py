@@ -1,4 +1,4 @@
-"""`valve cluster`: what the fleet offers, and why a pod waits. Reads the API server once, decides nothing."""
+"""`valve cluster`: what the fleet offers and what became of it, why a pod waits, and the brake. Decides nothing."""
 
 import argparse
 import asyncio
@@ -7,23 +7,28 @@ import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 
-from valve_scheduler import names
-from valve_scheduler.errors import InvalidObject, SchedulerError
+from valve_scheduler import names, profiling
+from valve_scheduler.coverage import coverage
+from valve_scheduler.errors import SchedulerError
 from valve_scheduler.explain import Explanation, explain
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import Json, KubeClient
-from valve_scheduler.objects import node_report
+from valve_scheduler.overview import Row, fleet_row, fleet_text, node_row, pod_rows, usage_row, workload_row
+from valve_scheduler.pause import pause, resume
 from valve_scheduler.placement import PlacementSettings
 from valve_scheduler.state import ClusterState
-from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
+from valve_scheduler.views import OFFLINE_PODS, nodes_view, pods_view, policies_view, profiles_view, workloads_view
 
 OK, FAILED = 0, 1
+_NODES = f"{names.API_PATH}/gpuharvestnodes"
 
 
 def main(argv: list[str]) -> int:
@@ -33,17 +38,17 @@ def main(argv: list[str]) -> int:
     except SchedulerError as error:
         print(f"valve cluster: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        return OK
     if options.json:
         print(json.dumps(shown))
 
-    return OK
+    return FAILED if options.command == "coverage" and shown["losing"] else OK
 
 
 async def _show(options: argparse.Namespace) -> Json:
     with contextlib.closing(KubeClient(find(dict(os.environ), options.kubeconfig))) as client:
-        shown: Json = await _SHOW[options.command](client, options)
-
-    return shown
+        return await _SHOW[options.command](client, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,67 +57,130 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="one JSON document")
     parser = argparse.ArgumentParser(prog="valve cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    told = "what each node offers, what runs on it, what owners were promised and got"
-    commands.add_parser("status", parents=[common], help=told)
-    why = commands.add_parser("explain", parents=[common], help="why a pod is where it is, or nowhere")
+
+    def add(name: str, told: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=told)
+
+    add("status", "what each node offers, what harvesting is or would be worth, what owners were promised and got")
+    top = add("top", "the same, live, with every offline pod")
+    top.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
+    top.add_argument("--once", action="store_true", help="print once and end")
+    why = add("explain", "why a pod is where it is, or nowhere")
     why.add_argument("pod", metavar="[NAMESPACE/]POD")
+    stop = add("pause", "stop all harvesting; lasts until resume")
+    stop.add_argument(
+        "--wait", type=float, default=5.0, metavar="SECONDS", help="for the daemons to confirm; 0: do not"
+    )
+    add("resume", "lift the pause")
+    usage = add("usage", "what each namespace harvested, saved, lost and lent")
+    usage.add_argument("--by", choices=["namespace"], default="namespace")
+    cover = add("coverage", "before an upgrade: online pods without a shim, or with one the new version does not serve")
+    cover.add_argument("--oldest-shim", default="", metavar="VERSION", help="of the new release, from its notes")
+    profile = add("profile", "bring a throughput curve by hand")
+    profile.add_argument(
+        "--from", dest="file", type=Path, required=True, metavar="FILE", help="an OfflineProfile, YAML"
+    )
+    profile.add_argument("--namespace", default="", help="default: the one in the file, else default")
 
     return parser
 
 
 async def _status(client: KubeClient, options: argparse.Namespace) -> Json:
-    now_s = time.time()
-    nodes, _ = await client.list(f"{names.API_PATH}/gpuharvestnodes")
-    workloads, _ = await client.list(f"{names.API_PATH}/offlineworkloads")
-    shown = {"nodes": [_node_row(node, now_s) for node in nodes], "workloads": list(map(_workload_row, workloads))}
+    shown = await _looked(client)
     if not options.json:
-        for title, rows in shown.items():
-            _print_table(title, rows)
+        _console().print(_rendered(shown, ("nodes", "workloads")))
 
     return shown
 
 
-def _node_row(node: Json, now_s: float) -> Json:
-    status = node.get("status") or {}
-    gpus = status.get("gpus") or []
-    hours = [gpu["idle"].get("1h", gpu["idle"].get("10m", 0.0)) for gpu in gpus]
-    try:
-        age_s: float | None = round(now_s - node_report(node).observed_at_s, 1)
-    except InvalidObject:
-        age_s = None
+async def _looked(client: KubeClient) -> Json:
+    now_s = time.time()
+    nodes, _ = await client.list(_NODES)
+    workloads, _ = await client.list(f"{names.API_PATH}/offlineworkloads")
+    rows = [node_row(node, now_s) for node in nodes]
+    fleet = fleet_row(rows)
 
     return {
-        "node": node["metadata"]["name"],
-        "phase": status.get("phase", ""),
-        "gpu": status.get("gpuModel", ""),
-        "harvestable": sum(bool(gpu.get("harvestable")) for gpu in gpus),
-        "idle": round(sum(hours) / len(hours), 3) if hours else 0.0,
-        "offline": len(status.get("offline") or []),
-        "report_age_s": age_s,
+        "fleet": fleet | {"text": fleet_text(fleet)},
+        "nodes": rows,
+        "workloads": list(map(workload_row, workloads)),
     }
 
 
-def _workload_row(workload: Json) -> Json:
-    status = workload.get("status") or {}
-    conditions = {c["type"]: c for c in status.get("conditions") or []}
+async def _top(client: KubeClient, options: argparse.Namespace) -> Json:
+    async def look() -> Json:
+        pods, _ = await client.list("/api/v1/pods", OFFLINE_PODS)
+        nodes, _ = await client.list(_NODES)
+        return await _looked(client) | {"pods": pod_rows(pods, nodes)}
 
-    return {
-        "owner": f"{workload['metadata']['namespace']}/{workload['spec'].get('ownerName', '')}",
-        "sla": workload["spec"].get("sla", 0.0),
-        "achieved": status.get("achieved"),
-        "evictions": status.get("evictions", 0),
-        "why": conditions.get("SLAMet", {}).get("message", ""),
-    }
+    shown = await look()
+    if options.json:
+        return shown
+    parts = ("nodes", "pods", "workloads")
+    if options.once or not sys.stdout.isatty():
+        _console().print(_rendered(shown, parts))
+        return shown
+    with Live(_rendered(shown, parts), screen=True, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(options.every)
+            live.update(_rendered(await look(), parts), refresh=True)
 
 
 async def _explain(client: KubeClient, options: argparse.Namespace) -> Json:
     namespace, _, name = options.pod.rpartition("/")
     pod = await client.request("GET", f"/api/v1/namespaces/{namespace or 'default'}/pods/{name}")
+    reports, _ = await client.list(_NODES)
+    achieved = (
+        next(row for row in pod_rows([pod], reports)) if (pod.get("status") or {}).get("phase") == "Running" else {}
+    )
     found = explain(await _cluster(client), pod, time.time())
     if not options.json:
-        _print_explanation(found)
+        _print_explanation(found, achieved)
 
-    return asdict(found)
+    return asdict(found) | {"achieved": achieved}
+
+
+async def _pause(client: KubeClient, options: argparse.Namespace) -> Json:
+    done = await pause(client, wait_s=options.wait)
+    if not options.json:
+        print(f"paused: {done.nodes} nodes told in {done.told_s:.1f} s, {done.confirmed} do not harvest")
+
+    return asdict(done)
+
+
+async def _resume(client: KubeClient, options: argparse.Namespace) -> Json:
+    done = await resume(client)
+    if not options.json:
+        print(f"resumed: {done.nodes} nodes told in {done.told_s:.1f} s")
+
+    return asdict(done)
+
+
+async def _usage(client: KubeClient, options: argparse.Namespace) -> Json:
+    accounts, _ = await client.list(f"{names.API_PATH}/harvestaccounts")
+    shown = {"namespaces": sorted(map(usage_row, accounts), key=lambda row: row["namespace"])}
+    if not options.json:
+        _console().print(_table("usage", shown["namespaces"]))
+
+    return shown
+
+
+async def _coverage(client: KubeClient, options: argparse.Namespace) -> Json:
+    pods, _ = await client.list("/api/v1/pods")
+    found = coverage(pods, options.oldest_shim)
+    if not options.json:
+        losing = [asdict(pod) for pod in found if not pod.covered]
+        _console().print(_table(f"{len(losing)} of {len(found)} online pods are not or will not be covered", losing))
+
+    return {"losing": [asdict(pod) for pod in found if not pod.covered], "online": len(found)}
+
+
+async def _profile(client: KubeClient, options: argparse.Namespace) -> Json:
+    stored = await profiling.store_by_hand(client, options.file.read_text(encoding="utf-8"), options.namespace)
+    if not options.json:
+        print(f"OfflineProfile {stored['metadata']['namespace']}/{stored['metadata']['name']} is Ready")
+
+    return stored
 
 
 async def _cluster(client: KubeClient) -> ClusterState:
@@ -123,6 +191,7 @@ async def _cluster(client: KubeClient) -> ClusterState:
         pods_view(client, state),
         profiles_view(client, state),
         workloads_view(client, state),
+        policies_view(client, state),
     ]
     for view in views:
         items, _ = await client.list(view.path, view.query)
@@ -131,11 +200,15 @@ async def _cluster(client: KubeClient) -> ClusterState:
     return state
 
 
-def _print_explanation(found: Explanation) -> None:
-    console = Console(highlight=False)
+def _print_explanation(found: Explanation, achieved: Row) -> None:
+    console = _console()
     console.print(f"[bold]{found.pod}[/] is {found.state}" + (f" on {found.node}" if found.node else ""))
     if found.gpus:
         console.print(f"  GPUs {', '.join(found.gpus)}; predicted share of standalone {found.predicted or 'unknown'}")
+    if achieved:
+        tokens = achieved["tokens_per_s"]
+        rate = "reports no tokens (no engine hook)" if tokens is None else f"{tokens} tokens/s"
+        console.print(f"  harvested {achieved['harvest_s']} GPU-seconds so far; {rate}")
     for node, share in found.candidates:
         console.print(f"  {share:5.2f}  {node}")
     for refusal in found.refusals:
@@ -144,14 +217,33 @@ def _print_explanation(found: Explanation) -> None:
         console.print(f"  {found.advice}")
 
 
-def _print_table(title: str, rows: list[Json]) -> None:
+def _console() -> Console:
+    """A pipe has no width: there names are worth more than eighty columns."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 220)
+
+
+def _rendered(shown: Json, parts: tuple[str, ...]) -> RenderableType:
+    return Group(shown["fleet"]["text"], *(_table(part, shown[part]) for part in parts))
+
+
+def _table(title: str, rows: list[Row]) -> Table:
     table = Table(title=title)
     columns = list(rows[0]) if rows else ["none"]
     for column in columns:
         table.add_column(column)
     for row in rows:
         table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
-    Console().print(table)
+
+    return table
 
 
-_SHOW: dict[str, Any] = {"status": _status, "explain": _explain}
+_SHOW: dict[str, Callable[[KubeClient, argparse.Namespace], Awaitable[Json]]] = {
+    "status": _status,
+    "top": _top,
+    "explain": _explain,
+    "pause": _pause,
+    "resume": _resume,
+    "usage": _usage,
+    "coverage": _coverage,
+    "profile": _profile,
+}

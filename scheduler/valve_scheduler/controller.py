@@ -14,22 +14,35 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from valve_scheduler import metrics, names
+from valve_scheduler.accounts import ACCOUNT, charge, entries_of
 from valve_scheduler.errors import InvalidObject
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_scheduler.kube.lease import Lease
 from valve_scheduler.kube.reflector import Reflector, Sink
-from valve_scheduler.monitor import MonitorSettings, Owner, Sample, Track, choose_evictions, evicted, observe
-from valve_scheduler.objects import offline_pod, owner_uid, pod_place, sla_of, started_at_s
+from valve_scheduler.monitor import (
+    MonitorSettings,
+    Owner,
+    Sample,
+    Track,
+    choose_evictions,
+    evicted,
+    observe,
+    with_policy,
+)
+from valve_scheduler.objects import annotation, offline_pod, owner_uid, pod_place, sla_of, started_at_s
 from valve_scheduler.placement import Job, PlacementSettings
+from valve_scheduler.policies import node_spec
 from valve_scheduler.probes import Probes
+from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store
 from valve_scheduler.requeue import Pending, newly_feasible
 from valve_scheduler.state import ClusterState
-from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
+from valve_scheduler.views import labels_view, nodes_view, pods_view, policies_view, profiles_view, workloads_view
 from valve_scheduler.workloads import new_workload, owner_of, status_of, workload_name
 
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
+_NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,7 @@ class ControllerSettings:
     probe_port: int = 8902
     lease_name: str = "valve-controller"
     requeue_every_s: float = 1.0
+    policy_every_s: float = 1.0
     monitor_every_s: float = 30.0
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
@@ -85,12 +99,16 @@ class Controller:
         self._settings = settings
         self._now_s = now_s
         self._state = ClusterState(settings.placement)
-        self.pods, self.nodes, self.workloads = Store(), Store(), Store()
+        self.pods, self.nodes, self.workloads, self.accounts, self.profiles = (Store() for _ in range(5))
+        self.labels: dict[str, dict[str, str]] = {}
         self.views = [
             self.pods.tee(pods_view(client, self._state)),
             self.nodes.tee(nodes_view(client, self._state, now_s)),
-            profiles_view(client, self._state),
+            self.profiles.tee(profiles_view(client, self._state)),
             self.workloads.tee(workloads_view(client, self._state)),
+            policies_view(client, self._state),
+            labels_view(client, self.labels),
+            self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
         ]
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
@@ -122,6 +140,83 @@ class Controller:
         except InvalidObject:
             return None  # the extender told its owner already
 
+    # Policies
+
+    async def apply_policies(self) -> None:
+        """Write into each GPUHarvestNode what the policies say of it: the one object its daemon follows."""
+        policies = self._state.policies
+        patches = []
+        for (_, name), node in self.nodes.items.items():
+            wanted = node_spec(policies, self.labels.get(name, {}))
+            spec = node.get("spec") or {}
+            if bool(spec.get("paused")) != wanted["paused"] or (spec.get("resolved") or {}) != wanted["resolved"]:
+                # A merge patch keeps what it does not name: what no policy says any more is taken out by name.
+                gone = dict.fromkeys(spec.get("resolved") or {})
+                patch = {"spec": wanted | {"resolved": {**gone, **wanted["resolved"]}}}
+                patches.append(self._patch(f"{names.API_PATH}/gpuharvestnodes/{name}", patch))
+        if patches:
+            log.info("policies", extra={"nodes": len(patches)})
+        await asyncio.gather(*patches)
+
+    # Accounts
+
+    async def account(self) -> None:
+        """Add what the nodes counted since the last look to the account of each namespace."""
+        known = {pod["metadata"]["uid"]: self._worth(pod) for pod in self.pods.items.values()}
+        entries = entries_of(self.nodes.items.values(), known)
+        for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
+            held = self.accounts.items.get((namespace, ACCOUNT), {})
+            before = held.get("status") or {}
+            status = charge(before, entries.get(namespace, []))
+            if status != before and (entries.get(namespace) or before):
+                await self._write_account(namespace, held, status)
+
+    def _worth(self, pod: Json) -> tuple[str, float]:
+        """Namespace of an offline pod, and the GPU-seconds that one of its tokens costs on GPUs of its own."""
+        try:
+            wish = offline_pod(pod)
+        except InvalidObject:
+            return pod["metadata"]["namespace"], 0.0
+        profile = self._state.job(wish, self._now_s()).profile
+
+        return wish.namespace, wish.gpus / profile.standalone_tokens_per_s if profile else 0.0
+
+    async def _write_account(self, namespace: str, held: Json, status: Json) -> None:
+        path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/harvestaccounts"
+        if not held:
+            body = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": ACCOUNT}}
+            try:
+                held = await self._client.request("POST", path, body=body)
+            except (ApiError, Unreachable) as error:  # made by the round before and not in our view yet, or later
+                log.info("account not made", extra={"namespace": namespace, "error": str(error)})
+                return
+        # The version makes this fail where another controller wrote since: an amount is never added twice.
+        version = {"metadata": {"resourceVersion": held["metadata"]["resourceVersion"]}}
+        await self._patch(f"{path}/{ACCOUNT}/status", {**version, "status": status})
+
+    # Profiles
+
+    async def measure(self) -> None:
+        """Store what a best-effort run at several memory limits has shown, under the name its pod asks for."""
+        for pod in self._running():
+            key = (pod["metadata"]["namespace"], annotation(pod, names.PROFILE))
+            place = pod_place(pod)
+            node = self.nodes.items.get(("", place.node), {}).get("status") or {}
+            if not key[1] or key in self.profiles.items:
+                continue
+            levels = levels_of(self._reported(place.node, place.uid) or {})
+            if is_enough(levels):
+                workload = {
+                    "model": key[1],
+                    "gpuModel": node.get("gpuModel", ""),
+                    "tensorParallel": len(place.gpu_uuids),
+                }
+                status = {"phase": "Ready", "source": "Measured", "samples": len(levels)}
+                metadata = {"namespace": key[0], "name": key[1]}
+                with contextlib.suppress(ApiError, Unreachable):  # the next round tries again
+                    await store(self._client, metadata, measured_spec(workload, levels), status)
+                    log.info("profiled", extra={"profile": "/".join(key), "levels": len(levels)})
+
     # SLA
 
     async def monitor(self) -> None:
@@ -130,18 +225,24 @@ class Controller:
         samples = [sample for sample in map(self._sample, running) if sample is not None]
         known = self._tracks
         self._tracks = {
-            sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._settings.monitor) for sample in samples
+            sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
         }
         owners = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
-        chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, self._settings.monitor)
+        rules = self._rules()
+        chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, rules)
         metrics.violations.set(sum(track.verdict.value == "PersistentlyMissed" for track in self._tracks.values()))
         pods = {pod["metadata"]["uid"]: pod for pod in running}
         for track in chosen:
             owner = owners.get(track.sample.owner_uid, Owner())
             if await self._evict(pods[track.sample.pod_uid], track):
                 node = track.sample.node
-                owners[track.sample.owner_uid] = evicted(owner, node, now_s, self._settings.monitor)
+                owners[track.sample.owner_uid] = evicted(owner, node, now_s, rules)
         await self._write_workloads(running, owners, now_s)
+
+    def _rules(self, node: str | None = None) -> MonitorSettings:
+        """SLA windows of the node's policy; without a node those of the whole cluster, with its eviction budget."""
+        labels = self.labels.get(node, {}) if node else {}
+        return with_policy(self._settings.monitor, self._state.policies.of_node(labels))
 
     def _running(self) -> list[Json]:
         return [
@@ -213,7 +314,7 @@ class Controller:
         for (namespace, name), workload in list(self.workloads.items.items()):
             uid = workload["spec"]["ownerUID"]
             before = workload.get("status") or {}
-            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._settings.monitor)
+            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules())
             if status != before:
                 path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
                 await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
@@ -249,7 +350,10 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
     tasks = [view.run() for view in controller.views]
     rounds = [
         every(settings.requeue_every_s, controller.requeue),
+        every(settings.policy_every_s, controller.apply_policies),
         every(settings.monitor_every_s, controller.monitor),
+        every(settings.monitor_every_s, controller.account),
+        every(settings.monitor_every_s, controller.measure),
     ]
     await Probes(controller.missing).serve(settings.probe_host, settings.probe_port)
     await asyncio.gather(lease.run(), *tasks, *rounds)

@@ -61,6 +61,8 @@ class Extender:
         except InvalidObject as error:
             metrics.invalid.labels("Pod").inc()
             return _filter_error(f"valve: {error}")
+        if full := self._namespace_full(pod):
+            return _filter_error(f"valve: {full}")
         self._remember(pod)
         ranking = self._rank(pod)
         rows, codes = self._codes(wanted, ranking)
@@ -107,9 +109,11 @@ class Extender:
             raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
+        if held is None and (full := self._namespace_full(pod)):
+            raise NoPlace(full)
         gpus, share = (held.gpu_uuids, 0.0) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
-        self._state.assume(uid, node, gpus, self._now_s())
+        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace)
         await self._post(pod, node, gpus, share)
         self._pods.pop(uid, None)
 
@@ -170,6 +174,24 @@ class Extender:
             raise NoPlace("the pod was replaced by another of its name")
 
         return pod
+
+    def _namespace_full(self, pod: OfflinePod) -> str:
+        """Why the policies let the namespace have no more GPUs; empty when they do.
+
+        An error, not a refusal: kube-scheduler then tries again by itself, as no event tells that a pod of the
+        namespace ended elsewhere.
+        """
+        rule = self._state.policies.rule(pod.namespace)
+        if rule.mode in ("off", "observe"):
+            return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
+        held = self._state.holding(pod.uid)
+        used = self._state.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
+        if rule.max_gpus is not None and used + pod.gpus > rule.max_gpus:
+            return (
+                f"namespace {pod.namespace} uses {used} of the {rule.max_gpus} harvested GPUs its HarvestPolicy allows"
+            )
+
+        return ""
 
     def _rank(self, pod: OfflinePod) -> Ranking:
         now_s = self._now_s()

@@ -20,7 +20,7 @@ from valve_scheduler.placement import PlacementSettings
 from valve_scheduler.probes import Probes
 from valve_scheduler.server import Answer, json_answer, serve, text_answer
 from valve_scheduler.state import ClusterState
-from valve_scheduler.views import nodes_view, pods_view, profiles_view, workloads_view
+from valve_scheduler.views import nodes_view, pods_view, policies_view, profiles_view, workloads_view
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class ExtenderService:
             nodes_view(client, self.state, time.time),
             profiles_view(client, self.state),
             workloads_view(client, self.state),
+            policies_view(client, self.state),
         ]
         self._leadership: Leadership | None = None
         if settings.hostname:

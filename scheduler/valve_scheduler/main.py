@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -134,6 +135,7 @@ def _webhook_settings(options: argparse.Namespace) -> WebhookSettings:
     admission = AdmissionSettings(
         backend=Backend(options.backend),
         runtime_class=options.runtime_class,
+        version=importlib.metadata.version("valve"),
         offline_env=dict(entry.split("=", 1) for entry in options.offline_env),
     )
     return WebhookSettings(

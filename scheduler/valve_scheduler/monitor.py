@@ -8,11 +8,12 @@ owner allow that, and its owner keeps away from the node for a while.
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSettings:
-    """Defaults; HarvestPolicy overrides them."""
+    """Defaults; `with_policy` overrides them."""
 
     window_s: float = 900.0
     windows: int = 3
@@ -24,6 +25,18 @@ class MonitorSettings:
     max_backoff_s: float = 3600.0
     max_evictions: int = 5  # then the SLA is called unreachable and the job is left where it is
     avoid_s: float = 3600.0
+
+
+# Keys of a HarvestPolicy's spec.
+_SECONDS = {
+    "sla": {"windowSeconds": "window_s", "warmUpSeconds": "warm_up_s", "minRuntimeSeconds": "min_runtime_s"},
+    "eviction": {
+        "budgetSeconds": "budget_s",
+        "backoffSeconds": "backoff_s",
+        "maxBackoffSeconds": "max_backoff_s",
+        "avoidSeconds": "avoid_s",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +83,23 @@ class Owner:
 
     evicted_at_s: tuple[float, ...] = ()
     avoid_until_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def with_policy(base: MonitorSettings, spec: Mapping[str, Any]) -> MonitorSettings:
+    """The settings as a HarvestPolicy's spec changes them."""
+    numbers: dict[str, Any] = {}
+    for part, keys in _SECONDS.items():
+        found = spec.get(part) or {}
+        numbers |= {name: float(found[key]) for key, name in keys.items() if key in found}
+    sla, eviction = spec.get("sla") or {}, spec.get("eviction") or {}
+    if "windows" in sla:
+        numbers["windows"] = int(sla["windows"])
+    if "budgetPercent" in eviction:
+        numbers["budget_share"] = float(eviction["budgetPercent"]) / 100
+    if "maxPerOwner" in eviction:
+        numbers["max_evictions"] = int(eviction["maxPerOwner"])
+
+    return replace(base, **numbers)
 
 
 def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> Track:

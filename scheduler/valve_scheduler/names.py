@@ -19,6 +19,7 @@ GPUS = f"{DOMAIN}/gpus"  # UUIDs, in CUDA order
 PREDICTED = f"{DOMAIN}/predicted-throughput"
 DECISION = f"{DOMAIN}/decision-id"
 INJECTION = f"{DOMAIN}/injection"  # ok | skipped-<why>
+SHIM = f"{DOMAIN}/shim"  # version of the shim an online pod was injected with
 
 # On nodes.
 HARVEST = f"{DOMAIN}/harvest"  # label, the operator's switch

@@ -27,6 +27,7 @@ class PodPlace:
     node: str
     gpu_uuids: tuple[str, ...]
     finished: bool
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class NodeReport:
     histogram: FloatArray  # [8, bins]
     alignment: FloatArray  # [8, 8]
     observed_at_s: float  # wall clock of the node
+    theta: float | None = None  # alignment threshold of the node's policy
 
 
 def annotation(pod: Object, key: str) -> str:
@@ -121,6 +123,7 @@ def pod_place(pod: Object) -> PodPlace:
         node=(pod.get("spec") or {}).get("nodeName") or "",
         gpu_uuids=tuple(uuid for uuid in uuids.split(",") if uuid),
         finished=(pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"),
+        namespace=metadata.get("namespace", ""),
     )
 
 
@@ -181,12 +184,12 @@ def node_report(harvest_node: Object) -> NodeReport:
     node = harvest_node["metadata"]["name"]
     status = harvest_node.get("status") or {}
     try:
-        return _node_report(node, status)
+        return _node_report(node, status, harvest_node.get("spec") or {})
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
 
 
-def _node_report(node: str, status: Object) -> NodeReport:
+def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
     gpus = status.get("gpus") or []
     count = len(gpus)
     if count > MAX_GPUS:
@@ -201,20 +204,38 @@ def _node_report(node: str, status: Object) -> NodeReport:
     totals = histogram.sum(axis=1, keepdims=True)
     if not np.isfinite(totals).all() or histogram.min() < 0 or not ((idle >= 0) & (idle <= 1)).all():
         raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
+    resolved = spec.get("resolved") or {}
+    slots = int(resolved.get("slotsPerGPU", 1))
     observed_at = datetime.fromisoformat(status["observedAt"].replace("Z", "+00:00"))
 
     return NodeReport(
         node=node,
-        phase=status.get("phase", ""),
+        phase=phase_in_force(status, spec),
         gpu_model=status.get("gpuModel", ""),
         full_mib=float(status["memoryMiB"]),
         uuids=tuple(gpu["uuid"] for gpu in gpus),
-        harvestable=tuple(bool(gpu.get("harvestable")) for gpu in gpus),
+        harvestable=tuple(bool(gpu.get("harvestable")) and slots > 0 for gpu in gpus),
         idle=idle,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
         alignment=_alignment(status.get("alignment") or [], count),
         observed_at_s=observed_at.timestamp(),
+        theta=float(resolved["alignmentThreshold"]) if "alignmentThreshold" in resolved else None,
     )
+
+
+def mode_in_force(spec: Object) -> str:
+    """What the spec of a GPUHarvestNode says; empty leaves it to the daemon's own configuration."""
+    return str(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
+
+
+def phase_in_force(status: Object, spec: Object) -> str:
+    """The node's own word, unless its spec already forbids what the daemon has not read yet."""
+    if spec.get("paused"):
+        return "Paused"
+    if mode_in_force(spec) in ("off", "observe") and status.get("phase") == "Harvesting":
+        return "Observing"
+
+    return str(status.get("phase", ""))
 
 
 def _alignment(pairs: list[float], count: int) -> FloatArray:

@@ -117,13 +117,21 @@ class Ranking:
     reason: NDArray[np.int8]
 
 
-def gpu_sets(idle: FloatArray, alignment: FloatArray, gpu_count: int, settings: PlacementSettings) -> GpuSets:
+def gpu_sets(
+    idle: FloatArray,
+    alignment: FloatArray,
+    gpu_count: int,
+    settings: PlacementSettings,
+    theta: FloatArray | float | None = None,
+) -> GpuSets:
+    """`theta` of each node (its policy's), where it is not the same for all."""
     members = set_members(gpu_count)
+    threshold = settings.theta if theta is None else theta
 
     return GpuSets(
         members=members,
         runnable=runnable_share(idle, alignment, members),
-        aligned=admitted_sets(alignment, members, settings.theta),
+        aligned=admitted_sets(alignment, members, threshold),
     )
 
 

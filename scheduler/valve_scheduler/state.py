@@ -4,7 +4,7 @@ One asyncio loop owns it; events and requests come one at a time. A report recom
 is taken while a pod that is not finished names it in its annotation (truth, from the API server) or while a
 bind for it is under way (assumed: ours, for a bounded time)."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -16,6 +16,7 @@ from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, WorkloadProfile, set
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.objects import NodeReport, OfflinePod, PodPlace
 from valve_scheduler.placement import Fleet, GpuSets, Job, PlacementSettings, Standing, gpu_sets
+from valve_scheduler.policies import Policies
 
 # A report is written every 30 s; three in a row were lost.
 STALE_AFTER_S = 90.0
@@ -31,6 +32,7 @@ class Holding:
     node: str
     gpu_uuids: tuple[str, ...]
     assumed_until_s: float = 0.0
+    namespace: str = ""
 
 
 class ClusterState:
@@ -53,10 +55,13 @@ class ClusterState:
         self._alignment = np.zeros((capacity, MAX_GPUS, MAX_GPUS), dtype=np.float32)
         self._harvestable = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
         self._taken = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
+        self._theta = np.full(capacity, settings.theta)
         self._changed_at = np.zeros(capacity, dtype=np.int64)  # generation of the last change of a row
         self._sets: dict[int, GpuSets] = {}
         self._holdings: dict[str, Holding] = {}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # node -> pod uids
+        self._in_use: Counter[str] = Counter()  # namespace -> GPUs its offline pods hold
+        self.policies = Policies()
         self._profiles: dict[tuple[str, str], WorkloadProfile] = {}
         self._avoid: dict[str, dict[str, float]] = {}  # owner uid -> node -> until
 
@@ -77,8 +82,10 @@ class ClusterState:
         self._alignment[row] = report.alignment
         self._harvestable[row] = False
         self._harvestable[row, : len(report.harvestable)] = report.harvestable
+        self._theta[row] = self.settings.theta if report.theta is None else report.theta
         for gpu_count, sets in self._sets.items():
-            fresh = gpu_sets(self._idle[row], self._alignment[row], gpu_count, self.settings)
+            theta = float(self._theta[row])
+            fresh = gpu_sets(self._idle[row], self._alignment[row], gpu_count, self.settings, theta)
             sets.runnable[row] = fresh.runnable
             sets.aligned[row] = fresh.aligned
         self._recount(report.node)
@@ -121,7 +128,7 @@ class ClusterState:
     def put_pod(self, pod: PodPlace) -> None:
         """What the API server says about an offline pod; it overrules anything assumed."""
         if pod.node and pod.gpu_uuids and not pod.finished:
-            self._hold(Holding(pod_uid=pod.uid, node=pod.node, gpu_uuids=pod.gpu_uuids))
+            self._hold(Holding(pod_uid=pod.uid, node=pod.node, gpu_uuids=pod.gpu_uuids, namespace=pod.namespace))
         elif pod.node or pod.finished:
             self.release(pod.uid)
         # An unbound pod says nothing about a bind under way: the assumption stands until it is settled.
@@ -135,8 +142,11 @@ class ClusterState:
         for pod in listed.values():
             self.put_pod(pod)
 
-    def assume(self, pod_uid: str, node: str, gpu_uuids: tuple[str, ...], now_s: float) -> None:
-        self._hold(Holding(pod_uid=pod_uid, node=node, gpu_uuids=gpu_uuids, assumed_until_s=now_s + ASSUMED_FOR_S))
+    def assume(self, pod_uid: str, node: str, gpu_uuids: tuple[str, ...], now_s: float, namespace: str = "") -> None:
+        until_s = now_s + ASSUMED_FOR_S
+        self._hold(
+            Holding(pod_uid=pod_uid, node=node, gpu_uuids=gpu_uuids, assumed_until_s=until_s, namespace=namespace)
+        )
 
     def confirm(self, pod_uid: str) -> None:
         """The API server accepted the Binding; the watch will say the same."""
@@ -147,6 +157,7 @@ class ClusterState:
     def release(self, pod_uid: str) -> None:
         holding = self._holdings.pop(pod_uid, None)
         if holding is not None:
+            self._in_use[holding.namespace] -= len(holding.gpu_uuids)
             self._holders[holding.node].discard(pod_uid)
             self._recount(holding.node)
 
@@ -163,6 +174,10 @@ class ClusterState:
 
     def holding(self, pod_uid: str) -> Holding | None:
         return self._holdings.get(pod_uid)
+
+    def in_use(self, namespace: str) -> int:
+        """GPUs that offline pods of the namespace hold or are about to."""
+        return self._in_use[namespace]
 
     def holdings(self) -> list[Holding]:
         return list(self._holdings.values())
@@ -220,7 +235,7 @@ class ClusterState:
         Computed once, then row by row with each report.
         """
         if gpu_count not in self._sets:
-            self._sets[gpu_count] = gpu_sets(self._idle, self._alignment, gpu_count, self.settings)
+            self._sets[gpu_count] = gpu_sets(self._idle, self._alignment, gpu_count, self.settings, self._theta)
         return self._sets[gpu_count]
 
     def check_integrity(self) -> None:
@@ -235,6 +250,11 @@ class ClusterState:
             row = self._row_of.get(holding.node)
             if row is not None:
                 expected[row] |= self._bits(row, holding.gpu_uuids)
+        used = Counter[str]()
+        for holding in self._holdings.values():
+            used[holding.namespace] += len(holding.gpu_uuids)
+        if used != +self._in_use:
+            raise AssertionError(f"GPUs in use by namespace are {+self._in_use}, their holdings add up to {used}")
         live = sorted(self._row_of.values())
         if not np.array_equal(expected[live], self._taken[live]):
             raise AssertionError("taken GPUs differ from the sum of holdings")
@@ -243,9 +263,10 @@ class ClusterState:
         before = self._holdings.get(holding.pod_uid)
         if before == holding:
             return
-        if before is not None and before.node != holding.node:
+        if before is not None:
             self.release(holding.pod_uid)
         self._holdings[holding.pod_uid] = holding
+        self._in_use[holding.namespace] += len(holding.gpu_uuids)
         self._holders[holding.node].add(holding.pod_uid)
         self._recount(holding.node)
 
@@ -294,6 +315,7 @@ class ClusterState:
             "_harvestable",
             "_taken",
             "_changed_at",
+            "_theta",
         ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))

@@ -13,10 +13,15 @@ from valve_scheduler.kube.client import Json, KubeClient
 from valve_scheduler.kube.reflector import Reflector, Sink
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.objects import node_report, pod_place, workload_profile
+from valve_scheduler.policies import read_policies
 from valve_scheduler.state import ClusterState
 
 log = logging.getLogger(__name__)
 
+METADATA_ONLY = (
+    "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,"
+    "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+)
 OFFLINE_PODS = {"labelSelector": f"{names.ROLE}={names.OFFLINE}"}
 
 
@@ -96,6 +101,42 @@ def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
         drop=lambda item: state.put_avoid(avoid_list(item)[0], {}),
     )
     return Reflector(client, f"{names.API_PATH}/offlineworkloads", sink)
+
+
+def labels_view(client: KubeClient, labels: dict[str, dict[str, str]]) -> Reflector:
+    """Labels of the nodes, by name; of a node nothing else is asked for, so nothing else is sent."""
+
+    def put(item: Json) -> None:
+        labels[item["metadata"]["name"]] = item["metadata"].get("labels") or {}
+
+    def replace(items: list[Json]) -> None:
+        labels.clear()
+        for item in items:
+            put(item)
+
+    def drop(item: Json) -> None:
+        labels.pop(item["metadata"]["name"], None)
+
+    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), accept=METADATA_ONLY)
+
+
+def policies_view(client: KubeClient, state: ClusterState) -> Reflector:
+    kept: dict[str, Json] = {}
+
+    def replace(items: list[Json]) -> None:
+        kept.clear()
+        kept.update((item["metadata"]["name"], item) for item in items)
+        state.policies = read_policies(kept.values())
+
+    def put(item: Json) -> None:
+        kept[item["metadata"]["name"]] = item
+        state.policies = read_policies(kept.values())
+
+    def drop(item: Json) -> None:
+        kept.pop(item["metadata"]["name"], None)
+        state.policies = read_policies(kept.values())
+
+    return Reflector(client, f"{names.API_PATH}/harvestpolicies", Sink(replace=replace, put=put, drop=drop))
 
 
 def _report(kind: str, error: InvalidObject) -> None:

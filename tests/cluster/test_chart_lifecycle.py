@@ -59,7 +59,7 @@ def test_every_object_of_the_chart_is_accepted_by_the_server_and_gone_after_an_u
     release.uninstall()
 
     assert left(control_plane) == []
-    assert len(control_plane.api.get(CRDS)["items"]) == 4
+    assert len(control_plane.api.get(CRDS)["items"]) == 5
 
 
 def test_an_upgrade_and_a_rollback_keep_the_published_authority(control_plane: ControlPlane, release: Helm) -> None:

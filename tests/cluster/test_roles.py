@@ -27,6 +27,11 @@ ALLOWED = [
     ("valve-controller", "create pods/eviction"),
     ("valve-controller", "patch nodes"),
     ("valve-controller", "patch valve.gpu/offlineworkloads/status"),
+    ("valve-scheduler", "watch valve.gpu/harvestpolicies"),
+    ("valve-controller", "watch nodes"),
+    ("valve-controller", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-controller", "create valve.gpu/harvestaccounts"),
+    ("valve-controller", "create valve.gpu/offlineprofiles"),
 ]
 DENIED = [
     ("valve-daemon", "patch nodes"),
@@ -38,6 +43,10 @@ DENIED = [
     ("valve-scheduler", "patch nodes"),
     ("valve-scheduler", "get secrets"),
     ("valve-scheduler", "patch valve.gpu/gpuharvestnodes/status"),
+    ("valve-scheduler", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-daemon", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-daemon", "patch valve.gpu/harvestaccounts/status"),
+    ("valve-controller", "patch valve.gpu/harvestpolicies"),
     ("valve-controller", "delete pods"),
     ("valve-controller", "patch pods"),
     ("valve-controller", "create pods/binding"),

@@ -1,34 +1,32 @@
 """The webhook behind a real API server: pods as they are stored, its certificate, and what happens while it is down."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS
+from cluster_webhook import CONFIGURATION, start_webhook
 from valve_scheduler import names
 from valve_tools.cluster.api import Refused
-from valve_tools.cluster.controlplane import ControlPlane, free_port, wait_for
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Json = dict[str, Any]
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
-CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/valve"
 
 
 @pytest.fixture(scope="module")
 def webhook(control_plane: ControlPlane, helm: Helm) -> Iterator[ControlPlane]:
     """The chart's configuration, pointed at a process on loopback with the rights of its service account."""
-    api, port = control_plane.api, free_port()
+    api = control_plane.api
     runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
     api.post(RUNTIMES, runtime | {"handler": "nvidia"})  # as NVIDIA's operator makes it
     helm.install()
     try:
-        point_at(control_plane, port)
-        control_plane.spawn("webhook", *command(control_plane, port), program=sys.executable)
+        start_webhook(control_plane)
         api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: "enabled"}}})
         wait_for("a first pod", lambda: api.post(f"{PODS}?dryRun=All", offline_pod("dry")))
         yield control_plane
@@ -37,21 +35,6 @@ def webhook(control_plane: ControlPlane, helm: Helm) -> Iterator[ControlPlane]:
         api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: None}}})
         api.delete(f"{RUNTIMES}/nvidia")
         helm.uninstall()
-
-
-def point_at(plane: ControlPlane, port: int) -> None:
-    hooks = plane.api.get(CONFIGURATION)["webhooks"]
-    for hook in hooks:
-        path = hook["clientConfig"]["service"]["path"]
-        hook["clientConfig"] = {"url": f"https://127.0.0.1:{port}{path}"}
-    plane.api.patch(CONFIGURATION, {"webhooks": hooks})
-
-
-def command(plane: ControlPlane, port: int) -> list[str]:
-    access = plane.account_kubeconfig("valve-system", "valve-webhook")
-    flags = ["--host=127.0.0.1", f"--port={port}", "--probe-host=127.0.0.1", f"--probe-port={free_port()}"]
-    flags += ["--namespace=valve-system", "--hostname=127.0.0.1", "--offline-env=ENGINE_TIMEOUT=86400"]
-    return ["-m", "valve_scheduler.main", f"--kubeconfig={access}", "webhook", *flags]
 
 
 def online_pod(name: str, **metadata: Any) -> Json:

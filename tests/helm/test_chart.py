@@ -172,7 +172,7 @@ def test_an_update_of_the_daemon_never_leaves_a_node_without_one() -> None:
 def test_crds_survive_an_uninstall() -> None:
     crds = of_kind("CustomResourceDefinition")
 
-    assert len(crds) == 4
+    assert len(crds) == 5
     assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds)
 
 

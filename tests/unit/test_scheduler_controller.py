@@ -23,12 +23,16 @@ class World:
         self.calls: list[tuple[str, str, Json]] = []
         self.refusals: dict[str, ApiError] = {}
         self.controller = Controller(self, SETTINGS, lambda: self.now_s)  # type: ignore[arg-type]
-        self.pods, self.nodes, self.profiles, self.workloads = self.controller.views
+        self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
+            self.controller.views
+        )
 
     async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> Json:
         self.calls.append((method, path, body))
         if refusal := self.refusals.get(path.rpartition("/")[2]):
             raise refusal
+        if method == "POST":
+            return {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}}
         return body
 
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
@@ -52,6 +56,29 @@ class World:
         self.calls.clear()
         asyncio.run(self.controller.requeue())
         return [path for _, path, _ in self.calls]
+
+    def policy(self, name: str, **spec: Any) -> None:
+        self.policies.sink.put({"metadata": {"name": name}, "spec": spec})
+
+    def apply_policies(self) -> list[tuple[str, Json]]:
+        self.calls.clear()
+        asyncio.run(self.controller.apply_policies())
+        for _, path, body in self.calls:
+            node = self.controller.nodes.items["", path.rpartition("/")[2]]
+            node["spec"] = {**node.get("spec", {}), **drop_null(body["spec"])}
+        return [(path.rpartition("/")[2], body["spec"]) for _, path, body in self.calls]
+
+    def account(self) -> list[tuple[str, Json]]:
+        self.calls.clear()
+        asyncio.run(self.controller.account())
+        return [(path.removeprefix("/apis/valve.gpu/v1alpha1"), body) for _, path, body in self.calls]
+
+
+def drop_null(value: Any) -> Any:
+    """As a merge patch leaves it."""
+    if not isinstance(value, dict):
+        return value
+    return {key: drop_null(inner) for key, inner in value.items() if inner is not None}
 
 
 def running(sla: str = "0.3") -> Json:
@@ -176,3 +203,69 @@ def test_a_gpu_that_falls_free_is_such_a_change_too() -> None:
     world.pods.sink.drop(pod("other"))
 
     assert world.requeue() == ["/api/v1/nodes/n1"]
+
+
+def test_policies_are_written_into_the_nodes_they_are_for_once() -> None:
+    world = World()
+    world.report("n1")
+    world.report("n2")
+    world.labels.sink.put({"metadata": {"name": "n1", "labels": {"pool": "a"}}})
+    world.policy("pool", nodeSelector={"pool": "a"}, mode="harvest", reclaimsPerHour=5)
+
+    assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"mode": "harvest", "reclaimsPerHour": 5}})]
+    assert world.apply_policies() == []
+
+
+def test_what_a_policy_says_no_more_is_taken_out_of_the_node() -> None:
+    world = World()
+    world.report("n1")
+    world.policy("all", mode="harvest", reclaimsPerHour=5)
+    world.apply_policies()
+    world.policy("all", mode="off")
+
+    assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"mode": "off", "reclaimsPerHour": None}})]
+    assert world.apply_policies() == []
+
+
+def test_a_pause_reaches_every_node_and_its_end_too() -> None:
+    world = World()
+    world.report("n1")
+    world.report("n2")
+    world.policy("valve-pause", paused=True)
+    assert [(name, spec["paused"]) for name, spec in world.apply_policies()] == [("n1", True), ("n2", True)]
+
+    world.policies.sink.drop({"metadata": {"name": "valve-pause"}})
+
+    assert [(name, spec["paused"]) for name, spec in world.apply_policies()] == [("n1", False), ("n2", False)]
+
+
+def test_an_eviction_budget_of_a_policy_is_honoured() -> None:
+    world = missed()
+    world.policy("all", eviction={"maxPerOwner": 0})
+
+    assert EVICTION not in world.round()
+
+
+def test_accounts_are_charged_with_what_nodes_count() -> None:
+    world = World()
+    world.profile()
+    world.pods.sink.put(running())
+    world.report(offline=[{"podUID": "uid-p1", "harvestSeconds": 60.0, "usefulTokens": 30_000.0}])
+
+    (made, written) = world.account()
+
+    assert made[0] == "/namespaces/default/harvestaccounts"
+    assert written[0] == "/namespaces/default/harvestaccounts/usage/status"
+    assert written[1]["status"]["offline"] == {"harvestSeconds": 60.0, "usefulTokens": 30_000.0, "savedSeconds": 30.0}
+    assert written[1]["metadata"]["resourceVersion"] == "1"
+
+
+def test_an_account_that_did_not_grow_is_not_written_again() -> None:
+    world = World()
+    world.pods.sink.put(running())
+    world.report(offline=[{"podUID": "uid-p1", "harvestSeconds": 60.0}])
+    status = world.account()[1][1]["status"]
+    metadata = {"namespace": "default", "name": "usage", "resourceVersion": "2"}
+    world.accounts.sink.put({"metadata": metadata, "status": status})
+
+    assert world.account() == []

@@ -12,6 +12,7 @@ from valve_scheduler.extender import Extender
 from valve_scheduler.kube.client import ApiError, Unreachable
 from valve_scheduler.objects import node_report, pod_place
 from valve_scheduler.placement import REASON_TEXT, PlacementSettings, Reason
+from valve_scheduler.policies import read_policies
 from valve_scheduler.state import ClusterState
 
 Json = dict[str, Any]
@@ -232,6 +233,49 @@ def test_a_node_that_filled_up_since_the_filter_is_refused_in_bind() -> None:
 
     assert REASON_TEXT[Reason.NO_FREE_GPUS] in world.bind()
     assert len(world.state.holdings()) == 1
+
+
+def allow(world: World, **rule: Any) -> None:
+    spec = {"namespaces": [{"name": "default", **rule}]}
+    world.state.policies = read_policies([{"metadata": {"name": "all"}, "spec": spec}])
+
+
+def test_a_namespace_gets_no_more_gpus_than_its_policy_allows() -> None:
+    world = World()
+    allow(world, maxGPUs=3)
+    for number in range(3):
+        world.submit(f"p{number}", gpus=2 if number == 0 else 1)
+        world.filter(f"p{number}")
+
+    assert [world.bind(f"p{number}") for number in range(2)] == ["", ""]
+    assert "uses 3 of the 3 harvested GPUs" in world.bind("p2")
+    assert "uses 3 of the 3 harvested GPUs" in world.filter("p2")["Error"]
+
+    world.state.release("uid-p1")
+
+    assert world.filter("p2")["NodeNames"] == ["n1"]
+    assert world.bind("p2") == ""
+    world.state.check_integrity()
+
+
+def test_a_pod_whose_bind_is_undecided_is_not_counted_against_itself() -> None:
+    world = World()
+    allow(world, maxGPUs=1)
+    world.submit()
+    world.filter()
+    world.failures = [Unreachable("timed out")]
+    world.bind()
+
+    assert world.filter()["NodeNames"] == ["n1"]
+    assert world.bind() == ""
+
+
+def test_a_namespace_that_is_off_is_told_so() -> None:
+    world = World()
+    allow(world, mode="off")
+    world.submit()
+
+    assert "sets mode off for namespace default" in world.filter()["Error"]
 
 
 def _filter(world: World) -> None:

@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     extra = plugins()
     try:
+        if arguments[:2] == ["explain", "pod"] and "cluster" in extra:
+            return int(extra["cluster"].load()(["explain", *arguments[2:]]))
         if arguments and arguments[0] in extra:
             return int(extra[arguments[0]].load()(arguments[1:]))
         options = parser().parse_args(arguments)

@@ -50,14 +50,15 @@ def runnable_share(idle: FloatArray, alignment: FloatArray, members: NDArray[np.
     return 1.0 - busy_union_bound(idle, alignment, members)
 
 
-def admitted_sets(alignment: FloatArray, members: NDArray[np.intp], theta: float) -> NDArray[np.bool_]:
-    """Sets in which every pair is aligned to at least `theta`; a single GPU always is: [..., sets]."""
+def admitted_sets(alignment: FloatArray, members: NDArray[np.intp], theta: FloatArray | float) -> NDArray[np.bool_]:
+    """Sets in which every pair is aligned to at least `theta` (one, or one per node); a single GPU always is:
+    [..., sets]."""
     size = members.shape[1]
     if size == 1:
         return np.ones((*alignment.shape[:-2], members.shape[0]), dtype=np.bool_)
     first, second = np.triu_indices(size, 1)
     pairs = alignment[..., members[:, first], members[:, second]]
 
-    admitted: NDArray[np.bool_] = np.min(pairs, axis=-1) >= theta
+    admitted: NDArray[np.bool_] = np.min(pairs, axis=-1) >= np.asarray(theta)[..., None]
 
     return admitted

@@ -1,0 +1,75 @@
+"""HarvestPolicies: which settings hold on which node and for which namespace. Pure.
+
+One policy serves a node: of those whose nodeSelector matches its labels the one with the most keys, then the first by
+name. Namespaces and the eviction budget belong to the whole cluster, so they are read from policies without a selector.
+A policy that is not valid is refused by the API server's schema; what gets past it is left out by name.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Object = Mapping[str, Any]
+
+ANY_NAMESPACE = "*"
+# What a node's daemon obeys, as it stands in the policy.
+_FOR_NODES = ("mode", "alignmentThreshold", "slotsPerGPU", "reclaimsPerHour", "cooldown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRule:
+    """mode empty: as the node has it. max_gpus None: as many as there are."""
+
+    mode: str = ""
+    max_gpus: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """All HarvestPolicies of the cluster, sorted by name."""
+
+    items: tuple[Object, ...] = ()
+    namespaces: Mapping[str, NamespaceRule] = field(default_factory=dict)
+
+    def of_node(self, labels: Mapping[str, str]) -> Object:
+        """The spec of the policy that serves a node; empty when none does."""
+        fitting = [item["spec"] for item in self.items if _selects(item["spec"], labels)]
+        return max(fitting, key=_keys, default={})  # max keeps the first among equals
+
+    def rule(self, namespace: str) -> NamespaceRule:
+        return self.namespaces.get(namespace) or self.namespaces.get(ANY_NAMESPACE) or NamespaceRule()
+
+    def paused(self, labels: Mapping[str, str]) -> bool:
+        """Any policy can pause; none can lift the pause of another."""
+        return any(item["spec"].get("paused") and _selects(item["spec"], labels) for item in self.items)
+
+
+def read_policies(items: Iterable[Object]) -> Policies:
+    ordered = tuple(sorted((i for i in items if i.get("spec")), key=lambda item: str(item["metadata"]["name"])))
+    rules: dict[str, NamespaceRule] = {}
+    for item in ordered:
+        for entry in item["spec"].get("namespaces") or [] if not _keys(item["spec"]) else []:
+            most = entry.get("maxGPUs")
+            rule = NamespaceRule(mode=entry.get("mode", ""), max_gpus=None if most is None else int(most))
+            rules.setdefault(entry["name"], rule)
+
+    return Policies(items=ordered, namespaces=rules)
+
+
+def node_spec(policies: Policies, labels: Mapping[str, str]) -> dict[str, Any]:
+    """The part of a GPUHarvestNode's spec that the controller writes; the daemon and the extender read it."""
+    policy = policies.of_node(labels)
+    resolved = {key: policy[key] for key in _FOR_NODES if key in policy}
+    modes = [{"name": name, "mode": rule.mode} for name, rule in sorted(policies.namespaces.items()) if rule.mode]
+    if modes:
+        resolved["namespaces"] = modes
+
+    return {"paused": policies.paused(labels), "resolved": resolved}
+
+
+def _selects(spec: Object, labels: Mapping[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
+
+
+def _keys(spec: Object) -> int:
+    return len(spec.get("nodeSelector") or {})

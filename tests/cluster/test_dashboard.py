@@ -1,0 +1,147 @@
+"""Every query of the dashboard and every alert, asked of a real Prometheus that scrapes what really runs."""
+
+import json
+import shutil
+import socket
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_helm import CHART, Helm
+from cluster_pods import PODS, submit, wait_bound
+from cluster_webhook import start_webhook
+from node_rig import Offline, Online
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, free_port, wait_for
+from valve_tools.cluster.fleet import create_nodes, delete_nodes, offline_pod
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.emulator.node import Options
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not shutil.which("prometheus"), reason="no prometheus: apt-get install prometheus"),
+]
+
+Json = dict[str, Any]
+DASHBOARD = json.loads((CHART / "dashboards/valve.json").read_text())
+RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
+RULES = CHART / "files/rules.yaml"
+# Averages over five minutes need two scrapes within them, so the shortest of intervals gives data at once.
+EVERY = "1s"
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for panel in DASHBOARD["panels"]:
+        for number, target in enumerate(panel["targets"]):
+            yield f"{panel['title']} {number}", target["expr"]
+
+
+class Prometheus:
+    """Scrapes the probes of each process under the labels that the chart's PodMonitor gives."""
+
+    def __init__(self, folder: Path, targets: list[int]) -> None:
+        self._port = free_port()
+        labels = {"node": socket.gethostname()}
+        static = [{"targets": [f"127.0.0.1:{port}" for port in targets], "labels": labels}]
+        scrape = {"job_name": "valve", "scrape_interval": EVERY, "scrape_timeout": EVERY, "static_configs": static}
+        evaluated = {"scrape_interval": EVERY, "evaluation_interval": EVERY}
+        configuration = {"global": evaluated, "rule_files": [str(RULES)], "scrape_configs": [scrape]}
+        file = folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(configuration))
+        flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data"]
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                ["prometheus", *flags, f"--web.listen-address=127.0.0.1:{self._port}"], stdout=log, stderr=log
+            )
+
+    def ask(self, what: str, **query: str) -> Json:
+        url = f"http://127.0.0.1:{self._port}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url) as answer:
+            found: Json = json.load(answer)["data"]
+
+        return found
+
+    def figures(self, query: str) -> list[str]:
+        """Values of a query that are numbers."""
+        found = [row["value"][1] for row in self.ask("query", query=query)["result"]]
+        return [value for value in found if value != "NaN"]
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    control_plane: ControlPlane, helm: Helm, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    """A node that harvests on the emulated GPU, and the scheduler, controller and webhook of a small fleet."""
+    helm.install()
+    runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
+    control_plane.api.post(RUNTIMES, runtime | {"handler": "nvidia"})
+    create_nodes(control_plane.api, 3)
+    metrics = free_port()
+    folder = tmp_path_factory.mktemp("node")
+    with EmulatedNode(folder, options=Options(gpus=1), mode="harvest", config=f"metrics_port = {metrics}") as node:
+        node.start_valved()
+        begin_work(node)
+        port, extender = control_plane.start_extender()
+        wait_for("the extender", lambda: urllib.request.urlopen(f"http://127.0.0.1:{extender}/readyz"))
+        control_plane.start_scheduler(port)
+        webhook, controller = start_webhook(control_plane), control_plane.start_controller("--namespace=valve-system")
+        started = Prometheus(tmp_path_factory.mktemp("prometheus"), [metrics, extender, webhook, controller])
+        try:
+            place_and_refuse(control_plane)
+            yield started
+        finally:
+            started.process.terminate()
+            started.process.wait(30)
+            for name in ("controller", "webhook", "kube-scheduler", "extender"):
+                control_plane.kill(name)
+            delete_nodes(control_plane.api)
+            control_plane.api.delete(f"{RUNTIMES}/nvidia")
+            helm.uninstall()
+
+
+def begin_work(node: EmulatedNode) -> None:
+    """One preemption, so that latencies and delays exist."""
+    offline, online = Offline(node, "batch"), Online(node, "chat")
+    online.wait_ready()
+    offline.wait_running()
+    online.launch(us=200)
+    offline.wait_stopped()
+    offline.wait_running()
+
+
+def place_and_refuse(plane: ControlPlane) -> None:
+    def admitted() -> bool:
+        submit(plane.api, 1)
+        return True
+
+    wait_for("the webhook", admitted)
+    wait_bound(plane.api, 1)
+    plane.api.post(PODS, offline_pod("wishful", sla="0.9", profile="missing"))
+    with pytest.raises(Refused):
+        plane.api.post(PODS, offline_pod("wrong", sla="2"))
+
+
+@pytest.mark.parametrize(("title", "query"), queries(), ids=[title for title, _ in queries()])
+def test_a_panel_of_the_dashboard_has_data(prometheus: Prometheus, title: str, query: str) -> None:
+    assert wait_for(title, lambda: prometheus.figures(query), 60)
+
+
+def test_every_alert_is_evaluated_without_an_error_and_none_fires_on_a_sound_fleet(prometheus: Prometheus) -> None:
+    def evaluated() -> list[Json]:
+        rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        return rules if rules and all(rule["health"] != "unknown" for rule in rules) else []
+
+    rules = wait_for("all rules", evaluated)
+
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+
+
+def test_every_process_is_scraped(prometheus: Prometheus) -> None:
+    assert wait_for("all targets", lambda: prometheus.figures("up") == ["1"] * 4)

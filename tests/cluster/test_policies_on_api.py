@@ -1,0 +1,159 @@
+"""HarvestPolicies, the brake, accounts and profiles on a real API server, with the rights of the chart."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_helm import Helm
+from cluster_pods import PODS, submit, wait_bound
+from valve_scheduler import names
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import node_name, offline_pod
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+Json = dict[str, Any]
+POLICIES = f"{names.API_PATH}/harvestpolicies"
+NODES = f"{names.API_PATH}/gpuharvestnodes"
+PROFILE = """
+kind: OfflineProfile
+metadata: {name: by-hand}
+spec:
+  workload: {model: small, gpuModel: H100}
+  standaloneTokensPerSecond: 100
+  curve: [{freeMiB: 1000, tokensPerSecond: 100}]
+"""
+
+
+def valve(plane: ControlPlane, *arguments: str) -> Any:
+    command = [str(Path(sys.executable).parent / "valve"), "cluster", *arguments, f"--kubeconfig={plane.kubeconfig}"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def controlled(scheduling: ControlPlane, chart: Helm) -> Iterator[ControlPlane]:
+    """The controller with its own rights beside the scheduler."""
+    access = scheduling.account_kubeconfig("valve-system", "valve-controller")
+    scheduling.start_controller("--namespace=valve-system", "--monitor-every=1", kubeconfig=access)
+    yield scheduling
+    scheduling.kill("controller")
+    scheduling.api.delete(POLICIES)
+
+
+def specs(plane: ControlPlane) -> list[Json]:
+    return [node["spec"] for node in plane.api.get(NODES)["items"]]
+
+
+def policy(plane: ControlPlane, name: str, **spec: Any) -> None:
+    plane.api.post(
+        POLICIES, {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": name}, "spec": spec}
+    )
+
+
+def test_a_policy_reaches_the_nodes_it_selects_and_leaves_them_when_it_goes(
+    controlled: ControlPlane, nodes: int
+) -> None:
+    selector = {"kubernetes.io/hostname": node_name(3)}
+    policy(controlled, "one", nodeSelector=selector, reclaimsPerHour=7, cooldown={"maxMilliseconds": 100})
+
+    wait_for("the policy", lambda: any(spec.get("resolved") for spec in specs(controlled)))
+    found = controlled.api.get(f"{NODES}/{node_name(3)}")["spec"]["resolved"]
+    assert found == {"reclaimsPerHour": 7, "cooldown": {"maxMilliseconds": 100}}
+    assert sum(bool(spec.get("resolved")) for spec in specs(controlled)) == 1
+
+    controlled.api.delete(f"{POLICIES}/one")
+
+    wait_for("its end", lambda: not any(spec.get("resolved") for spec in specs(controlled)))
+
+
+def test_a_pause_reaches_every_node_within_five_seconds_and_nothing_is_placed_until_resume(
+    controlled: ControlPlane, nodes: int
+) -> None:
+    done = valve(controlled, "pause", "--wait=0")
+    controlled.api.post(PODS, offline_pod("waits"))
+    wait_for("the refusal", lambda: controlled.api.get(f"{PODS}/waits")["status"].get("conditions"))
+
+    assert (done["nodes"], done["told_s"] < 5.0) == (nodes, True)
+    assert all(spec["paused"] for spec in specs(controlled))
+    valve(controlled, "resume")
+
+    (pod,) = wait_bound(controlled.api, 1)
+    assert pod["metadata"]["name"] == "waits"
+    assert not any(spec["paused"] for spec in specs(controlled))
+
+
+def test_a_namespace_gets_no_more_gpus_than_its_policy_allows(controlled: ControlPlane) -> None:
+    policy(controlled, "caps", namespaces=[{"name": "default", "maxGPUs": 3}])
+    submit(controlled.api, 1)
+    wait_bound(controlled.api, 1)
+
+    submit_more(controlled, 4)
+    wait_for("the cap", lambda: len(wait_bound(controlled.api, 3)) == 3 and told(controlled))
+
+    assert len(wait_bound(controlled.api, 3)) == 3
+    controlled.api.delete(f"{POLICIES}/caps")
+    wait_bound(controlled.api, 5)
+
+
+def submit_more(plane: ControlPlane, count: int) -> None:
+    for index in range(count):
+        plane.api.post(PODS, offline_pod(f"more{index}"))
+
+
+def told(plane: ControlPlane) -> bool:
+    return "of the 3 harvested GPUs its HarvestPolicy allows" in json.dumps(plane.api.get(PODS)["items"])
+
+
+def test_an_account_survives_its_pods_and_its_controller(controlled: ControlPlane) -> None:
+    submit(controlled.api, 1)
+    (pod,) = wait_bound(controlled.api, 1)
+    node, uid = pod["spec"]["nodeName"], pod["metadata"]["uid"]
+    report(controlled, node, [{"podUID": uid, "harvestSeconds": 7200.0}])
+    wait_for("the account", lambda: harvested(controlled) == 2.0)
+
+    controlled.kill("controller")
+    controlled.restart("controller")
+    report(controlled, node, [{"podUID": uid, "harvestSeconds": 1800.0}])  # its daemon counts from zero again
+
+    wait_for("the rest", lambda: harvested(controlled) == 2.5)
+    controlled.api.delete(f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
+    report(controlled, node, [])
+    assert harvested(controlled) == 2.5
+
+
+def report(plane: ControlPlane, node: str, offline: list[Json]) -> None:
+    plane.api.patch(f"{NODES}/{node}/status", {"status": {"offline": offline}})
+
+
+def harvested(plane: ControlPlane) -> float:
+    rows = {row["namespace"]: row for row in valve(plane, "usage", "--by=namespace")["namespaces"]}
+    return float(rows.get("default", {}).get("harvested_gpu_h", 0.0))
+
+
+def test_a_pod_that_waits_for_its_profile_is_placed_once_it_is_brought_by_hand(
+    controlled: ControlPlane, tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text(PROFILE)
+    controlled.api.post(PODS, offline_pod("wants", sla="0.05", profile="by-hand"))
+    wait_for("the refusal", lambda: "profile is missing" in json.dumps(controlled.api.get(f"{PODS}/wants")["status"]))
+
+    valve(controlled, "profile", f"--from={file}")
+
+    (pod,) = wait_bound(controlled.api, 1)
+    assert float(pod["metadata"]["annotations"][names.PREDICTED]) >= 0.05
+    assert valve(controlled, "explain", "wants")["state"] == "placed"
+
+
+@pytest.mark.parametrize("spec", [{"mode": "fast"}, {"alignmentThreshold": 2}, {"namespaces": [{"maxGPUs": 1}]}])
+def test_a_policy_that_cannot_be_is_refused_by_the_schema(control_plane: ControlPlane, spec: Json) -> None:
+    with pytest.raises(Refused, match="422"):
+        policy(control_plane, "bad", **spec)
