@@ -4,53 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from ctypes import byref, c_int, c_uint64
 
 from cuda_driver import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, Cuda
+from cuda_memory import (
+    MIB,
+    PAGE,
+    READ_WRITE,
+    Access,
+    Prop,
+    allow,
+    backed,
+    create,
+    daemon_with_uvm,
+    reserve,
+    wrong_tags,
+)
 from emulated import on_gpu
 from gate_process import gate_of
 from valve_tools.emulator.process import inside_ns
 
-MIB = 1 << 20
-PAGE = 2 * MIB
 ALREADY_MAPPED = 208
-READ_WRITE = 3
-
-
-class Prop(ctypes.Structure):
-    _fields_ = [("type", c_int), ("handles", c_int), ("place", c_int), ("id", c_int), ("rest", c_uint64 * 2)]
-
-
-class Access(ctypes.Structure):
-    _fields_ = [("place", c_int), ("id", c_int), ("flags", c_int)]
-
-
-def create(cuda: Cuda, size: int = PAGE, handles: int = 1, place: int = 1, device: int = 0) -> int:
-    return cuda.value("cuMemCreate", size, byref(Prop(1, handles, place, device)), 0)
-
-
-def reserve(cuda: Cuda, size: int) -> int:
-    return cuda.value("cuMemAddressReserve", size, 0, 0, 0)
-
-
-def allow(cuda: Cuda, address: int, size: int, flags: int = READ_WRITE) -> int:
-    return cuda.call("cuMemSetAccess", address, size, byref(Access(1, 0, flags)), 1)
-
-
-def backed(cuda: Cuda, pages: int = 1) -> int:
-    address = reserve(cuda, pages * PAGE)
-    for page in range(pages):
-        cuda.cuMemMap(address + page * PAGE, PAGE, 0, create(cuda), 0)
-    assert allow(cuda, address, pages * PAGE) == 0
-    return address
 
 
 @on_gpu()
@@ -172,10 +150,9 @@ def export_fd(cuda: Cuda, handle: int) -> int:
 IMPORTER = """
 import sys
 sys.path.insert(0, {support!r})
-sys.path.insert(0, {tests!r})
 from ctypes import byref, c_void_p
 from cuda_driver import Cuda
-from test_vmm import PAGE, allow, reserve
+from cuda_memory import PAGE, allow, reserve
 cuda = Cuda().start()
 handle = cuda.value("cuMemImportFromShareableHandle", c_void_p({fd}), 1)
 address = reserve(cuda, PAGE)
@@ -195,7 +172,7 @@ def test_an_exported_handle_is_the_same_memory_in_another_process(cuda: Cuda) ->
     cuda.write(address, b"hello")
     fd = export_fd(cuda, handle)
     here = os.path.dirname(__file__)
-    program = IMPORTER.format(support=os.path.join(here, "..", "support"), tests=here, fd=fd)
+    program = IMPORTER.format(support=os.path.join(here, "..", "support"), fd=fd)
     done = subprocess.run([sys.executable, "-c", program], pass_fds=[fd], check=False)
 
     assert done.returncode == 0
@@ -214,30 +191,6 @@ def test_an_exported_fd_alone_keeps_the_memory(cuda: Cuda) -> None:
     cuda.emulator.wait(lambda state: state.used_bytes() == before, "the memory is back")
 
     assert held == PAGE
-
-
-@contextmanager
-def daemon_with_uvm(cuda: Cuda) -> Iterator[Callable[[int, int], tuple[int, int]]]:
-    """Another process that was passed this one's uvm fd; the value makes a range sparse through it."""
-    uvm = next(fd for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}") and _is_uvm(fd))
-    with gate_of(cuda) as gate:
-        process = gate.tree.process
-        socket.send_fds(process.relay, [b"f"], [uvm])
-        theirs = int(process.call("receive_fd"))
-        uuid = bytes.fromhex(cuda.emulator.state().raw["gpus"][0]["uuid"].removeprefix("GPU-").replace("-", ""))
-
-        def sparse(address: int, length: int) -> tuple[int, int]:
-            answer = process.ioctl(theirs, 74, struct.pack("<QQ", address, length) + uuid + bytes(8))
-            return answer.errno, answer.word(32)
-
-        yield sparse
-
-
-def wrong_tags(cuda: Cuda, address: int, length: int, tag: int) -> int:
-    wrong = cuda.alloc(8)
-    cuda.cuMemsetD8_v2(wrong, 0, 8)
-    cuda.launch(cuda.kernel("emu_check"), address, length, tag, wrong)
-    return int.from_bytes(cuda.read(wrong, 8), "little")
 
 
 @on_gpu()
@@ -299,12 +252,6 @@ def test_a_hole_kills_the_context_that_met_it_and_no_other(cuda: Cuda) -> None:
     assert state.raw["mmu_faults"] == 1
     assert f"31, pid={os.getpid()}, Ch" in log
     assert f"faulted @ 0x{address >> 32:x}_{address + 4096 & 0xFFFFFFFF:08x}" in log
-
-
-def _is_uvm(fd: int) -> bool:
-    libc = ctypes.CDLL(None)
-    name, size = ctypes.create_string_buffer(110), c_int(110)
-    return libc.getsockname(fd, name, byref(size)) == 0 and b"/3/0/" in name.raw
 
 
 @on_gpu()

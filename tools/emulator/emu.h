@@ -36,10 +36,10 @@
  * active, bumps ack and waits on grant; at the end of work, pending falls before active does. On
  * process death the server clears active and pending itself.
  *
- * Native steps. Threads that cannot look at grant (a CPU engine's model step) enter the park table and
- * count in active. When the server revokes a channel it sends EMU_PARK_SIGNAL to each of its threads
- * there; the handler does what any executor does: lower active, bump ack at 0, wait on grant, raise
- * active, look at grant again. A late signal finds grant 1 and returns.
+ * Native steps. Threads that cannot look at grant (a CPU engine's model step, cuda/step.c) enter the park table and
+ * count in active. When the server revokes a channel it sends EMU_PARK_SIGNAL to each of its threads there; the handler
+ * does what any executor does: lower active, bump ack at 0, wait on grant, raise active, look at grant again. A late
+ * signal finds grant 1 and returns. libfakenv knows which threads there are and keeps the signal out of masks.
  */
 #ifndef VALVE_EMU_H
 #define VALVE_EMU_H
@@ -170,6 +170,11 @@ struct emu_process {
 	uint64_t intervals; /* ever; number i lies at i % EMU_INTERVALS */
 	struct emu_interval interval[EMU_INTERVALS];
 };
+
+/* Which threads OpenMP's libraries started for a thread; at most room of them. `joined` runs on every thread that a
+ * thread starts from then on, before its own code, and `left` when that ends. */
+uint32_t emu_threads_of(uint32_t creator, uint32_t *tids, uint32_t room);
+void emu_threads_watch(void (*joined)(uint32_t creator), void (*left)(void));
 
 /* libfakenv offers these to libcuda, which does without where there is none. */
 struct emu_process *emu_process_page(void);

@@ -32,20 +32,41 @@ static bool is_stopping(struct channel *channel)
 	return __atomic_load_n(&channel->stop, __ATOMIC_ACQUIRE);
 }
 
-static void lower(struct channel *channel, bool was_running)
+void turn_leave(struct emu_channel *slot, struct emu_gpu *gpu)
 {
-	struct emu_channel *slot = channel->slot;
-	uint64_t now = now_ns();
+	uint32_t active = __atomic_load_n(&slot->active, __ATOMIC_SEQ_CST);
 
-	sparse_refresh();
-	if (was_running) {
-		slot->busy_ns += now - channel->turn_start_ns;
-		slot->stopped_ns = now;
+	__atomic_store_n(&slot->stopped_ns, now_ns(), __ATOMIC_RELAXED);
+	do {
+		if (!active)
+			return; /* the server gave up on this channel and reset it */
+	} while (!__atomic_compare_exchange_n(&slot->active, &active, active - 1, false, __ATOMIC_SEQ_CST,
+	                                      __ATOMIC_SEQ_CST));
+	if (active != 1)
+		return;
+	__atomic_fetch_add(&gpu->ack, 1, __ATOMIC_SEQ_CST);
+	futex_wake(&gpu->ack);
+}
+
+bool turn_join(struct emu_channel *slot, uint32_t cid)
+{
+	while (__atomic_load_n(&slot->cid, __ATOMIC_SEQ_CST) == cid) {
+		if (__atomic_load_n(&slot->grant, __ATOMIC_SEQ_CST)) {
+			__atomic_add_fetch(&slot->active, 1, __ATOMIC_SEQ_CST);
+			return true;
+		}
+		futex_wait(&slot->grant, 0, LOOK_AGAIN_NS);
 	}
-	__atomic_store_n(&slot->active, 0, __ATOMIC_SEQ_CST);
-	__atomic_fetch_add(&channel->gpu->ack, 1, __ATOMIC_SEQ_CST);
-	futex_wake(&channel->gpu->ack);
+	return false;
+}
+
+static void lower(struct channel *channel)
+{
+	sparse_refresh();
+	if (channel->in_turn)
+		channel->slot->busy_ns += now_ns() - channel->turn_start_ns;
 	channel->in_turn = false;
+	turn_leave(channel->slot, channel->gpu);
 }
 
 bool turn_begin(struct channel *channel)
@@ -55,13 +76,13 @@ bool turn_begin(struct channel *channel)
 			return turn_check(channel);
 		if (is_granted(channel)) {
 			/* Raise active before the second look: the server clears grant before it reads active. */
-			__atomic_store_n(&channel->slot->active, 1, __ATOMIC_SEQ_CST);
+			__atomic_add_fetch(&channel->slot->active, 1, __ATOMIC_SEQ_CST);
 			if (is_granted(channel)) {
 				channel->in_turn = true;
 				channel->turn_start_ns = now_ns();
 				return true;
 			}
-			lower(channel, false);
+			lower(channel);
 		}
 		futex_wait(&channel->slot->grant, 0, LOOK_AGAIN_NS);
 	}
@@ -71,7 +92,7 @@ bool turn_begin(struct channel *channel)
 void turn_end(struct channel *channel)
 {
 	if (channel->in_turn)
-		lower(channel, true);
+		lower(channel);
 }
 
 bool turn_check(struct channel *channel)

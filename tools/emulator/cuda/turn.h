@@ -1,6 +1,7 @@
 /*
  * turn.h - a channel's turn on the GPU: the time in which its executor may run kernels because the server's grant
- * word says so. All of it is called by executor threads only.
+ * word says so. All but the last two are called by
+ * executor threads only.
  */
 #ifndef EMU_CUDA_TURN_H
 #define EMU_CUDA_TURN_H
@@ -15,5 +16,10 @@ uint64_t turn_clock(const struct channel *channel); /* granted nanoseconds that 
 bool turn_run_until(struct channel *channel, uint64_t clock);
 bool turn_pause(struct channel *channel, uint64_t real); /* off the GPU for a while, then back */
 void turn_publish_locked(struct channel *channel, bool ready);
+
+/* For threads that execute beside the executor (step.c). Joining waits for the grant and raises active; whoever joined
+ * must look at the grant once more. false: the channel is gone. */
+bool turn_join(struct emu_channel *slot, uint32_t cid);
+void turn_leave(struct emu_channel *slot, struct emu_gpu *gpu);
 
 #endif

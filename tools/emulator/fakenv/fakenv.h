@@ -2,7 +2,7 @@
  * fakenv.h - libfakenv.so inside: a preload that answers the NVIDIA nodes from valve-emu-server.
  * nodes.c opens and recognises them, calls.c carries one request of one thread, ioctls.c packs what
  * an ioctl points to, pages.c changes mappings when UVM says so, sparse.c
- * keeps what is sparse, meter.c counts the time spent here, hooks.c holds the interposed names
+ * keeps what is sparse, meter.c counts the time spent here, threads.c knows what a native step consists of, hooks.c holds the interposed names
  * and nothing else.
  */
 #ifndef VALVE_FAKENV_H
@@ -10,6 +10,7 @@
 
 #include "../emu.h"
 #include "../wire.h"
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/types.h>
@@ -57,6 +58,9 @@ int fake_call(void *message, size_t size, size_t capacity, struct emu_reply **re
               struct emu_page_op *op_out);
 
 int fake_ioctl(const struct node *node, unsigned long request, void *arg);
+
+/* libc's pthread_sigmask: ours keeps the park signal out of masks, which is not wanted under a lock of ours. */
+int fake_sigmask(int how, const sigset_t *set, sigset_t *before);
 
 void fake_pages_apply(const struct emu_page_op *op, int memfd);
 /* sparse.c: a range becomes sparse; stops being so, with the change that ends it. */

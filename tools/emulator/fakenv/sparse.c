@@ -29,7 +29,7 @@ static void lock(sigset_t *mask)
 	sigset_t all;
 
 	sigfillset(&all);
-	pthread_sigmask(SIG_BLOCK, &all, mask);
+	fake_sigmask(SIG_BLOCK, &all, mask);
 	while (__atomic_exchange_n(&locked, 1, __ATOMIC_ACQUIRE))
 		sched_yield();
 }
@@ -37,7 +37,7 @@ static void lock(sigset_t *mask)
 static void unlock(const sigset_t *mask)
 {
 	__atomic_store_n(&locked, 0, __ATOMIC_RELEASE);
-	pthread_sigmask(SIG_SETMASK, mask, NULL);
+	fake_sigmask(SIG_SETMASK, mask, NULL);
 }
 
 static void set_written(struct sparse *s, bool value)

@@ -1,0 +1,231 @@
+"""Programs that compute on the CPU run as kernels: a gate stops all their threads where they stand, unnoticed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import valve_tools.emulator
+from cuda_driver import Cuda
+from emulated import child_env, on_gpu
+from gate_process import gate_of
+from rm_process import OK, RmProcess, Tree, grow_tree
+from valve_tools.emulator.client import Channel, Emulator, State
+from valve_tools.emulator.node import NO_LATENCY, Options, node
+
+LIBCUDA = Path(valve_tools.emulator.__file__).parent / "lib" / "libcuda.so.1"
+DEADLINE_S = 100  # only ends a hung test
+UNITS, ROUNDS = 40, 100
+
+
+@pytest.fixture
+def emulator() -> Iterator[Emulator]:
+    with node(Options(knobs=NO_LATENCY)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def native_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("native") / "native_step"
+    source = Path(__file__).with_name("native_step.c")
+    flags = ["-std=gnu11", "-O2", "-fopenmp", "-D_GNU_SOURCE"]
+    built = subprocess.run(["cc", *flags, source, LIBCUDA, "-o", program], check=False, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"no OpenMP here (apt install gcc): {built.stderr.splitlines()[:1]}")
+    return program
+
+
+class Job:
+    """A running native_step with its progress counter."""
+
+    def __init__(self, emulator: Emulator, program: Path, page: Path, units: int = UNITS) -> None:
+        page.write_bytes(bytes(4096))
+        self._page = mmap.mmap(os.open(page, os.O_RDWR), 4096)
+        self.process = subprocess.Popen(
+            [program, str(units), str(ROUNDS), page],
+            env=child_env(emulator.directory, env={"OMP_WAIT_POLICY": "passive"}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def progress(self) -> int:
+        return int(struct.unpack_from("<Q", self._page)[0])
+
+    def channels(self, state: State) -> list[Channel]:
+        return [channel for channel in state.of(self.process.pid) if channel.is_compute]
+
+    def checksum(self) -> str:
+        out, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0
+        return out
+
+
+def gate(tree: Tree, channels: list[Channel], *, on: bool) -> int:
+    """The status; OK while the program lives."""
+    return tree.gate([(channel.h_client, channel.h_channel) for channel in channels], on=on)
+
+
+def test_gates_at_random_moments_do_not_change_what_is_computed(
+    emulator: Emulator, native_step: Path, tmp_path: Path
+) -> None:
+    """Given a step on three threads, when it is gated 150 times in the middle, then nothing moves while it is gated and
+    the result is that of an undisturbed run."""
+    chance = random.Random(5)
+    undisturbed = Job(emulator, native_step, tmp_path / "alone").checksum()
+    with RmProcess(emulator.directory) as process:
+        tree = grow_tree(process, channels=0, scheduled=False)
+        job = Job(emulator, native_step, tmp_path / "gated")
+        channels = job.channels(emulator.wait(lambda state: job.progress > 0, "the step computes"))
+        stopped = 0
+        while job.process.poll() is None and stopped < 150:
+            aim = job.progress + chance.randrange(200)
+            emulator.wait(lambda _, aim=aim: job.progress >= aim or job.process.poll() is not None, "it goes on")
+            if gate(tree, channels, on=False) != OK:
+                break  # it has ended
+            seen = job.progress
+            # A step that began just now counts itself before it looks at the grant, and computes nothing.
+            emulator.wait(lambda state: not any(c.active for c in state.of(job.process.pid)), "all have parked")
+            moved = job.progress - seen
+            gate(tree, channels, on=True)
+            assert moved == 0
+            stopped += 1
+        result = job.checksum()
+
+    assert stopped > 50
+    assert result == undisturbed
+
+
+def test_two_programs_share_the_card_by_slices(emulator: Emulator, native_step: Path, tmp_path: Path) -> None:
+    """Each is stopped and woken every millisecond; both compute what they compute alone."""
+    alone = Job(emulator, native_step, tmp_path / "alone").checksum()
+    both = [Job(emulator, native_step, tmp_path / name) for name in ("one", "two")]
+
+    assert [job.checksum() for job in both] == [alone, alone]
+
+
+def test_a_step_that_ends_while_the_gate_closes_leaves_the_books_in_order(
+    emulator: Emulator, native_step: Path, tmp_path: Path
+) -> None:
+    """Given the program is killed while gated, then no count is left: another one runs and is gated like the first."""
+    with RmProcess(emulator.directory) as process:
+        tree = grow_tree(process, channels=0, scheduled=False)
+        first = Job(emulator, native_step, tmp_path / "first", units=100_000)
+        channels = first.channels(emulator.wait(lambda state: first.progress > 0, "the first computes"))
+        assert gate(tree, channels, on=False) == OK
+        gate(tree, channels, on=True)
+        first.process.kill()
+        first.process.communicate()
+        emulator.wait(lambda state: not state.of(first.process.pid), "the first is gone")
+        second = Job(emulator, native_step, tmp_path / "second", units=100_000)
+        channels = second.channels(emulator.wait(lambda state: second.progress > 0, "the second computes"))
+        status = gate(tree, channels, on=False)
+        active = [channel.active for channel in emulator.state().of(second.process.pid)]
+        gate(tree, channels, on=True)
+        second.process.kill()
+        second.process.communicate()
+
+    assert (status, set(active)) == (OK, {0})
+
+
+PYTHON_JOB = """
+import hashlib, sys, threading
+from valve_tools.emulator.device import Device
+device = Device()
+memory = device.array(1 << 20)
+def churn(part):
+    for _ in range(60):
+        memory[part:part + 32] = hashlib.sha256(memory[:4096]).digest() if part == 0 else bytes(32)
+for unit in range(12):
+    with device.step(), device.step():
+        threads = [threading.Thread(target=churn, args=(part,)) for part in (0, 8192)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    print(unit, flush=True)
+print(hashlib.sha256(memory).hexdigest())
+"""
+
+
+def test_a_python_program_with_threads_of_its_own_is_stopped_too(emulator: Emulator) -> None:
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", PYTHON_JOB],
+            env=child_env(emulator.directory),
+            cwd=emulator.directory,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    alone, _ = start().communicate(timeout=DEADLINE_S)
+    with RmProcess(emulator.directory) as process:
+        tree = grow_tree(process, channels=0, scheduled=False)
+        job = start()
+        assert job.stdout is not None
+        first = job.stdout.readline()
+        channels = [channel for channel in emulator.state().of(job.pid) if channel.is_compute]
+        while job.poll() is None and gate(tree, channels, on=False) == OK:
+            gate(tree, channels, on=True)
+        rest, _ = job.communicate(timeout=DEADLINE_S)
+
+    assert alone.count("\n") == 13
+    assert first + rest == alone
+
+
+@on_gpu()
+def test_a_step_is_a_launch_and_its_end_is_seen_by_events(cuda: Cuda) -> None:
+    from valve_tools.emulator.device import Device
+
+    device = Device()
+    cuda.start()
+    event = cuda.event()
+    before = sum(channel.launches for channel in cuda.channels())
+    with device.step():
+        cuda.cuEventRecord(event, 0)
+        running = [cuda.call("cuEventQuery", event), sum(channel.pending for channel in cuda.channels()) > 0]
+    device.synchronize()
+
+    assert running == [600, True]
+    assert cuda.call("cuEventQuery", event) == 0
+    assert sum(channel.launches for channel in cuda.channels()) == before + 1
+
+
+@on_gpu()
+def test_a_step_waits_for_its_turn(cuda: Cuda) -> None:
+    """Given the gate is closed, then begin does not return until it opens."""
+    import threading
+
+    from valve_tools.emulator.device import Device
+
+    device = Device()
+    cuda.start()
+    entered = threading.Event()
+
+    def run() -> None:
+        with device.step():
+            entered.set()
+
+    with gate_of(cuda) as gate:
+        gate.close()
+        thread = threading.Thread(target=run)
+        thread.start()
+        cuda.emulator.wait(lambda state: any(c.pending for c in state.of(os.getpid())), "the step is queued")
+        early = entered.wait(0.05)
+        gate.open()
+        thread.join()
+
+    assert (early, entered.is_set()) == (False, True)
+
+
+@on_gpu()
+def test_a_step_without_a_context_or_a_beginning_is_refused(cuda: Cuda) -> None:
+    cuda.cuInit(0)
+
+    assert cuda.call("valve_emu_step_begin", 0) == 201
+    assert cuda.call("valve_emu_step_end") == 1
