@@ -5,8 +5,8 @@
     with device.step():
         model(cache)  # stops in the middle while gated
 
-Every call goes through `libcuda.so.1` as the process finds it, so whatever is preloaded in front of it sees a launch per
-step and an allocation per array. Memory is what is mapped at its address: remapping shows in the array, a hole ends the
+Every call goes through `libcuda.so.1` as the process finds it, so whatever is preloaded in front of it sees a launch
+per step and an allocation per array. Memory is what is mapped at its address: remapping shows, a hole ends the
 process. cuda/step.h says what must not happen while a step is parked."""
 
 from __future__ import annotations
