@@ -7,13 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_daemon import OFFLINE, ONLINE, Client, FakeDaemon
+from kv_world import World as KvWorld
+from valve_tools.emulator.client import Emulator
+from valve_tools.emulator.node import NO_LATENCY, Options, node
 
 from valved.paths import preload_library
 
@@ -159,3 +162,24 @@ def world(libraries, tmp_path) -> Iterator[World]:
     made = World(libraries, tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def emulated_gpus() -> Iterator[Emulator]:
+    """Two GPUs whose driver costs nothing."""
+    with node(Options(gpus=2, gpu_bytes=1 << 30, knobs=NO_LATENCY)) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def kv_world(emulated_gpus, tmp_path_factory) -> Iterator[Callable[..., KvWorld]]:
+    """Makes worlds with KV memory on them, one run folder each."""
+    made: list[KvWorld] = []
+
+    def build(role: int = ONLINE) -> KvWorld:
+        made.append(KvWorld(emulated_gpus, tmp_path_factory.mktemp("kv"), role))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()

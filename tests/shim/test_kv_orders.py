@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
-from fake_daemon import KV_RANGE_DEL, OFFLINE, ONLINE
+from fake_daemon import KV_RANGE_DEL, OFFLINE
 from kv_pool import BACK, CREATE, EEXIST, EINVAL, ELASTIC, ESTALE, MIB, QUARANTINE, UNBACK, ZERO, Entry
-from kv_world import World
-from valve_tools.emulator.node import NO_LATENCY, Options, node
 
 H = 2 * MIB  # a handle
-PAGES = H // 4096
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[object]:
-    with node(Options(gpus=2, gpu_bytes=1 << 30, knobs=NO_LATENCY)) as emulator:
-        yield emulator
 
 
 @pytest.fixture
-def world(emulated, tmp_path) -> Iterator[Callable[[int], World]]:
-    made: list[World] = []
-
-    def build(role: int = ONLINE) -> World:
-        made.append(World(emulated, tmp_path, role))
-        return made[-1]
-
-    yield build
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
-def four(world):
+def four(kv_world):
     """An engine with a range of four backed slots, each page tagged with 7."""
-    made = world(OFFLINE)
+    made = kv_world(OFFLINE)
     pool = made.begin()
     engine, client = made.engine()
     address = engine.alloc(4 * H, ELASTIC)
@@ -49,8 +25,8 @@ def tagged(engine, address, slots, value=7):
     return [slot for slot in slots if engine.wrong_pages(address + slot * H, H, value) == 0]
 
 
-def test_an_allocation_in_a_bracket_is_a_range_that_valved_backs(world):
-    made = world()
+def test_an_allocation_in_a_bracket_is_a_range_that_valved_backs(kv_world):
+    made = kv_world()
     pool = made.begin()
     engine, _ = made.engine()
 
@@ -95,9 +71,9 @@ def test_a_handle_is_zeroed_before_its_new_owner_is_told(four):
     assert engine.read(address + H, H) == "00" * H
 
 
-def test_memory_goes_from_one_process_to_another_by_its_descriptor(four, emulated, tmp_path_factory):
+def test_memory_goes_from_one_process_to_another_by_its_descriptor(four, kv_world):
     pool, engine, client, number, address = four
-    other = World(emulated, tmp_path_factory.mktemp("other"))
+    other = kv_world()
     theirs = other.begin(initial=0)
     online, reader = other.engine()
     target = online.alloc(H, ELASTIC)
@@ -110,11 +86,10 @@ def test_memory_goes_from_one_process_to_another_by_its_descriptor(four, emulate
     assert (done.done, done.status) == (1, 0)
     assert tagged(online, target, [0]) == [0]
     assert tagged(engine, address, [0]) == []
-    other.close()
 
 
-def test_an_elastic_range_has_no_hole_where_it_is_not_backed(world):
-    made = world(OFFLINE)
+def test_an_elastic_range_has_no_hole_where_it_is_not_backed(kv_world):
+    made = kv_world(OFFLINE)
     pool = made.begin(initial=1)
     engine, _ = made.engine()
 
@@ -143,15 +118,15 @@ def test_slots_that_were_holes_are_backed_again(four):
     assert engine.touch(address, 4 * H) == 0
 
 
-def test_memory_is_physically_gone_when_pool_and_process_let_go(four, emulated):
+def test_memory_is_physically_gone_when_pool_and_process_let_go(four, emulated_gpus):
     pool, _, client, number, _ = four
-    before = emulated.state().used_bytes()
+    before = emulated_gpus.state().used_bytes()
 
     pool.order(client, QUARANTINE, number, [Entry(1), Entry(2)])
     for name in list(pool.fds)[1:3]:
         pool.forget(name)
 
-    assert emulated.wait(lambda state: state.used_bytes() == before - 2 * H, "two handles are free")
+    assert emulated_gpus.wait(lambda state: state.used_bytes() == before - 2 * H, "two handles are free")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from fake_daemon import (
     FakeDaemon,
     Message,
 )
+from kv_table import Hooks
 
 MIB = 1 << 20
 BACK, QUARANTINE, UNBACK = 1, 2, 3
@@ -71,6 +72,7 @@ class Pool:
     done: queue.Queue[Message] = field(default_factory=queue.Queue)
     held: queue.Queue[Message] = field(default_factory=queue.Queue)
     born: queue.Queue[Message] = field(default_factory=queue.Queue)
+    hooks: Hooks = field(default_factory=Hooks)
     silent: bool = False  # KV_RANGE is never answered
     last: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -92,7 +94,9 @@ class Pool:
         elif message.type == KV_HELD:
             self.held.put(message)
             client.ack(message)
-        return message.type in {KV_RANGE, KV_DONE, KV_HELD}
+        else:
+            return self.hooks.take(client, message)
+        return True
 
     def back_range(self, client: Client, message: Message) -> None:
         wanted = message.slots
@@ -150,6 +154,7 @@ class Pool:
         os.close(self.fds.pop(name))
 
     def close(self) -> None:
+        self.hooks.close()
         for name in list(self.fds):
             self.forget(name)
         for inbox in (self.done, self.held):

@@ -58,6 +58,7 @@ class World:
     daemons: list[FakeDaemon] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
+    programs: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def begin(self, **settings: Any) -> Pool:
         """A valved; a later one takes the place of the one before."""
@@ -93,6 +94,24 @@ class World:
         made.start()
         return made, self.daemons[-1].client()
 
+    def program(self, *command: str | Path) -> subprocess.Popen[str]:
+        """Any program with the shim, its output piped."""
+        own = {
+            **os.environ,
+            "LD_PRELOAD": os.fspath(preload_library()),
+            "VALVE_RUN_DIR": os.fspath(self.folder),
+            "VALVE_ROLE": "online" if self.role == ONLINE else "offline",
+        }
+        self.programs.append(
+            subprocess.Popen(
+                [os.fspath(part) for part in command],
+                env=environment(self.emulator.directory, own),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self.programs[-1]
+
     def range_of(self, pool: Pool) -> Message:
         """The next range that a client announced."""
         return pool.born.get(timeout=LONG_S)
@@ -108,6 +127,9 @@ class World:
             for pipe in (engine.process.stdin, engine.process.stdout):
                 assert pipe is not None
                 pipe.close()
+        for program in self.programs:
+            program.kill()
+            program.communicate()
         for daemon in self.daemons:
             daemon.discard()
         for pool in self.pools:
