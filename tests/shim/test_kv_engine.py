@@ -141,13 +141,12 @@ def test_an_engine_offers_whole_free_columns_down_to_the_target(kv_world):
 def test_an_online_engine_asks_for_memory_and_uses_it_when_it_is_there(kv_world):
     world = kv_world()
     pool = world.begin(initial=1)
-    pool.hooks.columns = SLOTS
+    per = BLOCKS // SLOTS
+    pool.hooks.columns, pool.hooks.backed = SLOTS, per
     shape = ["--kv-blocks", str(BLOCKS), "--kv-planes", "1", "--duration", "1", "--rate", "8", "--in-tokens", "1500"]
     program = world.program(SERVICE, *shape, "--prefill-us", "1", "--decode-us", "500", "--quiet")
     client, hook = world.daemons[-1].client(), pool.hooks.hook()
     number = world.range_of(pool).range
-    per = BLOCKS // SLOTS
-    hook.change(range(per, BLOCKS), backed=False)
 
     hook.needs.get(timeout=20)
     assert hook.word("wanted_blocks") > per

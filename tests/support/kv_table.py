@@ -83,6 +83,7 @@ class Hooks:
     """Answers KV_LAYOUT, KV_ATTACH and KV_NEED of every client. `columns` cuts the blocks into so many."""
 
     columns: int = 1
+    backed: int | None = None  # blocks that have memory when the hook gets its table; None: all
     attached: queue.Queue[Hook] = field(default_factory=queue.Queue)
     made: list[Hook] = field(default_factory=list)
     _tensors: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -118,8 +119,9 @@ class Hooks:
         table, book = mmap.mmap(table_fd, table_bytes), mmap.mmap(book_fd, book_bytes)
         head = (TABLE_MAGIC, 1, table_bytes, message.blocks, message.block_tokens, 1, HEAD, HEAD + 4 * message.blocks)
         struct.pack_into("<QIIIIIII", table, 0, *head)
-        struct.pack_into(f"<{message.blocks}I", table, HEAD, *([1] * message.blocks))
-        struct.pack_into("<II", table, 80, message.blocks, message.blocks)
+        backed = message.blocks if self.backed is None else self.backed
+        struct.pack_into(f"<{message.blocks}I", table, HEAD, *[block < backed for block in range(message.blocks)])
+        struct.pack_into("<II", table, 80, backed, message.blocks)
         struct.pack_into(
             "<QIIIIIII", book, 0, BOOK_MAGIC, 1, book_bytes, message.rows, message.row_blocks, 192, heads, cells
         )
