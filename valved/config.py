@@ -14,10 +14,15 @@ from typing import Any, Literal
 import msgspec
 
 from valved.errors import ConfigError
-from valved.model.ids import Mode
+from valved.model.ids import Mode, Remap
+from valved.model.memory import EvictionCost
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import MS, SECOND, CooldownSettings
+from valved.policy.eviction import EvictionSettings
+from valved.policy.reservation import ReservationSettings
 from valved.policy.wake import WakeSettings
+
+MIB = 1 << 20
 
 
 class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +91,34 @@ class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     report_s: float = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
 
 
+class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[memory]: the pool of KV handles, what online keeps in reserve, how memory is taken (docs/memory.md)."""
+
+    enabled: bool = True
+    handle_mib: int = 16  # size of a pool handle; the driver maps multiples of 2 MiB (docs/memory.md has the table)
+    pool_mib: int = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
+    spare_mib: int = 1024  # device memory that the pool leaves to everything else
+    size_rule_mib: int = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
+    remap: Remap = Remap.AUTO
+    target_per_hour: float = 30.0  # reclaims an hour and GPU that the operator accepts
+    pressure_ratio: float = 1.0  # pressure when used >= this share of what is mapped
+    headroom_min_mib: int = 128  # at least this much beyond what is used stays mapped for online
+    headroom_max_mib: int = 2048  # the reserve doubles at pressure up to here
+    tau_s: float = 1.0  # quiet time before one column goes back, at the start; then between the next two
+    tau_min_s: float = 0.2
+    tau_max_s: float = 3600.0
+    window_s: float = 3600.0  # over which reclaims are counted
+    cost: EvictionCost = EvictionCost.RECOMPUTE_NS  # what losing a column costs
+    token_ns: int = 21_000  # time to compute one token again, without attention
+    attention_ps_per_pair: int = 1_300  # and its attention to each earlier one
+    order_s: float = 1.0  # a mapping order under a closed gate that takes longer has hung
+    step_s: float = 30.0  # the same for one that waits for the next step of the engine
+    attach_s: float = 60.0  # an elastic range whose engine has not attached by then is backed whole
+    tick_ms: float = 50.0  # how often books are read when nobody rings
+    ranges_per_client: int = 1024  # 128 layers, K and V apart, on 4 GPUs
+    slots_per_client: int = 65536
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file. Top level: paths and how far Valve may go."""
 
@@ -110,6 +143,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     link: LinkTable = msgspec.field(default_factory=LinkTable)
     ladder: LadderTable = msgspec.field(default_factory=LadderTable)
     kube: KubeTable = msgspec.field(default_factory=KubeTable)
+    memory: MemoryTable = msgspec.field(default_factory=MemoryTable)
 
     def cooldown_settings(self) -> CooldownSettings:
         table = self.cooldown
@@ -133,6 +167,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             least_gates=self.breaker.least_gates,
             window_ns=round(self.breaker.window_s * SECOND),
             rest_ns=round(self.breaker.rest_s * SECOND),
+        )
+
+    def reservation_settings(self, column_bytes: int = MIB, sharers: int = 1) -> ReservationSettings:
+        """In columns of an engine, which is what moves. Engines that share a GPU share its budget of reclaims."""
+        table = self.memory
+
+        def columns(mib: int) -> int:
+            return max(1, -(-mib * MIB // column_bytes))
+
+        return ReservationSettings(
+            target_per_hour=table.target_per_hour / sharers,
+            pressure_ratio=table.pressure_ratio,
+            headroom_min_handles=columns(table.headroom_min_mib),
+            headroom_max_handles=columns(table.headroom_max_mib),
+            tau_start_ns=round(table.tau_s * SECOND),
+            tau_min_ns=round(table.tau_min_s * SECOND),
+            tau_max_ns=round(table.tau_max_s * SECOND),
+            window_ns=round(table.window_s * SECOND),
+        )
+
+    def eviction_settings(self) -> EvictionSettings:
+        table = self.memory
+        return EvictionSettings(
+            cost=table.cost, token_ns=table.token_ns, attention_ps_per_pair=table.attention_ps_per_pair
         )
 
     @property
@@ -162,7 +220,12 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
 
 def check(config: Config) -> None:
     """Ranges that types cannot say."""
-    for make in (config.cooldown_settings, config.wake_settings, config.breaker_settings):
+    for make in (
+        config.cooldown_settings,
+        config.wake_settings,
+        config.breaker_settings,
+        config.reservation_settings,
+    ):
         try:
             make()
         except ValueError as error:
@@ -177,10 +240,18 @@ def check(config: Config) -> None:
         "wake.hint_lease_s": config.wake.hint_lease_s,
         "kube.report_s": config.kube.report_s,
         "wake.watcher_lease_s": config.wake.watcher_lease_s,
+        "memory.order_s": config.memory.order_s,
+        "memory.step_s": config.memory.step_s,
+        "memory.attach_s": config.memory.attach_s,
+        "memory.tick_ms": config.memory.tick_ms,
     }
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(f"{name} = {value}: must be greater than 0", field=name)
+    if config.memory.handle_mib <= 0 or config.memory.handle_mib % 2:
+        raise ConfigError(
+            f"memory.handle_mib = {config.memory.handle_mib}: must be a multiple of 2", field="memory.handle_mib"
+        )
     if not 0 <= config.metrics_port <= 65535:
         raise ConfigError(f"metrics_port = {config.metrics_port}: must be 0 to 65535", field="metrics_port")
     if not 0 <= config.fifo_priority <= 98:

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.errors import ValveError
 from valved.mechanism import signals, state
+from valved.mechanism.cards import CardReader
 from valved.mechanism.clock import LoopClock
 from valved.mechanism.ports import GatePort, ProcessPort
 from valved.mechanism.stats import NodeCounters
@@ -42,6 +44,7 @@ from valved.service.brake import Brake
 from valved.service.gate import GateService, GateSettings
 from valved.service.handover import Handover
 from valved.service.journal import Journal
+from valved.service.kv import Kv, put_together
 from valved.service.ladder import Ladder
 from valved.service.link_server import LinkServer
 from valved.service.node import Node
@@ -55,6 +58,7 @@ KNOWN_BRANCHES = range(535, 596)  # NV_BRANCH_FIRST to NV_BRANCH_LAST of proto/a
 GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections over thousands of channels cost most
 TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes: nothing that is in a hurry
 SAVE_EVERY_TICKS = 30
+CARDS_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class Daemon:
     ladder: Ladder
     node: Node
     link: LinkServer
+    kv: Kv | None
     stop: asyncio.Event
 
 
@@ -87,6 +92,20 @@ def build(
     )
     keeper = GateService(gate, books, journal, clock, settings, NodeCounters())
     register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link)
+    kv = None
+    if config.memory.enabled:
+        kv = put_together(
+            gate,
+            books,
+            keeper,
+            register,
+            journal,
+            clock,
+            processes,
+            loop,
+            config,
+            fd_limit=raise_fd_limit(),
+        )
     ladder = Ladder(
         books,
         keeper,
@@ -97,6 +116,8 @@ def build(
         register.leave,
     )
     brake = Brake(gate, keeper, register, ladder, journal, run_dir / paths.PAUSE_FILE)
+    if kv is not None:
+        brake.allow_reclaim = kv.mover.allow
     handover = Handover(
         run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
     )
@@ -129,6 +150,7 @@ def build(
         ladder=ladder,
         node=node,
         link=link,
+        kv=kv,
         stop=stop,
     )
 
@@ -169,10 +191,13 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
         loop.add_signal_handler(number, _drain_and_stop, daemon, number.name)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
+    reading = asyncio.create_task(_read_cards(daemon.kv)) if daemon.kv is not None else None
     ticking = asyncio.create_task(_tick(daemon, has_watch=watch.fd >= 0))
     neighbours = asyncio.create_task(room.run()) if room is not None else None
     await daemon.stop.wait()
     ticking.cancel()
+    if reading is not None:
+        reading.cancel()
     if neighbours is not None:
         neighbours.cancel()
         await asyncio.wait({neighbours})
@@ -185,6 +210,8 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     daemon.handover.save()
     daemon.link.stop()
     daemon.register.close()
+    if daemon.kv is not None:
+        daemon.kv.close()
     daemon.journal.close()
     loop.remove_reader(gate.stamps_fd())
     if daemon.brake.is_draining:
@@ -210,6 +237,13 @@ def _kube_room(config: Config, daemon: Daemon, processes: ProcessPort) -> Any:
     return Room(host, config.kube)
 
 
+def raise_fd_limit() -> int:
+    """Every handle of the memory pool is a descriptor: take as many as we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
 def _drain_and_stop(daemon: Daemon, by: str) -> None:
     if not daemon.brake.is_draining:
         daemon.brake.drain(by)
@@ -232,6 +266,18 @@ async def _tick(daemon: Daemon, *, has_watch: bool) -> None:
             daemon.brake.look_at_file()
         if ticks % SAVE_EVERY_TICKS == 0:
             daemon.handover.save()
+
+
+async def _read_cards(kv: Kv) -> None:
+    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds."""
+    reader = CardReader()
+    try:
+        while True:
+            if kv.reserve.is_in_use:
+                kv.reserve.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
+            await asyncio.sleep(CARDS_S)
+    finally:
+        reader.close()
 
 
 async def _start_metrics(config: Config, daemon: Daemon) -> Any:

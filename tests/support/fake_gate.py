@@ -74,6 +74,9 @@ class FakeGate:
         self.clients = {}
         self._applied = None  # GPUs whose channels are off
         self.off = {}  # (h_client, h_channel) -> ChannelRef
+        self.stops = {}  # GPU -> when its channels are off after a hold
+        self.launches_held = set()
+        self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
         self.foreign_known = None  # what enable_foreign says; None: all of them
@@ -167,12 +170,20 @@ class FakeGate:
         return was_off
 
     def put_service(self, service, gpus):
+        before = {gpu for gpu in gpus if self._is_held(gpu)}
         entry = self.services.setdefault(service, Service())
         if gpus != entry.gpus:
             if not entry.holds:
                 self._take_hold(service, 0, 0)
             entry.gpus = gpus
+        self._stopping(set(gpus) - before)
         self._apply()
+
+    def _stopping(self, gpus):
+        """Channels on these go off STOP_NS from now."""
+        for gpu in gpus:
+            self.stops[gpu] = self.clock.now_ns() + (STOP_NS if self._channels_on(gpu) else 0)
+            self.clock.call_at_ns(self.stops[gpu], self.on_stamps)
 
     def remove_service(self, service):
         members = [
@@ -238,6 +249,18 @@ class FakeGate:
     def is_gated(self, gpu):
         return self._is_held(gpu) or self.opening.get(gpu, 0) > self.clock.now_ns()
 
+    def is_stopped(self, gpu):
+        return self._is_held(gpu) and self.clock.now_ns() >= self.stops.get(gpu, 0)
+
+    def is_turning(self):
+        return any(self._is_held(gpu) and self.clock.now_ns() < at for gpu, at in self.stops.items())
+
+    def set_memory(self, client, handle_bytes, budget_bytes, size_rule_bytes):
+        self.memory[client] = (handle_bytes, budget_bytes, size_rule_bytes)
+
+    def hold_launches(self, client, on):
+        (self.launches_held.add if on else self.launches_held.discard)(client)
+
     def _is_held(self, gpu):
         return not (self.observe or self.draining) and any(s.holds and gpu in s.gpus for s in self.services.values())
 
@@ -291,6 +314,7 @@ class FakeGate:
         newly = [gpu for gpu in sorted(entry.gpus) if not self._is_held(gpu)]
         entry.epoch += 1
         counts = {gpu: self._channels_on(gpu) for gpu in newly}
+        self._stopping(newly)
         self._apply()
         for gpu in newly:
             self._stamp(StampKind.GATE, service, client, launch_ns, gpu, entry.epoch, counts[gpu])

@@ -19,6 +19,7 @@ from valved.service.brake import Brake
 from valved.service.gate import GateService, GateSettings
 from valved.service.handover import Handover
 from valved.service.journal import Journal
+from valved.service.kv import put_together
 from valved.service.ladder import Ladder
 from valved.service.node import Node
 from valved.service.register import Register
@@ -89,9 +90,11 @@ class FakeConnection:
         self.pid, self.uid = pid, uid
         self.sent = []
         self.is_open = True
+        self.on_send = lambda kind, body, seq, fds: None  # the peer hears at once
 
     def send(self, kind, body, seq, fds=()):
         self.sent.append((kind, body, seq, fds))
+        self.on_send(kind, body, seq, fds)
 
     def close(self):
         self.is_open = False
@@ -135,11 +138,13 @@ class World:
             self.config.quota,
             self.config.link,
         )
+        self.kv = self._memory()
         self.signals = []
         self.ladder = Ladder(
             self.books, self.keeper, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
         )
         self.brake = Brake(self.gate, self.keeper, self.register, self.ladder, self.journal, folder / "pause")
+        self.brake.allow_reclaim = self.kv.mover.allow
         self.handover = Handover(
             folder / "state.json",
             self.gate,
@@ -180,6 +185,20 @@ class World:
         self.brake.set_mode(self.config.mode, "test")
         self.connections = {}
         self._seq = 0
+
+    def _memory(self):
+        return put_together(
+            self.gate,
+            self.books,
+            self.keeper,
+            self.register,
+            self.journal,
+            self.clock,
+            self.processes,
+            self.reactor,
+            self.config,
+            fd_limit=65536,
+        )
 
     def _signal(self, process, number):
         self.signals.append((process.pid, signal.Signals(number).name))
@@ -301,6 +320,7 @@ class World:
     def check(self):
         """Books balance, and no channel is off on a GPU that nobody holds."""
         self.books.check_integrity()
+        self.kv.check_integrity()
         for ref in self.gate.off.values():
             assert self.gate.is_gated(ref.gpu)
         for gpu, account in self.keeper.gpus.items():

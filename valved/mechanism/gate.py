@@ -293,6 +293,9 @@ class NativeGate:
     def is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
 
+    def is_turning(self) -> bool:
+        return bool(lib.valve_gate_turning(self._gate))
+
     def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
         if self._refusal:
             return Reach.NONE, self._refusal
@@ -312,6 +315,12 @@ class NativeGate:
 
     def set_watch(self, client: ClientId, on: bool) -> None:
         lib.valve_client_watch(self._clients[client].native, on)
+
+    def set_memory(self, client: ClientId, handle_bytes: int, budget_bytes: int, size_rule_bytes: int) -> None:
+        lib.valve_client_memory(self._clients[client].native, handle_bytes, budget_bytes, size_rule_bytes)
+
+    def hold_launches(self, client: ClientId, on: bool) -> None:
+        lib.valve_client_hold(self._clients[client].native, on)
 
     def set_online_registered(self, client: ClientId, on: bool) -> None:
         lib.valve_client_online(self._clients[client].native, on)

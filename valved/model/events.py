@@ -37,6 +37,12 @@ class EventKind(enum.Enum):
     BREAKER = "breaker"
     GUARD = "guard"  # a GPU was closed because somebody may use it unseen, or was let go
     DRAINED = "drained"
+    ATTACHED = "attached"  # an engine reads the table of its KV memory
+    RESERVED = "reserved"  # the reservation policy takes or gives memory for an online service
+    RECLAIMED = "reclaimed"  # memory was taken from offline work, or could not be
+    RETURNED = "returned"  # an online service gave memory back
+    LENT = "lent"  # offline work got memory
+    REMAP_UNSAFE = "remap-unsafe"  # a mapping order hung: this client is asked between its steps from now on
     ENABLED_LEFTOVER = "enabled-leftover"  # channels that a predecessor left off
 
 
@@ -59,6 +65,8 @@ AUDITED = frozenset(
         EventKind.BREAKER,
         EventKind.GUARD,
         EventKind.DRAINED,
+        EventKind.RECLAIMED,
+        EventKind.REMAP_UNSAFE,
         EventKind.ENABLED_LEFTOVER,
     }
 )

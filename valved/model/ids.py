@@ -28,6 +28,14 @@ class Mode(enum.Enum):
     HARVEST = "harvest"
 
 
+class Remap(enum.Enum):
+    """How memory is taken from an offline process."""
+
+    AUTO = "auto"  # cooperative, until experiments on hardware say that helper is safe there
+    HELPER = "helper"  # channels off, a thread of the shim maps, channels on
+    COOPERATIVE = "cooperative"  # between two steps of the engine, channels on
+
+
 class Reach(enum.Enum):
     """How offline channels of a GPU are stopped, best first."""
 

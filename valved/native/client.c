@@ -295,3 +295,18 @@ void valve_client_draining(struct valve_client *client, uint32_t on)
 {
 	store_release(&client->control->draining, on);
 }
+
+void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
+                         uint64_t size_rule)
+{
+	store_relaxed(&client->control->kv_budget_bytes, budget_bytes);
+	store_relaxed(&client->control->kv_size_rule, size_rule);
+	store_release(&client->control->kv_handle_bytes,
+	              handle_bytes); /* last: it says that the others count */
+}
+
+/* Hold its launches on account of no GPU: a mapping order that hangs may leave a hole until it comes back. */
+void valve_client_hold(struct valve_client *client, uint32_t on)
+{
+	order_set(client, ORDER_NO_GPU, VALVE_ORDER_HOLD, on, false);
+}

@@ -165,6 +165,20 @@ uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t index)
 	       load_acquire(&gpu->state) >= VALVE_GPU_STOPPED;
 }
 
+/* Is a stop or an enable under way? Mapping work takes the driver's locks in write mode and must not come in between. */
+uint32_t valve_gate_turning(struct valve_gate *gate)
+{
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		struct gpu *gpu = &gate->gpu[i];
+
+		if (load_acquire(&gpu->state) == VALVE_GPU_STOPPING ||
+		    (gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED &&
+		     load_acquire(&gpu->state) == VALVE_GPU_RUNNING))
+			return 1;
+	}
+	return 0;
+}
+
 static bool join(pthread_t thread)
 {
 	struct timespec until;

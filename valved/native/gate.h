@@ -122,9 +122,13 @@ int valve_client_view(struct valve_client *client, struct valve_view *out);
 void valve_client_watch(struct valve_client *client, uint32_t on);
 void valve_client_online(struct valve_client *client, uint32_t on);
 void valve_client_draining(struct valve_client *client, uint32_t on);
+void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
+                         uint64_t size_rule);
+void valve_client_hold(struct valve_client *client, uint32_t on);
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu);
 uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t gpu);
+uint32_t valve_gate_turning(struct valve_gate *gate);
 int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                   uint32_t *cid);
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);

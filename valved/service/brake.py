@@ -12,6 +12,7 @@ Pausing is a file in the run folder: it works without the API and outlives a res
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from valved.mechanism.ports import GatePort
@@ -37,6 +38,7 @@ class Brake:
         self.is_paused = False
         self.paused_by = ""
         self.is_draining = False
+        self.allow_reclaim: Callable[[bool], None] = lambda on: None
         self._gate = gate
         self._keeper = keeper
         self._register = register
@@ -95,6 +97,7 @@ class Brake:
         self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
         self._keeper.is_observing = self.mode is Mode.OBSERVE
         self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
+        self.allow_reclaim(self.mode is Mode.HARVEST and not self.is_draining)
         self._register.mode = self.mode
         self._register.channels.is_draining = self.is_draining
         self._keeper.look_at_all()

@@ -20,7 +20,7 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.breaker import BreakerSettings, BreakerState, Tally, step_breaker
 from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldown
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
-from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books, ClientEntry
+from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry
 from valved.service.journal import Journal
 from valved.service.online import OnlineService, is_hinting
 
@@ -53,7 +53,9 @@ class GateService:
         self.is_braked = False  # paused or off: nobody is woken
         self.is_observing = False  # look as if offline work were there
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
+        self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
+        self._unstopped: set[GpuIndex] = set()  # whose last disable failed
         self._gate = gate
         self._books = books
         self._journal = journal
@@ -139,6 +141,14 @@ class GateService:
         """GPUs on which offline work must not run whatever the online services there say."""
         self._set_standing_hold(GUARD_SERVICE, gpus)
 
+    def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
+        """GPUs on which memory moves right now."""
+        self._set_standing_hold(MEMORY_SERVICE, gpus)
+
+    def is_proven_stopped(self, gpu: GpuIndex) -> bool:
+        """Nothing of offline runs here: the disable came back, and came back well."""
+        return self._gate.is_stopped(gpu) and gpu not in self._unstopped
+
     def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """A service without clients holds these GPUs and no others, until told differently."""
         now_ns = self._clock.now_ns()
@@ -161,11 +171,14 @@ class GateService:
     def drain(self) -> None:
         for stamp in self._gate.drain_stamps():
             self._take(stamp)
+        for call in self.after_drain:
+            call()
 
     def _take(self, stamp: Stamp) -> None:
         online = self.online.get(stamp.service)
         match stamp.kind:
             case StampKind.GATE:
+                self._unstopped.discard(stamp.gpu)
                 self._closed(online, stamp)
             case StampKind.HOLD:
                 self._held(online, stamp)
@@ -177,6 +190,7 @@ class GateService:
                 self._record(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
             case StampKind.GATE_FAILED:
                 self.counters.gate_failures += 1
+                self._unstopped.add(stamp.gpu)
                 self._record(EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"status {stamp.status}")
                 self.on_failure(stamp)
 

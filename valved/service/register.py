@@ -19,6 +19,7 @@ from valved.mechanism.link import (
     Feature,
     Hello,
     LinkType,
+    Malformed,
     Packet,
     Refusal,
     Refused,
@@ -61,6 +62,16 @@ class Connection(Protocol):
     def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None: ...
 
     def close(self) -> None: ...
+
+
+class KvMemory(Protocol):
+    """Who keeps the books of KV memory, if anybody does (service/memory.py)."""
+
+    def handle(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None: ...
+
+    def client_joined(self, entry: ClientEntry) -> None: ...
+
+    def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None: ...
 
 
 class Reactor(Protocol):
@@ -113,6 +124,7 @@ class Register:
         link: LinkTable,
     ) -> None:
         self.mode = Mode.HARVEST
+        self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.past_tokens: dict[ServiceId, int] = {}  # useful tokens of hooks that left, by service
         self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send)
@@ -247,9 +259,11 @@ class Register:
         self._keeper.counters.clients += 1
         self._keeper.client_joined(entry)
         self._came_back(entry)
+        if self.memory is not None:
+            self.memory.client_joined(entry)
         welcome = Welcome(
             role=role,
-            features=DAEMON_FEATURES,
+            features=DAEMON_FEATURES if self.memory is None else DAEMON_FEATURES | Feature.MEMORY,
             service=service,
             client=client,
             control_bytes=CONTROL_BYTES,
@@ -303,6 +317,9 @@ class Register:
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
         self._keeper.client_left(entry)
+        if self.memory is not None:
+            is_dead = reason == "exit" or self._processes.start_time(entry.process.pid) != entry.process.start_time
+            self.memory.client_left(entry, is_dead=is_dead)
         connection = self._connections.pop(client, None)
         if connection is not None:
             connection.close()
@@ -348,7 +365,12 @@ class Register:
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
         """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
-        self.channels.handle(client, packet, fds)
+        if packet.type < LinkType.KV_RANGE:
+            self.channels.handle(client, packet, fds)
+        elif self.memory is None:
+            raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
+        else:
+            self.memory.handle(self._books.clients[client], packet, fds)
 
     def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None:
         """To a client, if it is still connected."""

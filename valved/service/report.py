@@ -21,7 +21,7 @@ from valved.model.states import (
     ServiceState,
 )
 from valved.policy.wake import WakeAction, WakeReason
-from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books, ClientEntry, ServiceEntry
+from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry, ServiceEntry
 from valved.service.brake import Brake
 from valved.service.gate import GateService
 from valved.service.journal import Journal
@@ -29,7 +29,7 @@ from valved.service.online import OnlineService
 from valved.service.register import Register
 
 EXPLAINED = 50  # events in one explanation
-STANDING = {BRAKE_SERVICE: "the brake", GUARD_SERVICE: "the guard"}
+STANDING = {BRAKE_SERVICE: "the brake", GUARD_SERVICE: "the guard", MEMORY_SERVICE: "a move of memory"}
 WORDS = {
     WakeReason.COOLING: "cooling down",
     WakeReason.REFUSED_LATELY: "busy: a launch came as it was about to give way",

@@ -1,0 +1,315 @@
+"""Memory moves between engines on virtual time: who gets it, in which order, and what is left when somebody goes."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from memory_world import KvWorld
+
+from valved.config import Config, MemoryTable
+from valved.mechanism.kv_link import KvHow, KvMode, KvOp
+from valved.mechanism.link import LinkType
+from valved.model.events import EventKind
+from valved.model.ids import Remap
+
+MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8)
+CONFIG = Config(memory=MEMORY)
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = KvWorld(tmp_path, config=CONFIG, handles=20)
+    yield world
+    world.check()
+
+
+def reclaims(world):
+    return world.events(EventKind.RECLAIMED)
+
+
+def test_an_offline_engine_alone_gets_all_that_it_can_use(world):
+    offline = world.engine("offline", columns=16)
+
+    world.run(500)
+
+    assert len(offline.backed()) == 64
+
+
+def test_an_online_engine_gets_its_headroom_when_it_attaches(world):
+    online = world.engine("online", columns=16)
+
+    world.run(100)
+
+    assert len(online.backed()) == 4  # one column of two MiB
+
+
+def test_free_memory_goes_first_and_nobody_is_stopped_for_it(world):
+    online = world.engine("online", columns=16)
+    world.run(100)
+
+    online.want(used=4, wanted=12)
+    world.run(100)
+
+    assert len(online.backed()) >= 12
+    assert not reclaims(world)
+
+
+def test_what_is_missing_is_taken_from_offline_work(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+
+    online.want(used=4, wanted=32)
+    world.run(100)
+
+    assert len(online.backed()) >= 32
+    assert len(offline.backed()) <= 64 - 16
+    [*_, reclaim] = reclaims(world)
+    assert reclaim.detail["freed"] >= reclaim.detail["missing"]
+
+
+def test_the_columns_that_hold_no_request_go_first(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    offline.hold(0, list(range(4, 40)))  # columns 1 to 9
+    world.run(100)
+    online = world.engine("online", columns=16)
+    world.run(500)
+
+    online.want(used=4, wanted=20)
+    world.run(100)
+
+    assert set(range(4, 40)) <= set(offline.backed().tolist())
+    assert reclaims(world)[-1].detail["cost"] == 0
+
+
+def test_the_null_block_is_never_taken(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=20)
+    world.run(500)
+
+    online.want(used=4, wanted=80)
+    world.run(3000)
+
+    assert offline.backed().tolist() == [0, 1, 2, 3]
+    assert len(online.backed()) == 76  # more does not exist
+
+
+def test_the_loss_is_told_before_the_memory_goes(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    seen = []
+    shim = offline.shim
+    hear = shim.connection.on_send
+
+    def look(kind, body, seq, fds):
+        if kind is LinkType.KV_ORDER and body.op == KvOp.QUARANTINE:
+            lost = {block for slot in body.entries["slot"].tolist() for block in range(slot * 4, slot * 4 + 4)}
+            seen.append(lost.isdisjoint(offline.backed().tolist()))
+        hear(kind, body, seq, fds)
+
+    shim.connection.on_send = look
+    online.want(used=4, wanted=32)
+    world.run(100)
+
+    assert seen
+    assert all(seen)
+
+
+def test_the_gate_opens_when_the_memory_has_arrived(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    world.run(1500)
+    assert not world.gate.off
+
+    online.want(used=4, wanted=32)
+    world.clock.settle()
+    assert world.gate.off
+    world.run(50)
+
+    assert not world.gate.off
+    assert len(offline.backed()) < 64
+
+
+def test_a_loss_stays_told_when_the_memory_is_lent_again(world):
+    """Gone and come back between two looks of the hook: the generation says so."""
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    before = offline.entries.copy()
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4, wanted=32)
+    world.run(100)
+    gone = np.setdiff1d(np.arange(64), offline.backed())
+    online.shim.die()
+    world.run(1000)
+
+    assert len(offline.backed()) == 64
+    assert ((offline.entries[gone] >> 1) == (before[gone] >> 1) + 2).all()
+
+
+def test_an_engine_that_cannot_recompute_loses_nothing(world):
+    offline = world.engine("offline", columns=16, mode=KvMode.NONE)
+    world.run(61_000)  # nobody else will back it
+    online = world.engine("online", columns=16)
+    world.run(500)
+
+    online.want(used=4, wanted=48)
+    world.run(2000)
+
+    assert len(online.backed()) == 16  # what was left: 4 of 20 handles
+    assert len(offline.backed()) == 64
+    assert "can lose memory" in reclaims(world)[-1].reason
+
+
+def test_a_hook_whose_mode_sinks_loses_nothing_more(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    offline.book["mode"] = KvMode.NONE
+    online = world.engine("online", columns=16)
+    world.run(500)
+
+    online.want(used=4, wanted=48)
+    world.run(2000)
+
+    assert len(offline.backed()) == 64
+
+
+def test_an_offer_goes_back_and_is_lent(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4, wanted=32)
+    world.run(100)
+    lent = len(offline.backed())
+    world.gate.finish(online.shim.client)
+    online.want(used=4)
+    for _ in range(40):
+        world.run(1000)
+        online.obey_target()
+    world.run(1000)
+
+    assert len(online.backed()) < 32
+    assert len(offline.backed()) > lent
+
+
+def test_tensor_parallel_ranks_lose_the_same_columns(tmp_path):
+    world = KvWorld(tmp_path, config=CONFIG, handles=20, gpus=2)
+    offline = world.engine("offline", columns=16, gpus=(0, 1))
+    world.run(500)
+    online = world.engine("online", columns=16, gpus=(0,))
+    world.run(500)
+
+    online.want(used=4, wanted=32)
+    world.run(100)
+
+    left, right = (set(offline.shim.ranges[number]) for number in (0, 1))
+    assert left == right
+    assert len(left) < 16
+    world.check()
+
+
+def test_layers_are_taken_together(world):
+    offline = world.engine("offline", columns=4, layers=4)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+
+    online.want(used=4, wanted=32)
+    world.run(100)
+
+    slots = [set(one) for one in offline.shim.ranges.values()]
+    assert all(one == slots[0] for one in slots)
+    assert len(online.backed()) >= 32
+
+
+def test_a_range_without_an_engine_is_backed_whole_before_its_allocation_returns(world):
+    shim = world.shim("offline")
+    shim.has_stepped = False
+
+    seq = shim.reserve(1, 10, elastic=False)
+    assert shim.acked(seq) is None
+    world.run(10)
+
+    assert shim.acked(seq) == 0
+    assert len(shim.ranges[1]) == 10
+
+
+def test_an_online_range_without_an_engine_takes_from_offline_work(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    shim = world.shim("online")
+
+    seq = shim.reserve(1, 10, elastic=False)
+    world.run(100)
+
+    assert shim.acked(seq) == 0
+    assert len(offline.backed()) == 64 - 24
+
+
+def test_an_offline_range_that_does_not_fit_is_refused(world):
+    world.engine("offline", columns=16)
+    world.run(500)
+    shim = world.shim("offline")
+    shim.has_stepped = False
+
+    seq = shim.reserve(1, 10, elastic=False)
+    world.run(100)
+
+    assert shim.acked(seq) == errno.ENOMEM
+    shim.free_range(1)
+
+
+def test_an_elastic_range_whose_engine_never_attaches_is_backed_whole(world):
+    shim = world.shim("online")
+    shim.reserve(1, 10)
+
+    world.run(61_000)
+
+    assert len(shim.ranges[1]) == 10
+
+
+def test_nothing_is_taken_while_harvesting_is_off(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    world.brake.drain("test")
+
+    online.want(used=4, wanted=48)
+    world.run(2000)
+
+    assert len(offline.backed()) == 64
+    world.node.resume()
+
+
+def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):
+    memory = MemoryTable(handle_mib=2, remap=Remap.AUTO, headroom_min_mib=2, headroom_max_mib=8)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
+    offline = world.engine("offline", columns=16)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.shim.has_stepped = True
+    offline.book["steps"] = 7
+    online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    world.run(2000)
+
+    online.want(used=4, wanted=32)
+    world.run(5)
+    assert not world.gate.off
+    assert {body.how for body, _ in offline.shim.at_step} == {KvHow.AT_STEP}
+    offline.shim.step()
+    world.run(100)
+
+    assert len(online.backed()) >= 32
+    world.check()

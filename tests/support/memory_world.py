@@ -1,0 +1,380 @@
+"""Shims and hooks that obey kv.h on virtual time, over a card that knows every physical handle and who maps it.
+
+The card asserts what must never be: a handle mapped by two processes, a mapping changed under running kernels, bytes of
+another process seen by an engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections import deque
+
+import numpy as np
+from lent_fds import lend
+from node_world import World
+
+from valved.config import MIB
+from valved.mechanism.kv_files import BOOK_HEAD, ROW, TABLE_HEAD
+from valved.mechanism.kv_link import (
+    CREATE,
+    ELASTIC,
+    ENTRY,
+    ZERO,
+    KvAttach,
+    KvDone,
+    KvEntries,
+    KvHow,
+    KvLayoutPart,
+    KvMode,
+    KvNeed,
+    KvOp,
+    KvRangeMessage,
+    KvSpan,
+    KvTableMessage,
+)
+from valved.mechanism.link import Feature, LinkType
+from valved.model.ids import Role
+from valved.model.memory import KvTensor
+
+MAP_NS = 60_000  # one handle by the public calls
+BASE = 0x7EA000000000
+
+
+class Card:
+    """Physical memory of all GPUs."""
+
+    def __init__(self, clock, handles_per_gpu):
+        self.clock = clock
+        self.limit = handles_per_gpu
+        self.made = {}  # GPU -> handles made in all
+        self.by_fd = {}
+
+    def create(self, gpu):
+        if self.made.get(gpu, 0) >= self.limit:
+            return None
+        self.made[gpu] = self.made.get(gpu, 0) + 1
+        fd = lend()
+        self.by_fd[fd] = Physical(gpu)
+        return fd
+
+
+class Physical:
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.owner = None  # whose bytes are in it
+        self.mapped_by = None
+
+
+class Shim:
+    """The shim of one process: ranges, orders in the order they came, answers after the time that mapping takes."""
+
+    def __init__(self, world, card, client):
+        self.world, self.card, self.client = world, card, client
+        self.connection = world.connections[client]
+        self.entry = world.books.clients[client]
+        self.ranges = {}  # number -> {slot: (name, Physical)}
+        self.gpus = {}
+        self.ranges_of = {}
+        self.answers = True
+        self.fails = deque()  # (done, status) for the next orders
+        self.at_step = []
+        self.held_back = []
+        self.free_ns = 0
+        self.launching_held = False
+        self._heard = len(self.connection.sent)
+        self.connection.on_send = self._hear
+        self.is_alive = True
+        self.has_stepped = True  # kernels may be running whenever its channels are on
+
+    @property
+    def is_offline(self):
+        return self.entry.role is Role.OFFLINE
+
+    def say(self, kind, body, fds=()):
+        packet = self.world.packet(kind, body)
+        fds = list(fds)
+        self.world.register.handle(self.client, packet, fds)
+        return packet.seq
+
+    def reserve(self, number, slots, gpu=0, *, elastic=True, held=0, handle_mib=None):
+        size = (handle_mib or self.world.config.memory.handle_mib) * MIB
+        self.ranges[number], self.gpus[number] = {}, gpu
+        base = BASE + (number << 40)
+        body = KvRangeMessage(
+            gpu_uuid=bytes([gpu + 1]) * 16,
+            device_instance=gpu,
+            range=number,
+            base=base,
+            handle_bytes=size,
+            slots=slots,
+            flags=ELASTIC if elastic else 0,
+            held=held,
+        )
+        self.ranges_of[number] = (base, size, slots)
+        return self.say(LinkType.KV_RANGE, body)
+
+    def acked(self, seq):
+        """The status of an answer, None while there is none."""
+        return next((status for number, status in self.connection.acks() if number == seq), None)
+
+    def _hear(self, kind, body, seq, fds):
+        if kind is not LinkType.KV_ORDER or not self.answers or not self.is_alive:
+            self.held_back += [(kind, body, fds)] if kind is LinkType.KV_ORDER else []
+            return
+        if body.how == KvHow.AT_STEP:
+            self.at_step.append((body, fds))
+            return
+        self._later(body, fds)
+
+    def _later(self, body, fds):
+        """One after the other, as the helper thread does."""
+        self.free_ns = max(self.free_ns, self.world.clock.now_ns()) + MAP_NS * len(body.entries)
+        self.world.clock.call_at_ns(self.free_ns, lambda: self._do(body, fds))
+
+    def step(self):
+        """valve_kv_step(): between two steps, with the context drained."""
+        waiting, self.at_step = self.at_step, []
+        for body, fds in waiting:
+            self._do(body, fds)
+
+    def catch_up(self):
+        """It hung; now it does what it was told."""
+        self.answers = True
+        waiting, self.held_back = self.held_back, []
+        for _, body, fds in waiting:
+            self._do(body, fds)
+
+    def _do(self, body, fds):
+        if not self.is_alive or self.client not in self.world.books.clients:
+            return
+        slots = self.ranges.get(body.range)
+        most, status = self.fails.popleft() if self.fails else (len(body.entries), 0)
+        if slots is None:
+            most, status = 0, errno.ESTALE
+        made, done = [], 0
+        for index, (name, slot, flags) in enumerate(body.entries[:most].tolist()):
+            fd = fds[index] if fds else None
+            if body.op == KvOp.BACK:
+                fd = self.card.create(self.gpus[body.range]) if flags & CREATE else fd
+                if fd is None:
+                    status = errno.ENOMEM
+                    break
+                made += [fd] if flags & CREATE else []
+                self._map(slots, slot, name, self.card.by_fd[fd], flags)
+            else:
+                self._unmap(slots, slot)
+            done += 1
+        self._check_stopped(body)
+        self._answer(body, KvDone(order=body.order, done=done, status=status, cu_result=0), made)
+
+    def _answer(self, body, done, made):
+        """Zeroing goes on beside later orders, and needs channels that are on."""
+        if not self.is_alive or self.client not in self.world.books.clients:
+            return
+        is_zeroing = body.op == KvOp.BACK and len(body.entries)
+        if is_zeroing and self.is_offline and self.world.gate.is_gated(self.gpus[body.range]):
+            again_ns = self.world.clock.now_ns() + 1_000_000
+            self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made))
+            return
+        self.say(LinkType.KV_DONE, done, made)
+
+    def _map(self, slots, slot, name, physical, flags):
+        assert physical.mapped_by is None, f"handle {name} would have two owners"
+        assert slot not in slots, f"slot {slot} is backed already"
+        physical.mapped_by = self
+        if flags & ZERO:
+            physical.owner = None
+        assert physical.owner in (None, self.entry.service), "bytes of another tenant come to light"
+        physical.owner = self.entry.service
+        slots[slot] = (name, physical)
+
+    def _unmap(self, slots, slot):
+        _, physical = slots.pop(slot)
+        physical.mapped_by = None
+
+    def _check_stopped(self, body):
+        """A change of mapping in an offline process happens between steps or under a closed gate."""
+        if not self.is_offline or body.how == KvHow.AT_STEP or not len(body.entries):
+            return
+        gate, gpu = self.world.gate, self.gpus[body.range]
+        has_channels = any(ref.gpu == gpu for ref in gate.clients[self.client].channels.values())
+        is_safe = gate.is_stopped(gpu) or self.client in gate.launches_held or not self.has_stepped
+        assert is_safe or not has_channels, "mapping work under running kernels"
+
+    def free_range(self, number):
+        for _, physical in self.ranges.pop(number).values():
+            physical.mapped_by = None
+        self.say(LinkType.KV_RANGE_DEL, KvSpan(range=number))
+
+    def die(self):
+        self.is_alive = False
+        for slots in self.ranges.values():
+            for _, physical in slots.values():
+                physical.mapped_by = None
+        self.world.processes.end(self.entry.process.pid)
+
+    def hang_up(self):
+        """The link breaks, the process lives and keeps what it has mapped."""
+        self.world.register.leave(self.client, "link closed")
+        self.connection.on_send = lambda *_: None
+
+    def retell(self, successor_client, world=None):
+        """Say to a new connection, or a new valved, what is mapped."""
+        self.world = world or self.world
+        self.client = successor_client
+        self.entry = self.world.books.clients[successor_client]
+        self.connection = self.world.connections[successor_client]
+        self.connection.on_send = self._hear
+        ranges, self.ranges = self.ranges, {}
+        for number, slots in ranges.items():
+            _, _, count = self.ranges_of[number]
+            self.reserve(number, count, self.gpus[number], held=len(slots))
+            self.ranges[number] = slots
+            rows = list(slots.items())
+            for first in range(0, len(rows), 64):
+                part = rows[first : first + 64]
+                raw = np.array([(name, slot, 0) for slot, (name, _) in part], ENTRY).tobytes()
+                fds = []
+                for _, (_, physical) in part:
+                    fd = lend()
+                    self.card.by_fd[fd] = physical
+                    fds.append(fd)
+                self.say(LinkType.KV_HELD, KvEntries(order=0, range=number, op=0, how=0, raw=raw), fds)
+
+
+class Hook:
+    """The engine's side: it reads the table and writes the book."""
+
+    def __init__(self, shim, blocks, *, rows=32, row_blocks=256, block_tokens=16, ranks=1, mode=KvMode.FULL):
+        self.world, self.shim = shim.world, shim
+        pid = shim.entry.process.pid
+        connection = self.world.hello(pid, Role.HOOK, features=Feature.HINT | Feature.MEMORY)
+        self.client, self.connection = connection.client, connection
+        self.blocks, self.rows, self.row_blocks, self.block_tokens = blocks, rows, row_blocks, block_tokens
+        self.ranks, self.mode = ranks, mode
+        self.table = self.book = None
+
+    def say(self, kind, body):
+        packet = self.world.packet(kind, body)
+        self.world.register.handle(self.client, packet, [])
+        return packet.seq
+
+    def register(self, tensors, pinned=()):
+        seq = 0
+        for first in range(0, len(tensors), 16):
+            part = KvLayoutPart(
+                blocks=self.blocks,
+                block_tokens=self.block_tokens,
+                total=len(tensors),
+                first=first,
+                pinned=tuple(pinned),
+                tensors=tuple(tensors[first : first + 16]),
+            )
+            seq = self.say(LinkType.KV_LAYOUT, part)
+        return dict(self.connection.acks())[seq]
+
+    def attach(self):
+        body = KvAttach(
+            abi_min=1,
+            abi_max=1,
+            mode=self.mode,
+            blocks=self.blocks,
+            block_tokens=self.block_tokens,
+            rows=self.rows,
+            row_blocks=self.row_blocks,
+            ranks=self.ranks,
+            engine="fake 1",
+        )
+        self.say(LinkType.KV_ATTACH, body)
+        _, answer, _, fds = self.connection.sent[-1]
+        if not isinstance(answer, KvTableMessage):
+            return answer.status
+        self._table = mmap.mmap(fds[0], answer.table_bytes, prot=mmap.PROT_READ)
+        self._book = mmap.mmap(fds[1], answer.book_bytes)
+        self.table = np.frombuffer(self._table, TABLE_HEAD, 1)
+        self.entries = np.frombuffer(self._table, "<u4", self.blocks, int(self.table["entry_offset"][0]))
+        self.book = np.frombuffer(self._book, BOOK_HEAD, 1)
+        self.offered = np.frombuffer(self._book, np.uint8, self.blocks, int(self.book["offered_offset"][0]))
+        self.heads = np.frombuffer(self._book, ROW, self.rows, int(self.book["head_offset"][0]))
+        cells = np.frombuffer(self._book, "<u4", self.rows * self.row_blocks, int(self.book["cell_offset"][0]))
+        self.cells = cells.reshape(self.rows, self.row_blocks)
+        self.book["mode"] = self.mode
+        return 0
+
+    def backed(self):
+        return np.flatnonzero(self.entries & 1)
+
+    def want(self, used, wanted=None):
+        """What the engine uses and would use; the node hears of it."""
+        self.book["used_blocks"], self.book["wanted_blocks"] = used, max(used, wanted or 0)
+        self.say(LinkType.KV_NEED, KvNeed(wanted_blocks=max(used, wanted or 0)))
+
+    def hold(self, row, blocks, tokens=0):
+        self.heads["request"][row] = row + 1 if len(blocks) else 0
+        self.cells[row, : len(blocks)] = blocks
+        self.heads["tokens"][row], self.heads["blocks"][row] = tokens, len(blocks)
+        self.book["steps"] += 1
+
+    def obey_target(self):
+        """Offer whole columns, the last ones first, until no more than the target are in use."""
+        backed = self.backed()
+        target = int(self.table["target_blocks"][0])
+        self.offered[:] = 0
+        for block in backed[::-1][: max(0, len(backed) - target)]:
+            self.offered[block] = 1
+        self.say(LinkType.KV_NEED, KvNeed(wanted_blocks=int(self.book["wanted_blocks"][0])))
+
+
+class KvWorld(World):
+    """A node on which engines share memory."""
+
+    def __init__(self, folder, *, handles=64, **more):
+        super().__init__(folder, **more)
+        self.card = Card(self.clock, handles)
+        self.shims, self.hooks = [], []
+
+    def shim(self, role, *, gpus=(0,), name=None, pid=None):
+        make = self.online if role == "online" else self.offline
+        client = make(name=name or role, gpus=gpus, pid=pid)
+        shim = Shim(self, self.card, client)
+        self.shims.append(shim)
+        return shim
+
+    def engine(self, role, *, columns=16, blocks_per_column=4, gpus=(0,), layers=1, pinned=(0,), mode=KvMode.FULL, **m):
+        """A process with one range per layer and GPU, and its hook, attached. Block 0 is the null block."""
+        shim = self.shim(role, gpus=gpus, **m)
+        size = self.config.memory.handle_mib * MIB
+        blocks, stride = columns * blocks_per_column, size // blocks_per_column
+        tensors = []
+        for number, (gpu, _) in enumerate((gpu, layer) for gpu in gpus for layer in range(layers)):
+            shim.reserve(number, columns, gpu)
+            tensors.append(KvTensor(base_addr=BASE + (number << 40), block_stride_bytes=stride, block_bytes=stride))
+        self.run(5)  # their allocations return
+        hook = Hook(shim, blocks, mode=mode)
+        assert hook.register(tensors, pinned) == 0
+        assert hook.attach() == 0
+        self.hooks.append(hook)
+        self.clock.settle()
+        hook.obey_target()
+        return hook
+
+    def check(self):
+        super().check()
+        for hook in self.hooks:
+            engine = self.kv.memory.engines.get(hook.shim.entry.service)
+            if engine is None or engine.hook != hook.client or not engine.is_complete:
+                continue
+            told = hook.backed()
+            for rank in engine.ranks.values():
+                for book in rank.books:
+                    shim = next(shim for shim in self.shims if shim.client == book.key.client)
+                    mapped = set(shim.ranges[book.key.number])
+                    books = {int(slot) for slot in np.flatnonzero(book.at >= 0)}
+                    if not self.kv.memory.orders.under_way(shim.client):
+                        assert books == mapped, "valved and the shim disagree about what is mapped"
+            real = engine.whole_blocks(np.arange(hook.blocks), engine.backed_columns())
+            assert set(told.tolist()) <= set(real.tolist()), "the table promises memory that is not there"
+
+    def settle(self, ms=50):
+        self.run(ms)

@@ -1,0 +1,50 @@
+"""The parts of KV memory, put together: books (memory), movement (reclaim), decisions (reserve)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from valved.config import Config
+from valved.mechanism.clock import Clock
+from valved.mechanism.ports import GatePort, ProcessPort
+from valved.service.books import Books
+from valved.service.gate import GateService
+from valved.service.journal import Journal
+from valved.service.memory import Memory
+from valved.service.reclaim import Mover
+from valved.service.register import Reactor, Register
+from valved.service.reserve import Reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kv:
+    memory: Memory
+    mover: Mover
+    reserve: Reserve
+
+    def check_integrity(self) -> None:
+        self.memory.check_integrity()
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def put_together(
+    gate: GatePort,
+    books: Books,
+    keeper: GateService,
+    register: Register,
+    journal: Journal,
+    clock: Clock,
+    processes: ProcessPort,
+    reactor: Reactor,
+    config: Config,
+    *,
+    fd_limit: int,
+) -> Kv:
+    memory = Memory(gate, books, keeper, journal, clock, processes, reactor, config, register.send, fd_limit)
+    mover = Mover(memory, gate, keeper, journal, clock, config.eviction_settings())
+    uuids = {info.index: info.uuid for info in gate.gpus()}
+    reserve = Reserve(memory, mover, journal, clock, config, uuids)
+    register.memory = memory
+    return Kv(memory=memory, mover=mover, reserve=reserve)

@@ -1,0 +1,271 @@
+"""The pool: every memory handle of the node, its descriptor, and who maps it. Plain books; `check_integrity` adds up.
+
+A handle is free, mapped at one slot of one range, moving (an order that maps it is under way), or orphaned: its client
+has hung up, but the process lives and may still have it mapped, so nobody else gets it before that process ends or
+comes back and says what it holds.
+
+Handles are rows of a few arrays, not objects: a reclaim of a GiB may move 512 of them. A handle's name outlives valved:
+shims repeat it to a successor, so names start at the clock and never come again.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valved.model.ids import ClientId, GpuIndex, ProcessId
+
+Ints = NDArray[np.int64]
+NO_HANDLE = -1
+CLAIMED = -2
+"""A slot that an order under way will back."""
+NOTHING = np.empty(0, np.int64)
+
+
+class Place(enum.IntEnum):
+    GONE = 0  # the row is not in use
+    FREE = 1
+    MOVING = 2
+    MAPPED = 3
+    ORPHAN = 4
+
+
+class RangeKey(NamedTuple):
+    """A client numbers its ranges."""
+
+    client: ClientId
+    number: int
+
+
+@dataclass(slots=True, kw_only=True)
+class KvRangeBook:
+    """One address range of a client: which handle stands at which slot."""
+
+    key: RangeKey
+    gpu: GpuIndex
+    base: int
+    handle_bytes: int
+    is_elastic: bool
+    uid: int = 0  # given by the pool
+    at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
+    pins: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) that may never be taken
+
+    @property
+    def slots(self) -> int:
+        return len(self.at)
+
+    def empty_slots(self) -> Ints:
+        return np.flatnonzero(self.at == NO_HANDLE)
+
+
+class Pool:
+    def __init__(self, handle_bytes: int, most: int, first_name: int) -> None:
+        """`most`: handles that may exist, bounded by the descriptors that valved may have."""
+        self.handle_bytes = handle_bytes
+        self.most = most
+        self.ranges: dict[RangeKey, KvRangeBook] = {}
+        self._place = np.zeros(64, np.uint8)
+        self._gpu = np.zeros(64, np.int64)
+        self._fd = np.full(64, -1, np.int64)
+        self._name = np.zeros(64, np.int64)
+        self._home = np.zeros(64, np.int64)  # uid of the range where it is mapped, 0 for none
+        self._slot = np.zeros(64, np.int64)
+        self._next_name = first_name
+        self._next_uid = 1
+        self._unused = list(range(63, -1, -1))
+        self._free: defaultdict[GpuIndex, list[int]] = defaultdict(list)
+        self._orphans: dict[ProcessId, Ints] = {}
+
+    # Ranges
+
+    def add_range(self, book: KvRangeBook) -> None:
+        book.uid = self._next_uid
+        self._next_uid += 1
+        self.ranges[book.key] = book
+
+    def drop_range(self, key: RangeKey) -> None:
+        """The client says that nothing is mapped there any more: its handles are free."""
+        book = self.ranges.pop(key)
+        self.free(book.at[book.at >= 0])
+
+    def of_client(self, client: ClientId) -> list[KvRangeBook]:
+        return [book for key, book in self.ranges.items() if key.client == client]
+
+    # Handles on their way
+
+    def take(self, gpu: GpuIndex, most: int) -> Ints:
+        """Up to `most` free handles; they are moving until `land`, `free` or `drop`."""
+        free = self._free[gpu]
+        rows = np.array(free[len(free) - min(most, len(free)) :], dtype=np.int64)
+        del free[len(free) - len(rows) :]
+        self._place[rows] = Place.MOVING
+        return rows
+
+    def land(self, rows: Ints, book: KvRangeBook, slots: Ints) -> None:
+        """They are mapped there now."""
+        self._place[rows] = Place.MAPPED
+        self._home[rows] = book.uid
+        self._slot[rows] = slots
+        book.at[slots] = rows
+
+    def name(self, count: int) -> Ints:
+        """Names for handles that are about to be made."""
+        self._next_name += count
+        return np.arange(self._next_name - count, self._next_name)
+
+    def create(self, names: Ints, fds: Sequence[int], book: KvRangeBook, slots: Ints) -> None:
+        """Handles that a client made and mapped; we own the descriptors from here on."""
+        while len(self._unused) < len(fds):
+            self._grow()
+        rows = np.array([self._unused.pop() for _ in fds], dtype=np.int64)
+        self._fd[rows] = fds
+        self._gpu[rows] = book.gpu
+        self._name[rows] = names
+        self.land(rows, book, slots)
+
+    def lift(self, book: KvRangeBook, slots: Ints) -> Ints:
+        """The client has unmapped what stood there: free from now on."""
+        rows = book.at[slots]
+        rows = rows[rows >= 0]
+        book.at[slots] = NO_HANDLE
+        self.free(rows)
+        return rows
+
+    def free(self, rows: Ints) -> None:
+        self._place[rows] = Place.FREE
+        self._home[rows] = 0
+        for gpu in np.unique(self._gpu[rows]).tolist():
+            self._free[GpuIndex(gpu)] += rows[self._gpu[rows] == gpu].tolist()
+
+    def drop(self, rows: Ints) -> None:
+        """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back."""
+        for row in rows.tolist():
+            os.close(int(self._fd[row]))
+            self._unused.append(row)
+        self._fd[rows] = -1
+        self._home[rows] = 0
+        self._place[rows] = Place.GONE
+
+    def fds(self, rows: Ints) -> tuple[int, ...]:
+        return tuple(self._fd[rows].tolist())
+
+    def names(self, rows: Ints) -> Ints:
+        return self._name[rows]
+
+    # Clients that leave
+
+    def leave(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
+        """A client is gone. A dead process maps nothing; a live one keeps its handles from everybody else."""
+        for book in self.of_client(client):
+            rows = book.at[book.at >= 0]
+            del self.ranges[book.key]
+            if not is_alive:
+                self.free(rows)
+                continue
+            self._orphan(rows, process)
+
+    def strand(self, rows: Ints, process: ProcessId, *, is_alive: bool) -> None:
+        """Handles that were moving to a client that is gone: it may have mapped them."""
+        if is_alive:
+            self._orphan(rows, process)
+        else:
+            self.free(rows)
+
+    def _orphan(self, rows: Ints, process: ProcessId) -> None:
+        self._place[rows] = Place.ORPHAN
+        self._home[rows] = 0
+        self._orphans[process] = np.concatenate([self._orphans.get(process, NOTHING), rows])
+
+    def process_gone(self, process: ProcessId) -> int:
+        """How many handles came back."""
+        rows = self._orphans.pop(process, NOTHING)
+        self.free(rows)
+        return len(rows)
+
+    def readopt(self, process: ProcessId, names: Ints, book: KvRangeBook, slots: Ints) -> NDArray[np.bool_]:
+        """A process that came back names what it holds: which of these are its own orphans. Those are mapped again."""
+        mine = self._orphans.get(process, NOTHING)
+        if not len(mine):
+            return np.zeros(len(names), np.bool_)
+        order = np.argsort(self._name[mine])
+        at = np.minimum(np.searchsorted(self._name[mine], names, sorter=order), len(mine) - 1)
+        rows = mine[order][at]
+        known: NDArray[np.bool_] = (self._name[rows] == names) & (self._gpu[rows] == book.gpu)
+        self._orphans[process] = np.setdiff1d(mine, rows[known])
+        self.land(rows[known], book, slots[known])
+        return known
+
+    def has_orphans(self, process: ProcessId) -> bool:
+        return bool(len(self._orphans.get(process, NOTHING)))
+
+    def is_owned(self, names: Ints, process: ProcessId) -> NDArray[np.bool_]:
+        """Which of these names mean a handle that this process has not left behind."""
+        others = self._place != Place.GONE
+        others[self._orphans.get(process, NOTHING)] = False
+        return np.isin(names, self._name[others])
+
+    # Questions
+
+    def free_handles(self, gpu: GpuIndex) -> int:
+        return len(self._free[gpu])
+
+    def count(self, gpu: GpuIndex) -> int:
+        """All handles of this GPU."""
+        return int(((self._place != Place.GONE) & (self._gpu == gpu)).sum())
+
+    @property
+    def total(self) -> int:
+        return len(self._place) - len(self._unused)
+
+    def mapped(self, gpu: GpuIndex, clients: Iterable[ClientId]) -> int:
+        wanted = set(clients)
+        books = (book for key, book in self.ranges.items() if key.client in wanted and book.gpu == gpu)
+        return sum(int((book.at >= 0).sum()) for book in books)
+
+    def orphans(self, gpu: GpuIndex) -> int:
+        return int(((self._place == Place.ORPHAN) & (self._gpu == gpu)).sum())
+
+    def moving(self, gpu: GpuIndex) -> int:
+        return int(((self._place == Place.MOVING) & (self._gpu == gpu)).sum())
+
+    def check_integrity(self) -> None:
+        """Every handle is in one place, and both halves of each cross reference agree."""
+        places = self._place
+        free = sorted(row for rows in self._free.values() for row in rows)
+        assert free == np.flatnonzero(places == Place.FREE).tolist(), "free list and places disagree"
+        assert all(int(self._gpu[row]) == gpu for gpu, rows in self._free.items() for row in rows)
+        orphans = sorted(row for rows in self._orphans.values() for row in rows.tolist())
+        assert orphans == np.flatnonzero(places == Place.ORPHAN).tolist(), "orphans and places disagree"
+        assert sorted(self._unused) == np.flatnonzero(places == Place.GONE).tolist(), "a row is lost"
+        mapped = []
+        for key, book in self.ranges.items():
+            assert book.key == key
+            for slot in np.flatnonzero(book.at >= 0).tolist():
+                row = int(book.at[slot])
+                assert (int(self._home[row]), int(self._slot[row])) == (book.uid, slot), f"handle {row} has two owners"
+                assert int(self._gpu[row]) == book.gpu, f"handle {row} is mapped on another GPU"
+                mapped.append(row)
+        assert sorted(mapped) == np.flatnonzero(places == Place.MAPPED).tolist(), "a mapped handle stands nowhere"
+        fds = self._fd[places != Place.GONE].tolist()
+        assert len(set(fds)) == len(fds), "two handles share a descriptor"
+        assert all(fd >= 0 for fd in fds), "a handle has no descriptor"
+
+    def close(self) -> None:
+        for fd in self._fd[self._place != Place.GONE].tolist():
+            os.close(fd)
+        self._place[:] = Place.GONE
+
+    def _grow(self) -> None:
+        old = len(self._place)
+        for name in ("_place", "_gpu", "_name", "_home", "_slot"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self._fd = np.concatenate([self._fd, np.full(old, -1, np.int64)])
+        self._unused += range(2 * old - 1, old - 1, -1)
