@@ -5,14 +5,30 @@
 #define LIMITS         10
 #define SCHEDULE_FLAGS 0x3fu
 
-static CUresult given_or_current(CUcontext handle, struct context **out)
+/* The context that is asked about; NULL and *result when there is none, or nowhere to put the answer. */
+static struct context *ask(CUcontext handle, const void *out, CUresult *result)
 {
+	struct context *ctx = (struct context *)handle;
+
 	if (!handle)
-		return context_current(out);
-	*out = (struct context *)handle;
-	return context_valid(handle) ? driver_check() : CUDA_ERROR_INVALID_CONTEXT;
+		*result = context_current(&ctx);
+	else
+		*result = context_valid(handle) ? driver_check() : CUDA_ERROR_INVALID_CONTEXT;
+	if (!*result && !out)
+		*result = CUDA_ERROR_INVALID_VALUE;
+	return *result ? NULL : ctx;
 }
 
+#define ANSWER(handle, value)                                    \
+	{                                                        \
+		CUresult result;                                 \
+		struct context *ctx = ask(handle, out, &result); \
+		if (ctx)                                         \
+			*out = (value);                          \
+		return result;                                   \
+	}
+
+/* Answers on a context that died, too. */
 CUAPI(cuCtxGetDevice, CUdevice *out)
 {
 	struct context *ctx = NULL;
@@ -27,30 +43,19 @@ CUAPI(cuCtxGetDevice, CUdevice *out)
 }
 
 CUAPI(cuCtxGetDevice_v2, CUdevice *out, CUcontext handle)
-{
-	struct context *ctx = NULL;
-	CUresult result = given_or_current(handle, &ctx);
-
-	if (result)
-		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	*out = ctx->dev->ordinal;
-	return CUDA_SUCCESS;
-}
+ANSWER(handle, ctx->dev->ordinal)
 
 CUAPI(cuCtxGetFlags, unsigned *out)
-{
-	struct context *ctx;
-	CUresult result = context_current(&ctx);
+ANSWER(NULL, ctx->flags)
 
-	if (result)
-		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	*out = ctx->flags;
-	return CUDA_SUCCESS;
-}
+CUAPI(cuCtxGetApiVersion, CUcontext handle, unsigned *out)
+ANSWER(handle, API_VERSION)
+
+CUAPI(cuCtxGetId, CUcontext handle, unsigned long long *out)
+ANSWER(handle, ctx->id)
+
+CUAPI(cuCtxGetCacheConfig, int *out)
+ANSWER(NULL, ctx->cache_config)
 
 CUAPI(cuCtxSetFlags, unsigned flags)
 {
@@ -62,32 +67,6 @@ CUAPI(cuCtxSetFlags, unsigned flags)
 	if (flags & ~SCHEDULE_FLAGS)
 		return CUDA_ERROR_INVALID_VALUE;
 	ctx->flags = flags;
-	return CUDA_SUCCESS;
-}
-
-CUAPI(cuCtxGetApiVersion, CUcontext handle, unsigned *out)
-{
-	struct context *ctx;
-	CUresult result = given_or_current(handle, &ctx);
-
-	if (result)
-		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	*out = API_VERSION;
-	return CUDA_SUCCESS;
-}
-
-CUAPI(cuCtxGetId, CUcontext handle, unsigned long long *out)
-{
-	struct context *ctx;
-	CUresult result = given_or_current(handle, &ctx);
-
-	if (result)
-		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	*out = ctx->id;
 	return CUDA_SUCCESS;
 }
 
@@ -107,13 +86,11 @@ CUAPI(cuCtxGetStreamPriorityRange, int *least, int *greatest)
 
 CUAPI(cuCtxGetLimit, size_t *out, int limit)
 {
-	struct context *ctx;
-	CUresult result = context_current(&ctx);
+	CUresult result;
+	struct context *ctx = ask(NULL, out, &result);
 
-	if (result)
+	if (!ctx)
 		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
 	if (limit < 0 || limit >= LIMITS)
 		return CUDA_ERROR_UNSUPPORTED_LIMIT;
 	*out = ctx->limits[limit];
@@ -130,19 +107,6 @@ CUAPI(cuCtxSetLimit, int limit, size_t value)
 	if (limit < 0 || limit >= LIMITS)
 		return CUDA_ERROR_UNSUPPORTED_LIMIT;
 	ctx->limits[limit] = value;
-	return CUDA_SUCCESS;
-}
-
-CUAPI(cuCtxGetCacheConfig, int *out)
-{
-	struct context *ctx;
-	CUresult result = context_current(&ctx);
-
-	if (result)
-		return result;
-	if (!out)
-		return CUDA_ERROR_INVALID_VALUE;
-	*out = ctx->cache_config;
 	return CUDA_SUCCESS;
 }
 
