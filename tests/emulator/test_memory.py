@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 from dataclasses import dataclass
 
@@ -240,6 +242,26 @@ def test_a_daemon_quarantines_a_range_through_a_passed_fd(addresses: Addresses, 
 
     assert status == OK
     assert [addresses.peek(at) for at in (0, 2 * MIB, 7 * MIB)] == [7, 0, 7]
+
+
+def test_pages_of_a_process_that_stands_still_change_before_it_goes_on(
+    emulator: Emulator, addresses: Addresses, another: RmProcess
+) -> None:
+    """A daemon may quarantine the memory of a stopped process: the call does not wait for it."""
+    owner = addresses.tree.process
+    memory = addresses.tree.allocate_memory(4 * MIB).handle
+    addresses.map(memory, 0, 4 * MIB)
+    addresses.poke(0, 7)
+    passed = owner.pass_fd(addresses.tree.uvm, another)
+    os.kill(owner.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, owner.pid, os.WSTOPPED | os.WNOWAIT)
+
+    statuses = [addresses.sparse(at, 2 * MIB, by=(another, passed)) for at in (0, 2 * MIB)]
+    os.kill(owner.pid, signal.SIGCONT)
+
+    assert statuses == [OK, OK]
+    emulator.wait(lambda _: addresses.peek(0) == 0, "the pages have changed")
+    assert "stands still" in emulator.kernel_log()
 
 
 def test_a_mapping_keeps_memory_whose_handle_was_freed(emulator: Emulator, addresses: Addresses) -> None:

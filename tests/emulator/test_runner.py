@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from rm_process import RmProcess, grow_tree
 from valve_tools.emulator.client import Emulator
-from valve_tools.emulator.node import LIBRARIES, environment, is_running
+from valve_tools.emulator.node import LIBRARIES, NO_LATENCY, Options, environment, is_running, node
 
 RUN = [sys.executable, "-m", "valve_tools.emulator.run"]
 
@@ -126,3 +128,24 @@ def test_without_a_server_the_nodes_look_like_an_unloaded_driver(tmp_path: Path)
     )
 
     assert done.stdout.strip() == "19"  # ENODEV
+
+
+def ctl(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "valve_tools.emulator.ctl", "--dir", str(directory), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_running_node_is_looked_at_and_changed_from_a_shell() -> None:
+    with node(Options(gpus=2, knobs=NO_LATENCY)) as emulator, RmProcess(emulator.directory) as process:
+        grow_tree(process)
+        changed = ctl(emulator.directory, "set", "rpc_us=7", "costs=a100")
+        spent = ctl(emulator.directory, "spent", str(process.pid))
+        told = ctl(emulator.directory, "tell", str(process.pid), "unmap_waits=1")
+        wrong = ctl(emulator.directory, "set", "rpc_us=fast")
+        knobs = json.loads(ctl(emulator.directory, "get").stdout)
+
+    assert (changed.returncode, changed.stdout) == (0, "")
+    assert (knobs["rpc_us"], knobs["map_us"]) == (7, 36)
+    assert spent.stdout.splitlines()[1].split()[:2] == ["other", "ioctl"]
+    assert (told.returncode, "has no setting unmap_waits" in told.stderr) == (1, True)
+    assert (wrong.returncode, "rpc_us fast" in wrong.stderr) == (1, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ from emulated import on_gpu
 from gate_process import gate_of
 from valve_tools.emulator.process import inside_ns
 
-ALREADY_MAPPED = 208
+ALREADY_MAPPED, OPERATING_SYSTEM = 208, 304
 
 
 @on_gpu()
@@ -273,6 +274,53 @@ def test_an_unmap_that_waits_for_the_context_dead_locks_while_gated(cuda: Cuda) 
     assert stuck
 
 
+@on_gpu(knobs={"gpfifo_depth": "4"})
+def test_a_launch_that_blocks_can_keep_out_a_thread_that_moves_memory(cuda: Cuda) -> None:
+    """The other hazard: the queue is full while gated, and the launch holds a lock of the library."""
+    cuda.start()
+    address, handle = reserve(cuda, PAGE), create(cuda)
+    kernel = cuda.kernel("emu_spin")
+    cuda.emulator.process(os.getpid()).set(launch_locks=1)
+
+    def launch_many() -> None:
+        cuda.cuCtxSetCurrent(cuda.context)
+        for _ in range(8):
+            cuda.launch(kernel, 10)
+
+    with gate_of(cuda) as gate:
+        gate.close()
+        launches = threading.Thread(target=launch_many)
+        launches.start()
+        cuda.emulator.wait(lambda state: any(c.pending == 4 for c in state.of(os.getpid())), "the queue is full")
+        mapping = threading.Thread(target=cuda.cuMemMap, args=(address, PAGE, 0, handle, 0))
+        mapping.start()
+        mapping.join(0.05)
+        stuck = (launches.is_alive(), mapping.is_alive())
+        gate.open()
+        launches.join()
+        mapping.join()
+
+    assert stuck == (True, True)
+
+
+@on_gpu()
+def test_out_of_files_an_export_fails_and_nothing_is_lost(cuda: Cuda) -> None:
+    cuda.start()
+    handles = [create(cuda) for _ in range(16)]
+    used = cuda.emulator.state().used_bytes()
+    low = sum(int(fd) < 700 for fd in os.listdir("/proc/self/fd"))  # the driver's own descriptors lie higher
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low + 2, limits[1]))
+    fd = c_int(-1)
+    codes = [cuda.call("cuMemExportToShareableHandle", byref(fd), handle, 1, 0) for handle in handles]
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert codes[0] == 0
+    assert codes[-1] == OPERATING_SYSTEM
+    assert cuda.emulator.state().used_bytes() == used
+    assert cuda.call("cuMemExportToShareableHandle", byref(fd), handles[-1], 1, 0) == 0
+
+
 @on_gpu(knobs={"map_us": "36", "unmap_us": "26", "alloc_us": "193", "book_us": "1.5"})
 def test_the_time_in_driver_calls_is_published_by_kind(cuda: Cuda) -> None:
     """The wall clock decides nothing but lower bounds: a sleep is never shorter than the model says."""
@@ -336,4 +384,33 @@ def test_a_range_leaves_as_a_file_only_when_one_mapping_holds_it(cuda: Cuda) -> 
     assert os.pread(fd.value, 6, 0) == b"pinned"
     assert cuda.call("cuMemGetHandleForAddressRange", byref(fd), address, 2 * PAGE, 1, 0) == INVALID_VALUE
     assert cuda.call("cuMemGetHandleForAddressRange", byref(fd), plain, 4 * MIB, 1, 0) == 0
+
+
+@on_gpu()
+def test_a_nic_goes_on_writing_to_the_pages_that_it_was_given(cuda: Cuda) -> None:
+    """Remapping the range does not reach the registration: its memory may be somebody else's by now."""
+    cuda.start()
+    address, given, fd = reserve(cuda, PAGE), create(cuda), c_int(-1)
+    cuda.cuMemMap(address, PAGE, 0, given, 0)
+    allow(cuda, address, PAGE)
+    cuda.cuMemGetHandleForAddressRange(byref(fd), address, PAGE, 1, 0)
+    cuda.cuMemUnmap(address, PAGE)
+    cuda.cuMemMap(address, PAGE, 0, create(cuda), 0)
+    allow(cuda, address, PAGE)
+    os.pwrite(fd.value, b"late", 0)
+    here = cuda.read(address, 4)
+    cuda.cuMemUnmap(address, PAGE)
+    cuda.cuMemMap(address, PAGE, 0, given, 0)
+    allow(cuda, address, PAGE)
+
+    assert (here, cuda.read(address, 4)) == (bytes(4), b"late")
+
+
+@on_gpu()
+def test_mapped_ranges_cannot_be_shared_by_the_old_calls(cuda: Cuda) -> None:
+    cuda.start()
+    address, capable = backed(cuda), ctypes.c_ubyte(9)
+    cuda.cuPointerGetAttribute(byref(capable), 10, address)
+
+    assert capable.value == 0
     assert cuda.call("cuIpcGetMemHandle", ctypes.create_string_buffer(64), address) == INVALID_VALUE

@@ -35,12 +35,14 @@ enum lane { LANE_COMPUTE, LANE_COPY };
 #define MAGIC_EXEC    0x47455843u
 
 /* Settings from VALVE_EMU_CUDA="name=value,..."; they live on the process's page, where others may change them. */
-#define SETTINGS_OF(X)                                                                                   \
-	X(kernel_us, 10)   /* how long a kernel that the emulator does not know runs */                  \
-	X(h2d_mbps, 25000) /* copies between host and card */                                            \
-	X(unmap_waits, 0)  /* 1: cuMemUnmap waits for the context's work (a deadlock when gated) */      \
-	X(exit_waits, 0)   /* 1: process exit waits for queued work, so a gated process hangs in exit */ \
-	X(xfer, 0)         /* 1: wrap RM calls in NV_ESC_IOCTL_XFER_CMD */
+#define SETTINGS_OF(X)                                                                                      \
+	X(kernel_us, 10)   /* how long a kernel that the emulator does not know runs */                     \
+	X(h2d_mbps, 25000) /* copies between host and card */                                               \
+	X(unmap_waits, 0)  /* 1: cuMemUnmap waits for the context's work (a deadlock when gated) */         \
+	X(launch_locks,                                                                                     \
+	  0)             /* 1: a launch that blocks on a full queue keeps out the calls that move memory */ \
+	X(exit_waits, 0) /* 1: process exit waits for queued work, so a gated process hangs in exit */      \
+	X(xfer, 0)       /* 1: wrap RM calls in NV_ESC_IOCTL_XFER_CMD */
 enum setting {
 #define X(name, value) SETTING_##name,
 	SETTINGS_OF(X)
@@ -190,6 +192,9 @@ void meter_end(const enum emu_cost *cost);
 enum emu_cost meter_begin(enum emu_cost cost);
 void meter_model(uint64_t real);
 void sparse_refresh(void);
+bool api_lock(void); /* what `launch_locks` is about; whether it was taken */
+void api_unlock(const bool *was_taken);
+#define API_LOCKED __attribute__((cleanup(api_unlock), unused)) const bool api_locked = api_lock()
 /* The rest of the block is time spent in the driver, published under that name. */
 #define METERED(cost) \
 	__attribute__((cleanup(meter_end))) const enum emu_cost metered = meter_begin(EMU_COST_##cost)

@@ -48,6 +48,23 @@ uint64_t setting(enum setting which)
 	return __atomic_load_n(&emu.settings[which].value, __ATOMIC_RELAXED);
 }
 
+static pthread_mutex_t api = PTHREAD_MUTEX_INITIALIZER;
+
+bool api_lock(void)
+{
+	bool wanted = setting(SETTING_launch_locks) != 0;
+
+	if (wanted)
+		pthread_mutex_lock(&api);
+	return wanted;
+}
+
+void api_unlock(const bool *was_taken)
+{
+	if (*was_taken)
+		pthread_mutex_unlock(&api);
+}
+
 enum emu_cost meter_begin(enum emu_cost cost)
 {
 	if (emu_meter_begin)

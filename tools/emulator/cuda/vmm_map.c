@@ -77,6 +77,7 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 
 	if (result)
 		return result;
+	API_LOCKED;
 	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
 		return CUDA_ERROR_INVALID_VALUE;
 	struct range *mapping = calloc(1, sizeof(*mapping));
@@ -163,6 +164,7 @@ CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 		result = capture_forbids_unsafe();
 	if (result)
 		return result;
+	API_LOCKED;
 	if (!is_granular(address, bytes))
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&memory.lock);
@@ -225,6 +227,7 @@ CUAPI(cuMemSetAccess, CUdeviceptr address, size_t bytes, const CUmemAccessDesc *
 		result = check_descs(descs, count);
 	if (result)
 		return result;
+	API_LOCKED;
 	if (!is_granular(address, bytes))
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&memory.lock);

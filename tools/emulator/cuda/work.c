@@ -116,6 +116,7 @@ uint64_t work_enqueue_locked(struct stream *stream, enum lane lane, struct work 
 
 CUresult work_submit(struct stream *stream, enum lane lane, struct work *work)
 {
+	API_LOCKED;
 	CUresult result = CUDA_SUCCESS;
 
 	pthread_mutex_lock(&emu.lock);

@@ -351,5 +351,7 @@ const char *setting(const char *name,
 void board_follow_knobs(void);
 int proc_files_write(void);
 bool process_gone(pid_t pid);
+bool process_stands(pid_t pid);                                    /* stopped by a signal */
+int send_with_fd(int sock, const void *data, size_t size, int fd); /* fd -1: none; 0 or -1 */
 
 #endif

@@ -7,7 +7,7 @@
  * changes come one after another.
  */
 #include "server.h"
-#include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -113,35 +113,34 @@ static void cut(struct range *r, uint64_t base, uint64_t length)
 	}
 }
 
+enum { OWNER_WAIT_MS = 20, OWNER_WAITS = 250 };
+
+/* Whether the change with that number is done. A process that stands still (SIGSTOP, freezer) cannot look at its pages,
+ * so the driver's call returns at once: the change is made before anything else when it goes on. */
+static bool owner_answers(const struct vaspace *v, uint32_t seq)
+{
+	struct pollfd answer = {.fd = v->pages, .events = POLLIN};
+	uint32_t answered = seq - 1;
+
+	for (int waits = 0; waits < OWNER_WAITS && answered != seq;) {
+		if (poll(&answer, 1, OWNER_WAIT_MS) == 0) {
+			waits++;
+			if (process_stands(v->owner))
+				return false;
+		} else if (recv(v->pages, &answered, sizeof answered, 0) <= 0)
+			return true; /* gone: nobody sees these pages */
+	}
+	return answered == seq;
+}
+
 /* The owner is another process: its page thread changes the mapping and answers the number. */
 static void send_page_op(struct vaspace *v, struct emu_page_op *op, int memfd)
 {
-	union {
-		struct cmsghdr align;
-		char room[CMSG_SPACE(sizeof(int))];
-	} control = {0};
-	struct iovec iov = {op, sizeof *op};
-	struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
-	uint32_t answered;
-	ssize_t n;
-
 	op->seq = ++v->page_seq;
-	if (memfd >= 0) {
-		struct cmsghdr *head;
-
-		msg.msg_control = control.room;
-		msg.msg_controllen = sizeof control.room;
-		head = CMSG_FIRSTHDR(&msg);
-		head->cmsg_level = SOL_SOCKET;
-		head->cmsg_type = SCM_RIGHTS;
-		head->cmsg_len = CMSG_LEN(sizeof(int));
-		memcpy(CMSG_DATA(head), &memfd, sizeof memfd);
-	}
-	if (v->pages < 0 || sendmsg(v->pages, &msg, MSG_NOSIGNAL) < 0)
-		return; /* the owner is gone: nobody sees these pages */
-	do
-		n = recv(v->pages, &answered, sizeof answered, 0);
-	while (n < 0 && errno == EINTR);
+	if (v->pages < 0 || send_with_fd(v->pages, op, sizeof *op, memfd))
+		return;
+	if (!owner_answers(v, op->seq))
+		kernel_log("process %d stands still: its pages change when it goes on", v->owner);
 }
 
 static void change_pages(struct call *c, enum emu_page_kind kind, uint64_t base, uint64_t length,

@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-static int send_with_fd(int sock, const void *data, size_t size, int fd)
+int send_with_fd(int sock, const void *data, size_t size, int fd)
 {
 	union {
 		struct cmsghdr align;
@@ -253,7 +253,8 @@ void *connection_thread(void *argument)
 	return NULL;
 }
 
-bool process_gone(pid_t pid)
+/* The letter that /proc gives it; 0: there is no such process. */
+static char state_of(pid_t pid)
 {
 	char path[32], text[512];
 	const char *state;
@@ -263,10 +264,24 @@ bool process_gone(pid_t pid)
 	snprintf(path, sizeof path, "/proc/%d/stat", pid);
 	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
-		return true;
+		return 0;
 	n = read(fd, text, sizeof text - 1);
 	close(fd);
 	text[n > 0 ? n : 0] = 0;
 	state = strrchr(text, ')');
-	return !state || state[2] == 'Z' || state[2] == 'X';
+	return state ? state[2] : 0;
+}
+
+bool process_gone(pid_t pid)
+{
+	char state = state_of(pid);
+
+	return !state || state == 'Z' || state == 'X';
+}
+
+bool process_stands(pid_t pid)
+{
+	char state = state_of(pid);
+
+	return state == 'T' || state == 't';
 }
