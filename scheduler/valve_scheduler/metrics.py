@@ -59,3 +59,9 @@ certificate_expiry = Gauge(
     "When the webhook's certificate ends; it is renewed at two thirds of its life",
     registry=REGISTRY,
 )
+
+# Known from the start: a panel or an alert over a counter that nothing has raised yet shows 0, not nothing.
+for _result in ("evicted", "blocked", "failed"):
+    evictions.labels(_result)
+for _outcome in ("bound", "refused", "undecided"):
+    binds.labels(_outcome)

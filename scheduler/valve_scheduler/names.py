@@ -19,6 +19,7 @@ GPUS = f"{DOMAIN}/gpus"  # UUIDs, in CUDA order
 PREDICTED = f"{DOMAIN}/predicted-throughput"
 DECISION = f"{DOMAIN}/decision-id"
 INJECTION = f"{DOMAIN}/injection"  # ok | skipped-<why>
+MODE = f"{DOMAIN}/mode"  # off, observe or harvest: how far Valve may go with this online pod
 SHIM = f"{DOMAIN}/shim"  # version of the shim an online pod was injected with
 
 # On nodes.

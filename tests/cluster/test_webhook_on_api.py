@@ -76,7 +76,7 @@ def test_a_bare_offline_pod_becomes_one_that_valve_schedules(webhook: ControlPla
     )
     assert spec["preemptionPolicy"] == "Never"
     assert container["resources"] == {"limits": {names.RESOURCE: "1"}, "requests": {names.RESOURCE: "1"}}
-    assert [entry["name"] for entry in container["env"]] == ["NVIDIA_VISIBLE_DEVICES", "ENGINE_TIMEOUT"]
+    assert [entry["name"] for entry in container["env"]] == ["NVIDIA_VISIBLE_DEVICES", "ENGINE_TIMEOUT", "LD_PRELOAD"]
     assert spec["runtimeClassName"] == "nvidia"
 
 

@@ -355,6 +355,27 @@ async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(t
 
 
 @scenario
+async def test_of_pod_and_namespace_the_stricter_mode_holds(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        serve_online(node)
+        await until(lambda: len(node.kubelet.healthy) == 1, 60)
+
+        everybody = {"name": "*", "mode": "off"}
+        node.room.api.found({"spec": {"resolved": {"namespaces": [everybody, {"name": "default", "mode": "observe"}]}}})
+        await until(lambda: node.guarded() == [0], 60)
+        assert node.room._memory.verdicts[0].reason == "mode observe for default/chat-0/work"
+
+        node.room.api.found({"spec": {}})
+        await until(lambda: node.guarded() == [] and len(node.kubelet.healthy) == 1, 60)
+
+        item = pod("chat-0", ONLINE_UID, role="online", limit=WHOLE, phase="Running")
+        item["metadata"]["annotations"]["valve.gpu/mode"] = "off"
+        node.put(item)
+        await until(lambda: node.guarded() == [0], 60)
+
+
+@scenario
 async def test_a_pause_of_the_cluster_is_lifted_by_the_cluster_and_one_of_the_node_is_not(tmp_path):
     async with kube_node(tmp_path) as node:
         brake = node.world.brake

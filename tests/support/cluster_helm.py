@@ -3,7 +3,10 @@
 import subprocess
 from pathlib import Path
 
-from valve_tools.cluster.controlplane import ControlPlane
+from valve_scheduler import names
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import offline_pod
 
 CHART = Path(__file__).resolve().parents[2] / "helm/valve"
 
@@ -24,7 +27,21 @@ class Helm:
     def install(self, *values: str) -> str:
         # The CRDs of the session are there already and become the release's.
         flags = ("--namespace=valve-system", "--create-namespace", "--no-hooks", "--take-ownership")
-        return self.run("install", "valve", str(CHART), *flags, *values)
+        told = self.run("install", "valve", str(CHART), *flags, *values)
+        wait_for("the admission policies", self._are_enforced)
+
+        return told
+
+    def _are_enforced(self) -> bool:
+        """The API server compiles them a moment after they are stored."""
+        forged = offline_pod("forged")
+        forged["metadata"]["annotations"] = {names.GPUS: "x"}
+        try:
+            self._plane.api.post("/api/v1/namespaces/default/pods?dryRun=All", forged)
+        except Refused as refused:
+            return "Valve" in str(refused) or "webhook" in str(refused)
+
+        return False
 
     def uninstall(self) -> None:
         self.run("uninstall", "valve", "--namespace=valve-system", "--no-hooks", "--wait")

@@ -36,6 +36,16 @@ def test_one_holder_that_is_not_heard_closes_the_gpu() -> None:
     assert verdict.online == ("serving/bare", "serving/chat-0")
 
 
+def test_a_holder_whose_mode_lends_nothing_closes_the_gpu_though_it_is_heard() -> None:
+    for mode, open_to_offline in (("off", False), ("observe", False), ("harvest", True), ("", True)):
+        online = Holder(name="serving/chat-0/engine", gpus=frozenset({GpuIndex(0)}), is_heard=True, mode=mode)
+        verdict = judge(CARDS, [online], [], SETTINGS)[0]
+
+        assert (verdict.is_harvestable, verdict.is_guarded) == (open_to_offline, not open_to_offline)
+        assert verdict.is_heard
+        assert (f"mode {mode} for serving/chat-0/engine" == verdict.reason) is not open_to_offline
+
+
 def test_a_process_without_the_shim_is_the_gravest_reason() -> None:
     stranger = Stranger(name="process 7 (python)", gpu=GpuIndex(1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from uuid import UUID
 
 from valve_scheduler import names
@@ -22,6 +22,7 @@ from valved.service.register import Register
 
 # NVIDIA's device plugin, and its DRA driver.
 WHOLE_GPUS = (names.ONLINE_RESOURCE, "gpu.nvidia.com")
+_STRICTNESS = ("off", "observe", "harvest")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Observer:
     book: PodBook
     register: Register
     processes: ProcessPort
+    namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
         heard = self._heard_pods()
@@ -44,9 +46,15 @@ class Observer:
                     name=f"{holding.namespace}/{holding.pod}/{holding.container}",
                     gpus=self._gpus_of(holding),
                     is_heard=pod is not None and pod.uid in heard,
+                    mode=self._mode_of(holding.namespace, pod.mode if pod is not None else ""),
                 )
             )
         return found
+
+    def _mode_of(self, namespace: str, own: str) -> str:
+        """The strictest of what the pod and its namespace say."""
+        said = (own, self.namespace_modes.get(namespace) or self.namespace_modes.get("*", ""))
+        return min((mode for mode in said if mode in _STRICTNESS), key=_STRICTNESS.index, default="")
 
     def strangers(self, cards: Mapping[bytes, CardUse]) -> list[Stranger]:
         """Processes that compute on a card and never registered; those on their way out do not count."""

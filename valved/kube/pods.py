@@ -26,6 +26,7 @@ class Pod:
     name: str
     role: Role
     wish: str = ""  # annotation inject
+    mode: str = ""  # annotation mode: how far Valve may go with its GPUs
     gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
     gpu_containers: frozenset[str] | None = None  # who asks for whole GPUs; None: nobody told us
     host_pid: bool = False
@@ -115,6 +116,7 @@ def read_pod(item: Json) -> Pod:
         name=metadata.get("name", ""),
         role=_role(item),
         wish=_wish(metadata),
+        mode=annotation(item, names.MODE),
         gpus=_gpus(metadata),
         gpu_containers=asking,
         host_pid=bool(spec.get("hostPID")),

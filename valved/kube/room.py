@@ -303,6 +303,10 @@ class Room:
         self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
         self._follow_mode(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
         self._follow_pause(bool(spec.get("paused")))
+        modes = {entry["name"]: entry["mode"] for entry in (spec.get("resolved") or {}).get("namespaces") or []}
+        if modes != self._observer.namespace_modes:
+            self._observer.namespace_modes = modes
+            self._wake.set()
 
     def _follow_mode(self, mode: str) -> None:
         """The operator's word on the node, else its policy's; none leaves it to the configuration."""

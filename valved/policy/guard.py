@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from valved.model.ids import GpuIndex
 
+LENDS_NOTHING = ("off", "observe")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSettings:
@@ -25,6 +27,7 @@ class Holder:
     name: str  # namespace/pod/container
     gpus: frozenset[GpuIndex]
     is_heard: bool  # a process of its pod runs with the shim and is registered
+    mode: str = ""  # of its pod or namespace; off and observe lend nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +76,14 @@ def judge(
 
 def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], settings: GuardSettings) -> Verdict:
     unheard = [holder.name for holder in holders if not holder.is_heard]
+    kept = [holder for holder in holders if holder.mode in LENDS_NOTHING]
     reason = ""
     if strangers:
         reason = f"{strangers[0].name} uses it without the shim"
     elif unheard:
         reason = f"{unheard[0]} holds it, and no process of its pod runs with the shim"
+    elif kept:
+        reason = f"mode {kept[0].mode} for {kept[0].name}"
     elif card.obstacle:
         reason = card.obstacle
     elif not holders and not settings.harvest_unallocated:
@@ -85,7 +91,7 @@ def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], setting
     return Verdict(
         gpu=card.gpu,
         reason=reason,
-        is_guarded=bool(strangers or unheard),
+        is_guarded=bool(strangers or unheard or kept),
         is_heard=not (strangers or unheard),
         online=tuple(sorted({holder.name.rpartition("/")[0] for holder in holders})),
     )
