@@ -296,8 +296,12 @@ class ControlPlane:
         (self.folder / "tokens.csv").write_text(f"{TOKEN},administrator,1,system:masters\n")
         self._write_kubeconfig(self.kubeconfig, TOKEN)
 
-    def _write_kubeconfig(self, path: Path, token: str) -> Path:
-        cluster = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+    def write_kubeconfig(self, path: Path, server: str) -> Path:
+        """For the administrator, by another way to the API server."""
+        return self._write_kubeconfig(path, TOKEN, server)
+
+    def _write_kubeconfig(self, path: Path, token: str, server: str = "") -> Path:
+        cluster = {"server": server or f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
         configuration = {
             "apiVersion": "v1",
             "kind": "Config",
