@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import Options, node
-from valve_tools.gpu import build, report
+from valve_tools.gpu import build, leash, report
 from valve_tools.gpu.catalog import BATCH_LIMIT_S, BATCHES, experiments
 
 DEADLINE_S = 100  # only ends a hung test
@@ -19,9 +22,10 @@ def lab(*arguments, out, node_dir=None):
     """A lab process in a group of its own."""
     env = {**os.environ, **({"VALVE_EMU_DIR": str(node_dir)} if node_dir else {})}
     command = [sys.executable, "-m", "valve_tools.gpu.command", "--dry-run", "--out", str(out), *arguments]
-    return subprocess.Popen(
-        command, env=env, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    with (Path(out) / "printed").open("wb") as printed:
+        return subprocess.Popen(
+            command, env=env, cwd="/", stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,12 +37,23 @@ def programs(tmp_path_factory):
     del os.environ["VALVE_LAB_BUILD"]
 
 
+@pytest.fixture(autouse=True)
+def no_folders_left():
+    """A lab that is killed cannot clear up; the next one would, half an hour later."""
+    before = set(Path("/dev/shm").glob("valve-lab-*"))
+    yield
+    for folder in set(Path("/dev/shm").glob("valve-lab-*")) - before:
+        if not leash.is_alive(int(folder.name.split("-")[2])):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
     """Every experiment there is, the dangerous one too; (its folder, what it printed)."""
     out = tmp_path_factory.mktemp("rehearsal")
     process = lab("--only", ",".join(experiments()), out=out)
-    output, _ = process.communicate(timeout=3 * DEADLINE_S)
+    process.wait(3 * DEADLINE_S)
+    output = (out / "printed").read_text()
     assert process.returncode == 0, output
     return out, output
 
@@ -90,11 +105,43 @@ def test_whoever_is_killed_while_channels_are_off_they_come_back(victim, tmp_pat
             guard = next(pid for pid in os.listdir("/proc") if pid.isdigit() and is_guard_of(int(pid), process.pid))
             os.kill(int(guard), signal.SIGKILL)
 
-        process.communicate(timeout=DEADLINE_S)
+        process.wait(DEADLINE_S)
         emulator.wait(lambda state: not state.channels, "the workloads have ended", DEADLINE_S)
         assert emulator.state().disabled == ()
         enabled = [gate for gate in emulator.state().gates if gate.on]
         assert enabled
+
+
+def test_a_lab_killed_amid_the_product_leaves_nobody_stopped(tmp_path):
+    process = lab("--only", "P1", out=tmp_path)
+    folder = wait_for(lambda: product_folder(process.pid), "the product's node is up")
+    with Emulator(folder / "emu") as emulator:
+        emulator.wait(lambda state: state.disabled, "valved has stopped offline work", DEADLINE_S)
+        process.kill()
+        process.wait(DEADLINE_S)
+        emulator.wait(lambda state: not state.disabled, "the leash has drained valved", DEADLINE_S)
+    wait_for(lambda: not any(map(leash.is_alive, leash.noted(folder))), "everything that the lab started has ended")
+
+
+def wait_for(look, what):
+    end = time.monotonic() + DEADLINE_S
+    while not (seen := look()):
+        assert time.monotonic() < end, f"never happened: {what}"
+        time.sleep(0.01)
+    return seen
+
+
+def product_folder(lab_pid):
+    """Where the node of a lab's product runs, once its emulated card listens."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if len(command) > 4 and command[1].endswith("leash.py") and command[2] == str(lab_pid) and command[3] != "-":
+            folder = Path(command[4])
+            return folder if (folder / "emu" / "emu.sock").exists() else None
+    return None
 
 
 def is_guard_of(pid, lab_pid):

@@ -44,6 +44,9 @@ class Plan:
             return [*argv, "--trace", str(self.trace)]
         return [*argv, "--rate", str(self.rate), "--out-tokens", str(self.out_tokens)]
 
+    def offline(self) -> list[str]:
+        return [str(OFFLINE), "--unit-us", str(UNIT_US)]
+
 
 class Demo:
     """One node on one emulated GPU, and the runs on it."""
@@ -57,7 +60,7 @@ class Demo:
     def offline_rate(self, seconds: float = 2.0) -> float:
         """Units per second of the offline job with the GPU to itself."""
         out = self.node.folder / "offline-alone.out"
-        argv = [str(OFFLINE), "--unit-us", str(UNIT_US), "--duration", str(seconds)]
+        argv = [*self.plan.offline(), "--duration", str(seconds)]
         self.node.run("", argv, name="offline-alone", out=out).wait()
         summary = last_summary(out)
         return float(summary["units"]) / float(summary["wall_s"])
@@ -111,7 +114,7 @@ class Demo:
 
     def _start_offline(self, role: str, tag: str) -> subprocess.Popen[bytes]:
         out = self.node.folder / f"{tag}.offline.out"
-        argv = [str(OFFLINE), "--unit-us", str(UNIT_US), "--report", "0.1"]
+        argv = [*self.plan.offline(), "--report", "0.1"]
         child = self.node.run(role, argv, name=f"offline-{tag}", out=out)
         self.node.wait_for(lambda: b"units" in out.read_bytes(), "the offline job works")
         return child

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.experiment import Batch, Experiment
-from valve_tools.gpu.steps import calls, contact, edges, memory, pause
+from valve_tools.gpu.steps import calls, contact, edges, memory, pause, product, rivals
 
 BATCHES: tuple[Batch, ...] = (
     contact.BATCH,
@@ -14,6 +14,8 @@ BATCHES: tuple[Batch, ...] = (
     memory.BATCH,
     calls.BATCH,
     edges.BATCH,
+    rivals.BATCH,
+    product.BATCH,
     edges.LAST,
 )
 BATCH_LIMIT_S = 540  # a call to a lent machine may end after ten minutes; building and starting take some of it

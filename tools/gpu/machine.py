@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from valve_tools.gpu import leash
 from valve_tools.gpu.errors import LabError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _smi(field: str) -> str:
 
 
 class EmulatedMachine(AbstractContextManager["EmulatedMachine"]):
-    """The emulated node: one started here, or the running one that VALVE_EMU_DIR names."""
+    """The emulated node: one of our own, or the running one that VALVE_EMU_DIR names."""
 
     is_dry = True
 
@@ -147,7 +148,10 @@ class EmulatedMachine(AbstractContextManager["EmulatedMachine"]):
             raise LabError(f"a dry run needs the emulated GPU, which is not installed ({error}): make build") from None
         if not (node.LIBRARIES / "valve-emu-server").exists():
             raise LabError("a dry run needs the emulated GPU, which is not built here: make build, then valve gpu-lab")
-        self._stack.enter_context(node.shared_node(self._folder, node.Options()))
+        if "VALVE_EMU_DIR" not in os.environ:
+            server = node.start(self._folder, node.Options())
+            self._stack.callback(node.stop, server)
+            self._stack.callback(leash.tie(self._folder, [server.pid]))
         self._emulator = self._stack.enter_context(Emulator(self._folder))
         self.driver = str(self._emulator.knobs().get("driver", "580.159.04"))
         return self

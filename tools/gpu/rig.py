@@ -137,6 +137,8 @@ class Rig:
         self._count = 0
         self._xids = 0
         self._calibration: Calibration | None = None
+        self._environment: dict[str, str] = {}
+        self.shared: dict[str, Any] = {}  # what one experiment measured and another judges
 
     # the session
 
@@ -145,10 +147,11 @@ class Rig:
         self.out.mkdir(parents=True, exist_ok=True)
         self._log("session").touch()
         argv = [self.programs.path("guard"), str(self.guard_path), str(self.out / "guard.jsonl")]
-        self._guard = subprocess.Popen(
-            [*argv, str(os.getpid()), str(self._limit_s)], env=self.machine.environment(), stdin=subprocess.DEVNULL
-        )
-        self._wait(self.guard_path.exists, "the guard is up", 20)
+        argv += [str(os.getpid()), str(self._limit_s)]
+        with self._log("session").open("ab") as log:  # none of our own pipes: it may outlive us
+            env = self.machine.environment()
+            self._guard = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.wait(self.guard_path.exists, "the guard is up", 20)
         self._xids = self._count_xids()
         return self
 
@@ -184,7 +187,7 @@ class Rig:
     def _log(self, name: str) -> Path:
         return self.out / f"{name}.log"
 
-    def _wait(self, look: Callable[[], bool], what: str, patience_s: float) -> None:
+    def wait(self, look: Callable[[], bool], what: str, patience_s: float) -> None:
         end = time.monotonic() + patience_s
         while not look():
             if time.monotonic() > end:
@@ -213,7 +216,7 @@ class Rig:
 
     # workloads
 
-    def _spin(self, mode: str, ms: int, base: Path, more: Sequence[str]) -> list[str]:
+    def spin(self, mode: str, ms: int, base: Path, more: Sequence[str] = ()) -> list[str]:
         argv = [self.programs.path("spin"), "--mode", mode, "--ms", str(ms), "--beat", str(base.with_suffix(".beat"))]
         argv += ["--image", str(self.programs.image), "--copy-mib", "1" if self.machine.is_dry else "64"]
         if mode != "calibrate":
@@ -230,11 +233,25 @@ class Rig:
         env["VALVE_LAB_TABLE"] = str(base.with_suffix(".table"))
         env["VALVE_LAB_SOCK"] = str(base.with_suffix(".tracer"))
         env["VALVE_LAB_GUARD"] = str(self.guard_path)
+        env.update(self._environment)
         env["VALVE_LAB_TRACE"] = str(base.with_suffix(".trace.jsonl"))
         env["VALVE_LAB_BRANCH"] = str(branch_of(self.machine.driver) or 580)
         if self.programs.cubin:
             env["VALVE_LAB_CUBIN"] = str(self.programs.cubin)
         return env
+
+    @contextmanager
+    def also_in_environment(self, more: dict[str, str]) -> Iterator[None]:
+        """Workloads started in the body see these variables, too."""
+        self._environment = more
+        try:
+            yield
+        finally:
+            self._environment = {}
+
+    @staticmethod
+    def beat_at(base: Path) -> Beat:
+        return Beat(base.with_suffix(".beat"))
 
     def next_base(self, name: str) -> Path:
         self._count += 1
@@ -252,7 +269,7 @@ class Rig:
         """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error."""
         base = self.next_base(mode)
         helper_path = base.with_suffix(".helper") if helper else None
-        argv = self._spin(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
+        argv = self.spin(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
         with base.with_suffix(".out").open("wb") as out, self._log("session").open("ab") as log:
             process = subprocess.Popen(argv, env=self.traced(base), stdin=subprocess.DEVNULL, stdout=out, stderr=log)
         beat = self._wait_ready(process, base)
@@ -323,7 +340,7 @@ class Rig:
     def calibration(self) -> Calibration:
         if self._calibration is None:
             base = self.next_base("calibrate")
-            argv = self._spin("calibrate", 0, base, ())
+            argv = self.spin("calibrate", 0, base)
             env = {**self.machine.environment(), "VALVE_LAB_CUBIN": str(self.programs.cubin or "")}
             if not self.programs.cubin:
                 del env["VALVE_LAB_CUBIN"]

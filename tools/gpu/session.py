@@ -14,11 +14,14 @@ from pathlib import Path
 from valve_tools.gpu.build import build
 from valve_tools.gpu.errors import LabError, Refused, Stop
 from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.leash import is_alive
 from valve_tools.gpu.machine import Machine, commit
 from valve_tools.gpu.outcome import Outcome, Row, Verdict, latest, read_rows
 from valve_tools.gpu.rig import Rig
 from valve_tools.gpu.table import line
 
+PREFIX = "valve-lab-"
+STALE_S = 1800.0  # twice what a guard lives at most
 EXPECTED = (Refused, LabError, OSError, ValueError, KeyError, IndexError)
 
 
@@ -27,11 +30,21 @@ def batch_file(out: Path, batch: str, *, dry: bool) -> Path:
     return out / (f"{batch}.dry.jsonl" if dry else f"{batch}.jsonl")
 
 
+def sweep(base: Path) -> None:
+    """Remove the folders of labs that were killed, once their guards must be gone, too."""
+    for folder in base.glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        old = time.time() - folder.stat().st_mtime > STALE_S
+        if pid.isdigit() and old and not is_alive(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A short-lived folder on tmpfs: the GPU writes into files there, and pages of a disk's file cannot be pinned."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="valve-lab-", dir=base))
+    base = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    sweep(base)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
     folder.chmod(0o755)  # the unprivileged step reaches sockets in it
     try:
         yield folder

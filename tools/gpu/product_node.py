@@ -1,0 +1,75 @@
+"""A product node for the lab: valved and engines on the card at hand, or on an emulated one. Imported only where the
+product is installed.
+
+Leaving it drains valved first, so that nobody is ended while its channels are off. A leash does the same when the lab
+dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from valve_tools.demo.node import PATIENCE_S, EmulatedNode
+from valve_tools.gpu import leash
+
+
+class LabNode(EmulatedNode):
+    def __init__(self, folder: Path, *, emulated: bool) -> None:
+        super().__init__(folder)
+        self._is_emulated = emulated
+
+    def __enter__(self) -> LabNode:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._untie = leash.tie(self.folder, run_dir=str(self.run_dir))
+        if self._is_emulated:
+            super().__enter__()
+            assert self._server is not None
+            leash.note(self.folder, [self._server.pid])
+        return self
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        if self._is_emulated:
+            return super().environment(extra)
+        return {**os.environ, "VALVE_RUN_DIR": str(self.run_dir), **(extra or {})}
+
+    def start_valved(self, *flags: str) -> subprocess.Popen[bytes]:
+        valved = super().start_valved(*flags)
+        leash.note(self.folder, [valved.pid])
+        return valved
+
+    def run(
+        self,
+        role: str,
+        argv: Sequence[str | Path],
+        *,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        out: Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        child = super().run(role, argv, name=name, env=env, out=out)
+        leash.note(self.folder, [child.pid])
+        return child
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.valved is not None and self.valved.poll() is None:
+            self.valved.send_signal(signal.SIGTERM)  # it drains: every channel is on afterwards
+            try:
+                self.valved.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                self.valved.kill()
+        for child in self._children:
+            if child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(PATIENCE_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+        super().__exit__(kind, error, trace)
+        self._untie()

@@ -1,0 +1,180 @@
+"""Other ways to share a GPU, in the same run: what each does to the online stand-in, and what offline work gets.
+
+Every rival gets the same work: 1 ms online kernels at half load beside full-occupancy offline kernels of 5 ms.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+from valve_tools.gpu.errors import Refused
+from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
+from valve_tools.gpu.rig import Rig, Workload
+from valve_tools.gpu.steps.calls import SET_TIMESLICE
+from valve_tools.gpu.steps.memory import COST, REMAP
+from valve_tools.gpu.steps.pause import duty
+
+LOW_US, HIGH_US = 1, 1_000_000  # what GPreempt gives to its low and its high priority
+
+
+def outcome(rig: Rig, shared: Figure, offline_per_s: float, *, note: str = "") -> Outcome:
+    """A rival against running alone, measured in the same minute."""
+    alone = duty(rig)
+    slower = {f"p{q * 100:g}": shared.at(q) / alone.at(q) for q in (0.5, 0.99)}
+    return Outcome(
+        verdict=Verdict.OK,
+        detail=f"1 ms kernels [us]: alone {alone.words()}; shared {shared.words()} ({slower['p50']:.2f}x, p99 "
+        f"{slower['p99']:.2f}x); offline {offline_per_s:.0f} kernels/s{note}",
+        figures={"alone_us": alone, "shared_us": shared},
+        answers={
+            **{f"slower_{name}": round(value, 3) for name, value in slower.items()},
+            "offline_per_s": offline_per_s,
+        },
+    )
+
+
+def beside(rig: Rig, *more: Callable[[Workload], list[str]]) -> tuple[Figure, float]:
+    """The online stand-in beside offline work: its latencies, and offline kernels per second."""
+    with rig.workload("alu", rig.effort.ms(30000)) as work:
+        flags = [flag for make in more for flag in make(work)]
+        start, before = time.monotonic(), work.beat.launches
+        shared = duty(rig, *flags)
+        rate = (work.beat.launches - before) / (time.monotonic() - start)
+        rig.stop(work)
+    return shared, rate
+
+
+def r1(rig: Rig) -> Outcome:
+    shared, rate = beside(rig)
+    return outcome(rig, shared, rate)
+
+
+def r2(rig: Rig) -> Outcome:
+    found = {}
+    for mate in ("same", "low"):
+        with rig.workload("duty", rig.effort.ms(3000), "--mate", mate) as work:
+            found[mate] = Figure(samples=tuple(rig.finish(work)["latency_us"]))
+    alone = duty(rig)
+    words = "; ".join(f"{mate} priority {figure.words()}" for mate, figure in found.items())
+    return Outcome(
+        verdict=Verdict.OK,
+        detail=f"one process, two streams; 1 ms kernels [us]: alone {alone.words()}; offline stream of {words}",
+        figures={"alone_us": alone, **{f"{mate}_us": figure for mate, figure in found.items()}},
+    )
+
+
+def r3(rig: Rig) -> Outcome:
+    if not shutil.which("nvidia-cuda-mps-control"):
+        return Outcome(verdict=Verdict.SKIPPED, detail="nvidia-cuda-mps-control is not installed here")
+    pipe = rig.folder / "mps"
+    pipe.mkdir(exist_ok=True)
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **env}, check=True, timeout=30)
+    try:
+        with rig.also_in_environment(env):
+            shared, rate = beside(rig)
+    finally:  # the daemon that we started, by its own pipe folder
+        stop = subprocess.Popen(["nvidia-cuda-mps-control"], env={**os.environ, **env}, stdin=subprocess.PIPE)
+        stop.communicate(b"quit\n", timeout=60)
+    return outcome(rig, shared, rate, note="; one context, no preemption")
+
+
+def set_slice(rig: Rig, work: Workload, us: int) -> int:
+    """The status of giving a workload's compute group another time slice, on its passed descriptor."""
+    with rig.probe(work, path="b") as probe:
+        tsg = next(c["tsg"] for c in probe.do("list")["channels"] if 1 <= c["engine"] <= 8)
+        return probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", us))[0]
+
+
+def r4(rig: Rig) -> Outcome:
+    with rig.workload("alu", rig.effort.ms(30000)) as offline:
+        try:
+            low = set_slice(rig, offline, LOW_US)
+        except Refused as error:
+            return Outcome(verdict=Verdict.REFUSED, detail=f"the slice could not be set: {error}")
+        start, before = time.monotonic(), offline.beat.launches
+        with rig.workload("duty", rig.effort.ms(3000)) as online:
+            high = set_slice(rig, online, HIGH_US)
+            shared = Figure(samples=tuple(rig.finish(online)["latency_us"]))
+        rate = (offline.beat.launches - before) / (time.monotonic() - start)
+        rig.stop(offline)
+    if low:
+        return Outcome(verdict=Verdict.REFUSED, detail=f"slice of {LOW_US} us: status {low:#x}")
+    return outcome(rig, shared, rate, note=f"; offline slice {LOW_US} us, online {HIGH_US} us (status {high:#x})")
+
+
+def r5(rig: Rig) -> Outcome:
+    shared, rate = beside(rig, lambda work: ["--gate", str(work.beat_path)])
+    return outcome(rig, shared, rate, note="; offline launches held while an online kernel runs")
+
+
+def r6(rig: Rig) -> Outcome:
+    total = rig.effort.mib(1024)
+    with rig.workload("idle", 120_000, helper=True) as work:
+        cost = work.helper().ask_json(f"cost 2 {total}", patience_s=90)
+        rig.stop(work)
+    if cost["error"]:
+        return Outcome(verdict=Verdict.BAD, detail=f"CUDA error {cost['error']}")
+    shown = figures(cost, *COST)
+    remap = sum(shown[f"{call}_us"].at(0.5) for call in REMAP)
+    return Outcome(
+        verdict=Verdict.OK,
+        detail=f"{cost['handles']} handles of 2 MiB [us]: "
+        + "; ".join(f"{name[:-3]} {figure.words()}" for name, figure in shown.items()),
+        figures=shown,
+        answers={"remap_us": round(remap, 1), "per_gib_ms": round(remap * 512 / 1e3, 1)},
+    )
+
+
+def _batch() -> Batch:
+    def one(name: str, seconds: int, run: Any, question: str, decides: str, silicon: str = "") -> Experiment:
+        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides, silicon=silicon)
+
+    return Batch(
+        name="rivals",
+        about="other ways to share a GPU, on the same work",
+        experiments=(
+            one("R1", 45, r1, "Plain time slicing between processes", "the baseline that everybody knows"),
+            one(
+                "R2",
+                45,
+                r2,
+                "Stream priorities inside one process",
+                "what co-location in one process would give",
+                silicon="the emulated GPU knows no stream priorities",
+            ),
+            one(
+                "R3",
+                60,
+                r3,
+                "MPS",
+                "what concurrency without preemption costs online work",
+                silicon="MPS exists on a card only",
+            ),
+            one(
+                "R4",
+                60,
+                r4,
+                "Time slices of 1 us against 1 s (the GPreempt and XSched way)",
+                "the fallback rung below channel control",
+            ),
+            one(
+                "R5",
+                45,
+                r5,
+                "Launch gating in the offline process (the TGS way)",
+                "the last rung: drain of what is queued bounds it",
+            ),
+            one("R6", 30, r6, "Map and unmap in 2 MiB handles (the kvcached way)", "what page-wise reclaim would cost"),
+        ),
+    )
+
+
+BATCH = _batch()
