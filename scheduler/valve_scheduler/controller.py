@@ -55,6 +55,7 @@ class ControllerSettings:
     lease_name: str = "valve-controller"
     requeue_every_s: float = 1.0
     policy_every_s: float = 1.0
+    afresh_every_s: float = 30.0
     monitor_every_s: float = 30.0
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
@@ -112,6 +113,7 @@ class Controller:
         ]
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
+        self._afresh_at_s = 0.0
 
     def missing(self) -> list[str]:
         return [view.path for view in self.views if not view.synced]
@@ -119,8 +121,10 @@ class Controller:
     # Retries
 
     async def requeue(self) -> None:
-        """Bump the capacity epoch of nodes that became good enough for a refused pod."""
+        """Bump the capacity epoch of nodes that became good enough for a refused pod; now and then of those that are."""
         now_s = self._now_s()
+        if now_s >= self._afresh_at_s:  # what the extender had assumed and let go again changed nothing that we see
+            self._pending, self._afresh_at_s = Pending(), now_s + self._settings.afresh_every_s
         jobs = frozenset(filter(None, map(self._refused_job, self.pods.items.values())))
         sets = {job.gpus: self._state.sets(job.gpus) for job in jobs}
         fleet = self._state.fleet(now_s)

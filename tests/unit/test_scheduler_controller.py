@@ -182,6 +182,22 @@ def test_a_node_that_became_good_enough_for_a_refused_pod_is_bumped_once() -> No
     assert world.requeue() == []
 
 
+def test_a_pod_that_is_refused_though_a_node_would_take_it_gets_that_node_bumped_again() -> None:
+    """Guards pods that waited five minutes: refused for GPUs that a bind had assumed and then given up."""
+    world = World()
+    world.profile()
+    world.report(idle=0.9)
+    world.pods.sink.put(refused_pod())
+    assert world.requeue() == ["/api/v1/nodes/n1"]
+    world.now_s += 29.0
+    assert world.requeue() == []
+
+    world.now_s += 1.0
+    world.report(idle=0.9)
+
+    assert world.requeue() == ["/api/v1/nodes/n1"]
+
+
 def test_a_pod_the_scheduler_has_not_refused_bumps_nothing() -> None:
     world = World()
     world.profile()
