@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_hook.ledger import Ledger
+from valve_hook.ledger import Held, Ledger
 from valve_hook.link import Link, Session
-from valve_hook.losses import Holder, spread
+from valve_hook.losses import spread
 from valve_hook.shared import Blocks, Change
 from valve_hook.wire import Mode
 
@@ -201,11 +201,16 @@ class Keeper:
         self._backed = self.blocks - int(np.count_nonzero(self.withheld))
 
     def _discard(self, lost: Blocks) -> None:
-        holders = self.ledger.holders()
-        verdict = spread(lost, holders, self.ledger.copies(), self.blocks)
-        hit = [holders[index] for index in verdict.hit]
-        running = {holder.request: holder for holder in hit if not holder.has_left}
-        left = {holder.request for holder in hit if holder.has_left}
+        holders, present = self.ledger.holders()
+        verdict = spread(
+            lost,
+            [held.blocks for held in holders],
+            lambda index: self.ledger.first_written(holders[index]),
+            self.ledger.copies(),
+            self.blocks,
+        )
+        running = {holders[index].request: holders[index] for index in verdict.hit if index < present}
+        left = {holders[index].request for index in verdict.hit if index >= present}
         computed = self.engine.discard(running.keys(), left)
         self.receipts.lost_blocks += self.engine.forget(verdict.bad)
         self.receipts.hit_requests += len(computed)
@@ -215,9 +220,9 @@ class Keeper:
             self.ledger.dismiss(request)
             self.receipts.lost_tokens += self._lost_tokens(running[request], bad, tokens)
 
-    def _lost_tokens(self, holder: Holder, bad: Mask, computed: int) -> int:
+    def _lost_tokens(self, held: Held, bad: Mask, computed: int) -> int:
         """What has to be computed again: everything behind the first bad block."""
-        sound = int(np.argmax(bad[np.minimum(holder.blocks, self.blocks)]))
+        sound = int(np.argmax(bad[np.minimum(np.array(held.blocks, dtype=np.uint32), self.blocks)]))
         return max(0, computed - sound * self.ledger.block_tokens)
 
     # ---- parts of publish ----

@@ -11,9 +11,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import numpy as np
-from valve_hook.losses import NOTHING_WRITTEN, Holder
+from valve_hook.losses import NOTHING_WRITTEN
 from valve_hook.shared import Book
 
 
@@ -26,15 +26,20 @@ class Held:
     row: int  # in the book; -1: there was no room
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Step:
-    """One scheduled step. `first_token`: where each request starts to write, as a mapping made only when asked for."""
+    """One scheduled step. `first_tokens`: where each request starts to write, as the engine lists it."""
 
     key: object
     requests: Mapping[str, int]  # request -> tokens scheduled
     first_tokens: Sequence[tuple[Sequence[str], Sequence[int]]]
     copies: Sequence[tuple[int, int]]
     left: dict[str, Held] = field(default_factory=dict)  # scheduled here, gone since
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Made only when a loss asks for it."""
+        return {name: token for names, tokens in self.first_tokens for name, token in zip(names, tokens, strict=True)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +76,24 @@ class Ledger:
         if self.book is not None and held.row >= 0:
             self.book.extend_row(held.row, start, blocks)
 
+    def grow_all(self, grown: Iterable[tuple[str, tuple[Sequence[int], ...]]]) -> None:
+        """`grow` for many, of which most take one block: the one loop here that runs in every step of a large batch."""
+        book, held_of = self.book, self.held
+        if book is None:
+            for request, groups in grown:
+                self.grow(request, groups[0])
+            return
+        cells, heads, width = book.cells, book.heads, book.row_blocks
+        for request, groups in grown:
+            held, blocks = held_of.get(request), groups[0]
+            if held is None or held.row < 0 or len(blocks) != 1 or len(held.blocks) >= width:
+                self.grow(request, blocks)
+                continue
+            place, row = len(held.blocks), held.row
+            held.blocks.append(blocks[0])
+            cells[row * width + place] = blocks[0]
+            heads[4 * row + 2] = place + 1
+
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
         held = self.held.pop(request, None)
@@ -92,32 +115,25 @@ class Ledger:
             while self.steps and self.steps.popleft().key is not key:
                 pass
 
-    def holders(self) -> list[Holder]:
-        """Everybody a loss can hit, those who left while a step was in flight included."""
-        first = self._first_written()
-        now = [self._holder(held, first.get(id(held), NOTHING_WRITTEN), False) for held in self.held.values()]
+    def holders(self) -> tuple[list[Held], int]:
+        """Everybody a loss can hit: those who hold blocks now, and from the returned index on those who have left."""
+        now = list(self.held.values())
         left = {id(held): held for step in self.steps for held in step.left.values()}
-        return now + [self._holder(held, first.get(key, NOTHING_WRITTEN), True) for key, held in left.items()]
+        return now + list(left.values()), len(now)
+
+    def first_written(self, held: Held) -> int:
+        """Index of the first of its blocks that a step in flight may write."""
+        first = NOTHING_WRITTEN
+        for step in self.steps:
+            is_its = step.left.get(held.request, self.held.get(held.request)) is held
+            if is_its and held.request in step.requests:
+                block = max(0, step.starts[held.request] - self.slack_tokens) // self.block_tokens
+                first = block if first == NOTHING_WRITTEN else min(first, block)
+        return first
 
     def copies(self) -> Iterator[tuple[int, int]]:
         for step in self.steps:
             yield from step.copies
-
-    def _holder(self, held: Held, first_written: int, has_left: bool) -> Holder:
-        blocks = np.frombuffer(held.blocks, dtype=np.uint32) if held.blocks else np.zeros(0, dtype=np.uint32)
-        return Holder(request=held.request, blocks=blocks, first_written=first_written, has_left=has_left)
-
-    def _first_written(self) -> dict[int, int]:
-        """Held (by identity) -> index of the first block that a step in flight writes."""
-        first: dict[int, int] = {}
-        for step in self.steps:
-            for requests, tokens in step.first_tokens:
-                for request, token in zip(requests, tokens, strict=True):
-                    held = step.left.get(request) or self.held.get(request)
-                    if held is not None and request in step.requests:
-                        block = max(0, token - self.slack_tokens) // self.block_tokens
-                        first[id(held)] = min(block, first.get(id(held), block))
-        return first
 
     def _open_row(self, held: Held) -> None:
         held.row = self._free_rows.pop() if self._free_rows else -1

@@ -8,43 +8,40 @@ counts like any other: its blocks are free, hashed, and would be found by the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 NOTHING_WRITTEN = -1
-_NONE: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """One request and its blocks in order. `first_written`: index of the first that a step in flight may write."""
-
-    request: str
-    blocks: NDArray[np.uint32]
-    first_written: int = NOTHING_WRITTEN
-    has_left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    hit: frozenset[int]  # indices into the holders
+    hit: frozenset[int]  # indices into the tables
     bad: NDArray[np.uint32]  # every block whose content must not be used, the lost ones among them
 
 
 def spread(
-    lost: NDArray[np.uint32], holders: Sequence[Holder], copies: Iterable[tuple[int, int]], blocks: int
+    lost: NDArray[np.uint32],
+    tables: Sequence[array[int]],
+    first_written: Callable[[int], int],
+    copies: Iterable[tuple[int, int]],
+    blocks: int,
 ) -> Verdict:
-    """The fixpoint. `copies`: (source, target) blocks that a step in flight copies. Unknown numbers are no one's."""
-    nobody = blocks  # where unknown numbers point
+    """The fixpoint over the blocks of each request, in order. `first_written` is asked about those that are hit: the
+    index of the first block that a step in flight may write. `copies`: (source, target) blocks that a step in flight
+    copies. Numbers from `blocks` on belong to nobody.
+    """
+    nobody = blocks
     bad = np.zeros(blocks + 1, dtype=bool)
     bad[lost[lost < blocks]] = True
     edges = np.array([pair for pair in copies if max(pair) < blocks], dtype=np.int64).reshape(-1, 2)
-    kept = [index for index, holder in enumerate(holders) if len(holder.blocks)]
-    flat = np.minimum(np.concatenate([holders[index].blocks for index in kept]), nobody) if kept else _NONE
-    lengths = np.array([len(holders[index].blocks) for index in kept], dtype=np.int64)
+    kept = [index for index, table in enumerate(tables) if table]
+    flat = np.minimum(np.frombuffer(b"".join(tables), dtype=np.uint32), nobody)
+    lengths = np.array([len(tables[index]) for index in kept], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     hit: set[int] = set()
     before = -1
@@ -52,9 +49,9 @@ def spread(
         bad[edges[bad[edges[:, 0]], 1]] = True
         now = {kept[place] for place in np.flatnonzero(np.logical_or.reduceat(bad[flat], starts))} if kept else set()
         for index in now - hit:
-            holder = holders[index]
-            if holder.first_written != NOTHING_WRITTEN:
-                bad[np.minimum(holder.blocks[holder.first_written :], nobody)] = True
+            first = first_written(index)
+            if first != NOTHING_WRITTEN:
+                bad[np.minimum(np.array(tables[index][first:], dtype=np.uint32), nobody)] = True
                 bad[nobody] = False
         hit |= now
     return Verdict(hit=frozenset(hit), bad=np.flatnonzero(bad).astype(np.uint32))

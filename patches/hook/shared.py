@@ -113,13 +113,13 @@ class Book:
             raise Foreign(f"book: magic {magic:#x}, abi {abi}, {self.rows} x {self.row_blocks} in {stated} of {size}")
         view = memoryview(self._map)
         self._offered = np.frombuffer(self._map, dtype=np.uint8, count=heads_at - offered_at, offset=offered_at)
-        self._heads = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("I")
+        self.heads = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("I")
         self._names = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("Q")
-        self._cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
+        self.cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
         self._seen = view[wire.BOOK_EPOCH_SEEN : wire.BOOK_EPOCH_SEEN + 8].cast("Q")
 
     def open_row(self, row: int, request: int, blocks: Sequence[int]) -> None:
-        self._heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
+        self.heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
         self._names[2 * row] = request
         self.extend_row(row, 0, blocks)
 
@@ -127,14 +127,14 @@ class Book:
         """Blocks past row_blocks are not told: the choice of victims is a little worse, nothing else."""
         at, room = row * self.row_blocks + start, self.row_blocks - start
         if len(blocks) == 1 and room > 0:
-            self._cells[at] = blocks[0]
+            self.cells[at] = blocks[0]
         else:
             for offset, block in enumerate(blocks[: max(0, room)]):
-                self._cells[at + offset] = block
-        self._heads[4 * row + 2] = min(start + len(blocks), self.row_blocks)
+                self.cells[at + offset] = block
+        self.heads[4 * row + 2] = min(start + len(blocks), self.row_blocks)
 
     def close_row(self, row: int) -> None:
-        self._heads[4 * row + 2] = 0
+        self.heads[4 * row + 2] = 0
         self._names[2 * row] = 0
 
     def offer(self, blocks: Iterable[int], offered: bool) -> None:

@@ -82,7 +82,10 @@ class SchedulerHook:
             self._dropping = len(self.ledger.steps)
         self.ledger.believe(output)
         sampled = result.sampled_token_ids
-        tokens = sum(map(len, sampled)) if sampled else 0
+        tokens = 0
+        if sampled:  # without drafts a row holds one token or none
+            drafts = output.scheduled_spec_decode_tokens
+            tokens = sum(map(len, sampled)) if drafts else len(sampled) - sampled.count([])
         if self._dropping:
             self._dropping -= 1
             dropped = self._dropped(output, result)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any
 
 from valve_hook.ledger import Ledger, Step
@@ -132,16 +133,13 @@ class VllmEngine:
             ledger.admit(new.req_id, new.block_ids[0])
         cached = output.scheduled_cached_reqs
         grown = cached.new_block_ids
-        if cached.resumed_req_ids:
-            for name, blocks in zip(cached.req_ids, grown, strict=True):
-                if name in cached.resumed_req_ids:
-                    ledger.admit(name, blocks[0] if blocks else ())
-                elif blocks:
-                    ledger.grow(name, blocks[0])
-        elif any(grown):
-            for name, blocks in zip(cached.req_ids, grown, strict=True):
-                if blocks is not None:
-                    ledger.grow(name, blocks[0])
+        pairs = zip(compress(cached.req_ids, grown), filter(None, grown), strict=True)
+        if not cached.resumed_req_ids:
+            ledger.grow_all(pairs)
+        else:
+            for name, groups in pairs:
+                take = ledger.admit if name in cached.resumed_req_ids else ledger.grow
+                take(name, groups[0])
         if output.num_scheduled_tokens:
             ledger.launch(step_of(output))
 

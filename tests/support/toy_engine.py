@@ -202,6 +202,7 @@ class ToyScheduler:
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.reset_preempted_req_ids,
             kv_cache_block_copies=None,
+            scheduled_spec_decode_tokens={},
         )
         self._tables = {name: list(self.req_to_blocks[name]) for name in plan.scheduled}
         for name, count in plan.scheduled.items():

@@ -1,0 +1,95 @@
+"""What the hook adds to a step of 1,024 requests and what an event of 1,000 blocks takes: printed, held to budgets.
+
+Budgets are for a quiet machine; the best of several rounds is what the code costs, the rest is the neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from kv_node import KvNode
+from toy_engine import ToyScheduler
+from toy_world import close, hooked
+
+REQUESTS, BLOCKS_EACH, BLOCK_TOKENS = 1024, 200, 16
+STEP_BUDGET_NS, EVENT_BUDGET_NS = 100_000, 5_000_000
+
+
+@pytest.fixture
+def world(tmp_path):
+    node = KvNode(tmp_path, columns=2000)
+    blocks = REQUESTS * (BLOCKS_EACH + 4)
+    scheduler = hooked(node, blocks=blocks, block_size=BLOCK_TOKENS, max_seqs=REQUESTS)
+    scheduler.max_model_len = 4096
+    hook = scheduler._valve
+    names = [f"request-{number}" for number in range(REQUESTS)]
+    for name in names:
+        table = scheduler.pool.get_new_blocks(BLOCKS_EACH)
+        scheduler.req_to_blocks[name] = table
+        request = SimpleNamespace(request_id=name, num_computed_tokens=BLOCKS_EACH * 16, num_stale_output_tokens=0)
+        scheduler.requests[name] = request
+        hook.ledger.admit(name, [block.block_id for block in table])
+    yield node, scheduler, names
+    close(scheduler)
+    node.stop()
+
+
+def step(scheduler: ToyScheduler, names, fresh) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """A decode step: one request in sixteen takes a new block."""
+    grown = [([next(fresh)],) if number % 16 == 0 else None for number in range(len(names))]
+    output = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names, resumed_req_ids=set(), new_block_ids=grown, num_computed_tokens=[3200] * len(names)
+        ),
+        num_scheduled_tokens=dict.fromkeys(names, 1),
+        finished_req_ids=set(),
+        preempted_req_ids=None,
+        kv_cache_block_copies=None,
+        scheduled_spec_decode_tokens={},
+    )
+    return output, SimpleNamespace(sampled_token_ids=[[7]] * len(names), req_id_to_index={})
+
+
+def test_a_step_of_1024_requests_costs_little(world):
+    _, scheduler, names = world
+    hook = scheduler._valve
+    fresh = iter(range(1, 10**9))
+    hook.before_schedule()
+    took = []
+    for _ in range(60):
+        output, result = step(scheduler, names, fresh)
+        began = time.perf_counter_ns()
+        hook.before_schedule()
+        hook.after_schedule(output)
+        hook.before_update(output, result)
+        took.append(time.perf_counter_ns() - began)
+    took.sort()
+    print(f"\nhook: {took[0] / 1e3:.0f} us at best, {took[30] / 1e3:.0f} us at the median, {REQUESTS} requests")
+
+    assert took[0] < STEP_BUDGET_NS
+
+
+def test_an_event_of_1000_blocks_is_handled_quickly(world):
+    """Two steps in flight; all affected requests are preempted by a stand-in, the rest is the hook's own work."""
+    node, scheduler, names = world
+    hook = scheduler._valve
+    fresh = iter(range(1, 10**9))
+    hook.before_schedule()
+    hook.engine.discard = lambda running, left: dict.fromkeys(running, 3200)
+    took = []
+    for attempt in range(6):
+        for _ in range(2):
+            hook.after_schedule(step(scheduler, names, fresh)[0])
+        node.take(list(range(1 + attempt * 1000, 1001 + attempt * 1000)))
+        began = time.perf_counter_ns()
+        hook.before_schedule()
+        took.append(time.perf_counter_ns() - began)
+        while hook.ledger.steps:
+            hook.ledger.believe(hook.ledger.steps[0].key)
+    print(f"\nevent of 1,000 blocks: {min(took) / 1e6:.1f} ms at best, {max(took) / 1e6:.1f} ms at worst")
+
+    assert hook.keeper.receipts.hit_requests > 0
+    assert min(took) < EVENT_BUDGET_NS

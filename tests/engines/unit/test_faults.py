@@ -1,0 +1,302 @@
+"""Whatever fails, the engine goes on: no daemon, another daemon, a daemon that dies, a hook that raises."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+from kv_node import KvNode
+from toy_engine import ToyScheduler
+from toy_world import Reclaimer, close, hooked, prompts, run
+from valve_hook.link import Attach, Layout, Link, Tensor, socket_path
+from valve_hook.vllm import calls, check
+from valve_hook.wire import Mode
+
+WANTED = Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1)
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=10)
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def link(node):
+    link = Link(build="test", path=node.path, retry_s=0.02)
+    link.start()
+    yield link
+    link.close()
+
+
+def test_without_a_daemon_nothing_is_hooked(tmp_path, monkeypatch):
+    monkeypatch.delenv("VALVE_RUN_DIR", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    if socket_path() is not None:
+        pytest.skip("a valved runs on this machine")
+    scheduler = ToyScheduler(hooks=calls)
+
+    done = run(scheduler, prompts(1, 6), depth=2)
+
+    assert scheduler._valve is None
+    assert run(ToyScheduler(), prompts(1, 6), depth=2) == done
+
+
+def test_a_daemon_that_is_not_there_yet_is_found_later(tmp_path):
+    node = KvNode(tmp_path)
+    node.stop()
+    scheduler = hooked(node, blocks=60)
+    assert scheduler._valve.keeper.session is None
+    node.start()
+    wait_for(lambda: scheduler._valve.link.session, "attached")
+    run(scheduler, prompts(1, 4), depth=1)
+
+    assert node.book()["steps"] > 0
+    close(scheduler)
+    node.stop()
+
+
+def test_a_refusal_names_both_versions(node, link):
+    node.refuse = struct.pack("<IHH96s", 1, 7, 9, b"too old")
+    link.close()
+    refused = Link(build="test", path=node.path, retry_s=0.02)
+    refused.start()
+    wait_for(lambda: refused.said, "an answer")
+
+    assert "too old; valved speaks abi 7 to 9, this hook 1" in refused.said
+    assert refused.attach(WANTED, 0.1) is None
+    refused.close()
+
+
+@pytest.mark.parametrize("what", ["kv_abi", "table", "status"])
+def test_a_table_of_another_kind_is_not_attached_to(node, link, what):
+    node.kv_abi = 2 if what == "kv_abi" else 1
+    node.break_table = what == "table"
+    node.attach_status = 22 if what == "status" else 0
+
+    assert link.attach(WANTED, 1.0) is None
+    wait_for(lambda: link.said, "the reason")
+
+
+def test_a_daemon_that_manages_no_memory_still_hears_of_requests(tmp_path):
+    node = KvNode(tmp_path, features=2)
+    scheduler = hooked(node, blocks=60)
+    run(scheduler, prompts(1, 4), depth=1)
+    scheduler.schedule()
+
+    assert node.attached == ()
+    assert node.region()["open"] == 0
+    assert node.region()["ended"] == 4
+    assert node.region()["useful"] == sum(tokens for _, _, tokens in prompts(1, 4))
+    close(scheduler)
+    node.stop()
+
+
+def test_open_requests_are_exact_at_every_step(node):
+    scheduler = hooked(node, blocks=60)
+    for number in range(3):
+        scheduler.add(f"r{number}", range(5), 3)
+    seen = []
+    while scheduler.requests or scheduler.finished_req_ids:
+        scheduler.launch()
+        seen.append(node.region()["open"])
+        scheduler.believe()
+
+    assert seen[0] == 3
+    assert seen[-1] == 0
+    assert node.region()["started"] == node.region()["ended"] == 3
+    close(scheduler)
+
+
+def test_a_layout_is_told_again_to_a_new_daemon(node, link):
+    tensors = [Tensor(base=number << 20, block_stride=64, block_bytes=64, repeats=[(4, 1024)]) for number in range(20)]
+    link.register_layout(Layout(blocks=40, block_tokens=4, tensors=tensors))
+    wait_for(lambda: len(node.layouts) == 2, "both packets")
+    node.stop()
+    node.start()
+    wait_for(lambda: len(node.layouts) == 4, "both again")
+    blocks, block_tokens, total, first, count, pinned = struct.unpack_from("<IIIIII", node.layouts[1])
+
+    assert (blocks, block_tokens, total, first, count, pinned) == (40, 4, 20, 16, 4, 1)
+    assert struct.unpack_from("<QQQQQ", node.layouts[1], 56) == (16 << 20, 64, 64, 4, 1024)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_daemon_restarts_again_and_again_in_the_middle_of_generation(node, depth):
+    """Blocks without memory stay withheld meanwhile; the new table is taken up; each request ends once, and right."""
+    work = prompts(5, 24)
+    scheduler = hooked(node, blocks=60)
+    reclaimer = Reclaimer(node, scheduler, 5)
+
+    def restart(step):
+        if step % 40 == 20:
+            node.stop()
+        if step % 40 == 30:
+            before = scheduler._valve.link.session
+            node.start()
+            wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
+
+    done = run(scheduler, work, depth=depth, reclaim=reclaimer, between=restart)
+
+    assert scheduler._valve.link.connections > 1
+    assert run(ToyScheduler(blocks=400), work, depth=depth) == done
+    close(scheduler)
+
+
+def test_a_hook_that_raises_is_counted_and_the_engine_goes_on(node):
+    """First failure: the coarse way. Second: Valve lets go, and says so in the book."""
+    work = prompts(2, 12)
+    scheduler = hooked(node, blocks=60)
+    scheduler._valve.ledger.__class__.holders, holders = None, scheduler._valve.ledger.__class__.holders
+    try:
+        done = run(scheduler, work, depth=2, reclaim=lambda step: step in (3, 5) and node.take([1, 2, 3]))
+    finally:
+        scheduler._valve.ledger.__class__.holders = holders
+
+    assert run(ToyScheduler(), work, depth=2) == done
+    assert node.book()["failures"] == 1
+    assert node.book()["mode"] == Mode.COARSE
+
+    def broken(*_):
+        raise RuntimeError("on purpose")
+
+    scheduler._valve.engine.reset = broken
+    scheduler.add("z", range(6), 8)
+    scheduler.launch(lambda: node.take([4]))
+    scheduler.believe()
+    run(scheduler, [], depth=1)
+
+    assert len(scheduler.done["z"]) == 8
+    assert node.book()["mode"] == Mode.NONE
+    close(scheduler)
+
+
+def test_a_detached_table_is_left_alone(node):
+    scheduler = hooked(node, blocks=60)
+    scheduler.schedule()
+    node.detach()
+    node.take(list(range(1, 50)))
+    scheduler.schedule()
+
+    assert scheduler._valve.engine.withheld == set()
+    close(scheduler)
+
+
+def test_a_loss_with_no_requests_at_all_only_withholds(node):
+    scheduler = hooked(node, blocks=60)
+    scheduler.schedule()
+    node.take(list(range(1, 50)))
+    scheduler.schedule()
+
+    assert scheduler._valve.engine.withheld == set(range(1, 50))
+    assert node.book()["epoch_seen"] == node.epoch
+    scheduler.check_integrity(range(1, 50))
+    close(scheduler)
+
+
+def test_capacity_below_the_need_of_one_request_makes_it_wait_and_not_fail(node):
+    """The engine lives, others that fit go on, and what it wants is said to valved."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.schedule()
+    lost = list(range(5, 60))
+    scheduler.poison(lost)
+    node.take(lost)
+    scheduler.add("long", range(40), 4)
+    for _ in range(8):
+        scheduler.launch()
+        scheduler.believe()
+
+    assert scheduler.requests["long"].output == []
+    assert node.book()["wanted"] >= 10
+    wait_for(lambda: node.needs, "valved is asked")
+
+    scheduler.back(lost)
+    node.give(lost)
+
+    assert len(run(scheduler, [], depth=1)["long"]) == 4
+    close(scheduler)
+
+
+def test_an_elastic_engine_starts_with_what_has_memory(tmp_path):
+    node = KvNode(tmp_path, columns=10, backed=18)
+    scheduler = hooked(node, blocks=60)
+    scheduler.schedule()
+
+    assert scheduler._valve.engine.withheld == set(range(18, 60))
+    assert run(ToyScheduler(), prompts(1, 8), depth=1) == run(scheduler, prompts(1, 8), depth=1)
+    close(scheduler)
+    node.stop()
+
+
+def test_free_columns_are_offered_when_valved_asks_and_used_again_when_given_back(node):
+    """Nobody is preempted for an offer; an offered block stays withheld until its entry changes and is backed."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(12), 8)
+    scheduler.launch()
+    held = {block.block_id for block in scheduler.req_to_blocks["a"]}
+    node.aim(20)
+    scheduler.believe()
+    scheduler.launch()
+    offered = node.offered()
+
+    assert 60 - len(offered) <= 26
+    assert not held & set(offered)
+    assert {block for block in range(60) if node.column_of[block] in node.column_of[offered]} == set(offered)
+    wait_for(lambda: node.needs, "valved is told to look")
+
+    node.aim(60)
+    node.take(offered)
+    scheduler.believe()
+    scheduler.launch()
+
+    assert node.offered() == []
+    assert scheduler._valve.engine.withheld == set(offered)
+
+    node.give(offered)
+    scheduler.believe()
+    scheduler.launch()
+
+    assert scheduler._valve.engine.withheld == set()
+    assert scheduler.requests["a"].num_computed_tokens > 0
+    close(scheduler)
+
+
+def test_the_book_names_who_holds_what(node):
+    scheduler = hooked(node, blocks=60)
+    for name, prompt, tokens in prompts(1, 12):
+        scheduler.add(name, prompt, tokens)
+    for _ in range(12):
+        scheduler.launch()
+        scheduler.believe()
+        scheduler.launch()
+        told = sorted(node.rows().values())
+
+        assert sorted([block.block_id for block in table] for table in scheduler.req_to_blocks.values()) == told
+        scheduler.believe()
+    close(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [("0.14.1", Mode.COARSE), ("0.28.0", Mode.COARSE), ("0.29.0", Mode.FULL), ("0.33.1+cpu", Mode.FULL)],
+)
+def test_known_releases_have_their_mode(version, mode):
+    assert check.mode_of(version) is mode
+
+
+@pytest.mark.parametrize("version", ["0.13.0", "0.34.0", "1.0", "dev", ""])
+def test_other_releases_are_refused_with_both_versions_named(version, monkeypatch):
+    monkeypatch.delenv(check.ENV_UNTESTED, raising=False)
+    with pytest.raises(check.Refused, match=r"valve_hook 0\.1\.0") as refused:
+        check.mode_of(version)
+
+    assert version in str(refused.value)

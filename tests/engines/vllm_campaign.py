@@ -1,0 +1,365 @@
+"""Random reclaims under a real vLLM on CPU, in this process: `vllm_campaign.py MODEL FOLDER '{"trials": [...]}'`.
+
+A pre-hook on every decoder layer overwrites reclaimed blocks with garbage in the middle of a step and keeps doing so
+while they have no memory; the fake node says what it takes before it is taken. One JSON line per trial on standard
+output. Runs inside the engines' environment, with the exported hook on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+}
+ABLATIONS: dict[str, Callable[[Any], None]] = {}
+
+
+def ablation(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    ABLATIONS[change.__name__] = change
+    return change
+
+
+@ablation
+def none(hook: Any) -> None:
+    hook.before_schedule = lambda: None
+    hook.after_schedule = lambda output: None
+    hook.before_update = lambda output, result: None
+
+
+@ablation
+def no_hash_eviction(hook: Any) -> None:
+    hook.engine.manager.evict_blocks = lambda blocks: None
+
+
+@ablation
+def no_withholding(hook: Any) -> None:
+    hook.engine.withhold = hook.engine.release = lambda blocks: None
+
+
+@ablation
+def stale_output_delivered(hook: Any) -> None:
+    preempt = hook.scheduler._preempt_request
+    hook.scheduler._preempt_request = lambda request, now, drop_stale_output=False: preempt(request, now)
+
+
+@ablation
+def no_taint(hook: Any) -> None:
+    type(hook.ledger).first_written = lambda ledger, held: -1
+
+
+@ablation
+def no_step_record(hook: Any) -> None:
+    type(hook.ledger).launch = lambda ledger, step: None
+
+
+@ablation
+def no_prev_step_fix(hook: Any) -> None:
+    class Kept(set[str]):
+        def discard(self, _: str) -> None:
+            pass
+
+    hook.scheduler.prev_step_scheduled_req_ids = Kept(hook.scheduler.prev_step_scheduled_req_ids)
+
+
+@ablation
+def no_sync_before_schedule(hook: Any) -> None:
+    hook.before_schedule = lambda: None
+
+
+@ablation
+def coarse(hook: Any) -> None:
+    from valve_hook.wire import Mode
+
+    hook.keeper.mode = Mode.COARSE
+
+
+def force_async() -> None:
+    """vLLM switches async scheduling off on CPU: switch it on, with an output that needs no device."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+    from vllm.v1.worker import gpu_model_runner
+
+    settle = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        settle(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    class HostOutput(AsyncModelRunnerOutput):
+        def __init__(
+            self, model_runner_output: Any, sampled_token_ids: Any, invalid_req_indices: Any, **_: Any
+        ) -> None:
+            self._output, self._invalid = model_runner_output, invalid_req_indices
+            self.sampled_token_ids_cpu = sampled_token_ids.clone()
+            self.async_copy_ready_event = SimpleNamespace(synchronize=lambda: None)
+
+        def get_output(self) -> Any:
+            tokens = self.sampled_token_ids_cpu.tolist()
+            for row in self._invalid:
+                tokens[row].clear()
+            self._output.sampled_token_ids = [[token for token in row if token >= 0] for row in tokens]
+            return self._output
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    gpu_model_runner.AsyncGPUModelRunnerOutput = HostOutput
+    gpu_model_runner.GPUModelRunner._get_or_create_async_output_copy_stream = lambda self: None
+
+
+class Injector:
+    """Takes blocks in the middle of a step, and gives them back some steps later."""
+
+    def __init__(self, engine: Any, node: Any) -> None:
+        self.node = node
+        self.runner = engine.model_executor.driver_worker.worker.model_runner
+        self.chance = random.Random(0)
+        self.armed = False
+        self.scheduler = engine.scheduler
+        self.reset()
+        for layer in self.runner.model.model.layers:
+            layer.register_forward_pre_hook(self._before_layer)
+
+    def reset(self) -> None:
+        self.events, self.calls, self.taken = 0, 0, []  # taken: (blocks, given back at this step)
+        self.step, self.layers = 0, len(self.runner.model.model.layers)
+
+    def start(self, seed: int, *, every: int, held: int, most: int, columns: bool, limit: int) -> None:
+        self.reset()
+        self.chance = random.Random(seed)
+        self.every, self.held, self.most, self.columns, self.limit = every, held, most, columns, limit
+        self.armed = True
+
+    def stop(self) -> None:
+        self.armed = False
+        self._give([blocks for blocks, _ in self.taken])
+        self.taken = []
+
+    def _before_layer(self, _module: Any, _arguments: Any) -> None:
+        if not self.armed:
+            return
+        layer = self.calls % self.layers
+        self.calls += 1
+        if layer == 0:
+            self.step += 1
+            due = [blocks for blocks, until in self.taken if until <= self.step]
+            self.taken = [entry for entry in self.taken if entry[1] > self.step]
+            self._give(due)
+            self.at_layer = self.chance.randrange(self.layers) if self.chance.randrange(self.every) == 0 else -1
+        if layer == self.at_layer and self.events < self.limit:
+            self._take()
+        for blocks, _ in self.taken:
+            self._fill(blocks, garbage=True)
+
+    def _take(self) -> None:
+        out = {block for blocks, _ in self.taken for block in blocks}
+        if self.columns:
+            column = cheapest_column(self.node, out)
+            blocks = [int(block) for block in (self.node.column_of == column).nonzero()[0] if block]
+        else:
+            rest = [block for block in range(1, len(self.node.entries)) if block not in out]
+            blocks = self.chance.sample(rest, min(self.chance.randrange(1, self.most + 1), max(1, len(rest) // 3)))
+        blocks = [block for block in blocks if block not in out]
+        if blocks:
+            self.events += 1
+            self.node.take(blocks)
+            self._fill(blocks, garbage=True)
+            self.taken.append((blocks, self.step + self.held))
+            if not self.held:
+                self._give([self.taken.pop()[0]])
+
+    def _give(self, groups: list[list[int]]) -> None:
+        for blocks in groups:
+            self._fill(blocks, garbage=False)
+            self.node.give(blocks)
+
+    def _fill(self, blocks: list[int], *, garbage: bool) -> None:
+        for cache in self.runner.kv_caches:
+            cache[blocks] = 0.0
+            if garbage:
+                cache[blocks] += self.chance.uniform(-3, 3)
+                cache[blocks, ..., ::2] *= -1.7
+
+
+def cheapest_column(node: Any, out: set[int]) -> int:
+    """The column whose requests have the fewest tokens, as the book tells: the paper's cost."""
+    cost: dict[int, int] = {}
+    for blocks in node.rows().values():
+        for column in {int(node.column_of[block]) for block in blocks}:
+            cost[column] = cost.get(column, 0) + len(blocks)
+    backed = {int(node.column_of[block]) for block in range(1, len(node.entries)) if block not in out}
+    return min(backed, key=lambda column: (cost.get(column, 0) == 0, cost.get(column, 0), column))
+
+
+def prompts(seed: int, count: int, *, long: int = 70) -> list[list[int]]:
+    chance = random.Random(seed)
+    heads = [[chance.randrange(3, 1024) for _ in range(long)] for _ in range(3)]
+    return [
+        heads[number % 3] * (number % 4 != 3) + [chance.randrange(3, 1024) for _ in range(chance.randrange(10, 40))]
+        for number in range(count)
+    ]
+
+
+class Campaign:
+    def __init__(self, model: str, folder: Path, options: dict[str, Any]) -> None:
+        os.environ["VALVE_RUN_DIR"] = str(folder)
+        from kv_node import KvNode
+
+        self.node = KvNode(folder, columns=options.get("columns", 8))
+        if options.get("async"):
+            force_async()
+        from vllm import LLM
+
+        speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+        self.llm = LLM(
+            model=model,
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            block_size=32,
+            num_gpu_blocks_override=options.get("blocks", 60),
+            max_num_batched_tokens=96,
+            max_num_seqs=options.get("seqs", 16),
+            max_model_len=512,
+            enable_prefix_caching=options.get("caching", True),
+            seed=0,
+            **({"speculative_config": speculative} if options.get("speculative") else {}),
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.injector = Injector(self.core, self.node)
+        self.undisturbed: dict[tuple[int, int, int], list[list[int]]] = {}
+
+    def generate(self, seed: int, count: int, tokens: int, aborts: int = 0) -> list[list[int]]:
+        """Greedy tokens of every request, in order; with `aborts` some are cancelled midway and sent again."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        wanted = prompts(seed, count)
+        names: dict[str, int] = {}
+        done: dict[int, list[int]] = {}
+        chance = random.Random(seed + 99)
+
+        def send(number: int, suffix: str = "") -> None:
+            name = f"{seed}-{number}{suffix}-{time.monotonic_ns()}"
+            names[name] = number
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False
+            )
+            engine.add_request(name, {"prompt_token_ids": wanted[number]}, sampling)
+
+        for number in range(count):
+            send(number)
+        step = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished and output.request_id in names and output.outputs[0].finish_reason != "abort":
+                    done[names[output.request_id]] = list(output.outputs[0].token_ids)
+            step += 1
+            if aborts and step % 9 == 0:
+                aborts -= 1
+                alive = [name for name, number in names.items() if number not in done]
+                for name in chance.sample(alive, min(2, len(alive))):
+                    engine.abort_request([name])
+                    send(names.pop(name), "+")
+        return [done.get(number, []) for number in range(count)]
+
+    def trial(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Undisturbed, then with reclaims; what differs."""
+        seed, count, tokens = options.get("seed", 0), options.get("requests", 24), options.get("tokens", 60)
+        scheduler = self.core.scheduler
+        work = seed, count, tokens
+        if work not in self.undisturbed:
+            self.undisturbed[work] = self.generate(*work)
+        expected = self.undisturbed[work]
+        hook = scheduler.__dict__.get("_valve")
+        before = self.books(hook)
+        self.injector.start(
+            seed,
+            every=options.get("every", 8),
+            held=options.get("held", 5),
+            most=options.get("most", 12),
+            columns=options.get("take") == "columns",
+            limit=options.get("events", 1_000_000),
+        )
+        began = time.monotonic()
+        try:
+            got = self.generate(seed, count, tokens, options.get("aborts", 0))
+            crash = ""
+        except Exception as error:
+            got, crash = [[]] * count, repr(error)
+        self.injector.stop()
+        if not crash and hook is not None:  # a step of nothing, so that the hook sees what came back
+            self.generate(seed, 1, 8)
+        after = self.books(hook)
+        wrong = sum(mine != theirs for mine, theirs in zip(expected, got, strict=True))
+        return {
+            **options,
+            "events": self.injector.events,
+            "steps": self.injector.step,
+            "wrong": wrong,
+            "seconds": round(time.monotonic() - began, 1),
+            "crash": crash,
+            "leak": leaks(scheduler),
+            **{name: after[name] - before[name] for name in after},
+        }
+
+    def books(self, hook: Any) -> dict[str, int]:
+        if hook is None or self.node._book is None:
+            return {}
+        book = self.node.book()
+        return {
+            name: book[name] for name in ("lost_blocks", "hit_requests", "lost_tokens", "dropped_tokens", "failures")
+        }
+
+
+def leaks(scheduler: Any) -> str:
+    """Nothing runs: every block but the null block is free, once, and the cache names no block that is not there."""
+    pool = scheduler.kv_cache_manager.block_pool
+    if scheduler.requests:
+        return "requests are left"
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    if sorted(free) != list(range(1, pool.num_gpu_blocks)) or pool.get_num_free_blocks() != len(free):
+        return f"{len(free)} of {pool.num_gpu_blocks - 1} blocks are free"
+    if any(block.ref_cnt for block in pool.blocks if not block.is_null):
+        return "a free block has users"
+    return ""
+
+
+def trials(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from plan["trials"]
+
+
+def main() -> None:
+    model, folder, plan = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    campaign = Campaign(model, folder, plan)
+    campaign.generate(0, 2, 4)  # the hook attaches at the first step
+    hook = campaign.core.scheduler.__dict__.get("_valve")
+    handling = plan.get("handling", "full")
+    if handling == "stock":  # the plugin's own free queue off, everything else on
+        queue = hook.engine.pool.free_block_queue
+        from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+
+        hook.engine.pool.free_block_queue = FreeKVCacheBlockQueue(
+            sorted(queue.get_all_free_blocks(), key=lambda block: block.block_id)
+        )
+    elif handling in ABLATIONS:
+        ABLATIONS[handling](hook)
+    for options in trials(plan):
+        print(
+            json.dumps({"handling": handling, "async": bool(plan.get("async")), **campaign.trial(options)}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
