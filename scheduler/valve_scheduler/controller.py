@@ -121,7 +121,7 @@ class Controller:
     # Retries
 
     async def requeue(self) -> None:
-        """Bump the capacity epoch of nodes that became good enough for a refused pod; now and then of those that are."""
+        """Bump the capacity epoch of nodes that became good enough for a refused pod; now and then of ones that are."""
         now_s = self._now_s()
         if now_s >= self._afresh_at_s:  # what the extender had assumed and let go again changed nothing that we see
             self._pending, self._afresh_at_s = Pending(), now_s + self._settings.afresh_every_s
