@@ -70,6 +70,9 @@ class Commands:
     def launch_spin(self, us):
         self.cuda.launch(self.cuda.kernel("emu_spin"), us)
 
+    def launch_touch(self, address, size):
+        self.cuda.launch(self.cuda.kernel("emu_touch"), address, size, PAGE)
+
     def synchronize(self):
         return self.cuda.call("cuCtxSynchronize")
 
