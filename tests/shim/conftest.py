@@ -183,3 +183,4 @@ def kv_world(emulated_gpus, tmp_path_factory) -> Iterator[Callable[..., KvWorld]
     yield build
     for each in made:
         each.close()
+    emulated_gpus.wait(lambda state: not (state.used_bytes(0) or state.used_bytes(1)), "nothing is left behind")

@@ -73,6 +73,15 @@ class Commands:
     def launch_touch(self, address, size):
         self.cuda.launch(self.cuda.kernel("emu_touch"), address, size, PAGE)
 
+    def begin_capture(self):
+        """In the mode that forbids most to other threads."""
+        stream = self.cuda.stream()
+        self.cuda.cuStreamBeginCapture_v2(stream, 0)
+        return stream
+
+    def end_capture(self, stream):
+        return self.cuda.call("cuStreamEndCapture", stream, byref(c_void_p()))
+
     def synchronize(self):
         return self.cuda.call("cuCtxSynchronize")
 
