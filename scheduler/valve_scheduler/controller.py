@@ -37,7 +37,7 @@ from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store
 from valve_scheduler.requeue import Pending, newly_feasible
 from valve_scheduler.state import ClusterState
 from valve_scheduler.views import labels_view, nodes_view, pods_view, policies_view, profiles_view, workloads_view
-from valve_scheduler.workloads import new_workload, owner_of, status_of, workload_name
+from valve_scheduler.workloads import event, new_workload, owner_of, status_of, workload_name
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +111,14 @@ class Controller:
             labels_view(client, self.labels),
             self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
         ]
+        self._accounts_view = self.views[-1]
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
         self._afresh_at_s = 0.0
 
     def missing(self) -> list[str]:
-        return [view.path for view in self.views if not view.synced]
+        """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
+        return [view.path for view in self.views if not view.synced and view is not self._accounts_view]
 
     # Retries
 
@@ -166,6 +168,8 @@ class Controller:
 
     async def account(self) -> None:
         """Add what the nodes counted since the last look to the account of each namespace."""
+        if not self._accounts_view.synced:
+            return
         known = {pod["metadata"]["uid"]: self._worth(pod) for pod in self.pods.items.values()}
         entries = entries_of(self.nodes.items.values(), known)
         for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
@@ -304,8 +308,19 @@ class Controller:
             return False
         metrics.evictions.labels("evicted").inc()
         log.info("evicted", extra=found)
+        await self._tell(pod, track)
 
         return True
+
+    async def _tell(self, pod: Json, track: Track) -> None:
+        """One event on the pod, where its owner looks first."""
+        sample = track.sample
+        note = f"reached {track.achieved or 0.0:.2f} of standalone on {sample.node}, promised {sample.sla:.2f}; moved"
+        path = f"/apis/events.k8s.io/v1/namespaces/{pod['metadata']['namespace']}/events"
+        try:
+            await self._client.request("POST", path, body=event(pod, "SLAMissed", note, self._now_s()))
+        except (ApiError, Unreachable) as error:
+            log.warning("event refused", extra={"error": str(error)})
 
     async def _write_workloads(self, running: list[Json], owners: dict[str, Owner], now_s: float) -> None:
         tracks: defaultdict[str, list[Track]] = defaultdict(list)

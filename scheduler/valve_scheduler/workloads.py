@@ -45,6 +45,27 @@ def new_workload(pod: Object, sla: float) -> dict[str, Any]:
     }
 
 
+def event(pod: Object, reason: str, note: str, now_s: float) -> dict[str, Any]:
+    """What happened to a pod and why, as `kubectl describe pod` shows it."""
+    metadata = pod["metadata"]
+    at = datetime.fromtimestamp(now_s, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    regarding = {"apiVersion": "v1", "kind": "Pod"} | {key: metadata[key] for key in ("namespace", "name", "uid")}
+
+    return {
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{metadata['name'][:200]}.", "namespace": metadata["namespace"]},
+        "eventTime": at,
+        "reportingController": f"{names.DOMAIN}/controller",
+        "reportingInstance": "valve-controller",
+        "action": "Evict",
+        "type": "Normal",
+        "reason": reason,
+        "note": note,
+        "regarding": regarding,
+    }
+
+
 def owner_of(workload: Object) -> Owner:
     status = workload.get("status") or {}
     return Owner(

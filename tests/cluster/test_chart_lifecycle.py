@@ -1,11 +1,14 @@
 """The chart through its life with real helm: install, upgrade, rollback, drain, uninstall."""
 
 import base64
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 from cluster_helm import CHART, Helm
 from cluster_pods import PODS
 from valve_scheduler import names
@@ -78,6 +81,47 @@ def test_an_upgrade_and_a_rollback_keep_the_published_authority(control_plane: C
 
     assert [hook["clientConfig"]["caBundle"] for hook in (*upgraded, *rolled_back)] == [bundle] * 4
     assert [len(hook["matchConditions"]) for hook in (upgraded[1], rolled_back[1])] == [1, 2]
+
+
+def former(folder: Path) -> Path:
+    """The chart as a release before this one had it: one CRD and some fields fewer."""
+    chart = folder / "former"
+    shutil.copytree(CHART, chart)
+    (chart / "files/crds/harvestaccounts.yaml").unlink()
+    file = chart / "files/crds/gpuharvestnodes.yaml"
+    crd = yaml.safe_load(file.read_text())
+    properties = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    del properties["spec"]["properties"]["resolved"], properties["status"]["properties"]["services"]
+    file.write_text(yaml.safe_dump(crd))
+
+    return chart
+
+
+def test_an_upgrade_from_a_former_release_and_the_rollback_keep_nodes_profiles_and_running_pods(
+    control_plane: ControlPlane, release: Helm, tmp_path: Path
+) -> None:
+    api, flags = control_plane.api, ("--namespace=valve-system", "--no-hooks")
+    release.run("upgrade", "valve", str(former(tmp_path)), *flags)
+    before = release.revision()
+    report = {"phase": "Harvesting", "services": [{"podUID": "u", "namespace": "web", "lentSeconds": 1}]}
+    api.post(f"{names.API_PATH}/gpuharvestnodes", harvest_node())
+    pods = api.get(PODS)["items"]
+
+    release.run("upgrade", "valve", str(CHART), *flags)
+    api.patch(f"{names.API_PATH}/gpuharvestnodes/n", {"spec": {"resolved": {"reclaimsPerHour": 3}}})
+    api.patch(f"{names.API_PATH}/gpuharvestnodes/n/status", {"status": report})
+    upgraded = api.get(f"{names.API_PATH}/gpuharvestnodes/n")
+    release.run("rollback", "valve", str(before), *flags)
+    api.patch(f"{names.API_PATH}/gpuharvestnodes/n/status", {"status": {"phase": "Observing"}})
+    rolled_back = api.get(f"{names.API_PATH}/gpuharvestnodes/n")
+    api.delete(f"{names.API_PATH}/gpuharvestnodes/n")
+
+    assert upgraded["spec"]["resolved"] == {"reclaimsPerHour": 3}
+    assert upgraded["status"]["services"][0]["lentSeconds"] == 1
+    assert rolled_back["spec"] == {"mode": "harvest"}  # what the older one does not know is gone, the rest is whole
+    assert rolled_back["status"] == {"phase": "Observing"}
+    assert api.get(PODS)["items"] == pods
+    assert any(crd["metadata"]["name"].startswith("harvestaccounts") for crd in api.get(CRDS)["items"])
 
 
 def test_a_drain_removes_the_webhooks_switches_nodes_off_and_names_pods_that_stay(

@@ -32,6 +32,7 @@ ALLOWED = [
     ("valve-controller", "patch valve.gpu/gpuharvestnodes"),
     ("valve-controller", "create valve.gpu/harvestaccounts"),
     ("valve-controller", "create valve.gpu/offlineprofiles"),
+    ("valve-controller", "create events.k8s.io/events"),
 ]
 DENIED = [
     ("valve-daemon", "patch nodes"),
@@ -62,7 +63,7 @@ def user(account: str) -> str:
 
 def may(plane: ControlPlane, account: str, right: str) -> bool:
     verb, _, resource = right.partition(" ")
-    group = names.DOMAIN if resource.startswith(names.DOMAIN) else ""
+    group = next((group for group in (names.DOMAIN, "events.k8s.io") if resource.startswith(group)), "")
     kind, _, subresource = resource.removeprefix(f"{group}/" if group else "").partition("/")
     attributes = {"verb": verb, "group": group, "resource": kind, "subresource": subresource, "namespace": "default"}
     groups = ["system:serviceaccounts", "system:authenticated"]

@@ -1,5 +1,6 @@
 """Real helm against the control plane of the tests."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,11 @@ class Helm:
             return "Valve" in str(refused) or "webhook" in str(refused)
 
         return False
+
+    def revision(self) -> int:
+        """Of the release as it stands."""
+        history = json.loads(self.run("history", "valve", "--namespace=valve-system", "--output=json"))
+        return int(history[-1]["revision"])
 
     def uninstall(self) -> None:
         self.run("uninstall", "valve", "--namespace=valve-system", "--no-hooks", "--wait")

@@ -23,6 +23,8 @@ class World:
         self.calls: list[tuple[str, str, Json]] = []
         self.refusals: dict[str, ApiError] = {}
         self.controller = Controller(self, SETTINGS, lambda: self.now_s)  # type: ignore[arg-type]
+        for view in self.controller.views:
+            view._listed.set()
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
             self.controller.views
         )
@@ -96,6 +98,7 @@ def achieved(tokens: float | None, demand_s: float) -> list[Json]:
 
 
 EVICTION = ("POST", "/api/v1/namespaces/default/pods/p1/eviction")
+EVENT = ("POST", "/apis/events.k8s.io/v1/namespaces/default/events")
 STATUS = ("PATCH", "/namespaces/default/offlineworkloads/owner-job-1/status")
 CREATE = ("POST", "/namespaces/default/offlineworkloads")
 
@@ -116,9 +119,11 @@ def missed() -> World:
 def test_a_pod_that_misses_is_evicted_with_its_uid_and_the_owner_remembers() -> None:
     world = missed()
 
-    assert world.round() == [EVICTION, STATUS]
+    assert world.round() == [EVICTION, EVENT, STATUS]
 
-    eviction, status = world.calls[0][2], world.calls[1][2]["status"]
+    eviction, event, status = world.calls[0][2], world.calls[1][2], world.calls[2][2]["status"]
+    assert event["note"] == "reached 0.10 of standalone on n1, promised 0.30; moved"
+    assert (event["regarding"]["uid"], event["reason"]) == ("uid-p1", "SLAMissed")
     assert eviction["deleteOptions"] == {"preconditions": {"uid": "uid-p1"}}
     assert [entry["node"] for entry in status["avoidNodes"]] == ["n1"]
     assert (status["evictions"], status["achieved"]) == (1, 0.1)
@@ -137,7 +142,7 @@ def test_a_status_that_did_not_change_is_not_written_again() -> None:
     world = missed()
     world.round()
     (key, workload), *_ = world.controller.workloads.items.items()
-    workload["status"] = {k: v for k, v in world.calls[1][2]["status"].items() if v is not None}
+    workload["status"] = {k: v for k, v in world.calls[-1][2]["status"].items() if v is not None}
     world.controller.workloads.items[key] = workload
 
     assert world.round() == []
@@ -274,6 +279,17 @@ def test_accounts_are_charged_with_what_nodes_count() -> None:
     assert written[0] == "/namespaces/default/harvestaccounts/usage/status"
     assert written[1]["status"]["offline"] == {"harvestSeconds": 60.0, "usefulTokens": 30_000.0, "savedSeconds": 30.0}
     assert written[1]["metadata"]["resourceVersion"] == "1"
+
+
+def test_without_the_accounts_api_everything_else_goes_on() -> None:
+    """After a rollback of the CRDs under a newer controller."""
+    world = World()
+    world.pods.sink.put(running())
+    world.report(offline=[{"podUID": "uid-p1", "harvestSeconds": 60.0}])
+    world.accounts._listed.clear()
+
+    assert world.controller.missing() == []
+    assert world.account() == []
 
 
 def test_an_account_that_did_not_grow_is_not_written_again() -> None:
