@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -21,6 +22,7 @@ from valve_scheduler.errors import SchedulerError
 from valve_scheduler.explain import Explanation, explain
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import Json, KubeClient
+from valve_scheduler.measuring import PATTERN, measure, profile_of
 from valve_scheduler.overview import Row, fleet_row, fleet_text, node_row, pod_rows, usage_row, workload_row
 from valve_scheduler.pause import pause, resume
 from valve_scheduler.placement import PlacementSettings
@@ -32,7 +34,9 @@ _NODES = f"{names.API_PATH}/gpuharvestnodes"
 
 
 def main(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    own, command = _split(argv)
+    options = _parser().parse_args(own)
+    options.workload = command
     try:
         shown = asyncio.run(_show(options))
     except SchedulerError as error:
@@ -46,7 +50,15 @@ def main(argv: list[str]) -> int:
     return FAILED if options.command == "coverage" and shown["losing"] else OK
 
 
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and the command after --, whose options are not for us."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
 async def _show(options: argparse.Namespace) -> Json:
+    if options.command == "measure" and not options.store:
+        return await _measure(None, options)
     with contextlib.closing(KubeClient(find(dict(os.environ), options.kubeconfig))) as client:
         return await _SHOW[options.command](client, options)
 
@@ -81,6 +93,16 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="file", type=Path, required=True, metavar="FILE", help="an OfflineProfile, YAML"
     )
     profile.add_argument("--namespace", default="", help="default: the one in the file, else default")
+    runs = add("measure", "NAME --limits ... -- COMMAND: run a workload at several memory limits and print its profile")
+    runs.add_argument("name", metavar="NAME", help="of the OfflineProfile")
+    runs.add_argument(
+        "--limits", required=True, metavar="MIB,MIB,...", help="of GPU memory; the largest is the whole card"
+    )
+    runs.add_argument("--namespace", default="default")
+    runs.add_argument("--gpu-model", default="", help="as nodes report it, such as H100; empty: any")
+    runs.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
+    runs.add_argument("--pattern", default=PATTERN, help="finds tokens per second in what the command prints")
+    runs.add_argument("--store", action="store_true", help="into the cluster, Ready; else it is only printed")
 
     return parser
 
@@ -183,6 +205,25 @@ async def _profile(client: KubeClient, options: argparse.Namespace) -> Json:
     return stored
 
 
+async def _measure(client: KubeClient | None, options: argparse.Namespace) -> Json:
+    try:
+        limits = [float(text) for text in options.limits.split(",")]
+    except ValueError as error:
+        raise SchedulerError(f"--limits is {options.limits!r}, must be MiB separated by commas") from error
+    if not options.workload:
+        raise SchedulerError("no command: valve cluster measure NAME --limits 20000,40000 -- COMMAND {mib}")
+    runs = await measure(options.workload, limits, options.pattern)
+    workload = {"model": options.name, "gpuModel": options.gpu_model, "tensorParallel": options.tensor_parallel}
+    profile = profile_of(options.name, options.namespace, runs, workload)
+    if client is not None:
+        status = {"phase": "Ready", "source": "Measured", "samples": len(profile["spec"]["curve"])}
+        await profiling.store(client, profile["metadata"], profile["spec"], status)
+    if not options.json:
+        print(yaml.safe_dump(profile, sort_keys=False), end="")
+
+    return profile
+
+
 async def _cluster(client: KubeClient) -> ClusterState:
     """The extender's state, from one list of each kind."""
     state = ClusterState(PlacementSettings())
@@ -246,4 +287,5 @@ _SHOW: dict[str, Callable[[KubeClient, argparse.Namespace], Awaitable[Json]]] = 
     "usage": _usage,
     "coverage": _coverage,
     "profile": _profile,
+    "measure": _measure,
 }
