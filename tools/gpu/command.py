@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from valve_tools.gpu import catalog, report
+from valve_tools.gpu import catalog, replay, report
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.machine import EmulatedMachine, Machine, RealMachine
 from valve_tools.gpu.outcome import Verdict
@@ -22,7 +22,7 @@ def names(text: str) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    more = "valve gpu-lab report writes docs/results/hardware.md"
+    more = "valve gpu-lab report: write docs/results/hardware.md; valve gpu-lab replay TRACE: compare the emulated GPU"
     parser = argparse.ArgumentParser(prog="valve gpu-lab", description=__doc__, epilog=more)
     parser.add_argument("--list", action="store_true", help="name every experiment and what its answer decides")
     parser.add_argument("--dry-run", action="store_true", help="on the emulated GPU: a rehearsal, no measurement")
@@ -76,6 +76,8 @@ def write_report(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["report"]:
         return write_report(argv[1:])
+    if argv[:1] == ["replay"]:
+        return replay.main(argv[1:])
     options = parse(argv)
     if options.list:
         show_list()

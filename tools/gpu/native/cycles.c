@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_CYCLES = 2000, RESUME_MS = 3000, HOLD_MS = 5000, REFUSALS = 3, SILENCES = 5 };
+enum { MAX_CYCLES = 2000, RESUME_MS = 3000, HOLD_MS = 5000, REFUSALS = 3, SILENCES = 5, PATIENT_PAUSES = 8 };
 enum outcome { DONE, WORKLOAD_ENDED, NO_GUARD, STUCK };
 #define NO_TIME INT64_MIN /* a real one may be negative: the last beat came before the call */
 
@@ -270,6 +270,10 @@ void cycles(const char *rest)
 	       &plan.gap_hi, &plan.limit_s);
 	plan.select = select_of(word);
 	plan.n = plan.n < MAX_CYCLES ? plan.n : MAX_CYCLES;
+	if (probe.is_patient) { /* a descheduled emulator must not look like a stopped GPU */
+		plan.pause_lo *= PATIENT_PAUSES;
+		plan.pause_hi *= PATIENT_PAUSES;
+	}
 	atomic_store(&is_watching, probe.beat != NULL);
 	if (probe.beat && pthread_create(&thread, NULL, observe, NULL)) {
 		printf("{\"error\": \"no thread\"}\n");

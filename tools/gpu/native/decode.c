@@ -201,8 +201,7 @@ static void add_rm(struct line *l, const struct call *call, const struct seen *s
 	if (!arg)
 		return;
 	add_hex(l, "arg", seen->arg, size < sizeof(seen->arg) ? size : (uint32_t)sizeof(seen->arg));
-	if (size <= sizeof(seen->arg))
-		add_hex(l, "arg_out", arg, size);
+	add_hex(l, "arg_out", arg, size < sizeof(seen->arg) ? size : (uint32_t)sizeof(seen->arg));
 	const void *params = params_of(nr, size, seen->arg, &bytes);
 	if (nr == NV_ESC_RM_ALLOC)
 		add(l,
