@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cluster_helm import Helm
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
-from valve_tools.cluster.fleet import create_nodes, delete_nodes, delete_pods, install_crds
+from valve_tools.cluster.fleet import Heartbeat, create_nodes, delete_nodes, delete_pods, install_crds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,10 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 def nodes(control_plane: ControlPlane) -> Iterator[int]:
     """How many nodes of eight GPUs there are."""
     create_nodes(control_plane.api, 40)
+    heartbeat = Heartbeat(control_plane.api, 40)
+    heartbeat.start()
     yield 40
+    heartbeat.stop()
     delete_nodes(control_plane.api)
 
 

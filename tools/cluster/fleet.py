@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import threading
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +14,7 @@ import numpy as np
 import yaml
 from valve_scheduler import names
 from valve_scheduler.model import MAX_GPUS, free_histogram, pair_alignment
-from valve_tools.cluster.api import Api, Json
+from valve_tools.cluster.api import Api, Json, Refused
 from valve_tools.cluster.controlplane import wait_for
 
 MEMORY_MIB = 81_559.0  # one H100 as the driver reports it
@@ -97,10 +100,14 @@ def report(index: int, random: np.random.Generator, *, idle: float | None = None
         "gpuModel": "H100",
         "memoryMiB": MEMORY_MIB,
         "harvestableGPUs": MAX_GPUS,
-        "observedAt": datetime.now(timezone.utc).isoformat(),
+        "observedAt": _now(),
         "gpus": gpus,
         "alignment": alignment[np.triu_indices(MAX_GPUS, 1)].round(4).tolist(),
     }
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat()
 
 
 def offline_pod(name: str, *, gpus: int = 1, sla: str = "", profile: str = "", **metadata: Any) -> Json:
@@ -130,6 +137,29 @@ def delete_pods(api: Api, namespace: str = "default") -> None:
     path = f"/api/v1/namespaces/{namespace}/pods"
     api.delete(path, {"gracePeriodSeconds": 0, "propagationPolicy": "Background"})
     wait_for("the pods to go", lambda: not api.get(path)["items"])
+
+
+class Heartbeat(threading.Thread):
+    """Renews the reports of a fleet, as daemons do: after 90 s without one a node takes no offline work."""
+
+    def __init__(self, api: Api, count: int, *, every_s: float = 20.0) -> None:
+        super().__init__(daemon=True)
+        self._api = api
+        self._count = count
+        self._every_s = every_s
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(self._every_s):
+            for index in range(self._count):
+                path = f"{names.API_PATH}/gpuharvestnodes/{node_name(index)}/status"
+                # The API server may be down, or the node gone: a daemon tries again, too.
+                with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+                    self._api.patch(path, {"status": {"observedAt": _now()}})
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
 
 
 def delete_nodes(api: Api) -> None:
