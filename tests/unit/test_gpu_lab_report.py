@@ -1,5 +1,6 @@
 """The results page says what was measured on a card, and nothing else."""
 
+import re
 from pathlib import Path
 
 from valve_tools.gpu import catalog, report
@@ -83,3 +84,14 @@ def test_the_page_is_written_by_the_command(tmp_path, capsys):
 
     assert target.read_text() == report.page([])
     assert "0 of" in capsys.readouterr().out
+
+
+def test_the_manual_names_every_experiment_and_calls_that_end_in_time():
+    text = (ROOT / "docs" / "hardware.md").read_text()
+    calls = re.findall(r"\| `--batch ([a-z,]+)` \|", text)
+    seconds = {batch.name: batch.seconds for batch in catalog.BATCHES}
+
+    assert sorted(name for call in calls for name in call.split(",")) == sorted(seconds)
+    assert all(sum(seconds[name] for name in call.split(",")) <= catalog.BATCH_LIMIT_S for call in calls)
+    ranges = text.replace("D0-D4b", "D0 D1 D2 D3 D4 D4u D4b").replace("R1-R6", "R1 R2 R3 R4 R5 R6")
+    assert set(catalog.experiments()) <= set(re.findall(r"\b[CDPR]\d+[bu]?\b", ranges))
