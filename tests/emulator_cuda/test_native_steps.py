@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -229,3 +230,21 @@ def test_a_step_without_a_context_or_a_beginning_is_refused(cuda: Cuda) -> None:
 
     assert cuda.call("valve_emu_step_begin", 0) == 201
     assert cuda.call("valve_emu_step_end") == 1
+
+
+HOLE_JOB = """
+from valve_tools.emulator.device import Device
+device = Device()
+memory = device.array(4 << 20)
+device.free(memory)
+with device.step():
+    memory[0] = 1
+"""
+
+
+def test_a_hole_under_a_step_ends_the_process_and_is_told(emulator: Emulator) -> None:
+    job = subprocess.run([sys.executable, "-c", HOLE_JOB], env=child_env(emulator.directory), check=False)
+
+    assert job.returncode == -signal.SIGSEGV
+    assert emulator.state().raw["mmu_faults"] == 1
+    assert "ACCESS_TYPE_VIRT_WRITE" in emulator.kernel_log()

@@ -338,6 +338,8 @@ def test_the_time_in_driver_calls_is_published_by_kind(cuda: Cuda) -> None:
     assert model_us == {"create": 50 * 193, "map": 50 * 1.5, "access": 50 * 36, "unmap": 50 * 26}
     assert inside_ns([page], begin, end) == sum(spent[kind].wall_ns for kind in counts)
     assert inside_ns([page], begin, end) >= 50 * (193 + 1.5 + 36 + 26) * 1000
+    assert inside_ns([page], begin, end, lambda call: call.kind == "access") == spent["access"].wall_ns
+    assert {call.thread for call in page.intervals(begin)} == {threading.get_native_id()}
     assert spent["map ioctl"].count == 0  # those inside cuMemSetAccess are part of it
 
 

@@ -155,7 +155,7 @@ struct emu_spent {
 };
 struct emu_interval {
 	uint64_t begin_ns, end_ns; /* CLOCK_MONOTONIC; end_ns 0: being written */
-	uint64_t cost;
+	uint32_t cost, thread;
 };
 struct emu_setting {
 	char name[24];

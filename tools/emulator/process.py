@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ _MAGIC = 0x434F525055444D45
 _HEAD = struct.Struct("<QII")
 _SETTING = struct.Struct("<24sQ")
 _SPENT = struct.Struct("<24sQQQ")
-_INTERVAL = struct.Struct("<QQQ")
+_INTERVAL = struct.Struct("<QQII")
 _SETTINGS, _SPENTS, _INTERVALS = 16, 32, 16384
 _SPENT_AT = _HEAD.size + _SETTINGS * _SETTING.size
 _COUNT_AT = _SPENT_AT + _SPENTS * _SPENT.size
@@ -36,11 +36,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """One call, as CLOCK_MONOTONIC saw it."""
+    """One call of a thread, as CLOCK_MONOTONIC saw it."""
 
     begin_ns: int
     end_ns: int
     kind: str
+    thread: int
 
 
 def union_ns(intervals: Iterable[tuple[int, int]], begin_ns: int, end_ns: int) -> int:
@@ -75,8 +76,9 @@ class ProcessPage:
         """By kind of call: `create`, `map`, `access`, `unmap`, ... and `... ioctl` for what was asked without CUDA."""
         return dict(self._spent())
 
-    def intervals(self) -> list[Interval]:
-        """The last calls, at most 16,384, in the order in which they ended."""
+    def intervals(self, since_ns: int = 0) -> list[Interval]:
+        """The calls that ended after some moment, in the order in which they ended. Only the last 16,384 are kept: when
+        some of those asked for are gone, that is an error."""
         kinds = [name for name, _ in self._spent()]
         (count,) = struct.unpack_from("<Q", self._page, _COUNT_AT)
         first = max(0, count - _INTERVALS)
@@ -84,7 +86,16 @@ class ProcessPage:
             _INTERVAL.unpack_from(self._page, _INTERVALS_AT + i % _INTERVALS * _INTERVAL.size)
             for i in range(first, count)
         )
-        return [Interval(begin_ns=begin, end_ns=end, kind=kinds[kind]) for begin, end, kind in rows if end]
+        calls = [
+            Interval(begin_ns=begin, end_ns=end, kind=kinds[kind], thread=thread)
+            for begin, end, kind, thread in rows
+            if end
+        ]
+        if first and since_ns and calls[0].end_ns > since_ns:
+            raise LookupError(
+                f"process {self.pid} made more than {_INTERVALS} calls since then: ask for less at a time"
+            )
+        return [call for call in calls if call.end_ns > since_ns]
 
     def settings(self) -> dict[str, int]:
         rows = (_SETTING.unpack_from(self._page, _HEAD.size + i * _SETTING.size) for i in range(_SETTINGS))
@@ -99,7 +110,14 @@ class ProcessPage:
             struct.pack_into("<Q", self._page, _HEAD.size + names.index(name) * _SETTING.size + 24, value)
 
 
-def inside_ns(pages: Sequence[ProcessPage], begin_ns: int, end_ns: int) -> int:
-    """How much of a stretch at least one of the processes stood in the driver."""
-    calls = (call for page in pages for call in page.intervals())
-    return union_ns(((call.begin_ns, call.end_ns) for call in calls), begin_ns, end_ns)
+def inside_ns(
+    pages: Sequence[ProcessPage],
+    begin_ns: int,
+    end_ns: int,
+    counts: Callable[[Interval], bool] = lambda call: True,
+) -> int:
+    """How much of a stretch at least one of the processes stood in a driver call that counts. Leave out what only waits
+    elsewhere, e.g. an engine's thread that is blocked for its gated work: `lambda call: call.kind != "wait"`, or by
+    `call.thread`."""
+    calls = (call for page in pages for call in page.intervals(begin_ns))
+    return union_ns(((call.begin_ns, call.end_ns) for call in calls if counts(call)), begin_ns, end_ns)

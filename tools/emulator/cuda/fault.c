@@ -5,6 +5,7 @@
  * later, lets them go on.
  */
 #include "fault.h"
+#include "memory.h"
 
 #include <fcntl.h>
 #include <setjmp.h>
@@ -33,11 +34,11 @@ static bool is_write(const void *where)
 }
 
 /* The kernel log of the node gets its line; nothing is opened. */
-static void report(const struct channel *channel)
+static void report(uint32_t cid)
 {
 	char path[96];
 
-	snprintf(path, sizeof(path), "/dev/nvidia-emu-fault/%u/%u/%llx", channel->cid, met.is_write,
+	snprintf(path, sizeof(path), "/dev/nvidia-emu-fault/%u/%u/%llx", cid, met.is_write,
 	         (unsigned long long)met.address);
 	if (open(path, O_RDONLY | O_CLOEXEC) >= 0)
 		abort();
@@ -47,11 +48,13 @@ static void on_fault(int number, siginfo_t *info, void *where)
 {
 	struct sigaction *before = number == SIGBUS ? &before_bus : &before_segv;
 
-	if (landing) {
-		met.address = (uintptr_t)info->si_addr;
-		met.is_write = is_write(where);
+	met.address = (uintptr_t)info->si_addr;
+	met.is_write = is_write(where);
+	if (landing)
 		siglongjmp(*landing, 1);
-	}
+	if (emu.contexts && met.address - ARENA_BASE < ARENA_BYTES)
+		report(emu.contexts->compute[0]
+		               .cid); /* a native step, which nobody can unwind: the process dies */
 	if (before->sa_flags & SA_SIGINFO) {
 		before->sa_sigaction(number, info, where);
 	} else if (before->sa_handler != SIG_DFL && before->sa_handler != SIG_IGN) {
@@ -100,6 +103,6 @@ CUresult fault_guard(struct work *work, struct channel *channel)
 		return result;
 	}
 	landing = NULL;
-	report(channel);
+	report(channel->cid);
 	return result;
 }

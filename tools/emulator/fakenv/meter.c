@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,7 +19,7 @@ static struct emu_process *page;
 static pid_t page_of; /* a forked child gets a page of its own */
 
 static __thread struct {
-	uint32_t depth;
+	uint32_t depth, thread;
 	enum emu_cost cost;
 	uint64_t begin_ns, model_ns;
 } call;
@@ -85,6 +86,8 @@ EXPORT void emu_meter_begin(enum emu_cost cost)
 {
 	if (call.depth++)
 		return;
+	if (!call.thread)
+		call.thread = (uint32_t)syscall(SYS_gettid);
 	call.cost = cost;
 	call.model_ns = 0;
 	call.begin_ns = now_ns();
@@ -115,6 +118,7 @@ EXPORT void emu_meter_end(void)
 	interval = &p->interval[__atomic_fetch_add(&p->intervals, 1, __ATOMIC_RELAXED) % EMU_INTERVALS];
 	__atomic_store_n(&interval->end_ns, 0, __ATOMIC_RELEASE);
 	interval->begin_ns = call.begin_ns;
-	interval->cost = (uint64_t)call.cost;
+	interval->cost = (uint32_t)call.cost;
+	interval->thread = call.thread;
 	__atomic_store_n(&interval->end_ns, end_ns, __ATOMIC_RELEASE);
 }
