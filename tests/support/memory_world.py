@@ -335,6 +335,9 @@ class KvWorld(World):
         self.shims, self.hooks = [], []
 
     def shim(self, role, *, gpus=(0,), name=None, pid=None):
+        pid = pid or 5000 + len(self.shims)  # never again
+        if pid not in self.processes.table:
+            self.processes.add(pid)
         make = self.online if role == "online" else self.offline
         client = make(name=name or role, gpus=gpus, pid=pid)
         shim = Shim(self, self.card, client)
@@ -361,6 +364,10 @@ class KvWorld(World):
 
     def check(self):
         super().check()
+        self.check_memory()
+
+    def check_memory(self):
+        self.kv.check_integrity()
         for hook in self.hooks:
             engine = self.kv.memory.engines.get(hook.shim.entry.service)
             if engine is None or engine.hook != hook.client or not engine.is_complete:

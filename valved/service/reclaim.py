@@ -320,7 +320,7 @@ class Mover:
                 batch, self._needs = self._needs, []
                 try:
                     await self._serve_batch(batch)
-                except BaseException:
+                except Exception:
                     self._open()  # whatever went wrong, no GPU stays stopped for it
                     raise
         finally:
@@ -352,10 +352,19 @@ class Mover:
         if not self.is_allowed:
             return []
         engines = self._memory.engines_with(Role.OFFLINE)
-        return [engine for engine in engines if engine.can_lose and not engine.gpus.isdisjoint(missing)]
+        return [
+            engine
+            for engine in engines
+            if engine.can_lose and not engine.gpus.isdisjoint(missing) and engine.takeable().any()
+        ]
+
+    def takeable(self, gpu: GpuIndex) -> int:
+        """Handles of this GPU that offline engines could lose."""
+        losers = self._losers({gpu: 1})
+        return sum(int(engine.handles_of(gpu)[engine.takeable()].sum()) for engine in losers)
 
     def _why_nobody(self) -> str:
-        return "no attached offline engine can lose memory there" if self.is_allowed else "harvesting is braked"
+        return "no attached offline engine can lose anything there" if self.is_allowed else "harvesting is braked"
 
     async def _gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))

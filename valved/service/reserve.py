@@ -142,8 +142,7 @@ class Reserve:
     def _hope(self, entry: ClientEntry, gpu: GpuIndex) -> int:
         hope = self._memory.pool.mapped(gpu, (entry.id,)) + self._mover.affordable(gpu)
         if entry.role is Role.ONLINE:
-            losers = (engine for engine in self._memory.engines_with(Role.OFFLINE) if engine.can_lose)
-            hope += sum(int(one.handles_of(gpu)[one.takeable()].sum()) for one in losers if gpu in one.gpus)
+            hope += self._mover.takeable(gpu)
         return max(1, hope)
 
     # Online
@@ -199,12 +198,20 @@ class Reserve:
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
         bare = np.flatnonzero(~engine.backed_columns() & ~engine.going)
         return OnlineMemory(
-            used_handles=used,
+            used_handles=max(used, min(wanted, mapped)),  # what waits for the engine's next step is as good as used
             mapped_handles=mapped,
             unmet_handles=max(0, wanted - mapped),
             free_handles=self._mover.fitting(engine, bare),
-            pool_handles=engine.columns,
+            pool_handles=min(engine.columns, mapped + self._obtainable(engine)),
         )
+
+    def _obtainable(self, engine: Engine) -> int:
+        """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""
+        found = engine.columns
+        for gpu in engine.gpus:
+            most = max(1, int(engine.handles_of(gpu).max(initial=1)))
+            found = min(found, (self._mover.affordable(gpu) + self._mover.takeable(gpu)) // most)
+        return found
 
     def _grow(self, engine: Engine, online: Online, columns: int) -> None:
         bare = np.flatnonzero(~engine.backed_columns() & ~engine.going)[:columns]
