@@ -44,7 +44,7 @@ from valved.service.brake import Brake
 from valved.service.gate import GateService, GateSettings
 from valved.service.handover import Handover
 from valved.service.journal import Journal
-from valved.service.kv import Kv, put_together
+from valved.service.kv import Kv, put_together, tell_others
 from valved.service.ladder import Ladder
 from valved.service.link_server import LinkServer
 from valved.service.node import Node
@@ -116,8 +116,6 @@ def build(
         register.leave,
     )
     brake = Brake(gate, keeper, register, ladder, journal, run_dir / paths.PAUSE_FILE)
-    if kv is not None:
-        brake.allow_reclaim = kv.mover.allow
     handover = Handover(
         run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
     )
@@ -137,6 +135,8 @@ def build(
         driver=_driver(gate.driver_version()),
     )
     node = Node(keeper, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
+    if kv is not None:
+        tell_others(kv, reporter, node, handover, brake, config)
     link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s)
     return Daemon(
         loop=loop,

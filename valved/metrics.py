@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from valved.model.ids import Mode, Role
-from valved.model.states import GpuState, NodeState, ServiceState
+from valved.model.states import EngineState, GpuState, HistogramState, MemoryState, NodeState, ServiceState
 
 REQUEST_BYTES = 8192
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,6 +37,8 @@ class NodeCollector(Collector):
         yield from _online([service for service in status.services if service.role is Role.ONLINE])
         yield from _offline([service for service in status.services if service.role is Role.OFFLINE])
         yield from _counts(status)
+        if status.memory.managed:
+            yield from _memory(status.memory)
 
 
 def _gauge(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
@@ -100,14 +102,14 @@ def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
         labels=labels,
     )
     for key, gpu in rows.items():
-        latency.add_metric(list(key), _buckets(gpu), gpu.preempt_latency.sum_us / 1e6)
+        latency.add_metric(list(key), _buckets(gpu.preempt_latency), gpu.preempt_latency.sum_us / 1e6)
     yield latency
 
 
-def _buckets(gpu: GpuState) -> list[tuple[str, float]]:
+def _buckets(histogram: HistogramState) -> list[tuple[str, float]]:
     total, buckets = 0, []
-    bounds = [*(str(bound / 1e6) for bound in gpu.preempt_latency.bound_us), "+Inf"]
-    for bound, count in zip(bounds, gpu.preempt_latency.count, strict=True):
+    bounds = [*(str(bound / 1e6) for bound in histogram.bound_us), "+Inf"]
+    for bound, count in zip(bounds, histogram.count, strict=True):
         total += count
         buckets.append((bound, float(total)))
     return buckets
@@ -169,6 +171,51 @@ def _offline(services: Sequence[ServiceState]) -> Iterator[Metric]:
         {key: service.useful_tokens for key, service in rows.items()},
         ["service", "name"],
     )
+
+
+def _memory(memory: MemoryState) -> Iterator[Metric]:
+    size = memory.handle_bytes
+    parts = ("free", "moving", "orphaned", "online", "offline")
+    pool: dict[tuple[str, ...], float] = {
+        (str(gpu.index), part): getattr(gpu, part) * size for gpu in memory.gpus for part in parts
+    }
+    yield _gauge("valve_kv_pool_bytes", "KV memory of the GPU by who has it", pool, ["gpu", "holder"])
+    yield from _engines(memory)
+    yield _gauge("valve_kv_reclaim_target", "Reclaims an hour that the operator accepts", {(): memory.target_per_hour})
+    totals = {
+        "valve_kv_reclaims": ("Reclaims from offline work", memory.reclaims),
+        "valve_kv_reclaims_short": ("Reclaims that gave less than was missing", memory.reclaims_short),
+        "valve_kv_reclaimed_bytes": ("KV memory taken from offline work", memory.reclaimed_bytes),
+        "valve_kv_lent_bytes": ("KV memory lent to offline work", memory.lent_bytes),
+        "valve_kv_returned_bytes": ("KV memory that online services gave back", memory.returned_bytes),
+        "valve_kv_late_orders": ("Mapping orders that did not come back in time", memory.late_orders),
+        "valve_kv_lost_tokens": ("Tokens that offline engines computed again for it", memory.lost_tokens),
+    }
+    for name, (text, value) in totals.items():
+        yield _counter(name, text, {(): value})
+    phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Time of a reclaim, by phase", labels=["phase"])
+    for phase in memory.phases:
+        phases.add_metric([phase.name], _buckets(phase.latency), phase.latency.sum_us / 1e6)
+    yield phases
+
+
+def _engines(memory: MemoryState) -> Iterator[Metric]:
+    rows = {(str(engine.service), engine.role.name.lower()): engine for engine in memory.engines}
+    labels = ["service", "role"]
+
+    def each(value: Callable[[EngineState], float]) -> dict[tuple[str, ...], float]:
+        return {key: value(engine) for key, engine in rows.items()}
+
+    gauges: dict[str, tuple[str, Callable[[EngineState], float]]] = {
+        "valve_kv_blocks": ("KV blocks of the engine", lambda e: e.blocks),
+        "valve_kv_backed_blocks": ("Blocks with memory: its capacity now", lambda e: e.backed_blocks),
+        "valve_kv_used_blocks": ("Blocks that it says it uses", lambda e: e.used_blocks),
+        "valve_kv_wanted_blocks": ("Blocks that it would use now", lambda e: e.wanted_blocks),
+        "valve_kv_headroom_bytes": ("Reserve beyond what is used", lambda e: e.headroom_columns * e.column_bytes),
+        "valve_kv_reclaims_per_hour": ("Reclaims in the window on its account", lambda e: e.reclaims_per_hour),
+    }
+    for name, (text, value) in gauges.items():
+        yield _gauge(name, text, each(value), labels)
 
 
 def _counts(status: NodeState) -> Iterator[Metric]:

@@ -9,6 +9,8 @@ import pytest
 from memory_world import KvWorld
 
 from valved.config import Config, MemoryTable
+from valved.errors import NotFound
+from valved.mechanism import state
 from valved.mechanism.kv_link import KvHow, KvMode, KvOp
 from valved.mechanism.link import LinkType
 from valved.model.events import EventKind
@@ -313,3 +315,47 @@ def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):
 
     assert len(online.backed()) >= 32
     world.check()
+
+
+def test_status_and_explain_tell_the_story_of_a_reclaim(world):
+    world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4, wanted=32)
+    world.run(100)
+    number = reclaims(world)[-1].seq
+
+    told = world.node.explain("reclaim", number)
+    memory = world.node.status().memory
+
+    assert "from service 2" in " ".join(told.facts)
+    assert any(event.kind is EventKind.RESERVED for event in told.decisions)
+    [pool] = [gpu for gpu in memory.gpus if gpu.index == 0]
+    assert pool.handles == pool.online + pool.offline + pool.free + pool.moving
+    assert {phase.name: sum(phase.latency.count) for phase in memory.phases}["total"] == memory.reclaims
+    assert memory.reclaimed_bytes == sum(event.detail["bytes"] for event in reclaims(world))
+
+
+def test_an_unknown_reclaim_is_not_found(world):
+    with pytest.raises(NotFound):
+        world.node.explain("reclaim", 99)
+
+
+def test_figures_and_the_reserve_survive_a_restart(world):
+    world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4, wanted=32)
+    world.run(100)
+    world.handover.save()
+    saved, problem = state.load(world.folder / "state.json")
+    assert not problem
+    second = KvWorld(world.folder, config=CONFIG, clock=world.clock, processes=world.processes)
+
+    second.handover.restore(saved, come_back_s=2.0)
+
+    assert second.node.status().memory.reclaims == world.node.status().memory.reclaims > 0
+    service = online.shim.entry.service
+    assert second.kv.reserve.saved[service] == world.kv.reserve.online[service].state

@@ -1,4 +1,4 @@
-"""Whoever dies, hangs or lies at whatever moment of a move of memory: the books add up, and nobody gets another's bytes."""
+"""Whoever dies, hangs or lies at whatever moment of a move: the books add up, and nobody gets another's bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_online_dies_at_any_moment_and_offline_gets_its_memory_back(world, momen
 
 @pytest.mark.parametrize("moment_us", MOMENTS_US)
 def test_a_hook_that_leaves_at_any_moment_is_never_asked_again(world, moment_us):
-    offline, online = under_pressure(world)
+    offline, _ = under_pressure(world)
     world.clock.advance(moment_us * 1000)
 
     world.register.leave(offline.client, "link closed")
@@ -188,7 +188,7 @@ def test_two_gpus_under_pressure_at_once(tmp_path):
 
 
 def test_a_storm_of_needs_is_served_in_few_reclaims(world):
-    offline, online = under_pressure(world)
+    _, online = under_pressure(world)
     for wanted in range(20, 60):
         online.want(used=4, wanted=wanted)
         world.clock.advance(50_000)
@@ -324,7 +324,7 @@ def test_a_layout_that_lies_is_refused_and_its_engine_never_asked(world, tensor)
 
 
 class Node(RuleBasedStateMachine):
-    """Engines come, want, offer, hang, break and die in any order; the card and the books are asked after every step."""
+    """Engines come, want, offer, hang, break and die in any order; card and books are asked after every step."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,10 @@ class Node(RuleBasedStateMachine):
         self.hooks = []
 
     def teardown(self):
-        self.world.run(5000)
+        for _ in range(5):
+            self.world.run(1000)
+            for hook in self.hooks:
+                hook.shim.step()
         self.world.check()
         for hook in self.hooks:
             hook.shim.die()
@@ -347,6 +350,12 @@ class Node(RuleBasedStateMachine):
     @rule(role=st.sampled_from(["online", "offline"]), columns=st.integers(2, 16))
     def come(self, role, columns):
         self.hooks.append(self.world.engine(role, columns=columns, name=f"{role}{len(self.world.shims)}"))
+        self.hooks[-1].book["steps"] = 1
+
+    @precondition(lambda self: self.hooks)
+    @rule(data=st.data())
+    def step(self, data):
+        data.draw(st.sampled_from(self.hooks)).shim.step()
 
     @precondition(lambda self: self.hooks)
     @rule(data=st.data(), used=st.integers(0, 64), wanted=st.integers(0, 64))

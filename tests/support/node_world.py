@@ -19,7 +19,7 @@ from valved.service.brake import Brake
 from valved.service.gate import GateService, GateSettings
 from valved.service.handover import Handover
 from valved.service.journal import Journal
-from valved.service.kv import put_together
+from valved.service.kv import put_together, tell_others
 from valved.service.ladder import Ladder
 from valved.service.node import Node
 from valved.service.register import Register
@@ -144,7 +144,6 @@ class World:
             self.books, self.keeper, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
         )
         self.brake = Brake(self.gate, self.keeper, self.register, self.ladder, self.journal, folder / "pause")
-        self.brake.allow_reclaim = self.kv.mover.allow
         self.handover = Handover(
             folder / "state.json",
             self.gate,
@@ -182,6 +181,7 @@ class World:
             lease_ns=self.config.lease_ns,
             stop=self._stop,
         )
+        tell_others(self.kv, self.reporter, self.node, self.handover, self.brake, self.config)
         self.brake.set_mode(self.config.mode, "test")
         self.connections = {}
         self._seq = 0

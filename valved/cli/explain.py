@@ -1,4 +1,4 @@
-"""`valve explain GPU|PID`: why is it in this state? Facts, then the last decisions with their reasons, newest last."""
+"""`valve explain WHAT`: why is it in this state? Facts, then the last decisions with their reasons, newest last."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from valved.cli.exits import OK, USAGE, CliError
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("explain", help="why a GPU or process is in its state")
-    parser.add_argument("subject", help="gpu0, pid1234 or service3; a bare number is a GPU below 64, else a pid")
+    parser.add_argument(
+        "subject",
+        nargs="+",
+        help="gpu0, pid1234, service3 or reclaim 120 (its event's number); a bare number is a GPU below 64, else a pid",
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=explain)
 
 
 def subject(text: str) -> node_pb2.ExplainRequest:
     """What the word means. A bare number is a GPU where such a GPU can exist, else a process."""
-    match = re.fullmatch(r"(gpu|pid|service)?:?(\d+)", text.lower())
+    match = re.fullmatch(r"(gpu|pid|service|reclaim)?:?(\d+)", text.lower())
     if not match:
-        raise CliError(f"{text}: neither a GPU nor a process", USAGE, "for example: valve explain gpu0")
+        raise CliError(
+            f"{text}: neither a GPU nor a process, a service or a reclaim", USAGE, "for example: valve explain gpu0"
+        )
     kind, number = match[1], int(match[2])
     kind = kind or ("gpu" if number < 64 else "pid")
     return node_pb2.ExplainRequest(**{kind: number})
@@ -35,7 +41,7 @@ def subject(text: str) -> node_pb2.ExplainRequest:
 def explain(options: argparse.Namespace) -> int:
     with node() as connection:
         now = connection.status().monotonic_ns
-        answer = connection.call(connection.stub.Explain, subject(options.subject))
+        answer = connection.call(connection.stub.Explain, subject("".join(options.subject)))
     if options.json:
         print(MessageToJson(answer, preserving_proto_field_name=True))
     else:

@@ -38,7 +38,7 @@ def show(answer: Any) -> None:
 
 
 def render(answer: Any) -> RenderableType:
-    return Group(head(answer), gpus(answer), services(answer), *notes(answer))
+    return Group(head(answer), gpus(answer), services(answer), *memory(answer), *notes(answer))
 
 
 def head(answer: Any) -> Text:
@@ -101,6 +101,44 @@ def services(answer: Any) -> RenderableType:
             ",".join(map(str, service.pids)),
         )
     return table
+
+
+def memory(answer: Any) -> list[RenderableType]:
+    """The pool of each GPU and what each engine has of it; nothing where no engine shares memory."""
+    kv = answer.memory
+    if not any(gpu.handles for gpu in kv.gpus) and not kv.engines:
+        return []
+    size = kv.handle_bytes
+    line = Text(
+        f"KV memory: {kv.remap}, {kv.reclaims} reclaims of {words.gib(kv.reclaimed_bytes)} in all"
+        f" ({kv.reclaims_short} short), target {kv.target_per_hour:g} an hour,"
+        f" {kv.lost_tokens} tokens computed again\n"
+    )
+    pools = plain_table("KV pool", "gpu", "pool", "online", "offline", "free", "moving", "kept for the living")
+    for gpu in kv.gpus:
+        parts = (gpu.handles, gpu.online, gpu.offline, gpu.free, gpu.moving, gpu.orphaned)
+        pools.add_row(str(gpu.index), *(words.gib(part * size) for part in parts))
+    engines = plain_table(
+        "Engines", "service", "engine", "role", "blocks", "used", "wants", "headroom", "per hour", "state"
+    )
+    for engine in kv.engines:
+        online = engine.role == node_pb2.ROLE_ONLINE
+        engines.add_row(
+            str(engine.service),
+            engine.name,
+            words.role(engine.role),
+            f"{engine.backed_blocks} of {engine.blocks}",
+            str(engine.used_blocks),
+            str(engine.wanted_blocks),
+            words.gib(engine.headroom_columns * engine.column_bytes) if online else "-",
+            f"{engine.reclaims_per_hour:g}" if online else "-",
+            engine.state,
+        )
+    totals = next((phase.latency for phase in kv.phases if phase.name == "total"), None)
+    if totals is not None and sum(totals.count):
+        found = [words.at_most(words.quantile_us(totals, q)) for q in (0.5, 0.99)]
+        line.append(f"a reclaim took p50 {found[0]}, p99 {found[1]}\n")
+    return [line, pools, engines]
 
 
 def notes(answer: Any) -> list[Text]:

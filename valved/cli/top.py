@@ -14,7 +14,7 @@ from rich.table import Table
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK
-from valved.cli.status import gpu_state, head, notes, plain_table, services
+from valved.cli.status import gpu_state, head, memory, notes, plain_table, services
 
 WIDTH = 30
 
@@ -59,7 +59,7 @@ def gpus(answer: Any, history: History) -> Table:
 
 
 def render(answer: Any, history: History) -> RenderableType:
-    return Group(head(answer), gpus(answer, history), services(answer), *notes(answer))
+    return Group(head(answer), gpus(answer, history), services(answer), *memory(answer), *notes(answer))
 
 
 def top(options: argparse.Namespace) -> int:

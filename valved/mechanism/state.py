@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from valved.errors import AlreadyRunning
-from valved.model.ids import Mode
+from valved.model.ids import Mode, ServiceId
+from valved.model.memory import ReservationState
 
 VERSION = 1
 STATE_FILE = "state.json"
@@ -71,6 +72,17 @@ class SavedGpu(msgspec.Struct, frozen=True, kw_only=True):
     latency_sum_ns: int
 
 
+class SavedHistogram(msgspec.Struct, frozen=True, kw_only=True):
+    counts: list[int]
+    sum_ns: int
+
+
+class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    counters: dict[str, int] = {}
+    phases: dict[str, SavedHistogram] = {}
+    reservations: dict[ServiceId, ReservationState] = {}  # of online services
+
+
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody set while valved ran: it outlives a restart."""
 
@@ -90,6 +102,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     next_client: int
     next_service: int
     policy: SavedPolicy = SavedPolicy()
+    memory: SavedMemory = SavedMemory()
     frozen: list[tuple[int, int]] = []  # processes stopped by signal: somebody must let them go
 
 

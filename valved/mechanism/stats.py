@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from valved.model.states import HistogramState
+
 # Upper bounds in us. The promise is 1 ms (P1) and 50 us for our own share, so the resolution is around those.
 BOUNDS_US = (5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400, 500, 650, 800, 1000, 1500, 2000, 5000, 10000, 100000)
 
@@ -23,6 +25,9 @@ class Histogram:
     @property
     def total(self) -> int:
         return sum(self.counts)
+
+    def state(self) -> HistogramState:
+        return HistogramState(bound_us=tuple(map(float, BOUNDS_US)), count=tuple(self.counts), sum_us=self.sum_ns / 1e3)
 
 
 @dataclass(slots=True)
@@ -65,6 +70,19 @@ class GpuAccount:
     def set_channels(self, channels: int, at_ns: int) -> None:
         self.advance(at_ns)
         self.channels = channels
+
+
+@dataclass(slots=True)
+class MemoryCounters:
+    """Counts of KV memory that survive restarts."""
+
+    reclaims: int = 0
+    reclaims_short: int = 0  # that gave less than was missing
+    reclaimed_handles: int = 0
+    lent_handles: int = 0
+    returned_handles: int = 0
+    late_orders: int = 0
+    lost_tokens: int = 0  # told by engines that have left
 
 
 @dataclass(slots=True)

@@ -96,6 +96,67 @@ class CountersState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemoryState:
+    """Handles of one GPU's pool."""
+
+    index: int
+    handles: int
+    free: int
+    moving: int
+    orphaned: int
+    online: int
+    offline: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """One attached engine, in its own words where they are claims."""
+
+    service: int
+    name: str
+    role: Role
+    mode: str
+    blocks: int
+    backed_blocks: int
+    used_blocks: int
+    wanted_blocks: int
+    columns: int
+    column_bytes: int
+    headroom_columns: int
+    tau_ns: int
+    reclaims_per_hour: float
+    lost_blocks: int
+    lost_tokens: int
+    hit_requests: int
+    dropped_tokens: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseState:
+    name: str
+    latency: HistogramState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryState:
+    managed: bool = False
+    handle_bytes: int = 0
+    remap: str = ""
+    target_per_hour: float = 0.0
+    gpus: tuple[GpuMemoryState, ...] = ()
+    engines: tuple[EngineState, ...] = ()
+    phases: tuple[PhaseState, ...] = ()
+    reclaims: int = 0
+    reclaims_short: int = 0
+    reclaimed_bytes: int = 0
+    lent_bytes: int = 0
+    returned_bytes: int = 0
+    late_orders: int = 0
+    lost_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
     version: str
     pid: int
@@ -111,6 +172,7 @@ class NodeState:
     counters: CountersState
     lease_ns: int
     run_dir: str
+    memory: MemoryState = MemoryState()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,15 @@ import msgspec
 from valved.mechanism import state as files
 from valved.mechanism.clock import Clock, TimerHandle
 from valved.mechanism.ports import GatePort, ProcessPort
-from valved.mechanism.state import SavedChannel, SavedClient, SavedGpu, SavedPolicy, SavedService, SavedState
+from valved.mechanism.state import (
+    SavedChannel,
+    SavedClient,
+    SavedGpu,
+    SavedMemory,
+    SavedPolicy,
+    SavedService,
+    SavedState,
+)
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.cooldown import CooldownState, read_cooldown
@@ -59,6 +67,8 @@ class Handover:
         self.policy = SavedPolicy()
         self.frozen: Callable[[], list[ProcessId]] = list
         self.let_go: Callable[[ProcessId], None] = lambda process: None
+        self.memory: Callable[[], SavedMemory] = SavedMemory
+        self.restore_memory: Callable[[SavedMemory], None] = lambda saved: None
         self._path = path
         self._gate = gate
         self._books = books
@@ -114,6 +124,7 @@ class Handover:
             next_client=self._books.next_client,
             next_service=self._books.next_service,
             policy=self.policy,
+            memory=self.memory(),
             frozen=[(process.pid, process.start_time) for process in self.frozen()],
         )
 
@@ -165,6 +176,7 @@ class Handover:
     def restore(self, saved: SavedState, come_back_s: float) -> None:
         """Take over from a predecessor. Called once, before the link opens."""
         self._restore_counters(saved)
+        self.restore_memory(saved.memory)
         self.policy = saved.policy
         self._books.next_client = max(saved.next_client, self._books.next_client)
         self._books.next_service = max(saved.next_service, self._books.next_service)

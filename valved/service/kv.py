@@ -8,11 +8,16 @@ from valved.config import Config
 from valved.mechanism.clock import Clock
 from valved.mechanism.ports import GatePort, ProcessPort
 from valved.service.books import Books
+from valved.service.brake import Brake
 from valved.service.gate import GateService
+from valved.service.handover import Handover
 from valved.service.journal import Journal
 from valved.service.memory import Memory
+from valved.service.memory_report import MemoryReport
+from valved.service.node import Node
 from valved.service.reclaim import Mover
 from valved.service.register import Reactor, Register
+from valved.service.report import Reporter
 from valved.service.reserve import Reserve
 
 
@@ -21,12 +26,22 @@ class Kv:
     memory: Memory
     mover: Mover
     reserve: Reserve
+    report: MemoryReport
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()
 
     def close(self) -> None:
         self.memory.close()
+
+
+def tell_others(kv: Kv, reporter: Reporter, node: Node, handover: Handover, brake: Brake, config: Config) -> None:
+    """Status, explanations, the state file and the brakes know of it."""
+    reporter.memory = lambda: kv.report.state(config.memory)
+    reporter.used_bytes = kv.reserve.used_bytes
+    node.explain_reclaim = kv.report.explain_reclaim
+    handover.memory, handover.restore_memory = kv.report.saved, kv.report.restore
+    brake.allow_reclaim = kv.mover.allow
 
 
 def put_together(
@@ -46,5 +61,6 @@ def put_together(
     mover = Mover(memory, gate, keeper, journal, clock, config.eviction_settings())
     uuids = {info.index: info.uuid for info in gate.gpus()}
     reserve = Reserve(memory, mover, journal, clock, config, uuids)
+    report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))
     register.memory = memory
-    return Kv(memory=memory, mover=mover, reserve=reserve)
+    return Kv(memory=memory, mover=mover, reserve=reserve, report=report)

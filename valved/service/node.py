@@ -42,6 +42,7 @@ class Node:
         self._journal = journal
         self._lease_ns = lease_ns
         self._stop = stop
+        self.explain_reclaim: Callable[[int], Explanation | None] = lambda number: None
 
     def status(self) -> NodeState:
         return self._reporter.status()
@@ -138,9 +139,10 @@ class Node:
             "gpu": self._reporter.explain_gpu,
             "pid": self._reporter.explain_pid,
             "service": self._reporter.explain_service,
+            "reclaim": self.explain_reclaim,
         }
         if subject not in explainers:
-            raise InvalidRequest("name a GPU, a process or a service", field="subject")
+            raise InvalidRequest("name a GPU, a process, a service or a reclaim", field="subject")
         answer = explainers[subject](number)
         if answer is None:
             raise NotFound(f"valved knows no {subject} {number}", field=subject, next_step="see: valve status")

@@ -26,7 +26,8 @@ import numpy as np
 from valved.mechanism.clock import Clock
 from valved.mechanism.kv_link import KvHow, KvOp
 from valved.mechanism.ports import GatePort
-from valved.model.events import EventKind
+from valved.mechanism.stats import MemoryCounters
+from valved.model.events import Event, EventKind
 from valved.model.ids import ClientId, GpuIndex, Reach, Remap, Role, ServiceId
 from valved.policy.eviction import EvictionSettings
 from valved.service.engines import Cells, Engine
@@ -64,6 +65,7 @@ class Reclaim:
     missing: dict[GpuIndex, int]
     how: Remap
     began_ns: int
+    chose_ns: int = 0
     stopped_ns: int = 0
     selected_ns: int = 0
     told_ns: int = 0
@@ -88,7 +90,8 @@ class Mover:
         self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
         self.room: dict[GpuIndex, int] = {info.index: 1 << 30 for info in gate.gpus()}  # handles that may be made
         self.full: Callable[[GpuIndex], None] = lambda gpu: None  # the driver has no more
-        self.finished: Callable[[Reclaim, int], None] = lambda reclaim, event: None
+        self.finished: Callable[[Reclaim, Event], None] = lambda reclaim, event: None
+        self.counters = MemoryCounters()
         self.unsafe: set[ClientId] = set()
         self.costs = costs
         self._memory = memory
@@ -236,6 +239,7 @@ class Mover:
         await all_of([order.settled for order in orders])
         self._lost(engine, columns)
         freed = sum(order.done for order in orders)
+        self.counters.returned_handles += freed
         self._journal.emit(
             EventKind.RETURNED,
             service=engine.service,
@@ -262,6 +266,7 @@ class Mover:
         else:
             orders = self._give_at_step(engine, columns)
         await all_of([order.settled for order in orders])
+        self.counters.lent_handles += sum(order.done for order in orders)
         if self._is_here(engine):
             engine.going[columns] = False
             self._memory.tell(engine)
@@ -397,6 +402,7 @@ class Mover:
         self._end(reclaim)
 
     def _select(self, reclaim: Reclaim, engines: list[Engine]) -> None:
+        reclaim.chose_ns = self._clock.now_ns()
         reclaim.victims = choose(engines, reclaim.missing, self.costs)
         reclaim.selected_ns = self._clock.now_ns()
 
@@ -436,7 +442,11 @@ class Mover:
                 reason=reclaim.reason or "; ".join(v.decision.reason for v in reclaim.victims) or "nothing to take",
                 **self._account(reclaim),
             )
-            self.finished(reclaim, event.seq)
+            self.counters.reclaims += 1
+            self.counters.reclaims_short += reclaim.freed < sum(reclaim.missing.values())
+            self.counters.reclaimed_handles += reclaim.freed
+            self.counters.late_orders += reclaim.late
+            self.finished(reclaim, event)
 
     def _account(self, reclaim: Reclaim) -> dict[str, Any]:
         stopped_ns = max(reclaim.stopped_ns, reclaim.began_ns)
@@ -444,6 +454,7 @@ class Mover:
         if reclaim.taken_ns:
             phases = {
                 "gate_ns": stopped_ns - reclaim.began_ns,
+                "select_ns": reclaim.selected_ns - reclaim.chose_ns,
                 "tell_ns": reclaim.told_ns - stopped_ns,
                 "take_ns": reclaim.taken_ns - reclaim.told_ns,
                 "give_ns": reclaim.given_ns - reclaim.taken_ns,
@@ -503,9 +514,14 @@ class Mover:
 
     # Small things
 
+    @property
+    def usual(self) -> Remap:
+        """The way where nothing speaks against it."""
+        return Remap.HELPER if self._memory.settings.remap is Remap.HELPER else Remap.COOPERATIVE
+
     def _how(self, engines: list[Engine]) -> Remap:
         """The way for these engines: what the setting allows, and what is known to work with each of them."""
-        if self._memory.settings.remap is not Remap.HELPER:
+        if self.usual is not Remap.HELPER:
             return Remap.COOPERATIVE
         clients = frozenset().union(*(engine.clients for engine in engines))
         gpus = frozenset().union(*(engine.gpus for engine in engines))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from valved.mechanism.clock import Clock
 from valved.mechanism.ports import GatePort, GpuInfo
-from valved.mechanism.stats import BOUNDS_US, Histogram
 from valved.model.events import Event, EventKind
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.states import (
@@ -16,7 +16,7 @@ from valved.model.states import (
     DriverState,
     Explanation,
     GpuState,
-    HistogramState,
+    MemoryState,
     NodeState,
     ServiceState,
 )
@@ -62,6 +62,8 @@ class Reporter:
         lease_ns: int,
         driver: DriverState,
     ) -> None:
+        self.memory: Callable[[], MemoryState] = MemoryState
+        self.used_bytes: Callable[[bytes], int] = lambda uuid: 0  # device memory in use on a card
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -103,6 +105,7 @@ class Reporter:
             ),
             lease_ns=self._lease_ns,
             run_dir=str(self._run_dir),
+            memory=self.memory(),
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
@@ -121,9 +124,9 @@ class Reporter:
             gated_ns=account.gated_ns,
             harvest_ns=account.harvest_ns,
             preemptions=account.gates,
-            preempt_latency=_histogram(account.latency),
+            preempt_latency=account.latency.state(),
             total_bytes=info.total_bytes,
-            used_bytes=0,
+            used_bytes=self.used_bytes(info.uuid),
         )
 
     def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
@@ -275,9 +278,3 @@ class Reporter:
         if brake.is_draining:
             words.append("draining")
         return (", ".join(words),)
-
-
-def _histogram(histogram: Histogram) -> HistogramState:
-    return HistogramState(
-        bound_us=tuple(map(float, BOUNDS_US)), count=tuple(histogram.counts), sum_us=histogram.sum_ns / 1e3
-    )

@@ -127,6 +127,10 @@ class Reserve:
             self._mover.room[gpu] = 0 if is_full else max(0, room - self._memory.orders.creating(gpu))
         self._memory.tell_budgets()
 
+    def used_bytes(self, uuid: bytes) -> int:
+        card = self.cards.get(uuid)
+        return card.used_bytes if card is not None else 0
+
     def _full(self, gpu: GpuIndex) -> None:
         """The driver had less than it said."""
         self._mover.room[gpu] = 0
@@ -187,6 +191,7 @@ class Reserve:
             self._set_target(engine, online, online.state.headroom_handles + needed)
 
     def _engine_left(self, engine: Engine) -> None:
+        self._mover.counters.lost_tokens += engine.view().lost_tokens
         online = self.online.pop(engine.service, None)
         if online is not None:
             self.saved[engine.service] = online.state
