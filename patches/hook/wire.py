@@ -40,6 +40,8 @@ KV_TENSOR = struct.Struct("<QQQ6Q")  # base, block_stride, block_bytes, 3 x (cou
 KV_TENSORS = 16  # in one packet
 KV_PINNED = 8
 
+KV_ELASTIC = 1  # flag of a range: the engine heeds the table
+
 # ---- kv.h: the table (valved writes) ----
 KV_ABI = 1
 TABLE_MAGIC = 0x31425456564B4C56

@@ -1,6 +1,6 @@
 """The zero-line form: vLLM loads `register` through the entry point `vllm.general_plugins` in each of its processes.
 
-Three methods are wrapped: Scheduler.schedule and Scheduler.update_from_output (calls.py), and, for memory, two of
+Wrapped are Scheduler.schedule and Scheduler.update_from_output (calls.py) and, for memory, three methods of
 Worker (worker.py). Where there is no valved nothing is wrapped.
 """
 

@@ -1,10 +1,11 @@
 """Memory in a vLLM worker: the KV cache is allocated inside the shim's bracket, and its layout is told to valved.
 
-Two methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
+Three methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
 that backs the whole cache; between valve_kv_begin and valve_kv_end the shim turns device allocations into ranges of
 pool handles. `initialize_from_config` returns when the cache stands; every KVCacheTensor then says where its blocks
 lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every attention backend and both
 layer-outermost (LBNHC) and block-outermost (BLNHC) layouts.
+`execute_model` lets the shim carry out orders that wait for the place between two steps.
 
 With CUDA this has been read, not run: no GPU was at hand.
 """
@@ -19,23 +20,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from valve_hook.link import Layout, Tensor
+from valve_hook.vllm import check
+from valve_hook.wire import KV_ELASTIC, Mode
 
 log = logging.getLogger("valve")
 MARK = "_valve_wrapped"
 
 
-def shim_call(name: str) -> Callable[..., int] | None:
+def shim_call(name: str) -> Callable[..., None] | None:
     """A function that the preloaded shim exports; None without the shim."""
     try:
         function = ctypes.CDLL(None)[name]
     except AttributeError:
         return None
-    function.restype = ctypes.c_int
+    function.restype = None
     return function  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def bracket(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def bracket(inner: contextlib.AbstractContextManager[Any], flags: int) -> Iterator[None]:
     """vLLM's own context within ours. A pool of its own keeps torch from serving the cache out of older segments."""
     begin, end = shim_call("valve_kv_begin"), shim_call("valve_kv_end")
     with contextlib.ExitStack() as stack:
@@ -43,7 +46,7 @@ def bracket(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
             pool = _fresh_pool()
             if pool is not None:
                 stack.enter_context(pool)
-            begin()
+            begin(ctypes.c_uint32(flags))
             stack.callback(end)
         stack.enter_context(inner)
         yield
@@ -52,9 +55,24 @@ def bracket(inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
 def _fresh_pool() -> contextlib.AbstractContextManager[Any] | None:
     import torch
 
-    if not torch.cuda.is_available():
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
         return None
     return torch.cuda.use_mem_pool(torch.cuda.MemPool())  # type: ignore[no-any-return]
+
+
+def range_flags(config: Any) -> int:
+    """Elastic where the scheduler's hook will heed the table: the same judgement, as far as a worker can make it."""
+    import vllm
+
+    parallel = config.parallel_config
+    is_odd = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or config.kv_transfer_config
+    try:
+        is_known = check.mode_of(vllm.__version__) is not Mode.NONE
+    except check.Refused:
+        is_known = False
+    return KV_ELASTIC if is_known and not is_odd else 0
 
 
 def tensor_of(base: int, tensor: Any) -> Tensor:
@@ -89,11 +107,12 @@ def wrap_worker() -> None:
     if getattr(Worker.initialize_from_config, MARK, False):
         return
     context, initialize = Worker._maybe_get_memory_pool_context, Worker.initialize_from_config
+    execute, between_steps = Worker.execute_model, shim_call("valve_kv_step")
 
     @functools.wraps(context)
     def valve_context(self: Any, tag: str) -> Any:
         inner = context(self, tag)
-        return bracket(inner) if tag == "kv_cache" else inner
+        return bracket(inner, range_flags(self.vllm_config)) if tag == "kv_cache" else inner
 
     @functools.wraps(initialize)
     def valve_initialize(self: Any, kv_cache_config: Any) -> Any:
@@ -104,7 +123,14 @@ def wrap_worker() -> None:
             log.exception("valve: the KV layout could not be told; nothing is reclaimed from this engine")
         return result
 
+    @functools.wraps(execute)
+    def valve_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if between_steps is not None:
+            between_steps()
+        return execute(self, *args, **kwargs)
+
     setattr(valve_initialize, MARK, True)
+    Worker.execute_model = valve_execute
     Worker._maybe_get_memory_pool_context, Worker.initialize_from_config = valve_context, valve_initialize
 
 

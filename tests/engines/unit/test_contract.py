@@ -45,6 +45,7 @@ def test_modes_are_the_headers(mode):
         (KV, "VALVE_KV_BOOK_MAGIC", wire.BOOK_MAGIC),
         (KV, "VALVE_KV_TENSORS", wire.KV_TENSORS),
         (KV, "VALVE_KV_BACKED", wire.ENTRY_BACKED),
+        (KV, "VALVE_KV_ELASTIC", wire.KV_ELASTIC),
         (KV, "VALVE_KV_MAX_ROWS", wire.MAX_ROWS),
         (KV, "VALVE_KV_MAX_ROW", wire.MAX_ROW),
         (KV, "VALVE_KV_MAX_BOOK", wire.MAX_BOOK),
