@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import cffi
-from valved.native._gate import ffi
+from valved.native._gate import ffi, lib
 
 from valved.mechanism import region
-from valved.mechanism.gate import GateSettings, NativeGate
+from valved.mechanism.gate import SETTLE_NS, GateSettings, NativeGate
 from valved.mechanism.ports import ArmResult, ClientFds, Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
@@ -197,6 +197,10 @@ class Rig:
     def wait_gated(self, gpu: int, gated: bool = True) -> None:
         """Until the issuer has done it, not only until it is due."""
         wait_until(lambda: self.gate.is_stopped(GpuIndex(gpu)) is gated, f"GPU {gpu} gated={gated}")
+
+    def settle(self) -> None:
+        """Until every issuer has done what it should."""
+        assert lib.valve_gate_settle(self.gate._gate, SETTLE_NS) == 0
 
     def close(self) -> None:
         self.gate.close()
