@@ -95,17 +95,19 @@ class OurMemory(MemoryPolicy):
         self._decide(now_ns, unmet_handles)
 
     def on_tick(self, now_ns: int) -> None:
-        """The core does not tell every change of use: a look a second, with the peak since the last."""
-        self._decide(now_ns, 0)
+        """The core does not tell every change of use: a look a second, where use moved or the policy is due."""
+        peak = self._memory.peak()
+        if peak != self._state.used_handles or now_ns >= reservation.next_wake_ns(self._state, self.settings):
+            self._decide(now_ns, 0, peak)
         self._memory.tick_at(now_ns + SECOND_NS)
 
-    def _decide(self, now_ns: int, unmet_handles: int) -> None:
+    def _decide(self, now_ns: int, unmet_handles: int, peak_handles: int = 0) -> None:
         memory, view = self._memory, self._memory.view()
         online = OnlineMemory(
             used_handles=view.online_busy,
             mapped_handles=view.online_backed,
             unmet_handles=unmet_handles,
-            peak_handles=memory.peak(),
+            peak_handles=peak_handles,
             # A column that no offline request holds a block of is as free as a handle of the pool.
             free_handles=view.free + view.offline_backed - view.offline_busy,
             pool_handles=memory.handles,

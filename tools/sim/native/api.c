@@ -119,6 +119,8 @@ static int check_space(const struct sim *s, const struct space *sp, enum owner o
 		backed++;
 		busy += sp->used[i] > 0;
 		free_blocks += sp->per_slot - sp->used[i];
+		if (sp->room[i] != sp->per_slot - sp->used[i])
+			*why = "a slot's room is off";
 		if (sp->used[i] < 0 || sp->used[i] > sp->per_slot)
 			*why = "a slot holds more blocks than it has";
 		if (!s->p.uvm && s->p.compute != SIM_SAME_ENGINE && s->owner[sp->handle[i]] != (int8_t)owner)

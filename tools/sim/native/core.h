@@ -65,6 +65,7 @@ struct space {
 	int32_t slots;
 	int32_t per_slot;
 	int32_t *used;
+	int32_t *room; /* free blocks of a backed slot, 0 of another */
 	int32_t *handle;
 	int64_t *ready_ns; /* when the mapping of a backed slot is usable */
 	int32_t backed;

@@ -169,8 +169,11 @@ static bool add_block(struct sim *s, struct engine *e, struct request *r)
 /* Blocks for `tokens` tokens of r; false leaves what could be had. */
 static bool grow(struct sim *s, struct engine *e, struct request *r, int64_t tokens)
 {
-	int64_t want = blocks_for(s, tokens);
+	int64_t want;
 
+	if (tokens <= (int64_t)r->blocks * s->p.block_tokens)
+		return true; /* nearly always: a block lasts for sixteen steps, and a division is dear */
+	want = blocks_for(s, tokens);
 	while (r->blocks < want) {
 		int64_t lacking = want - r->blocks - e->space->free_blocks;
 
