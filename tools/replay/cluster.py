@@ -20,7 +20,9 @@ COLUMNS = {
     "missed_hours": "SLA missed, share of job-hours",
     "misses_per_job_day": "misses per job-day",
     "moves_per_job_day": "moves per job-day",
-    "mape": "model error (MAPE)",
+    "mape": "error at placement (MAPE)",
+    "model_error": "of the model told the load",
+    "calibrated_error": "calibrated",
     "decision_p50_ms": "decision P50 ms",
     "decision_p99_ms": "decision P99 ms",
 }

@@ -6,14 +6,34 @@ day's reports rest on the last day.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
-from valve_scheduler.model import HISTOGRAM_BINS
+from valve_scheduler.model import (
+    HISTOGRAM_BINS,
+    WorkloadProfile,
+    memory_factor,
+    memory_weights,
+    runnable_share,
+)
 from valve_scheduler.placement import Fleet, Standing
 from valve_tools.sim.cluster_load import MINUTES, MINUTES_PER_WINDOW, STEPS, WINDOWS, FleetLoad
 
 HOURS = WINDOWS // 6
 DAY = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One row an hour."""
+
+    idle: NDArray[np.float32]
+    """[hours, replicas]"""
+    histogram: NDArray[np.float32]
+    """[hours, replicas, bins]"""
+    both: NDArray[np.float32]
+    """[hours, nodes, gpus, gpus]: share of time in which both are busy."""
 
 
 class Reports:
@@ -25,30 +45,53 @@ class Reports:
         self.nodes, self.gpus = settings.nodes, settings.gpus_per_node
         self.full_mib = settings.usable_gib * 1024
         windows = load.idle.reshape(len(load.ranks), WINDOWS, MINUTES_PER_WINDOW).mean(axis=2, dtype=np.float32)
-        self._idle = _last_day(windows.reshape(len(load.ranks), HOURS, 6).mean(axis=2).T / STEPS)
-        self._histogram = _last_day(self._hourly_histograms())
-        self._both = _last_day(self._hourly_overlaps(windows / STEPS))
+        self._hourly = Rows(
+            idle=windows.reshape(len(load.ranks), HOURS, 6).mean(axis=2).T / STEPS,
+            histogram=self._hourly_histograms(),
+            both=self._hourly_overlaps(windows / STEPS),
+        )
+        self._daily = Rows(
+            idle=_last_day(self._hourly.idle),
+            histogram=_last_day(self._hourly.histogram),
+            both=_last_day(self._hourly.both),
+        )
         self._names = [f"node-{node:04d}" for node in range(self.nodes)]
 
     def fleet(self, hour: int, open_gpus: NDArray[np.bool_]) -> Fleet:
         """The snapshot that the scheduler of the product ranks; `open_gpus` is shared, not copied."""
         shape = (self.nodes, self.gpus)
         replicas = self._load.replica_of_gpu
-        idle = self._idle[hour][replicas].reshape(shape).astype(np.float64)
+        daily = self._daily
+        idle = daily.idle[hour][replicas].reshape(shape).astype(np.float64)
         return Fleet(
             names=self._names,
             standing=np.full(self.nodes, Standing.HARVESTING, dtype=np.int8),
             gpu_model=np.full(self.nodes, "H100"),
             full_mib=np.full(self.nodes, self.full_mib),
             idle=idle,
-            histogram=self._histogram[hour][replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
-            alignment=self._alignment(hour, idle),
+            histogram=daily.histogram[hour][replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
+            alignment=self._alignment(daily.both[hour], idle),
             open_gpus=open_gpus,
         )
 
-    def _alignment(self, hour: int, idle: NDArray[np.float64]) -> NDArray[np.float64]:
+    def nowcast(self, hour: int, members: NDArray[np.int64], profile: WorkloadProfile) -> NDArray[np.float64]:
+        """What the model says of sets of GPUs [sets, ranks] when it is told this very hour: its own error shows."""
+        ranks, hourly = members.shape[1], self._hourly
+        replicas = self._load.replica_of_gpu
+        everywhere = hourly.idle[hour][replicas].reshape(self.nodes, self.gpus).astype(np.float64)
+        nodes, places = members[:, 0] // self.gpus, members % self.gpus
+        alignment = self._alignment(hourly.both[hour], everywhere)[nodes]
+        rows = np.arange(len(members))[:, None, None]
+        inside = alignment[rows, places[:, :, None], places[:, None, :]]
+        runnable = runnable_share(everywhere[nodes[:, None], places], inside, np.arange(ranks)[None, :])[:, 0]
+        histogram = hourly.histogram[hour][replicas[members]].astype(np.float64)
+        memory = memory_factor(histogram, memory_weights(profile, self.full_mib))
+        share: NDArray[np.float64] = runnable * memory.min(axis=1)
+        return share
+
+    def _alignment(self, overlap: NDArray[np.float32], idle: NDArray[np.float64]) -> NDArray[np.float64]:
         busy = 1 - idle
-        both = self._both[hour].astype(np.float64)
+        both = overlap.astype(np.float64)
         either = busy[:, :, None] + busy[:, None, :] - both
         aligned = np.divide(both, either, out=np.ones_like(both), where=either > 1e-9)
         replicas = self._load.replica_of_gpu.reshape(self.nodes, self.gpus)

@@ -21,6 +21,8 @@ class RunSettings:
 
     violation_windows: int = 5
     """45 minutes below the SLA, in whole windows; the product looks at three of 15 minutes."""
+    move_windows: int = 5
+    """Windows below the SLA after which instances move; the product moves at a violation."""
     warm_up_windows: int = 1
     backoff_windows: int = 6
     """Between two evictions of one job: an hour."""
@@ -45,6 +47,8 @@ class Instances:
     """GPU numbers, -1 beyond the model's ranks."""
     predicted: Floats = field(default_factory=lambda: np.zeros(0))
     achieved: Floats = field(default_factory=lambda: np.zeros(0))
+    nowcast: Floats = field(default_factory=lambda: np.zeros(0))
+    """Sum over windows of what the model says when it is told the hour itself."""
     windows: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def add(self, job: int, model: int, members: Ints, predicted: Floats) -> None:
@@ -56,11 +60,13 @@ class Instances:
         self.members = np.concatenate([self.members, padded])
         self.predicted = np.concatenate([self.predicted, predicted])
         self.achieved = np.concatenate([self.achieved, np.zeros(count)])
+        self.nowcast = np.concatenate([self.nowcast, np.zeros(count)])
         self.windows = np.concatenate([self.windows, np.zeros(count, dtype=np.int64)])
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
         self.job, self.model, self.members = self.job[kept], self.model[kept], self.members[kept]
-        self.predicted, self.achieved, self.windows = self.predicted[kept], self.achieved[kept], self.windows[kept]
+        self.predicted, self.achieved, self.nowcast = self.predicted[kept], self.achieved[kept], self.nowcast[kept]
+        self.windows = self.windows[kept]
 
 
 @dataclass(slots=True)
@@ -78,8 +84,8 @@ class Tally:
     violations: int = 0
     moved: int = 0
     finished: int = 0
-    predictions: list[tuple[float, float, int, int]] = field(default_factory=list)
-    """(predicted, achieved, windows, first GPU) of each instance that ran an hour or longer."""
+    predictions: list[tuple[float, float, int, int, float, int]] = field(default_factory=list)
+    """(predicted, achieved, windows, first GPU, nowcast, model) of each instance that ran an hour or longer."""
 
 
 class ClusterRun:
@@ -174,6 +180,7 @@ class ClusterRun:
             rows = running.model == model
             members = running.members[rows, : MODELS[model].ranks]
             share[rows], ran[rows] = self._truth.share(window, members, int(model))
+            running.nowcast[rows] += self._scheduler.nowcast(window, int(model), members)
         running.achieved += share
         running.windows += 1
         np.add.at(self._done, running.job, share * self._ranks[running.model] * WINDOW_H)
@@ -195,7 +202,8 @@ class ClusterRun:
             self.tally.below_job_hours += float(is_below.sum()) * WINDOW_H
             self.tally.missed_job_hours += float(violating.sum()) * WINDOW_H
             self.tally.violations += int((self._below == self._settings.violation_windows).sum())
-        for job in np.flatnonzero(violating & (window - self._last_move >= self._settings.backoff_windows)):
+        leaving = self._below >= self._settings.move_windows
+        for job in np.flatnonzero(leaving & (window - self._last_move >= self._settings.backoff_windows)):
             self._move(window, int(job), share)
 
     def _move(self, window: int, job: int, share: Floats) -> None:
@@ -230,11 +238,17 @@ class ClusterRun:
 
     def _record(self, rows: NDArray[np.bool_]) -> None:
         one = self._running
-        for predicted, total, windows, gpu in zip(
-            one.predicted[rows], one.achieved[rows], one.windows[rows], one.members[rows, 0], strict=True
-        ):
-            if windows >= 6:
-                self.tally.predictions.append((float(predicted), float(total / windows), int(windows), int(gpu)))
+        rows = rows & (one.windows >= 6)
+        windows = one.windows[rows]
+        columns = (
+            one.predicted[rows],
+            one.achieved[rows] / windows,
+            windows,
+            one.members[rows, 0],
+            one.nowcast[rows] / windows,
+            one.model[rows],
+        )
+        self.tally.predictions += list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def run_week(run: ClusterRun) -> Tally:

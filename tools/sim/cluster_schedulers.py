@@ -100,6 +100,10 @@ class Scheduler:
             return self._foreseen(window, model, sla, open_gpus)
         return self._blind(fleet, sets, model, sla)
 
+    def nowcast(self, window: int, model: int, members: Ints) -> Floats:
+        """The model's answer for running sets, told the hour they run in."""
+        return self._reports.nowcast(window // 6, members, self._profiles[model])
+
     def _view(self, window: int, model: int, open_gpus: NDArray[np.bool_]) -> tuple[Fleet, GpuSets]:
         hour = window // 6
         if self._fleet is None or hour != self._hour:
