@@ -34,12 +34,13 @@ class Plan:
     seed: int = 1
     rate: float = 1.5  # drawn requests per second: busy for about half of the time
     out_tokens: int = 20
+    timings: tuple[str, ...] = ()  # further options of the service
 
     def conditions(self) -> list[str]:
         return ["alone", *(["ungated"] if self.ungated else []), "valve", *["alone", "valve"] * (self.rounds - 1)]
 
     def online(self) -> list[str]:
-        argv = [str(ONLINE), "--duration", str(self.seconds), "--seed", str(self.seed)]
+        argv = [str(ONLINE), "--duration", str(self.seconds), "--seed", str(self.seed), *self.timings]
         if self.trace:
             return [*argv, "--trace", str(self.trace)]
         return [*argv, "--rate", str(self.rate), "--out-tokens", str(self.out_tokens)]

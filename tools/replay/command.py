@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import pairs, sensitivity, tp8, whatif
+from valve_tools.replay import pairs, sensitivity, tp8, validate, whatif
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
@@ -65,6 +65,10 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
     return whatif.run(question, seeds_of(options), progress, workers_of(options))
 
 
+def _validate(options: argparse.Namespace, progress: Progress) -> Report:
+    return validate.run_validation(options.seconds, seeds_of(options), progress)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "pairs": _pairs,
     "tp8": _tp8,
@@ -73,7 +77,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sensitivity": _sensitivity,
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS["whatif"] = _whatif
+EXPERIMENTS |= {"validate": _validate, "whatif": _whatif}
 HELP = {
     "pairs": "ten online/offline pairs under every combination of policies",
     "tp8": "an eight-GPU service on the stock driver and on the patched one",
@@ -81,7 +85,8 @@ HELP = {
     "cluster": "a week of 8,000 GPUs under five schedulers",
     "sensitivity": "one setting at a time, as tornado charts",
     "whatif": "your own load and machine: an estimate and recommended settings",
-    "all": "every experiment but whatif",
+    "validate": "the simulator against the product on the emulated GPU, in real time",
+    "all": "every experiment but validate and whatif",
 }
 
 
@@ -120,6 +125,8 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--fresh", action="store_true", help="neither use nor keep finished tasks")
         command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
+        if name == "validate":
+            command.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of arrivals (default 60)")
         if name == "whatif":
             _whatif_options(command)
     return top

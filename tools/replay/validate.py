@@ -1,0 +1,218 @@
+"""`valve replay validate`: the simulator against the product's own binaries on the emulated GPU.
+
+The same drawn arrivals are served twice: in real time by the demo's service beside its batch job under valved, and in
+the simulator with the timings that the service was told. Two figures of the machine are measured and given to the
+simulator: how long a stop takes, and what an iteration costs beyond those timings when the service runs alone. Who is
+stopped, when, how often, what it costs and what it leaves is each side's own.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from valve_tools.demo.command import perform
+from valve_tools.demo.figures import Latency, Run
+from valve_tools.demo.rounds import UNIT_US, Plan
+from valve_tools.replay.report import Cell, Claim, Report, Table
+from valve_tools.replay.work import Progress
+from valve_tools.sim.machine import GIB, Gpu, Model, Settings
+from valve_tools.sim.memory_policies import NoShare
+from valve_tools.sim.metrics import Interval, interval
+from valve_tools.sim.ours import OurMemory, ProductWake
+from valve_tools.sim.traces import NS, Trace
+from valve_tools.sim.world import Compute, Gap, Job, Result, Service, Stop, World, run
+
+AGREES = 0.10
+PREFILL_US, DECODE_US, SEQUENCE_US, GAP_MS = 40.0, 10_000.0, 50.0, 0.5
+GAP_SIGMA = 0.5
+"""The service's host gaps; tools/demo/online.c has the sigma."""
+RATE, BURST = 1.5, 4.0
+FEWEST_PROMPT = 256
+"""Prompts that cost at least a decode step: below that the two engines batch differently."""
+JUDGED = ("preemptions", "harvested share of time", "TTFT ms", "TPOT ms")
+FIGURES = (*JUDGED, "TTFT ms, alone", "TPOT ms, alone")
+TINY_GPU = Gpu(
+    name="emulated",
+    memory_gib=78.0,
+    bandwidth_bytes_s=GIB / (DECODE_US / 1e6),
+    flops=2e9 / (PREFILL_US / 1e6),
+    linear_efficiency=1.0,
+    stream_efficiency=1.0,
+    kv_efficiency=1.0,
+    seq_ns=SEQUENCE_US * 1e3,
+)
+TINY = Model(name="demo", params=1e9, layers=1, hidden=0, weights_gib=1.0, kv_kib_per_token=0.125)
+"""Weights that a decode step reads in `DECODE_US`, parameters that make a prompt token `PREFILL_US`."""
+SETTINGS = Settings(gpu=TINY_GPU, lm_head_ns=0.0, online_budget_tokens=16_384)
+JOB = Job(
+    model=TINY,
+    train_tokens=round(UNIT_US / (2 * PREFILL_US)),
+    train_memory_gib=1.0,
+    train_efficiency=1.0,
+)
+"""Steps as long as a unit of the demo's batch job: 4 FLOP a parameter and token, of which a prompt costs 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One seed: each figure on the emulated GPU and in the simulator."""
+
+    seed: int
+    emulated: dict[str, float]
+    simulated: dict[str, float]
+
+    def ratio(self, figure: str) -> float:
+        return self.simulated[figure] / self.emulated[figure]
+
+
+def arrivals(seed: int, seconds: float) -> Trace:
+    """Bursty arrivals (hyperexponential gaps) of short chats, drawn."""
+    rng = np.random.default_rng(seed)
+    fast = 0.5 * (1 + ((BURST - 1) / (BURST + 1)) ** 0.5)
+    count = int(3 * RATE * seconds) + 10
+    phase = np.where(rng.random(count) < fast, fast, 1 - fast)
+    at = np.cumsum(rng.exponential(1.0, count) / (2 * phase * RATE))
+    at = at[at < seconds]
+    prompts = np.clip(rng.lognormal(np.log(400), 0.5, len(at)), FEWEST_PROMPT, 1500)
+    answers = np.clip(rng.lognormal(np.log(20), 0.6, len(at)), 2, 120)
+    return Trace(
+        name=f"drawn-{seed}",
+        arrive_ns=(at * NS).astype(np.int64),
+        in_tok=prompts.astype(np.int64),
+        out_tok=answers.astype(np.int64),
+    )
+
+
+def run_validation(seconds: float, seeds: Sequence[int], progress: Progress) -> Report:
+    found = []
+    progress("validate", 0, len(seeds))
+    for seed in seeds:
+        found.append(compare(arrivals(seed, seconds), seed, seconds))
+        progress("validate", len(found), len(seeds))
+    return report(found, seconds, seeds)
+
+
+def compare(trace: Trace, seed: int, seconds: float) -> Compared:
+    with tempfile.TemporaryDirectory(prefix="valve-validate-") as scratch:
+        folder = Path(scratch)
+        path = folder / "arrivals.csv"
+        rows = zip(trace.arrive_ns / NS, trace.in_tok, trace.out_tok, strict=True)
+        path.write_text("t_s,in_tok,out_tok\n" + "".join(f"{at:.6f},{prompt},{out}\n" for at, prompt, out in rows))
+        plan = Plan(seconds=seconds, rounds=1, ungated=False, trace=path, seed=seed, timings=_timings())
+        runs, units_per_s = perform(plan, folder, quiet=True)
+    alone, valve = (next(one for one in runs if one.condition == name) for name in ("alone", "valve"))
+    return Compared(
+        seed=seed, emulated=_emulated(alone, valve, units_per_s), simulated=_simulated(trace, alone, valve, seed)
+    )
+
+
+def _timings() -> tuple[str, ...]:
+    named = {"prefill-us": PREFILL_US, "decode-us": DECODE_US, "sequence-us": SEQUENCE_US, "gap-ms": GAP_MS}
+    return tuple(word for name, value in named.items() for word in (f"--{name}", str(value)))
+
+
+def _emulated(alone: Run, valve: Run, units_per_s: float) -> dict[str, float]:
+    before, after = Latency.of(alone.requests).values, Latency.of(valve.requests).values
+    return {
+        "preemptions": float(len(valve.gates)),
+        "harvested share of time": valve.units / units_per_s / valve.wall_s,
+        "TTFT ms": after["ttft-mean"],
+        "TTFT ms, alone": before["ttft-mean"],
+        "TPOT ms": after["tpot-mean"],
+        "TPOT ms, alone": before["tpot-mean"],
+    }
+
+
+def _simulated(trace: Trace, alone: Run, valve: Run, seed: int) -> dict[str, float]:
+    told = _world(trace, valve, seed, host_ms=GAP_MS)
+    measured_ms = Latency.of(alone.requests).values["tpot-mean"]
+    # The median gap at which the service alone takes as long per token as it took: sleep, launches, events.
+    host_ms = GAP_MS + max(0.0, measured_ms - _mean(_alone(told), "tpot_ms")) / math.exp(GAP_SIGMA**2 / 2)
+    world = _world(trace, valve, seed, host_ms=host_ms)
+    shared, solo = run(world, OurMemory(), ProductWake(hinted=True)), _alone(world)
+    return {
+        "preemptions": float(len(shared.gate_at_ns)),
+        "harvested share of time": shared.utilisation_gain,
+        "TTFT ms": _mean(shared, "ttft_ms"),
+        "TTFT ms, alone": _mean(solo, "ttft_ms"),
+        "TPOT ms": _mean(shared, "tpot_ms"),
+        "TPOT ms, alone": _mean(solo, "tpot_ms"),
+    }
+
+
+def _alone(world: World) -> Result:
+    return run(replace(world, compute=Compute.ALONE), NoShare())
+
+
+def _world(trace: Trace, valve: Run, seed: int, host_ms: float) -> World:
+    took = np.array([gate.total_ms for gate in valve.gates]) * 1e6
+    return World(
+        trace=trace,
+        service=Service(model=TINY, gap=Gap(median_ns=host_ms * 1e6, sigma=GAP_SIGMA)),
+        job=JOB,
+        settings=SETTINGS,
+        stop=Stop(
+            median_ns=float(np.median(took)),
+            sigma=float(np.std(np.log(took))),
+            max_ns=float(took.max()),
+            resume_ns=200_000,
+        ),
+        gate_on_hint=False,  # the demo's service launches as soon as it has told its hint
+        seed=seed,
+        seconds=valve.wall_s,
+    )
+
+
+def _mean(result: Result, figure: str) -> float:
+    return float(np.nanmean(getattr(result, figure)))
+
+
+def report(found: Sequence[Compared], seconds: float, seeds: Sequence[int]) -> Report:
+    """Also for figures that were measured elsewhere."""
+    over: dict[str, Interval] = {name: interval([one.ratio(name) for one in found]) for name in JUDGED}
+    claims = tuple(
+        Claim(
+            claim=f"{name}: simulated over emulated",
+            pair="validate",
+            value=max(ratio.high, 2 - ratio.low),
+            bound=1 + AGREES,
+            ok=ratio.low >= 1 - AGREES and ratio.high <= 1 + AGREES,
+            note=f"{ratio.low:.3f} to {ratio.high:.3f}",
+        )
+        for name, ratio in over.items()
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for one in found:
+        rows += [(one.seed, name, one.emulated[name], one.simulated[name], one.ratio(name)) for name in FIGURES]
+        rows.append((one.seed, "TTFT increase %", *_increases(one, "TTFT"), None))
+        rows.append((one.seed, "TPOT increase %", *_increases(one, "TPOT"), None))
+    return Report(
+        name="validate",
+        title="Validation: the simulator against the product on the emulated GPU",
+        summary=(
+            f"{seconds:g} s of drawn arrivals, served in real time by the demo's service and batch job under valved on "
+            "the emulated GPU, and by the simulator with the same timings. The time of a stop, and what an iteration "
+            "takes beyond its timings when the service runs alone, are measured there and given to the simulator; "
+            "everything else is predicted.",
+            "A ratio is judged by both ends of its interval over the seeds. Increases are listed and not judged: the "
+            "emulated GPU keeps real time on a shared machine, where two runs alone differ by more than Valve costs.",
+        ),
+        claims=claims,
+        tables=(
+            Table(title="Figures", columns=("seed", "figure", "emulated", "simulated", "ratio"), rows=tuple(rows)),
+        ),
+        data={"seeds": [asdict(one) for one in found]},
+        seeds=tuple(seeds),
+    )
+
+
+def _increases(one: Compared, time: str) -> tuple[float, float]:
+    emulated, simulated = (
+        100 * (side[f"{time} ms"] / side[f"{time} ms, alone"] - 1) for side in (one.emulated, one.simulated)
+    )
+    return emulated, simulated
