@@ -183,7 +183,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
-    room = _kube_room(config, daemon, processes)  # before the link opens: it guards every GPU
+    room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
     daemon.link.start()
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
     metrics = await _start_metrics(config, daemon)
@@ -218,7 +218,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
         gate.close()
 
 
-def _kube_room(config: Config, daemon: Daemon, processes: ProcessPort) -> Any:
+def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort) -> Any:
     if not config.kube.node:
         return None
     from valved.kube.room import Host, Room  # numpy and the API client: only on such a node
@@ -232,6 +232,7 @@ def _kube_room(config: Config, daemon: Daemon, processes: ProcessPort) -> Any:
         journal=daemon.journal,
         clock=LoopClock(daemon.loop),
         processes=processes,
+        run_dir=run_dir,
         version=_version(),
     )
     return Room(host, config.kube)

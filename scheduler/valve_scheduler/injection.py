@@ -19,12 +19,15 @@ class InjectionSettings:
     """The chart's values. Folders are mounted, never files: a file mounted alone goes stale when it is replaced."""
 
     shim_folder: str = "/var/lib/valve/shim"
-    preload: str = "/var/lib/valve/shim/current/libvalve.so"
     run_folder: str = "/run/valve"  # as containers see it
     # What is mounted there: the link socket alone. The run folder itself also holds the API, whose file mode does not
     # stop a container's root.
     client_folder: str = "/run/valve/client"
     sandboxed_runtimes: tuple[str, ...] = ("gvisor", "runsc", "kata", "kata-qemu", "kata-clh")
+
+    @property
+    def preload(self) -> str:
+        return f"{self.shim_folder}/current/libvalve.so"
 
     @property
     def mounts(self) -> tuple[tuple[str, str], ...]:

@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     webhook.add_argument("--certificate-folder", type=Path, help="tls.crt and tls.key from cert-manager")
     webhook.add_argument("--backend", choices=[b.value for b in Backend], default=Backend.ENVVAR.value)
     webhook.add_argument("--runtime-class", default=AdmissionSettings().runtime_class)
+    webhook.add_argument("--shim-folder", default=AdmissionSettings().shim_folder, help="on the nodes")
+    webhook.add_argument("--client-folder", default=AdmissionSettings().client_folder, help="the link's, on the nodes")
     webhook.add_argument("--offline-env", action="append", default=[], metavar="NAME=VALUE")
 
     before = commands.add_parser("drain", help="before an uninstall: webhooks gone, nodes off, no offline pod left")
@@ -136,6 +138,8 @@ def _webhook_settings(options: argparse.Namespace) -> WebhookSettings:
         backend=Backend(options.backend),
         runtime_class=options.runtime_class,
         version=importlib.metadata.version("valve"),
+        shim_folder=options.shim_folder,
+        client_folder=options.client_folder,
         offline_env=dict(entry.split("=", 1) for entry in options.offline_env),
     )
     return WebhookSettings(

@@ -177,7 +177,7 @@ async def test_an_allocation_brings_the_shim_and_no_gpu(tmp_path):
         shim = str(tmp_path / "shim")
         assert [(m.host_path, m.container_path, m.read_only) for m in given.mounts] == [
             (shim, shim, True),
-            ("/run/valve/client", "/run/valve", True),
+            (str(tmp_path / "client"), "/run/valve", True),
         ]
         assert dict(given.envs) == {
             "LD_PRELOAD": f"{shim}/current/libvalve.so",

@@ -135,6 +135,7 @@ class KubeNode:
             journal=world.journal,
             clock=LoopClock(asyncio.get_running_loop()),
             processes=world.processes,
+            run_dir=self.folder,
             version="test",
         )
 

@@ -78,7 +78,7 @@ class Servicer(rpc.DevicePluginServicer):
         self._settings = settings
 
     async def GetDevicePluginOptions(self, request: pb.Empty, context: Any) -> pb.DevicePluginOptions:
-        return options()
+        return pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
     async def ListAndWatch(self, request: pb.Empty, context: Any) -> AsyncIterator[pb.ListAndWatchResponse]:
         async for health in self._offered.follow():
@@ -123,10 +123,6 @@ class Servicer(rpc.DevicePluginServicer):
         return pb.PreStartContainerResponse()
 
 
-def options() -> pb.DevicePluginOptions:
-    return pb.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
     """Identities of both sockets: a socket made anew is another file."""
@@ -136,15 +132,18 @@ class _Files:
 
 
 class Plugin:
-    """Serves and stays registered until cancelled."""
+    """Serves one resource and stays registered until cancelled."""
 
-    def __init__(self, folder: Path, servicer: Servicer, *, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self, folder: Path, resource: str, servicer: rpc.DevicePluginServicer, *, look_s: float = LOOK_S
+    ) -> None:
         self.is_registered = False
         self._folder = folder
+        self._resource = resource
         self._servicer = servicer
         self._look_s = look_s
         # Its own name: while a successor waits, both sockets lie in the folder.
-        self._socket = folder / f"valve-{os.getpid()}.sock"
+        self._socket = folder / f"{resource.replace('/', '-')}-{os.getpid()}.sock"
 
     async def run(self) -> None:
         while True:
@@ -158,7 +157,7 @@ class Plugin:
                 seen = self._files()
                 await self._register()
                 self.is_registered = True
-                log.info("registered with the kubelet", extra={"facts": {"resource": names.RESOURCE}})
+                log.info("registered with the kubelet", extra={"facts": {"resource": self._resource}})
                 await self._until_changed(seen)
                 log.info("the kubelet began anew")
             except (OSError, RuntimeError, grpc.aio.AioRpcError) as error:
@@ -171,7 +170,10 @@ class Plugin:
 
     async def _register(self) -> None:
         request = pb.RegisterRequest(
-            version=API_VERSION, endpoint=self._socket.name, resource_name=names.RESOURCE, options=options()
+            version=API_VERSION,
+            endpoint=self._socket.name,
+            resource_name=self._resource,
+            options=await self._servicer.GetDevicePluginOptions(pb.Empty(), None),
         )
         channel_options = [("grpc.enable_http_proxy", 0)]
         target = f"unix:{self._folder / KUBELET_SOCKET}"

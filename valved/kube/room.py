@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
 
+from valve_scheduler import names
 from valve_scheduler.injection import InjectionSettings
 from valve_scheduler.kube.client import KubeClient
 
@@ -69,6 +70,7 @@ class Host:
     journal: Journal
     clock: Clock
     processes: ProcessPort
+    run_dir: Path
     version: str
 
 
@@ -114,7 +116,7 @@ class Room:
         self._cards = CardReader()
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
         settings = InjectionSettings(
-            shim_folder=table.shim_folder, preload=f"{table.shim_folder}/{shimfiles.CURRENT}/{shimfiles.LIBRARIES[0]}"
+            shim_folder=table.shim_folder, client_folder=str(host.run_dir / paths.CLIENT_FOLDER)
         )
         self.slots = Slots(len(self._gpus))
         starter = Starter(
@@ -124,7 +126,7 @@ class Room:
             uuids=frozenset(map(uuid_text, self._gpus)),
             cdi_folder=Path(table.cdi_folder) if table.backend == "cdi" else None,
         )
-        self.plugin = Plugin(Path(table.device_plugins), Servicer(self.slots, starter, settings))
+        self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
         self.injector = Injector(self.book, settings)
         self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
         self._rate = RateSettings(period_ns=round(table.report_s * SECOND_NS))

@@ -1,0 +1,346 @@
+"""A real node on this machine: containerd and a kubelet of a real control plane, the emulated GPU, valved beside them.
+
+Needs root, runc and what `make cluster-tools` builds. The kubelet's device plugin folder is the machine's own
+(/var/lib/kubelet/device-plugins cannot be moved), so there can be one such node at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from valve_tools.cluster import image
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
+from valve_tools.emulator import node as emulated
+
+Json = dict[str, Any]
+NAME = "real-0"
+PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
+DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+IMAGE, PAUSE = "valve.test/work:1", "valve.test/pause:1"
+# What a program of this machine needs to run in a container without an image of its own.
+HOST_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc")
+PODS = "/api/v1/namespaces/default/pods"
+
+
+def missing(programs: Path) -> str:
+    """Why no real node can run here; empty when one can."""
+    absent = [name for name in PROGRAMS if not (programs / name).exists()]
+    if absent:
+        return f"no {', '.join(absent)}: build them once with `make cluster-tools` (Go 1.26, 7 minutes)"
+    if os.geteuid() != 0:
+        return "a kubelet needs root"
+    if shutil.which("runc") is None:
+        return "no runc: apt-get install runc"
+    if not Path("/bin/busybox").exists():
+        return "no /bin/busybox: apt-get install busybox-static"
+    return ""
+
+
+class RealNode:
+    """Use as a context manager. Processes are the control plane's, so that they end with it at the latest."""
+
+    def __init__(self, plane: ControlPlane, *, gpus: int = 1) -> None:
+        problem = missing(plane.programs)
+        if problem:
+            raise NotBuilt(problem)
+        self.plane = plane
+        # Short: a socket's path has 107 characters.
+        self.folder = Path(tempfile.mkdtemp(prefix="vn-"))
+        self.run_dir = self.folder / "run"
+        self.shim_folder = self.folder / "shim"
+        self.nri_socket = self.folder / "nri.sock"
+        self.containerd_socket = self.folder / "c.sock"
+        self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
+        self.uuids: list[str] = []
+        self._gpus = gpus
+        self._emulator: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> RealNode:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError, Refused, TimeoutError):
+            self.plane.api.delete(PODS, {"gracePeriodSeconds": 1})
+            wait_for("the pods to go", lambda: not self.plane.api.get(PODS)["items"], 30)
+        for name in ("kubelet", "valved", "gpuplugin", "containerd"):
+            if name in self.plane.processes:
+                self.plane.kill(name)
+        self._end_containers()
+        if self._emulator is not None:
+            emulated.stop(self._emulator)
+        self._unmount()
+        with contextlib.suppress(OSError, Refused):
+            self.plane.api.delete(f"/api/v1/nodes/{NAME}")
+        for path in DEVICE_PLUGINS.glob("*") if DEVICE_PLUGINS.is_dir() else ():
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # Coming up
+
+    def _start(self) -> None:
+        self.run_dir.mkdir()
+        self._emulator = emulated.start(self.folder / "emu", emulated.Options(gpus=self._gpus))
+        self.uuids = _uuids(self.folder / "emu")
+        self._start_containerd()
+        self._import_images()
+        self._start_kubelet()
+        wait_for("the node", self._is_ready, 120)
+        # The controller that would lift the taint of a new node is off.
+        self.plane.api.patch(f"/api/v1/nodes/{NAME}", {"spec": {"taints": None}})
+        self.start_gpuplugin()
+        wait_for("nvidia.com/gpu on the node", lambda: self.allocatable("nvidia.com/gpu") == self._gpus)
+
+    def _start_containerd(self) -> None:
+        cni = self.folder / "cni"
+        cni.mkdir()
+        loopback = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}
+        (cni / "10-none.conflist").write_text(json.dumps(loopback))  # pods use the host's network
+        runtime = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes"
+        configuration = f"""
+            version = 3
+            root = '{self.folder}/c/root'
+            state = '{self.folder}/c/state'
+            [grpc]
+            address = '{self.containerd_socket}'
+            [plugins.'io.containerd.cri.v1.images'.pinned_images]
+            sandbox = '{PAUSE}'
+            [plugins.'io.containerd.cri.v1.runtime']
+            disable_apparmor = true
+            restrict_oom_score_adj = true
+            cdi_spec_dirs = ['{self.folder}/cdi']
+            [plugins.'io.containerd.cri.v1.runtime'.cni]
+            bin_dirs = ['/usr/lib/cni']
+            conf_dir = '{cni}'
+            {runtime}.runc]
+            runtime_type = 'io.containerd.runc.v2'
+            {runtime}.nvidia]
+            runtime_type = 'io.containerd.runc.v2'
+            [plugins.'io.containerd.nri.v1.nri']
+            disable = false
+            socket_path = '{self.nri_socket}'
+            plugin_path = '{self.folder}/none'
+            plugin_config_path = '{self.folder}/none'
+        """
+        path = self.folder / "containerd.toml"
+        path.write_text(textwrap.dedent(configuration))
+        environment = {"PATH": f"{self.plane.programs}:{os.environ['PATH']}"}
+        self.plane.spawn("containerd", "-c", str(path), environment=environment)
+        wait_for("containerd", lambda: self.ctr("version") and self.nri_socket.exists())
+
+    def _import_images(self) -> None:
+        busybox = {"/box/sh": Path("/bin/busybox"), "/box/sleep": Path("/bin/busybox")}
+        folders = ["/tmp", *HOST_FOLDERS]
+        for name, command in ((PAUSE, ["/box/sleep", "1000000000"]), (IMAGE, ["/box/sh"])):
+            archive = self.folder / "image.tar"
+            image.write(archive, name, busybox, folders=folders, command=command)
+            self.ctr("images", "import", str(archive))
+            archive.unlink()
+
+    def _start_kubelet(self) -> None:
+        configuration = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "failCgroupV1": False,
+            "cgroupDriver": "cgroupfs",
+            "enforceNodeAllocatable": [],
+            "failSwapOn": False,
+            "localStorageCapacityIsolation": False,
+            "evictionHard": dict.fromkeys(("memory.available", "nodefs.available", "imagefs.available"), "0%"),
+            "containerRuntimeEndpoint": f"unix://{self.containerd_socket}",
+            "podLogsDir": str(self.folder / "logs"),
+            "resolvConf": "",
+            "address": "127.0.0.1",
+            "port": free_port(),
+            "healthzPort": 0,
+            "readOnlyPort": 0,
+            "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "imageGCHighThresholdPercent": 100,
+            "nodeStatusUpdateFrequency": "2s",
+            "syncFrequency": "5s",
+            "volumeStatsAggPeriod": "0s",
+        }
+        path = self.folder / "kubelet.json"
+        path.write_text(json.dumps(configuration))
+        DEVICE_PLUGINS.mkdir(parents=True, exist_ok=True)
+        self.plane.spawn(
+            "kubelet",
+            f"--config={path}",
+            f"--kubeconfig={self.plane.kubeconfig}",
+            f"--root-dir={self.folder}/kubelet",
+            f"--hostname-override={NAME}",
+            f"--cert-dir={self.folder}/pki",
+            "--node-labels=nvidia.com/gpu.present=true",
+            environment={"PATH": f"{self.plane.programs}:{os.environ['PATH']}"},
+        )
+
+    def start_gpuplugin(self) -> None:
+        self.plane.spawn("gpuplugin", "-m", "valve_tools.cluster.gpuplugin", *self.uuids, program=sys.executable)
+
+    # valved
+
+    def start_valved(self, *, mode: str = "harvest", nri: bool = True, kubeconfig: Path | None = None) -> None:
+        """Start it as the chart does, less the container: on this node's emulated GPU."""
+        lines = [
+            f'mode = "{mode}"',
+            f'run_dir = "{self.run_dir}"',
+            "[kube]",
+            f'kubeconfig = "{kubeconfig or self.plane.kubeconfig}"',
+            f'pod_resources = "{self.pod_resources}"',
+            f'shim_folder = "{self.shim_folder}"',
+            f'cdi_folder = "{self.folder}/cdi"',
+            f'nri_socket = "{self.nri_socket if nri else ""}"',
+            "report_s = 2.0",
+        ]
+        path = self.folder / "valved.toml"
+        path.write_text("\n".join(lines))
+        environment = emulated.environment(self.folder / "emu", {})
+        flags = ("-m", "valved.main", f"--config={path}", f"--node={NAME}")
+        self.plane.spawn("valved", *flags, program=sys.executable, environment=environment)
+        wait_for("valved", (self.run_dir / "client/link.sock").exists)
+
+    # Pods
+
+    def pod(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        limit: str = "",
+        env: Mapping[str, str] | None = None,
+        on_node: bool = True,
+        annotations: Mapping[str, str] | None = None,
+        folders: Sequence[str] = (),
+        **spec: Any,
+    ) -> Json:
+        """A pod that runs a program of this machine on the emulated GPU; what it starts with is the test's to say."""
+        emulation = emulated.environment(self.folder / "emu", {})
+        shared = [*HOST_FOLDERS, str(self.folder / "emu"), str(emulated.LIBRARIES), *folders]
+        mounts = [{"name": f"v{index}", "mountPath": path} for index, path in enumerate(shared)]
+        volumes = [{"name": f"v{index}", "hostPath": {"path": path}} for index, path in enumerate(shared)]
+        variables = {**emulation, **(env or {})}
+        container: Json = {
+            "name": "work",
+            "image": IMAGE,
+            "imagePullPolicy": "Never",
+            "command": list(command),
+            "env": [{"name": key, "value": value} for key, value in variables.items()],
+            "volumeMounts": mounts,
+            "resources": {"limits": {limit: "1"}} if limit else {},
+        }
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "annotations": dict(annotations or {})},
+            "spec": {
+                "hostNetwork": True,
+                "enableServiceLinks": False,
+                "automountServiceAccountToken": False,
+                "terminationGracePeriodSeconds": 1,
+                "restartPolicy": "Never",
+                "containers": [container],
+                "volumes": volumes,
+                **({"nodeName": NAME} if on_node else {}),
+                **spec,
+            },
+        }
+
+    def create(self, pod: Json) -> Json:
+        return self.plane.api.post(PODS, pod)
+
+    def get(self, name: str) -> Json:
+        return self.plane.api.get(f"{PODS}/{name}")
+
+    def wait_phase(self, name: str, phase: str = "Running") -> Json:
+        """The pod once it is there; one that has ended otherwise says why at once."""
+
+        def look() -> Json | None:
+            pod = self.get(name)
+            now = pod["status"].get("phase")
+            if now != phase and now in ("Failed", "Succeeded"):
+                raise AssertionError(f"{name} is {now}: {json.dumps(pod['status'])[:2000]}\n{self.pod_log(name)}")
+            return pod if now == phase else None
+
+        return dict(wait_for(f"{name} {phase}", look, 120))
+
+    def delete(self, name: str) -> None:
+        self.plane.api.delete(f"{PODS}/{name}", {"gracePeriodSeconds": 1})
+        wait_for(f"{name} to go", lambda: self._is_gone(name), 60)
+
+    def _is_gone(self, name: str) -> bool:
+        try:
+            self.get(name)
+        except Refused as refused:
+            return refused.status == 404
+        return False
+
+    def pod_log(self, name: str) -> str:
+        logs = sorted((self.folder / "logs").glob(f"default_{name}_*/*/*.log"))
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in logs)
+
+    def allocatable(self, resource: str) -> int:
+        node = self.plane.api.get(f"/api/v1/nodes/{NAME}")
+        return int(node["status"].get("allocatable", {}).get(resource, 0))
+
+    def report(self) -> Json:
+        found = self.plane.api.get(f"/apis/valve.gpu/v1alpha1/gpuharvestnodes/{NAME}")
+        return dict(found.get("status") or {})
+
+    def ctr(self, *arguments: str) -> str:
+        command = [str(self.plane.programs / "ctr"), "-a", str(self.containerd_socket), "-n", "k8s.io", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode != 0:
+            raise OSError(f"ctr {' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+    # Going down
+
+    def _is_ready(self) -> bool:
+        conditions = self.plane.api.get(f"/api/v1/nodes/{NAME}")["status"].get("conditions") or []
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+    def _end_containers(self) -> None:
+        """Shims and containers that outlived their containerd, known by the folder that is ours alone."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                pid = int(path.parent.name)
+                if f"-address {self.containerd_socket}" not in path.read_text().replace("\0", " "):
+                    continue
+                for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+
+    def _unmount(self) -> None:
+        """What kubelet and containerd left mounted below our folder, the innermost first."""
+        mounts = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        inside = [line.split()[1] for line in mounts if line.split()[1].startswith(str(self.folder))]
+        for path in sorted(inside, reverse=True):
+            subprocess.run(["umount", "-l", path], check=False, capture_output=True)
+
+
+def _uuids(directory: Path) -> list[str]:
+    """The emulated GPUs' UUIDs, as a program on the node sees them."""
+    script = (
+        "import pynvml as n; n.nvmlInit();"
+        "print(*[n.nvmlDeviceGetUUID(n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())])"
+    )
+    environment = emulated.environment(directory, os.environ)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split()
