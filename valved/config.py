@@ -85,6 +85,7 @@ class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shim_folder: str = "/var/lib/valve/shim"  # the preload libraries are put there, for containers to mount
     backend: Literal["envvar", "cdi"] = "envvar"  # how offline containers get their GPUs; as the webhook's
     cdi_folder: str = "/var/run/cdi"
+    toolkit_folders: tuple[str, ...] = ("/etc/cdi", "/var/run/cdi")  # where NVIDIA's toolkit keeps its CDI description
     nri_socket: str = ""  # /var/run/nri/nri.sock: inject online containers as the runtime creates them; empty: off
     all_gpu_pods: bool = False  # pods with whole GPUs that say no role are online work, too
     harvest_unallocated: bool = False  # also GPUs that no pod holds: one may be given away at any moment

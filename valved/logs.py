@@ -9,6 +9,8 @@ import time
 
 from valved.model.events import Event
 
+CLIENT_FACTS = ("path", "error")  # of the API client, which valved shares with the scheduler
+
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -21,6 +23,7 @@ class JsonFormatter(logging.Formatter):
         if isinstance(event, Event):
             line.update({name: value for name, value in event.as_record().items() if value and name != "kind"})
         line.update(getattr(record, "facts", {}))
+        line.update({name: getattr(record, name) for name in CLIENT_FACTS if hasattr(record, name)})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

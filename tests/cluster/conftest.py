@@ -8,6 +8,7 @@ import pytest
 from cluster_helm import Helm
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, delete_nodes, delete_pods, install_crds
+from valve_tools.cluster.node import RealNode, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +65,16 @@ def scheduling(control_plane: ControlPlane, nodes: int) -> Iterator[ControlPlane
     yield control_plane
     control_plane.kill("kube-scheduler")
     control_plane.kill("extender")
+
+
+@pytest.fixture(scope="module")
+def node(control_plane: ControlPlane) -> Iterator[RealNode]:
+    """A real kubelet and containerd with one emulated GPU; no valved yet."""
+    problem = missing(control_plane.programs)
+    if problem:
+        pytest.skip(problem)
+    with RealNode(control_plane) as real:
+        yield real
 
 
 @pytest.fixture(autouse=True)

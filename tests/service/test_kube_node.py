@@ -164,6 +164,21 @@ async def test_a_plugin_that_ends_leaves_no_healthy_slot_and_no_socket(tmp_path)
         assert [path.name for path in node.kubelet.plugins.iterdir()] == ["kubelet.sock"]
 
 
+@scenario
+async def test_a_slot_outlasts_a_short_time_under_guard(tmp_path):
+    """The kubelet fails a pod for good whose slot goes between its placement and its admission."""
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        connection = serve_online(node)
+        await until(lambda: len(node.kubelet.healthy) == 1)
+
+        node.world.register.leave(connection.client, "its engine restarts")
+        await until(lambda: node.guarded() == [0])
+
+        assert len(node.kubelet.healthy) == 1
+        assert node.room._facts().harvestable == 0
+
+
 # Allocation and start of offline containers
 
 
@@ -256,7 +271,7 @@ async def test_two_pods_placed_on_one_gpu_the_later_does_not_start(tmp_path):
 @scenario
 async def test_late_cdi_devices_hold_the_gpus_of_the_pod_that_got_the_slot(tmp_path):
     cdi_folder = tmp_path / "cdi"
-    async with kube_node(tmp_path, backend="cdi") as node:
+    async with kube_node(tmp_path, backend="cdi", toolkit_folders=(str(cdi_folder),)) as node:
         await registered(node)
         cdi_folder.mkdir()
         uuids = [uuid_of(node.world, gpu) for gpu in (0, 1)]
@@ -265,7 +280,6 @@ async def test_late_cdi_devices_hold_the_gpus_of_the_pod_that_got_the_slot(tmp_p
             for index, uuid in enumerate(uuids)
         ]
         (cdi_folder / "nvidia.json").write_text(json.dumps({"kind": "nvidia.com/gpu", "devices": devices}))
-        node.room.plugin._servicer._starter.toolkit_folders = [cdi_folder]
         node.put(pod("batch-0", OFFLINE_UID, role="offline", gpus=uuids[1]))
         node.kubelet.held.append(("default", "batch-0", "work", RESOURCE, ["valve-slot-00"]))
 

@@ -18,7 +18,7 @@ class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServ
     """`start` empties the folder, as a kubelet does; `devices` is what the plugin that registered last offers."""
 
     def __init__(self, folder):
-        self.plugins, self.pod_resources = folder / "device-plugins", folder / "pod-resources/kubelet.sock"
+        self.plugins, self.pod_resources = folder / "dp", folder / "pr/k.sock"  # a path has 107 characters
         self.registered = []
         self.devices = {}
         self.streams_ended = 0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from valve_scheduler import names
-from valve_tools.cluster.node import HOST_FOLDERS, RealNode
 from valve_tools.cluster.controlplane import wait_for
+from valve_tools.cluster.node import HOST_FOLDERS, RealNode
 
 SUPPORT = Path(__file__).parent
 WORKLOAD = SUPPORT / "node_workload.py"

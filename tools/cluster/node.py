@@ -24,6 +24,8 @@ from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
 from valve_tools.emulator import node as emulated
 
+from valved.cli.client import is_running
+
 Json = dict[str, Any]
 NAME = "real-0"
 PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
@@ -31,6 +33,7 @@ DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 IMAGE, PAUSE = "valve.test/work:1", "valve.test/pause:1"
 # What a program of this machine needs to run in a container without an image of its own.
 HOST_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc")
+NRI_UP = "registered with the runtime"  # in valved's log
 PODS = "/api/v1/namespaces/default/pods"
 
 
@@ -196,7 +199,9 @@ class RealNode:
 
     # valved
 
-    def start_valved(self, *, mode: str = "harvest", nri: bool = True, kubeconfig: Path | None = None) -> None:
+    def start_valved(
+        self, *, mode: str = "harvest", nri: bool = True, backend: str = "envvar", kubeconfig: Path | None = None
+    ) -> None:
         """Start it as the chart does, less the container: on this node's emulated GPU."""
         lines = [
             f'mode = "{mode}"',
@@ -205,6 +210,8 @@ class RealNode:
             f'kubeconfig = "{kubeconfig or self.plane.kubeconfig}"',
             f'pod_resources = "{self.pod_resources}"',
             f'shim_folder = "{self.shim_folder}"',
+            f'backend = "{backend}"',
+            f'toolkit_folders = ["{self.folder}/cdi"]',
             f'cdi_folder = "{self.folder}/cdi"',
             f'nri_socket = "{self.nri_socket if nri else ""}"',
             "report_s = 2.0",
@@ -213,8 +220,11 @@ class RealNode:
         path.write_text("\n".join(lines))
         environment = emulated.environment(self.folder / "emu", {})
         flags = ("-m", "valved.main", f"--config={path}", f"--node={NAME}")
+        log = self.plane.folder / "valved.log"
+        before = log.read_text().count(NRI_UP) if log.exists() else 0
         self.plane.spawn("valved", *flags, program=sys.executable, environment=environment)
-        wait_for("valved", (self.run_dir / "client/link.sock").exists)
+        wait_for("valved", lambda: is_running(self.run_dir))
+        wait_for("NRI", lambda: not nri or self.plane.log("valved").count(NRI_UP) > before)
 
     # Pods
 

@@ -18,7 +18,6 @@ from valve_scheduler import names
 VERSION = "0.6.0"
 KIND = f"{names.DOMAIN}/gpu"
 TOOLKIT_KIND = "nvidia.com/gpu"
-TOOLKIT_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 Json = dict[str, Any]
 
 
@@ -31,7 +30,7 @@ def device(slot: str) -> str:
     return f"{KIND}={slot}"
 
 
-def read_toolkit(folders: Iterable[Path] = TOOLKIT_FOLDERS) -> Json | None:
+def read_toolkit(folders: Iterable[Path]) -> Json | None:
     """NVIDIA's own description of the node's GPUs; None where the toolkit made none."""
     for folder in folders:
         for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.json")]):

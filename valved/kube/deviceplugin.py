@@ -143,7 +143,7 @@ class Plugin:
         self._servicer = servicer
         self._look_s = look_s
         # Its own name: while a successor waits, both sockets lie in the folder.
-        self._socket = folder / f"{resource.replace('/', '-')}-{os.getpid()}.sock"
+        self._socket = folder / f"{resource.rpartition('/')[2]}-{os.getpid()}.sock"
 
     async def run(self) -> None:
         while True:
@@ -173,7 +173,7 @@ class Plugin:
             version=API_VERSION,
             endpoint=self._socket.name,
             resource_name=self._resource,
-            options=await self._servicer.GetDevicePluginOptions(pb.Empty(), None),
+            options=await self._servicer.GetDevicePluginOptions(pb.Empty(), None),  # type: ignore[no-untyped-call]
         )
         channel_options = [("grpc.enable_http_proxy", 0)]
         target = f"unix:{self._folder / KUBELET_SOCKET}"

@@ -51,6 +51,7 @@ log = logging.getLogger("valved.kube")
 BEAT_S = 0.1  # who is busy: fine enough for the overlap of GPUs, 0.02 % of a core
 BOOK_S = 1.0
 RECONCILE_S = 5.0  # and at every change of pods and registrations
+SLOT_GRACE_S = 60.0  # an engine's start takes about so long to the first CUDA call
 LIST_S = 10.0  # how long the start waits for the first list of pods
 PAUSED_BY = "GPUHarvestNode"
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
@@ -84,6 +85,7 @@ class Memory:
     has_holdings: bool = False  # the kubelet has answered once
     is_clean: bool = False  # the last reconciliation went through
     conditions: dict[str, tuple[bool, str]] = field(default_factory=dict)  # kind -> state, since
+    harvestable_s: dict[str, float] = field(default_factory=dict)  # GPU -> when it last was
     epoch: int = 0
     rate: RateState = field(default_factory=RateState)
     mode: str = ""  # the cluster's, as last applied
@@ -125,11 +127,13 @@ class Room:
             fetch=self.api.fetch_pod,
             uuids=frozenset(map(uuid_text, self._gpus)),
             cdi_folder=Path(table.cdi_folder) if table.backend == "cdi" else None,
+            toolkit_folders=tuple(map(Path, table.toolkit_folders)),
         )
         self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
         self.injector = Injector(self.book, settings)
         self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
-        self._rate = RateSettings(period_ns=round(table.report_s * SECOND_NS))
+        period_ns = round(table.report_s * SECOND_NS)
+        self._rate = RateSettings(period_ns=period_ns, spacing_ns=min(period_ns, RateSettings().spacing_ns))
         self._phase = crc32(table.node.encode()) / 2**32
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
@@ -234,11 +238,23 @@ class Room:
             self._observer.strangers(memory.cards),
         )
         in_use = self._observer.slots_in_use(memory.holdings)
-        self.slots.update(in_use, self._facts().harvestable)
+        self.slots.update(in_use, self._offered())
         if self._table.backend == "cdi":
             folder = Path(self._table.cdi_folder)
             for slot in cdi.present(folder) - in_use:
                 cdi.remove(folder, slot)
+
+    def _offered(self) -> int:
+        """GPUs to offer slots for. One that fell under guard stays a while: the kubelet fails a pod for good that was
+        placed a moment before its slot went, and an online pod that restarts is heard again soon. Offline work that
+        starts meanwhile stands at the gate; what is placed anew follows the report."""
+        facts, now_s = self._facts(), self._now_s()
+        for gpu in facts.gpus:
+            if gpu.verdict.is_harvestable:
+                self._memory.harvestable_s[gpu.uuid] = now_s
+        if facts.phase != "Harvesting":
+            return 0
+        return sum(now_s - seen_s < SLOT_GRACE_S for seen_s in self._memory.harvestable_s.values())
 
     def _guard(self, cards: list[Card], holders: list[Holder], strangers: list[Stranger]) -> None:
         settings = GuardSettings(harvest_unallocated=self._table.harvest_unallocated)

@@ -32,7 +32,7 @@ class Starter:
     fetch: FetchPod
     uuids: Collection[str]  # of this node's GPUs
     cdi_folder: Path | None = None  # None: GPUs reach the container by its environment
-    toolkit_folders: Collection[Path] = cdi.TOOLKIT_FOLDERS
+    toolkit_folders: Collection[Path] = ()
     given: dict[str, str] = field(default_factory=dict)  # GPU -> UID of the pod that was let in last
 
     async def start(self, slots: Collection[str]) -> Pod:

@@ -1,0 +1,263 @@
+"""A real kubelet and containerd: online pods get the shim, offline work runs beside them and stops for their requests.
+
+One node with one emulated GPU; its processes are restarted under running pods, and killed before new ones start.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster_helm import Helm
+from cluster_webhook import start_webhook
+from node_pods import OfflinePod, OnlinePod
+from valve_scheduler import names
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.emulator import node as emulated
+
+from valved.cli.client import Node
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ONLINE = {names.ROLE: names.ONLINE}
+
+
+@pytest.fixture(scope="module")
+def valved(node: RealNode) -> RealNode:
+    """valved on the node, injecting over NRI."""
+    node.start_valved()
+    wait_for(
+        "slots on the node",
+        lambda: names.RESOURCE in node.plane.api.get(f"/api/v1/nodes/{NAME}")["status"]["allocatable"],
+    )
+    return node
+
+
+def status(node: RealNode) -> Any:
+    connection = Node(node.run_dir)
+    try:
+        return connection.status()
+    finally:
+        connection.close()
+
+
+def service(node: RealNode, pod: str) -> Any:
+    """The service of a pod once somebody in it is registered."""
+
+    def look() -> Any:
+        return next((one for one in status(node).services if one.name == f"default/{pod}" and one.pids), None)
+
+    return wait_for(f"{pod} is registered", look)
+
+
+def placed(node: RealNode) -> dict[str, Any]:
+    """What webhook and scheduler would have written into an offline pod."""
+    libraries = f"{node.shim_folder}/current/libvalve.so:{emulated.LIBRARIES}/libfakenv.so"
+    return {
+        "annotations": {names.ROLE: names.OFFLINE, names.GPUS: node.uuids[0]},
+        "env": {"LD_PRELOAD": libraries},
+        "limit": names.RESOURCE,
+    }
+
+
+def both(node: RealNode, suffix: str) -> tuple[OnlinePod, OfflinePod]:
+    """An online pod and offline work beside it, running."""
+    online = OnlinePod(node, f"chat-{suffix}", annotations=ONLINE)
+    online.wait_ready()
+    service(node, online.name)
+    wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
+    offline = OfflinePod(node, f"batch-{suffix}", **placed(node))
+    node.wait_phase(offline.name)
+    offline.wait_beating()
+    return online, offline
+
+
+def gates(node: RealNode, online: OnlinePod, offline: OfflinePod) -> bool:
+    """A launch stops offline work, and it runs again afterwards."""
+    before = service(node, online.name).preemptions
+    offline.wait_beating()
+    online.launch()
+    wait_for("the launch is booked", lambda: service(node, online.name).preemptions > before)
+    offline.wait_beating()
+    return True
+
+
+def registrations(node: RealNode, name: str) -> int:
+    """How often a plugin has registered: what the API server shows of a kubelet that restarts is older than it."""
+    return node.plane.log(name).count("registered with the kubelet")
+
+
+def starts(pod: dict[str, Any]) -> tuple[str, int]:
+    return pod["metadata"]["uid"], sum(one["restartCount"] for one in pod["status"]["containerStatuses"])
+
+
+def test_online_work_is_injected_as_it_is_created_and_offline_work_stops_for_its_requests(valved: RealNode) -> None:
+    online, offline = both(valved, "nri")
+
+    assert gates(valved, online, offline)
+    assert [one["name"] for one in valved.get(online.name)["spec"]["containers"][0]["env"]].count("LD_PRELOAD") == 1
+    roles = {one.name: one.role for one in status(valved).services}
+    assert (roles["default/chat-nri"], roles["default/batch-nri"]) == (1, 2)
+    report = wait_for("a report", lambda: [gpu for gpu in valved.report().get("gpus", []) if gpu["harvestable"]])
+    assert (report[0]["online"], report[0]["shim"]) == (["default/chat-nri"], True)
+    wait_for("harvest on record", lambda: [pod for pod in valved.report()["offline"] if pod["harvestSeconds"] > 0])
+    online.close()
+
+
+@pytest.mark.parametrize("victim", ["kubelet", "containerd", "gpuplugin", "valved"])
+def test_nothing_is_lost_when_a_process_of_the_node_is_killed_under_running_pods(valved: RealNode, victim: str) -> None:
+    online, offline = both(valved, victim)
+    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+
+    concerned = {"kubelet": ("valved", "gpuplugin"), "containerd": ()}.get(victim, (victim,))
+    counts = {name: registrations(valved, name) for name in concerned}
+
+    valved.plane.kill(victim)
+    online.launch()  # nobody of the node is asked
+    valved.plane.restart(victim)
+    for name, count in counts.items():
+        wait_for(f"{name} registers again", lambda name=name, count=count: registrations(valved, name) > count, 60)
+    wait_for("the slots are back", lambda: valved.allocatable(names.RESOURCE) == 1, 60)
+
+    assert gates(valved, online, offline)
+    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    online.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_online_pod_starts_whatever_became_of_valved(valved: RealNode, how: signal.Signals) -> None:
+    """Dead: nobody injects. Stopped: the runtime waits its 2 s for the plugin, once, and goes on without it."""
+    victim = valved.plane.processes["valved"]
+    victim.send_signal(how)
+    if how is signal.SIGKILL:
+        victim.wait()
+    online = OnlinePod(valved, f"brave-{how.name.lower()}", annotations=ONLINE)
+    online.wait_ready()
+    online.launch()
+    if how is signal.SIGSTOP:
+        victim.send_signal(signal.SIGCONT)
+    else:
+        valved.plane.restart("valved")
+
+    def named() -> bool:
+        report = valved.report()
+        bare = [one for one in report.get("conditions", []) if one["type"] == "OnlineUninjected"]
+        gpu = report["gpus"][0]
+        return (
+            bool(bare) and bare[0]["status"] == "True" and online.name in bare[0]["message"] and not gpu["harvestable"]
+        )
+
+    wait_for("the pod without a shim is on record", named, 90)
+    valved.delete(online.name)
+    wait_for("its GPU is not guarded any more", lambda: not valved.report()["gpus"][0]["online"], 60)
+    online.close()
+
+
+def test_an_offline_pod_without_a_placement_is_kept_from_starting(valved: RealNode) -> None:
+    """Nobody chose GPUs for it: it was bound past our scheduler."""
+    online = OnlinePod(valved, "chat-open", annotations=ONLINE)
+    online.wait_ready()
+    wait_for("a slot", lambda: valved.allocatable(names.RESOURCE) == 1)
+    stray = {**placed(valved), "annotations": {names.ROLE: names.OFFLINE}}
+    OfflinePod(valved, "stray", **stray)
+
+    def refused() -> str:
+        events = valved.plane.api.get("/api/v1/namespaces/default/events")["items"]
+        texts = [one["message"] for one in events if one["involvedObject"]["name"] == "stray"]
+        return next((text for text in texts if "has no placement" in text), "")
+
+    assert wait_for("an event that says why", refused)
+    online.close()
+
+
+@pytest.fixture
+def scheduled(control_plane: ControlPlane, valved: RealNode, helm: Helm) -> Iterator[RealNode]:
+    """The whole of it: the chart's webhook and policies, a stock kube-scheduler with the extender."""
+    api = control_plane.api
+    runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
+    api.post("/apis/node.k8s.io/v1/runtimeclasses", runtime | {"handler": "nvidia"})
+    helm.install()
+    port, _ = control_plane.start_extender()
+    control_plane.start_scheduler(port)
+    try:
+        start_webhook(
+            control_plane,
+            f"--shim-folder={valved.shim_folder}",
+            f"--client-folder={valved.run_dir}/client",
+        )
+        api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: "enabled"}}})
+        dry = {
+            "metadata": {"name": "dry", "annotations": {names.ROLE: names.OFFLINE}},
+            "spec": {"containers": [{"name": "a", "image": "i"}]},
+        }
+        wait_for("the webhook", lambda: api.post(f"{PODS}?dryRun=All", dry))
+        yield valved
+    finally:
+        for name in ("webhook", "kube-scheduler", "extender"):
+            if name in control_plane.processes:
+                control_plane.kill(name)
+        api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: None}}})
+        helm.uninstall()
+        api.delete("/apis/node.k8s.io/v1/runtimeclasses/nvidia")
+
+
+def test_from_two_plain_pods_to_harvested_time(scheduled: RealNode) -> None:
+    """What a user writes, through webhook, scheduler, kubelet and containerd, to kernels that stop for requests."""
+    online = OnlinePod(scheduled, "chat-0", annotations=ONLINE)
+    stored = online.made
+    preload = next(one["value"] for one in stored["spec"]["containers"][0]["env"] if one["name"] == "LD_PRELOAD")
+    online.wait_ready()
+    service(scheduled, "chat-0")
+    wait_for("a harvestable GPU", lambda: scheduled.report().get("harvestableGPUs") == 1)
+
+    offline = OfflinePod(scheduled, "batch-0", annotations={names.ROLE: names.OFFLINE}, on_node=False)
+    pod = scheduled.wait_phase("batch-0")
+    offline.wait_beating()
+
+    assert preload.startswith(f"{scheduled.shim_folder}/current/libvalve.so:")
+    assert stored["metadata"]["annotations"][names.INJECTION] == "ok"
+    assert pod["metadata"]["annotations"][names.GPUS] == scheduled.uuids[0]
+    assert gates(scheduled, online, offline)
+    online.close()
+
+
+def test_late_cdi_devices_reach_the_container(node: RealNode, valved: RealNode) -> None:
+    """containerd resolves the names that Allocate gave only when PreStart has written what they stand for."""
+    folder = node.folder / "cdi"
+    folder.mkdir(exist_ok=True)
+    edits = {"env": ["PROOF=written-at-the-last-moment"]}
+    toolkit = {
+        "cdiVersion": "0.5.0",
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": node.uuids[0], "containerEdits": edits}],
+    }
+    (folder / "nvidia.json").write_text(json.dumps(toolkit))
+    node.plane.kill("valved")
+    node.start_valved(backend="cdi")
+    try:
+        online = OnlinePod(node, "chat-cdi", annotations=ONLINE)
+        online.wait_ready()
+        wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
+        node.create(node.pod("batch-cdi", ["/box/sh", "-c", "echo $PROOF"], **placed(node)))
+        node.wait_phase("batch-cdi", "Succeeded")
+
+        assert "written-at-the-last-moment" in node.pod_log("batch-cdi")
+        wait_for("the description is gone", lambda: [path.name for path in folder.iterdir()] == ["nvidia.json"])
+        online.close()
+    finally:
+        node.plane.kill("valved")
+        node.start_valved()
+
+
+def test_a_user_may_not_forge_a_placement(scheduled: RealNode) -> None:
+    forged = scheduled.pod(
+        "thief", ["/box/sh"], annotations={names.ROLE: names.OFFLINE, names.GPUS: scheduled.uuids[0]}
+    )
+
+    with pytest.raises(Refused):
+        scheduled.create(forged)
