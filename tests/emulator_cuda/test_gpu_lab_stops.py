@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from valve_tools.emulator.node import Options, node
+from valve_tools.emulator.node import Options, environment, node
 from valve_tools.gpu import build
 
 DEADLINE_S = 100  # only ends a hung test
@@ -84,10 +84,19 @@ def test_a_settled_question_is_not_asked_again(tmp_path):
     assert "D3:" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(["--only", "D99"], "no experiment D99"), (["--batch", "x"], "no batch x")]
-)
-def test_an_unknown_name_is_refused_with_those_there_are(arguments, words, tmp_path):
+def test_a_shell_on_the_emulated_gpu_measures_nothing(tmp_path):
+    with node(Options()) as emulator:
+        command = [sys.executable, "-m", "valve_tools.gpu.command", "--only", "D2", "--out", str(tmp_path)]
+        env = environment(emulator.directory, os.environ)
+        done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert "--dry-run" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [("--only", "D99"), ("--batch", "nonsense")])
+def test_an_unknown_name_is_refused_with_those_there_are(arguments, tmp_path):
     with node(Options()) as emulator:
         code, _, printed = lab(*arguments, out=tmp_path, emulator=emulator)
 

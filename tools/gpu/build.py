@@ -63,11 +63,11 @@ def build(folder: Path, *, emulated: bool, strict: bool = False) -> Programs:
         image = folder / "standin.txt"
         image.write_text(f"// valve-emu\n// native {folder / 'libstandin.so'}\n")
         return Programs(folder=folder, image=image)
-    return Programs(folder=folder, image=NATIVE / "kernels.ptx", cubin=cubin(folder))
+    return Programs(folder=folder, image=NATIVE / "kernels.ptx")
 
 
 def cubin(folder: Path) -> Path | None:
-    """The same kernels by nvcc for the card at hand, where there is nvcc."""
+    """The same kernels by nvcc for the card at hand, where there is nvcc: for a driver without a PTX compiler."""
     nvcc = shutil.which("nvcc")
     if not nvcc:
         return None

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from valve_tools.gpu import catalog, replay, report
-from valve_tools.gpu.errors import LabError
+from valve_tools.gpu.errors import LabError, Stop
 from valve_tools.gpu.machine import EmulatedMachine, Machine, RealMachine
 from valve_tools.gpu.outcome import Verdict
 from valve_tools.gpu.session import Session, scratch
@@ -87,6 +87,9 @@ def main(argv: list[str]) -> int:
     except LabError as error:
         print(f"valve gpu-lab: {error}", file=sys.stderr)
         return FAILED
+    except Stop as stop:  # before the first experiment or after the last
+        print(f"valve gpu-lab: stopped: {stop}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         return 130
 

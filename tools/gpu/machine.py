@@ -77,6 +77,10 @@ class RealMachine:
     is_dry = False
 
     def __init__(self) -> None:
+        if "libfakenv" in os.environ.get("LD_PRELOAD", ""):
+            raise LabError(
+                "this shell is on the emulated GPU, and nothing found there may look like a card's: --dry-run"
+            )
         if not Path("/dev/nvidiactl").exists():
             raise LabError(
                 "no NVIDIA GPU here (/dev/nvidiactl is missing).\n"

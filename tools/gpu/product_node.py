@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from valve_tools.demo.node import PATIENCE_S, EmulatedNode
 from valve_tools.gpu import leash
+
+Seen = TypeVar("Seen")
+ENGINE_S = 240.0  # a cold PyTorch reads gigabytes before it says a word
 
 
 class LabNode(EmulatedNode):
@@ -31,6 +35,9 @@ class LabNode(EmulatedNode):
             assert self._server is not None
             leash.note(self.folder, [self._server.pid])
         return self
+
+    def wait_for(self, look: Callable[[], Seen], what: str, patience_s: float = ENGINE_S) -> Seen:
+        return super().wait_for(look, what, patience_s)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         if self._is_emulated:

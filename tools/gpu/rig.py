@@ -15,12 +15,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from valve_tools.gpu.beat import Beat
-from valve_tools.gpu.build import Programs
+from valve_tools.gpu.build import Programs, cubin
 from valve_tools.gpu.errors import LabError, Refused, Stop
 from valve_tools.gpu.machine import Machine, branch_of
 from valve_tools.gpu.probe import Probe
@@ -225,8 +225,9 @@ class Rig:
             argv += ["--copy-us", f"{c.copy_us}"]
         return [*argv, *more]
 
-    def traced(self, base: Path) -> dict[str, str]:
-        """The environment of a program under the tracer, which stands in front of every other preload."""
+    def traced(self, base: Path, *, log: bool = False) -> dict[str, str]:
+        """The environment of a program under the tracer, which stands in front of every other preload. Only with `log`
+        does it write every call down: that costs microseconds, and some experiments time those very calls."""
         env = self.machine.environment()
         others = env.get("LD_PRELOAD", "")
         env["LD_PRELOAD"] = ":".join(filter(None, [self.programs.path("libtrace.so"), others]))
@@ -234,11 +235,10 @@ class Rig:
         env["VALVE_LAB_SOCK"] = str(base.with_suffix(".tracer"))
         env["VALVE_LAB_GUARD"] = str(self.guard_path)
         env.update(self._environment)
-        env["VALVE_LAB_TRACE"] = str(base.with_suffix(".trace.jsonl"))
+        if log:
+            env["VALVE_LAB_TRACE"] = str(base.with_suffix(".trace.jsonl"))
         env["VALVE_LAB_BRANCH"] = str(branch_of(self.machine.driver) or 580)
-        if self.programs.cubin:
-            env["VALVE_LAB_CUBIN"] = str(self.programs.cubin)
-        return env
+        return {**env, **self._cubin()}
 
     @contextmanager
     def also_in_environment(self, more: dict[str, str]) -> Iterator[None]:
@@ -265,13 +265,16 @@ class Rig:
         *more: str,
         helper: bool = False,
         may_fail: bool = False,
+        trace: bool = False,
     ) -> Iterator[Workload]:
         """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error."""
         base = self.next_base(mode)
         helper_path = base.with_suffix(".helper") if helper else None
         argv = self.spin(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
         with base.with_suffix(".out").open("wb") as out, self._log("session").open("ab") as log:
-            process = subprocess.Popen(argv, env=self.traced(base), stdin=subprocess.DEVNULL, stdout=out, stderr=log)
+            process = subprocess.Popen(
+                argv, env=self.traced(base, log=trace), stdin=subprocess.DEVNULL, stdout=out, stderr=log
+            )
         beat = self._wait_ready(process, base)
         work = Workload(process, base, beat, helper_path)
         self._running.append(work)
@@ -339,19 +342,24 @@ class Rig:
 
     def calibration(self) -> Calibration:
         if self._calibration is None:
-            base = self.next_base("calibrate")
-            argv = self.spin("calibrate", 0, base)
-            env = {**self.machine.environment(), "VALVE_LAB_CUBIN": str(self.programs.cubin or "")}
-            if not self.programs.cubin:
-                del env["VALVE_LAB_CUBIN"]
-            done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+            done = self._calibrate()
+            if done.returncode and not self.machine.is_dry and not self.programs.cubin:
+                self.programs = replace(self.programs, cubin=cubin(self.programs.folder))
+                done = self._calibrate()
             if done.returncode:
-                raise LabError(
-                    f"the workload does not run on this GPU: {done.stderr.strip()[:600] or done.stdout[:600]}"
-                )
+                why = done.stderr.strip() or done.stdout
+                raise LabError(f"the workload does not run on this GPU: {why[:600]}")
             said = json.loads(done.stdout)
             self._calibration = Calibration(**{name: said[name] for name in Calibration.__slots__})
         return self._calibration
+
+    def _calibrate(self) -> subprocess.CompletedProcess[str]:
+        argv = self.spin("calibrate", 0, self.next_base("calibrate"))
+        env = {**self.machine.environment(), **self._cubin()}
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    def _cubin(self) -> dict[str, str]:
+        return {"VALVE_LAB_CUBIN": str(self.programs.cubin)} if self.programs.cubin else {}
 
     # probes
 

@@ -52,6 +52,18 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def programs_folder() -> Iterator[Path]:
+    """Not on /dev/shm, from which some machines execute nothing."""
+    known = os.environ.get("VALVE_LAB_BUILD")
+    if known:
+        yield Path(known)
+        return
+    with tempfile.TemporaryDirectory(prefix="valve-lab-bin-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 class Session:
     def __init__(self, machine: Machine, out: Path, say: Callable[[str], None], *, budget_s: float) -> None:
         self.machine = machine
@@ -70,8 +82,10 @@ class Session:
         """Every experiment, until one stops the session. The rows found."""
         rows: list[Row] = []
         self.out.mkdir(parents=True, exist_ok=True)
-        built = Path(os.environ.get("VALVE_LAB_BUILD") or folder / "bin")
-        with Rig(self.machine, build(built, emulated=self.machine.is_dry), folder, self.out) as rig:
+        with (
+            programs_folder() as built,
+            Rig(self.machine, build(built, emulated=self.machine.is_dry), folder, self.out) as rig,
+        ):
             rig.path = str(self._known_path())
             for batch, experiment in wanted:
                 row = self._one(rig, batch, experiment)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must stand before CUDA starts: sums in a fixed order
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # runs where nothing is installed

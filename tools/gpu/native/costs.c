@@ -33,7 +33,7 @@ static CUresult query_stream(void)
 
 static CUresult record_context(void)
 {
-	return gpu.cuCtxRecordEvent(gpu.context, use.event);
+	return gpu.cuCtxRecordEvent ? gpu.cuCtxRecordEvent(gpu.context, use.event) : CUDA_SUCCESS;
 }
 
 static CUresult write_value(void)

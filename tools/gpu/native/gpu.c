@@ -82,6 +82,7 @@ void gpu_open(const char *image_path)
 		return;
 	GPU_CALLS(X)
 #undef X
+	*(void **)&gpu.cuCtxRecordEvent = dlsym(gpu.library, "cuCtxRecordEvent");
 	CK(gpu.cuInit(0));
 	CK(gpu.cuDeviceGet(&device, 0));
 	CK(gpu.cuDevicePrimaryCtxRetain(&gpu.context, device));

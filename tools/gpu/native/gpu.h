@@ -29,7 +29,6 @@ typedef void host_function(void *);
 	X(cuCtxDestroy_v2, (CUcontext)) \
 	X(cuCtxSetCurrent, (CUcontext)) \
 	X(cuCtxGetStreamPriorityRange, (int *, int *)) \
-	X(cuCtxRecordEvent, (CUcontext, CUevent)) \
 	X(cuCtxSynchronize, (void)) \
 	X(cuModuleLoadData, (CUmodule *, const void *)) \
 	X(cuModuleUnload, (CUmodule)) \
@@ -79,6 +78,7 @@ struct gpu {
 #define X(name, parameters) CUresult(*name) parameters;
 	GPU_CALLS(X)
 #undef X
+	CUresult (*cuCtxRecordEvent)(CUcontext, CUevent); /* from CUDA 12.5 on: may be NULL */
 	void *library;
 	CUcontext context;
 	CUmodule module;

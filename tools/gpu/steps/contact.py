@@ -35,7 +35,7 @@ def channel_words(channels: list[dict[str, Any]]) -> str:
 
 
 def d1(rig: Rig) -> Outcome:
-    with rig.workload("alu", rig.effort.ms(2000)) as work:
+    with rig.workload("alu", rig.effort.ms(2000), trace=True) as work:
         with rig.probe(work) as probe:
             seen = probe.do("list")
         rig.stop(work)

@@ -62,7 +62,7 @@ def call_name(line: dict[str, Any]) -> str:
 
 def c2(rig: Rig) -> Outcome:
     found: dict[str, list[str]] = {}
-    with rig.workload("idle", 60_000, helper=True) as work:
+    with rig.workload("idle", 60_000, helper=True, trace=True) as work:
         for call in ("reserve", "create", *REMAP, "release", "alloc", "free"):
             seen = len(work.trace.read_text().splitlines())
             answer = work.helper().ask_json(f"vmm {call} 0 0")
@@ -239,7 +239,7 @@ def c6(rig: Rig) -> Outcome:
 
 
 def c9(rig: Rig) -> Outcome:
-    with rig.workload("idle", 60_000, helper=True) as work:
+    with rig.workload("idle", 60_000, helper=True, trace=True) as work:
         seen = len(work.trace.read_text().splitlines())
         for call in REMAP:
             work.helper().ask_json(f"vmm {call} 0 0")

@@ -173,7 +173,7 @@ def c13(rig: Rig) -> Outcome:
         with rig.probe(work, path=rig.reach()) as probe:
             probe.do("off gr 20000")
             before = work.beat.launches
-            stood = settled_launches(work, rig.effort.seconds(30))
+            stood = settled_launches(work, 0.5)
             probe.do("on gr")
         goes_on = work.moves()
         rig.stop(work)
