@@ -100,7 +100,8 @@ def former(folder: Path) -> Path:
 def test_an_upgrade_from_a_former_release_and_the_rollback_keep_nodes_profiles_and_running_pods(
     control_plane: ControlPlane, release: Helm, tmp_path: Path
 ) -> None:
-    api, flags = control_plane.api, ("--namespace=valve-system", "--no-hooks")
+    # The CRDs of the session were not made by helm.
+    api, flags = control_plane.api, ("--namespace=valve-system", "--no-hooks", "--force-conflicts")
     release.run("upgrade", "valve", str(former(tmp_path)), *flags)
     before = release.revision()
     report = {"phase": "Harvesting", "services": [{"podUID": "u", "namespace": "web", "lentSeconds": 1}]}
