@@ -53,12 +53,14 @@ cluster-tools: ## build real Kubernetes, containerd and helm for tests (Go, abou
 	@tests/cluster/build_tools.sh
 
 FUZZ_RUNS ?= 5000000
-fuzz: ## libFuzzer on the ioctl parser, FUZZ_RUNS inputs (needs clang)
-	@mkdir -p build/corpus
-	@clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi -Ishim/src -fsanitize=fuzzer,address,undefined \
-		-fno-sanitize-recover=all tests/fuzz/fuzz_capture.c shim/src/rm.c shim/src/rmcall.c shim/src/rmcontrol.c \
-		-o build/fuzz_capture
+FUZZ = clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi -Ishim/src -Itests/shim/c \
+	-fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+fuzz: ## libFuzzer on the ioctl parser and on KV orders, FUZZ_RUNS inputs each (needs clang)
+	@mkdir -p build/corpus build/corpus-order
+	@$(FUZZ) tests/fuzz/fuzz_capture.c $(addprefix shim/src/,rm.c rmcall.c rmcontrol.c) -o build/fuzz_capture
+	@$(FUZZ) tests/fuzz/fuzz_order.c $(addprefix shim/src/,vmm.c ranges.c places.c packet.c lock.c) -o build/fuzz_order
 	@build/fuzz_capture -runs=$(FUZZ_RUNS) -max_len=9000 -print_final_stats=1 build/corpus
+	@build/fuzz_order -runs=$(FUZZ_RUNS) -max_len=2050 -print_final_stats=1 build/corpus-order
 
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench

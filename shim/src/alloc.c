@@ -57,7 +57,7 @@ static int announce(struct valve_range *range)
 {
 	struct valve_link_kv_range message;
 
-	range->generation = load_acquire(&valve_shim.link_generation);
+	valve_range_told(range, load_acquire(&valve_shim.link_generation));
 	valve_announce_describe(range, 0, &message);
 	return valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
 	                              is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS,

@@ -16,23 +16,15 @@ static bool is_linked(void)
 	       (valve_shim.daemon_features & VALVE_FEATURE_MEMORY);
 }
 
-static bool is_untold(const struct valve_range *range)
+/* Something a new valved does not know: the id of a range, or 0. */
+static uint32_t due(void)
 {
-	return load_acquire(&range->state) == RANGE_LIVE &&
-	       range->generation != load_acquire(&valve_shim.link_generation);
+	return is_linked() ? valve_range_untold(load_acquire(&valve_shim.link_generation)) : 0;
 }
 
-/* Something a new valved does not know. */
 bool valve_announce_due(void)
 {
-	struct valve_range *range;
-
-	if (!is_linked())
-		return false;
-	for (uint32_t i = 0; (range = valve_range_at(i)); i++)
-		if (is_untold(range))
-			return true;
-	return false;
+	return due() != 0;
 }
 
 /* Returns 0, or -errno: not linked. Waits for room in the socket, not for an answer. */
@@ -118,7 +110,7 @@ static void announce(uint32_t id)
 
 	if (!range)
 		return;
-	range->generation = generation;
+	valve_range_told(range, generation);
 	valve_announce_describe(range, valve_range_backed(range), &message);
 	valve_unlock(&range->lock);
 	if (tell(&message, sizeof(message), VALVE_LINK_KV_RANGE, generation))
@@ -134,11 +126,10 @@ static void announce(uint32_t id)
 
 void valve_announce_ranges(void)
 {
-	struct valve_range *range;
+	uint32_t id;
 
-	for (uint32_t i = 0; is_linked() && (range = valve_range_at(i)); i++)
-		if (is_untold(range))
-			announce(range->id);
+	while ((id = due()))
+		announce(id);
 }
 
 /* A range that is unmapped: its entry is free once valved was told, or is gone. */

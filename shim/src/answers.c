@@ -100,7 +100,7 @@ CUresult valve_on_cuPointerSetAttribute(uintptr_t value, uintptr_t attribute, ui
 CUresult valve_on_cuIpcGetMemHandle(uintptr_t out, uintptr_t address, uintptr_t a2, uintptr_t a3,
                                     uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
-	struct valve_range range;
+	struct valve_range_view range;
 
 	if (!valve_range_look(address, &range))
 		return CALL(entry, out, address, a2, a3, a4, a5);
@@ -118,11 +118,11 @@ static bool put(void *data, size_t bytes, uint64_t value)
 }
 
 /* false: the driver's answer for that very address is right. */
-static bool answer(void *data, int attribute, uint64_t address, const struct valve_range *range)
+static bool answer(void *data, int attribute, uint64_t address, const struct valve_range_view *range)
 {
 	switch ((enum attribute)attribute) {
 	case CONTEXT:
-		return put(data, 8, (uintptr_t)range->place->context);
+		return put(data, 8, (uintptr_t)range->context);
 	case MEMORY_TYPE:
 		return put(data, 4, MEMORY_TYPE_DEVICE);
 	case DEVICE_POINTER:
@@ -130,7 +130,7 @@ static bool answer(void *data, int attribute, uint64_t address, const struct val
 	case BUFFER_ID: /* unique in the process, and the same for the range's whole life */
 		return put(data, 8, 1ull << 62 | range->id);
 	case DEVICE_ORDINAL:
-		return put(data, 4, (uint64_t)range->place->device);
+		return put(data, 4, (uint64_t)range->device);
 	case RANGE_START:
 	case MAPPING_BASE:
 		return put(data, 8, range->base);
@@ -159,7 +159,7 @@ static bool answer(void *data, int attribute, uint64_t address, const struct val
 CUresult valve_on_cuPointerGetAttribute(uintptr_t data, uintptr_t attribute, uintptr_t address, uintptr_t a3,
                                         uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
-	struct valve_range range;
+	struct valve_range_view range;
 
 	if (data && valve_range_look(address, &range) &&
 	    answer((void *)data, (int)attribute, address, &range))
@@ -172,7 +172,7 @@ CUresult valve_on_cuPointerGetAttributes(uintptr_t count, uintptr_t attributes, 
                                          struct valve_entry *entry)
 {
 	CUresult result = CALL(entry, count, attributes, data, address, a4, a5);
-	struct valve_range range;
+	struct valve_range_view range;
 
 	if (result != CUDA_SUCCESS || !valve_range_look(address, &range))
 		return result;
@@ -184,7 +184,7 @@ CUresult valve_on_cuPointerGetAttributes(uintptr_t count, uintptr_t attributes, 
 CUresult valve_on_cuMemGetAddressRange(uintptr_t base, uintptr_t bytes, uintptr_t address, uintptr_t a3,
                                        uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
-	struct valve_range range;
+	struct valve_range_view range;
 
 	if (!valve_range_look(address, &range))
 		return CALL(entry, base, bytes, address, a3, a4, a5);

@@ -72,9 +72,9 @@ struct valve_place {
 };
 
 enum valve_kv_slot {
-	SLOT_HOLE,     /* nothing is mapped */
-	SLOT_ZERO,     /* the zero page */
-	SLOT_BARE,     /* mapped, not yet accessible: only while an order is carried out */
+	SLOT_HOLE, /* nothing is mapped */
+	SLOT_ZERO, /* the zero page */
+	SLOT_BARE, /* mapped, not accessible: while an order is carried out, or what a driver left of it */
 	SLOT_CLEARING, /* a handle that is still being zeroed: not valved's word yet */
 	SLOT_BACKED,
 };
@@ -85,7 +85,7 @@ struct valve_range {
 	struct valve_lock lock;
 	uint32_t state; /* valve_range_state, under the book's lock */
 	uint32_t id;
-	uint32_t generation; /* of the link by which it was told */
+	uint32_t generation; /* of the link by which it was told; under the book's lock */
 	uint32_t flags;
 	uint32_t slots;
 	uint32_t clearing; /* orders whose zeroing is under way. Futex word */
@@ -95,6 +95,14 @@ struct valve_range {
 	uint64_t *handle; /* valved's name of what backs the slot */
 	uint8_t *slot;    /* valve_kv_slot */
 	uint8_t *pinned;
+};
+
+/* What never changes while a range is there. */
+struct valve_range_view {
+	uint64_t base, bytes;
+	uint32_t id;
+	int device;
+	CUcontext context;
 };
 
 struct valve_kv_order {
@@ -131,9 +139,10 @@ struct valve_range *valve_range_containing(uint64_t address); /* locked */
 bool valve_range_turn(struct valve_range *range, enum valve_range_state from, enum valve_range_state to);
 struct valve_range *valve_range_claim(uint64_t base); /* for freeing: LIVE to GOING */
 void valve_range_drop(struct valve_range *range);     /* the entry is free again */
+void valve_range_told(struct valve_range *range, uint32_t generation);
+uint32_t valve_range_untold(uint32_t generation);
 uint32_t valve_range_backed(const struct valve_range *range);
-bool valve_range_look(uint64_t address,
-                      struct valve_range *out); /* a copy; its slots are not to be looked at */
+bool valve_range_look(uint64_t address, struct valve_range_view *out);
 uint64_t valve_ranges_bytes(int device);
 void valve_ranges_reset(void);
 

@@ -38,7 +38,8 @@ static struct valve_range *free_entry(void)
 {
 	for (uint32_t i = 0; i < VALVE_RANGES; i++)
 		if (book.range[i].state == RANGE_FREE) {
-			book.used = i < book.used ? book.used : i + 1;
+			if (i >= book.used)
+				store_release(&book.used, i + 1);
 			return &book.range[i];
 		}
 	return NULL;
@@ -74,7 +75,7 @@ struct valve_range *valve_range_new(struct valve_place *place, uint64_t bytes, u
 
 struct valve_range *valve_range_at(uint32_t index)
 {
-	return index < load_relaxed(&book.used) ? &book.range[index] : NULL;
+	return index < load_acquire(&book.used) ? &book.range[index] : NULL;
 }
 
 static bool is_there(const struct valve_range *range)
@@ -84,7 +85,7 @@ static bool is_there(const struct valve_range *range)
 
 static bool contains(const struct valve_range *range, uint64_t address)
 {
-	return is_there(range) && address - range->base < range->bytes;
+	return range->state == RANGE_LIVE && address - range->base < range->bytes;
 }
 
 /* The lock may take long, so the range is looked at again: it may be another by then. */
@@ -143,7 +144,7 @@ struct valve_range *valve_range_containing(uint64_t address)
 	return found ? hold(found, id) : NULL;
 }
 
-bool valve_range_look(uint64_t address, struct valve_range *out)
+bool valve_range_look(uint64_t address, struct valve_range_view *out)
 {
 	const struct valve_range *found;
 
@@ -152,9 +153,13 @@ bool valve_range_look(uint64_t address, struct valve_range *out)
 	valve_lock(&book.lock);
 	found = find(address);
 	if (found)
-		*out = *found;
+		*out = (struct valve_range_view){.base = found->base,
+		                                 .bytes = found->bytes,
+		                                 .id = found->id,
+		                                 .device = found->place->device,
+		                                 .context = found->place->context};
 	valve_unlock(&book.lock);
-	return found && out->state == RANGE_LIVE;
+	return found != NULL;
 }
 
 bool valve_range_turn(struct valve_range *range, enum valve_range_state from, enum valve_range_state to)
@@ -183,7 +188,7 @@ struct valve_range *valve_range_claim(uint64_t base)
 		return NULL;
 	valve_lock(&book.lock);
 	found = find(base);
-	if (found && found->base == base && found->state == RANGE_LIVE)
+	if (found && found->base == base)
 		store_release(&found->state, (uint32_t)RANGE_GOING);
 	else
 		found = NULL;
@@ -198,6 +203,27 @@ void valve_range_drop(struct valve_range *range)
 		munmap(range->handle, slot_bytes(range->slots));
 	range->handle = NULL;
 	valve_range_turn(range, (enum valve_range_state)range->state, RANGE_FREE);
+}
+
+/* valved's link number `generation` has heard of it. */
+void valve_range_told(struct valve_range *range, uint32_t generation)
+{
+	valve_lock(&book.lock);
+	range->generation = generation;
+	valve_unlock(&book.lock);
+}
+
+/* The id of a range that the application has and that link has not heard of; 0: there is none. */
+uint32_t valve_range_untold(uint32_t generation)
+{
+	uint32_t id = 0;
+
+	valve_lock(&book.lock);
+	for (uint32_t i = 0; i < book.used && !id; i++)
+		if (book.range[i].state == RANGE_LIVE && book.range[i].generation != generation)
+			id = book.range[i].id;
+	valve_unlock(&book.lock);
+	return id;
 }
 
 uint32_t valve_range_backed(const struct valve_range *range)

@@ -133,7 +133,7 @@ static void quarantine(struct valve_range *range, const struct valve_kv_order *o
 {
 	for (uint32_t i = 0, n; i < out->done; i += n) {
 		uint32_t slot = order->entry[i].slot;
-		bool is_mapped = range->slot[slot] == SLOT_BACKED;
+		bool is_mapped = range->slot[slot] != SLOT_HOLE && range->slot[slot] != SLOT_ZERO;
 		CUresult result = CUDA_SUCCESS;
 
 		n = run_length(range, order, i, out->done, 0);
@@ -220,13 +220,15 @@ static void map_handles(struct valve_range *range, const struct valve_kv_order *
 	for (uint32_t i = 0, n; i < out->done; i += n) {
 		uint32_t slot = order->entry[i].slot;
 
+		bool is_page = range->slot[slot] == SLOT_ZERO;
+
 		n = run_length(range, order, i, out->done, 0);
-		if (range->slot[slot] != SLOT_ZERO)
+		if (range->slot[slot] == SLOT_HOLE)
 			continue;
 		result = unmap(range, slot, n);
 		if (result)
 			cut(out, i, EIO, result);
-		else
+		else if (is_page)
 			backing->had_page |= (n == 64 ? ~0ull : (1ull << n) - 1) << i;
 	}
 	for (uint32_t i = 0; i < out->done; i++) {

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 RM = ("rm", "rmcall", "rmcontrol")
+ORDERS = ("vmm", "ranges", "places", "packet", "lock")
+MEMORY = (*ORDERS, "orders", "announce", "alloc", "answers")
+STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("activity", "contexts", "hint", "lock", "region", "say", "watcher")
 
 
 def build(repository, out, source, parts, *flags):
     sources = [repository / source, *(repository / "shim/src" / f"{part}.c" for part in parts)]
-    include = [f"-I{repository}/proto/abi", f"-I{repository}/shim/src"]
+    include = [f"-I{repository}/{folder}" for folder in ("proto/abi", "shim/src", "tests/shim/c")]
     command = ["cc", "-std=gnu11", "-D_GNU_SOURCE", "-U_FILE_OFFSET_BITS", "-U_FORTIFY_SOURCE", "-O1", "-g", "-Wall"]
     subprocess.run([*command, *include, *flags, *sources, "-o", out], check=True)
     return out
@@ -23,8 +26,7 @@ def build(repository, out, source, parts, *flags):
 @pytest.fixture(scope="session")
 def parser(tmp_path_factory, repository):
     out = tmp_path_factory.mktemp("fuzz") / "fuzz_capture"
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    return build(repository, out, "tests/fuzz/fuzz_capture.c", RM, *flags)
+    return build(repository, out, "tests/fuzz/fuzz_capture.c", RM, *STRICT)
 
 
 @pytest.mark.sanitizer
@@ -57,6 +59,43 @@ def test_launches_the_watcher_and_the_gate_do_not_race(repository, tmp_path):
     assert done.stdout == "every launch was counted, every open gate heard, idleness was never claimed too early\n"
 
 
+@pytest.fixture(scope="session")
+def order_fuzzer(tmp_path_factory, repository):
+    out = tmp_path_factory.mktemp("fuzz") / "fuzz_order"
+    return build(repository, out, "tests/fuzz/fuzz_order.c", ORDERS, *STRICT)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("seed", [1, 20260, 777777])
+def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
+    done = subprocess.run(
+        [order_fuzzer, "-r", "20000", str(seed)], capture_output=True, text=True, timeout=100, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20000 inputs\n", "")
+
+
+@pytest.mark.sanitizer
+def test_orders_on_a_driver_that_fails_at_random_leave_no_handle_and_no_descriptor(repository, tmp_path):
+    program = build(repository, tmp_path / "kvorders", "tests/shim/c/kvorders.c", ORDERS, *STRICT)
+
+    done = subprocess.run([program, "5000", "3"], capture_output=True, text=True, timeout=100, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "5000 orders\n"), done.stderr
+    assert "calls failed" in done.stderr
+
+
+@pytest.mark.sanitizer
+def test_the_memory_thread_applications_and_the_keeper_do_not_race(repository, tmp_path):
+    program = build(
+        repository, tmp_path / "kvthreads", "tests/shim/c/kvthreads.c", MEMORY, "-fsanitize=thread", "-lpthread"
+    )
+
+    done = subprocess.run([program, "1500", "1"], capture_output=True, text=True, timeout=100, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "nothing is mapped and nobody waits\n"), done.stderr
+
+
 def has_libfuzzer() -> bool:
     """clang and its fuzzer runtime: distributions package them apart."""
     if not shutil.which("clang"):
@@ -67,13 +106,15 @@ def has_libfuzzer() -> bool:
 
 @pytest.mark.sanitizer
 @pytest.mark.skipif(not has_libfuzzer(), reason="no libFuzzer: apt-get install clang libclang-rt-14-dev")
-def test_coverage_guided_inputs_do_not_break_the_ioctl_parser(repository, tmp_path):
-    """The same entry point under libFuzzer; `make fuzz` runs it for millions of inputs."""
+@pytest.mark.parametrize(("name", "parts"), [("capture", RM), ("order", ORDERS)])
+def test_coverage_guided_inputs_break_neither_the_ioctl_parser_nor_orders(repository, tmp_path, name, parts):
+    """The same entry points under libFuzzer; `make fuzz` runs them for millions of inputs."""
     out, corpus = tmp_path / "fuzzer", tmp_path / "corpus"
     corpus.mkdir()
-    sources = [repository / "tests/fuzz/fuzz_capture.c", *(repository / "shim/src" / f"{part}.c" for part in RM)]
-    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-DFUZZER", "-O1", "-g", f"-I{repository}/proto/abi"]
-    flags += [f"-I{repository}/shim/src", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
+    sources = [repository / f"tests/fuzz/fuzz_{name}.c", *(repository / "shim/src" / f"{part}.c" for part in parts)]
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-DFUZZER", "-O1", "-g"]
+    flags += [f"-I{repository}/{folder}" for folder in ("proto/abi", "shim/src", "tests/shim/c")]
+    flags += ["-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(["clang", *flags, *sources, "-o", out], check=True)
 
     done = subprocess.run(
