@@ -32,29 +32,58 @@ def emulator() -> Iterator[Emulator]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def native_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("native") / "native_step"
-    source = Path(__file__).with_name("native_step.c")
+class Starter:
+    """Starts programs on the node; none outlives its test."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        self.emulator = emulator
+        self.started: list[subprocess.Popen[str]] = []
+
+    def __call__(self, *command: str | Path, **env: str) -> subprocess.Popen[str]:
+        env = child_env(self.emulator.directory, env={"OMP_WAIT_POLICY": "passive", **env})
+        cwd = self.emulator.directory  # the installed packages, not the sources of the checkout
+        program = subprocess.Popen(command, env=env, cwd=cwd, stdout=subprocess.PIPE, text=True)
+        self.started.append(program)
+        return program
+
+
+@pytest.fixture
+def start(emulator: Emulator) -> Iterator[Starter]:
+    starter = Starter(emulator)
+    yield starter
+    for program in starter.started:
+        program.kill()
+        program.communicate()
+
+
+def build(folder: Path, name: str) -> Path:
+    """One of the C programs beside this file, linked to the emulated driver."""
+    program = folder / name
     flags = ["-std=gnu11", "-O2", "-fopenmp", "-D_GNU_SOURCE"]
+    source = Path(__file__).with_name(f"{name}.c")
     built = subprocess.run(["cc", *flags, source, LIBCUDA, "-o", program], check=False, capture_output=True, text=True)
     if built.returncode:
         pytest.skip(f"no OpenMP here (apt install gcc): {built.stderr.splitlines()[:1]}")
     return program
 
 
+@pytest.fixture(scope="module")
+def native_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("native"), "native_step")
+
+
+def shared(page: Path) -> mmap.mmap:
+    page.write_bytes(bytes(4096))
+    with page.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 4096)
+
+
 class Job:
     """A running native_step with its progress counter."""
 
-    def __init__(self, emulator: Emulator, program: Path, page: Path, units: int = UNITS) -> None:
-        page.write_bytes(bytes(4096))
-        self._page = mmap.mmap(os.open(page, os.O_RDWR), 4096)
-        self.process = subprocess.Popen(
-            [program, str(units), str(ROUNDS), page],
-            env=child_env(emulator.directory, env={"OMP_WAIT_POLICY": "passive"}),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, start: Starter, program: Path, page: Path, units: int = UNITS) -> None:
+        self._page = shared(page)
+        self.process = start(program, str(units), str(ROUNDS), page)
 
     @property
     def progress(self) -> int:
@@ -75,15 +104,15 @@ def gate(tree: Tree, channels: list[Channel], *, on: bool) -> int:
 
 
 def test_gates_at_random_moments_do_not_change_what_is_computed(
-    emulator: Emulator, native_step: Path, tmp_path: Path
+    emulator: Emulator, start: Starter, native_step: Path, tmp_path: Path
 ) -> None:
     """Given a step on three threads, when it is gated 150 times in the middle, then nothing moves while it is gated and
     the result is that of an undisturbed run."""
     chance = random.Random(5)
-    undisturbed = Job(emulator, native_step, tmp_path / "alone").checksum()
+    undisturbed = Job(start, native_step, tmp_path / "alone").checksum()
     with RmProcess(emulator.directory) as process:
         tree = grow_tree(process, channels=0, scheduled=False)
-        job = Job(emulator, native_step, tmp_path / "gated")
+        job = Job(start, native_step, tmp_path / "gated")
         channels = job.channels(emulator.wait(lambda state: job.progress > 0, "the step computes"))
         stopped = 0
         while job.process.poll() is None and stopped < 150:
@@ -104,36 +133,60 @@ def test_gates_at_random_moments_do_not_change_what_is_computed(
     assert result == undisturbed
 
 
-def test_two_programs_share_the_card_by_slices(emulator: Emulator, native_step: Path, tmp_path: Path) -> None:
+def test_two_programs_share_the_card_by_slices(start: Starter, native_step: Path, tmp_path: Path) -> None:
     """Each is stopped and woken every millisecond; both compute what they compute alone."""
-    alone = Job(emulator, native_step, tmp_path / "alone").checksum()
-    both = [Job(emulator, native_step, tmp_path / name) for name in ("one", "two")]
+    alone = Job(start, native_step, tmp_path / "alone").checksum()
+    both = [Job(start, native_step, tmp_path / name) for name in ("one", "two")]
 
     assert [job.checksum() for job in both] == [alone, alone]
 
 
 def test_a_step_that_ends_while_the_gate_closes_leaves_the_books_in_order(
-    emulator: Emulator, native_step: Path, tmp_path: Path
+    emulator: Emulator, start: Starter, native_step: Path, tmp_path: Path
 ) -> None:
     """Given the program is killed while gated, then no count is left: another one runs and is gated like the first."""
     with RmProcess(emulator.directory) as process:
         tree = grow_tree(process, channels=0, scheduled=False)
-        first = Job(emulator, native_step, tmp_path / "first", units=100_000)
+        first = Job(start, native_step, tmp_path / "first", units=100_000)
         channels = first.channels(emulator.wait(lambda state: first.progress > 0, "the first computes"))
         assert gate(tree, channels, on=False) == OK
         gate(tree, channels, on=True)
         first.process.kill()
-        first.process.communicate()
         emulator.wait(lambda state: not state.of(first.process.pid), "the first is gone")
-        second = Job(emulator, native_step, tmp_path / "second", units=100_000)
+        second = Job(start, native_step, tmp_path / "second", units=100_000)
         channels = second.channels(emulator.wait(lambda state: second.progress > 0, "the second computes"))
         status = gate(tree, channels, on=False)
         active = [channel.active for channel in emulator.state().of(second.process.pid)]
         gate(tree, channels, on=True)
-        second.process.kill()
-        second.process.communicate()
 
     assert (status, set(active)) == (OK, {0})
+
+
+def test_memory_moves_while_a_step_is_parked_with_any_lock_in_its_hands(
+    emulator: Emulator, start: Starter, tmp_path: Path
+) -> None:
+    """Given a step whose threads allocate all the time from one arena, when they are parked, then another thread of the
+    process unmaps, creates, releases and maps device memory: nothing of that waits for them."""
+    program, page = build(tmp_path, "native_remap"), shared(tmp_path / "page")
+
+    def read(word: int) -> int:
+        return int(struct.unpack_from("<Q", page, 8 * word)[0])
+
+    one_arena = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    job = start(program, tmp_path / "page", **one_arena)
+    with RmProcess(emulator.directory) as process:
+        tree = grow_tree(process, channels=0, scheduled=False)
+        state = emulator.wait(lambda _: read(0) > 0, "the steps run")
+        channels = [channel for channel in state.of(job.pid) if channel.is_compute]
+        for round_ in range(1, 101):
+            assert gate(tree, channels, on=False) == OK
+            struct.pack_into("<Q", page, 8, round_)
+            emulator.wait(lambda _, round_=round_: read(2) == round_, f"round {round_} of moving while gated")
+            assert gate(tree, channels, on=True) == OK
+        struct.pack_into("<Q", page, 24, 1)
+        out, _ = job.communicate(timeout=DEADLINE_S)
+
+    assert (job.returncode, out) == (0, "0\n")  # every round found what the one before had written
 
 
 PYTHON_JOB = """
@@ -154,20 +207,11 @@ print(hashlib.sha256(memory).hexdigest())
 """
 
 
-def test_a_python_program_with_threads_of_its_own_is_stopped_too(emulator: Emulator) -> None:
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", PYTHON_JOB],
-            env=child_env(emulator.directory),
-            cwd=emulator.directory,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    alone, _ = start().communicate(timeout=DEADLINE_S)
+def test_a_python_program_with_threads_of_its_own_is_stopped_too(emulator: Emulator, start: Starter) -> None:
+    alone, _ = start(sys.executable, "-c", PYTHON_JOB).communicate(timeout=DEADLINE_S)
     with RmProcess(emulator.directory) as process:
         tree = grow_tree(process, channels=0, scheduled=False)
-        job = start()
+        job = start(sys.executable, "-c", PYTHON_JOB)
         assert job.stdout is not None
         first = job.stdout.readline()
         channels = [channel for channel in emulator.state().of(job.pid) if channel.is_compute]
@@ -242,8 +286,9 @@ with device.step():
 """
 
 
-def test_a_hole_under_a_step_ends_the_process_and_is_told(emulator: Emulator) -> None:
-    job = subprocess.run([sys.executable, "-c", HOLE_JOB], env=child_env(emulator.directory), check=False)
+def test_a_hole_under_a_step_ends_the_process_and_is_told(emulator: Emulator, start: Starter) -> None:
+    job = start(sys.executable, "-c", HOLE_JOB)
+    job.wait(timeout=DEADLINE_S)
 
     assert job.returncode == -signal.SIGSEGV
     assert emulator.state().raw["mmu_faults"] == 1

@@ -172,6 +172,10 @@ static inline uint32_t uvm_map_tail_at(uint32_t branch)
 	                  uvm_max_gpus(branch) * sizeof(struct uvm_mapping_attributes));
 }
 
+#define UVM_MAP_BYTES_MAX                                                                     \
+	(sizeof(struct uvm_map_external_head) + 256 * sizeof(struct uvm_mapping_attributes) + \
+	 sizeof(struct uvm_map_external_tail))
+
 /* Bytes behind an allocation's parameter pointer: the class decides, not the caller's paramsSize. 0
  * = none known. */
 static inline uint32_t nv_class_params(uint32_t cls, uint32_t branch)

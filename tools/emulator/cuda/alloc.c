@@ -130,11 +130,9 @@ static CUresult alloc_small(struct context *ctx, struct range *piece)
 
 CUresult device_alloc(struct context *ctx, size_t bytes, struct range **out)
 {
-	struct range *area = NULL, *range = calloc(1, sizeof(*range));
-	CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+	struct range *area = NULL, *range = cell_new();
+	CUresult result;
 
-	if (!range)
-		return result;
 	range->kind = RANGE_DEVICE;
 	range->ctx = ctx;
 	range->dev = ctx->dev;
@@ -147,7 +145,7 @@ CUresult device_alloc(struct context *ctx, size_t bytes, struct range **out)
 			range->base = area->base;
 	}
 	if (result) {
-		free(range);
+		cell_free(range);
 		return result;
 	}
 	pthread_mutex_lock(&memory.lock);
@@ -173,7 +171,7 @@ CUresult device_free(struct range *range)
 		area = book_find(&memory.areas, range->base);
 	}
 	pthread_mutex_unlock(&memory.lock);
-	free(range);
+	cell_free(range);
 	if (area)
 		release_area(area);
 	return CUDA_SUCCESS;

@@ -1,7 +1,6 @@
 /* arena.c - hands out address space. The whole arena is reserved once, so nothing else of the process lands in it. */
 #include "memory.h"
 
-#include <stdlib.h>
 #include <sys/mman.h>
 
 struct memory memory = {.lock = PTHREAD_MUTEX_INITIALIZER, .next_area = ARENA_BASE};
@@ -43,11 +42,9 @@ static uint64_t search(uint64_t from, uint64_t bytes, uint64_t alignment)
 
 struct range *area_take(uint64_t bytes, uint64_t alignment, uint64_t wanted)
 {
-	struct range *area = calloc(1, sizeof(*area));
+	struct range *area = cell_new();
 	uint64_t base = 0;
 
-	if (!area)
-		return NULL;
 	pthread_mutex_lock(&memory.lock);
 	if (bytes <= ARENA_BYTES && has_arena()) {
 		if (wanted && wanted % alignment == 0 && fits(wanted, bytes))
@@ -66,7 +63,7 @@ struct range *area_take(uint64_t bytes, uint64_t alignment, uint64_t wanted)
 	}
 	pthread_mutex_unlock(&memory.lock);
 	if (!base)
-		free(area);
+		cell_free(area);
 	return base ? area : NULL;
 }
 
@@ -75,5 +72,5 @@ void area_give(struct range *area)
 	pthread_mutex_lock(&memory.lock);
 	book_remove(&memory.areas, area);
 	pthread_mutex_unlock(&memory.lock);
-	free(area);
+	cell_free(area);
 }

@@ -53,6 +53,12 @@ struct memory {
 };
 extern struct memory memory;
 
+/* cells.c: zeroed memory for a range or a handle, and whole pages; both end the process when there is none */
+void *cell_new(void);
+void cell_free(void *cell);
+void *pages_new(size_t bytes);
+void pages_free(void *at, size_t bytes);
+
 /* book.c */
 struct range *book_find(const struct book *book, uint64_t address);
 unsigned book_index(const struct book *book,

@@ -8,7 +8,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -184,19 +183,15 @@ uint32_t uvm_map(struct device *dev, uint64_t base, uint64_t length, uint64_t of
 {
 	uint32_t branch = emu.board->driver[0];
 	uint32_t tail_at = uvm_map_tail_at(branch);
-	uint8_t *bytes = calloc(1, tail_at + sizeof(struct uvm_map_external_tail));
+	_Alignas(8) uint8_t bytes[UVM_MAP_BYTES_MAX] = {0}; /* not malloc's: cells.c says why */
 
-	if (!bytes)
-		return FAILED;
 	struct uvm_map_external_head *head = (void *)bytes;
 	struct uvm_mapping_attributes *attributes = (void *)(bytes + sizeof(*head));
 	struct uvm_map_external_tail *tail = (void *)(bytes + tail_at);
 	*head = (struct uvm_map_external_head){base, length, offset};
 	memcpy(attributes->gpuUuid, dev->uuid, sizeof(attributes->gpuUuid));
 	*tail = (struct uvm_map_external_tail){1, emu.ctl, emu.h_client, h_memory, 0};
-	uint32_t status = uvm(UVM_MAP_EXTERNAL_ALLOCATION, bytes, &tail->rmStatus);
-	free(bytes);
-	return status;
+	return uvm(UVM_MAP_EXTERNAL_ALLOCATION, bytes, &tail->rmStatus);
 }
 
 uint32_t uvm_unmap(struct device *dev, uint64_t base, uint64_t length)

@@ -7,7 +7,6 @@
 #include "rm.h"
 
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -24,10 +23,8 @@ struct vmm_handle *handle_from(CUmemGenericAllocationHandle value)
 struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *prop, uint64_t bytes,
                               uint32_t h_memory)
 {
-	struct vmm_handle *handle = calloc(1, sizeof(*handle));
+	struct vmm_handle *handle = cell_new();
 
-	if (!handle)
-		abort();
 	handle->magic = MAGIC_HANDLE;
 	handle->dev = dev;
 	handle->prop = *prop;
@@ -51,7 +48,7 @@ void handle_drop(struct vmm_handle *handle, bool is_mapping)
 	if (!is_last)
 		return;
 	rm_free(handle->dev->h_device, handle->h_memory);
-	free(handle);
+	cell_free(handle);
 }
 
 /* Where the memory is asked for; host memory hangs off the first device, as everything in RM hangs off one. */

@@ -7,8 +7,6 @@
 #include "rm.h"
 #include "vmm.h"
 
-#include <stdlib.h>
-
 static bool is_granular(uint64_t address, uint64_t bytes)
 {
 	return bytes && address % LARGE_PAGE == 0 && bytes % LARGE_PAGE == 0 && address + bytes > address;
@@ -80,9 +78,7 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 	API_LOCKED;
 	if (!handle || offset || flags || !is_granular(address, bytes) || bytes > handle->bytes)
 		return CUDA_ERROR_INVALID_VALUE;
-	struct range *mapping = calloc(1, sizeof(*mapping));
-	if (!mapping)
-		return CUDA_ERROR_OUT_OF_MEMORY;
+	struct range *mapping = cell_new();
 	*mapping = (struct range){
 	        .base = address, .bytes = bytes, .kind = RANGE_MAPPING, .dev = handle->dev, .handle = handle};
 	pthread_mutex_lock(&memory.lock);
@@ -97,7 +93,7 @@ CUAPI(cuMemMap, CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAl
 	}
 	pthread_mutex_unlock(&memory.lock);
 	if (result)
-		free(mapping);
+		cell_free(mapping);
 	else
 		sleep_model_ns(emu.board->book_ns);
 	return result;
@@ -178,7 +174,7 @@ CUAPI(cuMemUnmap, CUdeviceptr address, size_t bytes)
 		if (has_access(mapping))
 			uvm_unmap(mapping->dev, mapping->base, mapping->bytes);
 		handle_drop(mapping->handle, true);
-		free(mapping);
+		cell_free(mapping);
 	}
 	return CUDA_SUCCESS;
 }

@@ -175,7 +175,8 @@ static int metered_exchange(const struct node *node, struct request *r, void *ro
 
 int fake_ioctl(const struct node *node, unsigned long request, void *arg)
 {
-	_Alignas(16) char small[3072];
+	_Alignas(16) char
+	        small[UVM_MAP_BYTES_MAX + 1024]; /* malloc may be locked by a thread that is parked */
 	struct request r = {.arg = arg, .fd_inside = -1};
 	size_t capacity;
 	void *room = small;
