@@ -9,6 +9,8 @@ latencies. Last the same scheduler with an extender that decides nothing: the ra
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import os
 import re
@@ -23,6 +25,9 @@ from pathlib import Path
 
 import numpy as np
 from valve_scheduler import names
+from valve_scheduler.kube.access import from_kubeconfig
+from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.pause import pause, resume
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, free_port, wait_for
@@ -88,6 +93,7 @@ def _run(plane: ControlPlane) -> dict[str, Row]:
     rows = _steady(plane, port)
     resident_mib = _peak_mib(plane.processes["extender"].pid)
     rows["extender-rss"] = row_of("extender-rss", "resident peak", "MiB", [resident_mib], 300.0)
+    rows["cluster-pause"] = _pause(plane)
     baseline = _trivial_rate(plane)
     telemetry.stop()
 
@@ -128,6 +134,17 @@ def _steady(plane: ControlPlane, extender: int) -> dict[str, Row]:
     wait_for("all pods bound", lambda: _metric(scheduler, SCHEDULED) >= STEADY_PODS, 300)
 
     return _latencies(list(calls(log)), scheduler)
+
+
+def _pause(plane: ControlPlane) -> Row:
+    """The brake of the whole fleet, as `valve cluster pause` pulls it; and lifted again."""
+
+    async def pulled() -> list[float]:
+        with contextlib.closing(KubeClient(from_kubeconfig(str(plane.kubeconfig)))) as client:
+            told = [(await pause(client, wait_s=0.0)).told_s]
+            return [*told, (await resume(client)).told_s]
+
+    return row_of("cluster-pause", f"all {NODES} nodes told", "s", asyncio.run(pulled()), 5.0, note="pause and resume")
 
 
 def _trivial_rate(plane: ControlPlane) -> float:
@@ -199,5 +216,6 @@ def _bench(name: str) -> Callable[[], Iterable[Row]]:
 
 
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {
-    name: _bench(name) for name in ("extender-filter", "extender-prioritize", "bind", "bind-rate", "extender-rss")
+    name: _bench(name)
+    for name in ("extender-filter", "extender-prioritize", "bind", "bind-rate", "extender-rss", "cluster-pause")
 }
