@@ -106,6 +106,8 @@ def test_online_work_is_injected_as_it_is_created_and_offline_work_stops_for_its
     report = wait_for("a report", lambda: [gpu for gpu in valved.report().get("gpus", []) if gpu["harvestable"]])
     assert (report[0]["online"], report[0]["shim"]) == (["default/chat-nri"], True)
     wait_for("harvest on record", lambda: [pod for pod in valved.report()["offline"] if pod["harvestSeconds"] > 0])
+    wait_for("what it lent", lambda: [pod for pod in valved.report()["services"] if pod["lentSeconds"] > 0])
+    assert valved.report()["services"][0]["pod"] == "chat-nri"
     online.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,12 +146,13 @@ def test_a_successor_goes_on_from_the_last_report() -> None:
     book.seed({"offline": [{"podUID": "u", "harvestSeconds": 50, "demandSeconds": 90, "usefulTokens": 7}]})
     book.adopt(7, harvest_s=50, tokens=7)
     book.read([reading(50, tokens=7)], 0)
-    book.read([reading(53, tokens=9, gpus=3)], 5)
+    book.read([replace(reading(53, tokens=9, gpus=3), gated_s=1.5, stops=2)], 5)
     book.seed({"offline": [{"podUID": "u", "harvestSeconds": 999}]})  # its own words come back
 
     facts = book.facts({"u"})[0]
 
     assert (facts.harvest_s, facts.runnable_s, facts.useful_tokens, facts.demand_s) == (53, 1, 9, 95)
+    assert (facts.gated_s, facts.preemptions) == (1.5, 2)
 
 
 def test_time_without_work_is_no_demand_and_pods_that_are_gone_are_forgotten() -> None:

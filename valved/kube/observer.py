@@ -13,11 +13,13 @@ from valved.kube.cgroup import pod_of
 from valved.kube.offline import Reading
 from valved.kube.podresources import Holding
 from valved.kube.pods import PodBook
+from valved.kube.status import LentFacts
 from valved.mechanism.cards import CardUse
 from valved.mechanism.ports import GpuInfo, ProcessPort
-from valved.model.ids import GpuIndex, Role
+from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.guard import Card, Holder, Stranger
 from valved.service.books import Books
+from valved.service.gate import GateService
 from valved.service.register import Register
 
 # NVIDIA's device plugin, and its DRA driver.
@@ -25,10 +27,21 @@ WHOLE_GPUS = (names.ONLINE_RESOURCE, "gpu.nvidia.com")
 _STRICTNESS = ("off", "observe", "harvest")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gained:
+    """What one GPU's account grew by."""
+
+    open_s: float
+    harvest_s: float
+    gated_s: float
+    stops: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Observer:
     gpus: tuple[GpuInfo, ...]
     books: Books
+    keeper: GateService
     book: PodBook
     register: Register
     processes: ProcessPort
@@ -72,8 +85,8 @@ class Observer:
     def slots_in_use(self, holdings: tuple[Holding, ...]) -> frozenset[str]:
         return frozenset(slot for holding in holdings if holding.resource == names.RESOURCE for slot in holding.ids)
 
-    def readings(self, now_ns: int) -> Iterator[Reading]:
-        """Accounts of the services that belong to offline pods."""
+    def readings(self, now_ns: int, gained: Mapping[GpuIndex, Gained]) -> Iterator[Reading]:
+        """Accounts of the services that belong to offline pods; `gained` since the last time."""
         for claim in self.books.claims.values():
             group = pod_of(claim.cgroup)
             if claim.role is not Role.OFFLINE or group is None:
@@ -88,6 +101,24 @@ class Observer:
                 gpus=len(service.compute_on),
                 tokens=tokens if has_hook or tokens else None,
                 has_work=bool(service.compute_on),
+                gated_s=sum(gained[gpu].gated_s for gpu in service.compute_on if gpu in gained),
+                stops=sum(gained[gpu].stops for gpu in service.compute_on if gpu in gained),
+            )
+
+    def lent(self, lent_s: Mapping[ServiceId, float]) -> Iterator[LentFacts]:
+        """What online pods lent, and what it cost them."""
+        for claim in self.books.claims.values():
+            group, online = pod_of(claim.cgroup), self.keeper.online.get(claim.service)
+            if group is None or online is None:
+                continue
+            namespace, _, name = self.books.services[claim.service].name.partition("/")
+            yield LentFacts(
+                pod_uid=group.uid,
+                namespace=namespace,
+                pod=name,
+                lent_s=lent_s.get(claim.service, 0.0),
+                delay_s=online.delay_ns / 1e9,
+                preemptions=online.preemptions,
             )
 
     def free_bytes(self, use: CardUse) -> int:

@@ -23,6 +23,8 @@ class Reading:
     gpus: int
     tokens: int | None
     has_work: bool  # it has compute channels: there is something to run
+    gated_s: float = 0.0  # since the last reading
+    stops: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Totals:
     harvest_s: float = 0.0
     runnable_s: float = 0.0
     demand_s: float = 0.0
+    gated_s: float = 0.0
+    preemptions: int = 0
     tokens: int | None = None
 
 
@@ -48,6 +52,8 @@ class OfflineBook:
                     harvest_s=float(entry.get("harvestSeconds", 0.0)),
                     runnable_s=float(entry.get("runnableSeconds", 0.0)),
                     demand_s=float(entry.get("demandSeconds", 0.0)),
+                    gated_s=float(entry.get("gatedSeconds", 0.0)),
+                    preemptions=int(entry.get("preemptions", 0)),
                     tokens=entry.get("usefulTokens"),
                 ),
             )
@@ -67,6 +73,8 @@ class OfflineBook:
             gained_s = max(0.0, one.harvest_s - harvest_s)
             totals.harvest_s += gained_s
             totals.runnable_s += gained_s / max(1, one.gpus)
+            totals.gated_s += one.gated_s
+            totals.preemptions += one.stops
             if one.tokens is not None:
                 totals.tokens = (totals.tokens or 0) + max(0, one.tokens - tokens)
             if one.has_work:
@@ -86,6 +94,8 @@ class OfflineBook:
                 harvest_s=totals.harvest_s,
                 runnable_s=totals.runnable_s,
                 demand_s=totals.demand_s,
+                gated_s=totals.gated_s,
+                preemptions=totals.preemptions,
             )
             for uid, totals in sorted(self._totals.items())
         )

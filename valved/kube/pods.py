@@ -74,6 +74,7 @@ class PodBook:
                 name=name,
                 role=_role({"metadata": metadata}),
                 wish=_wish(metadata),
+                mode=annotation({"metadata": metadata}, names.MODE),
                 gpus=_gpus(metadata),
             )
             self.pods[uid] = known

@@ -27,7 +27,7 @@ from valved.kube import cdi, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.nri import Connection, Injector
-from valved.kube.observer import Observer, uuid_text
+from valved.kube.observer import Gained, Observer, uuid_text
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holding, Holdings, KubeletHoldings
 from valved.kube.pods import PodBook
@@ -36,8 +36,9 @@ from valved.kube.starter import Starter
 from valved.mechanism.cards import CardReader, CardUse
 from valved.mechanism.clock import Clock
 from valved.mechanism.ports import GatePort, ProcessPort
+from valved.mechanism.stats import GpuAccount
 from valved.model.events import EventKind
-from valved.model.ids import Mode
+from valved.model.ids import GpuIndex, Mode, ServiceId
 from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, judge
 from valved.policy.report_rate import RateSettings, RateState, decide_report
 from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books
@@ -56,7 +57,8 @@ LIST_S = 10.0  # how long the start waits for the first list of pods
 PAUSED_BY = "GPUHarvestNode"
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
 STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE})
-SECOND_NS = 1_000_000_000
+SECOND_NS, MS_NS = 1_000_000_000, 1_000_000
+COOLDOWN = {"startMilliseconds": "start_ns", "minMilliseconds": "floor_ns", "maxMilliseconds": "ceiling_ns"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class Memory:
     is_clean: bool = False  # the last reconciliation went through
     conditions: dict[str, tuple[bool, str]] = field(default_factory=dict)  # kind -> state, since
     harvestable_s: dict[str, float] = field(default_factory=dict)  # GPU -> when it last was
+    lent_s: dict[ServiceId, float] = field(default_factory=dict)
+    cooldown: Json = field(default_factory=dict)  # the cluster's, as last applied
     epoch: int = 0
     rate: RateState = field(default_factory=RateState)
     mode: str = ""  # the cluster's, as last applied
@@ -109,6 +113,7 @@ class Room:
         self._observer = Observer(
             gpus=self._gpus,
             books=host.books,
+            keeper=host.keeper,
             book=self.book,
             register=host.register,
             processes=host.processes,
@@ -139,7 +144,7 @@ class Room:
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
         host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
-        for reading in self._observer.readings(host.clock.now_ns()):
+        for reading in self._observer.readings(host.clock.now_ns(), {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
 
     async def run(self) -> None:
@@ -189,23 +194,32 @@ class Room:
     async def _account(self) -> None:
         """Once a second: time that was open, memory that was free, and whether a report is due."""
         accounts = [self._host.keeper.gpus[gpu.index] for gpu in self._gpus]
-        seen_ns, opened_ns = self._host.clock.now_ns(), [account.open_ns for account in accounts]
+        seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
         while True:
             await asyncio.sleep(BOOK_S)
             now_ns = self._host.clock.now_ns()
             for account in accounts:
                 account.advance(now_ns)
-            opened = [account.open_ns for account in accounts]
-            gained_s = [(after - before) / 1e9 for before, after in zip(opened_ns, opened, strict=True)]
-            self.series.book(now_ns / 1e9, (now_ns - seen_ns) / 1e9, gained_s)
-            seen_ns, opened_ns = now_ns, opened
-            self.offline.read(self._observer.readings(now_ns), now_ns / 1e9)
+            after = [_figures(account) for account in accounts]
+            gained = [_gained(*pair) for pair in zip(before, after, strict=True)]
+            self.series.book(now_ns / 1e9, (now_ns - seen_ns) / 1e9, [each.open_s for each in gained])
+            self._give_receipts({gpu.index: each for gpu, each in zip(self._gpus, gained, strict=True)}, now_ns)
+            seen_ns, before = now_ns, after
             self._memory.cards = await asyncio.to_thread(self._cards.look)
             for place, gpu in enumerate(self._gpus):
                 use = self._memory.cards.get(gpu.uuid)
                 if use is not None and not self._host.keeper.gpus[gpu.index].holders - STANDING:
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
             await self._report(now_ns)
+
+    def _give_receipts(self, gained: Mapping[GpuIndex, Gained], now_ns: int) -> None:
+        """Book what offline pods got, and what the online services of those GPUs lent."""
+        self.offline.read(self._observer.readings(now_ns, gained), now_ns / 1e9)
+        lent_s = self._memory.lent_s
+        self._memory.lent_s = {
+            key: lent_s.get(key, 0.0) + sum(gained[gpu].harvest_s for gpu in service.gpus if gpu in gained)
+            for key, service in self._host.keeper.online.items()
+        }
 
     # Reconciling
 
@@ -288,6 +302,7 @@ class Room:
                 for verdict in memory.verdicts
             ),
             offline=self.offline.facts(live),
+            lent=tuple(self._observer.lent(memory.lent_s)),
             bare=tuple(f"{one.name}: {one.reason}" for one in self.injector.bare()),
             is_serving=self.plugin.is_registered and memory.is_clean,
         )
@@ -321,6 +336,7 @@ class Room:
         self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
         self._follow_mode(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
         self._follow_pause(bool(spec.get("paused")))
+        self._follow_cooldown((spec.get("resolved") or {}).get("cooldown") or {})
         modes = {entry["name"]: entry["mode"] for entry in (spec.get("resolved") or {}).get("namespaces") or []}
         if modes != self._observer.namespace_modes:
             self._observer.namespace_modes = modes
@@ -337,6 +353,17 @@ class Room:
         brake.set_mode(Mode(mode) if mode else memory.configured, "GPUHarvestNode")
         self._wake.set()
 
+    def _follow_cooldown(self, cooldown: Json) -> None:
+        if cooldown == self._memory.cooldown:
+            return
+        self._memory.cooldown = cooldown
+        settings = self._host.keeper.settings
+        changes = {field: int(cooldown[key]) * MS_NS for key, field in COOLDOWN.items() if key in cooldown}
+        try:
+            settings.cooldown = replace(settings.cooldown, **changes)  # type: ignore[arg-type]
+        except ValueError as error:
+            log.warning("cooldown of the cluster not used", extra={"facts": {"error": str(error)}})
+
     def _follow_pause(self, is_paused: bool) -> None:
         """A pause of the cluster's is lifted by the cluster, never one that somebody made on the node."""
         brake = self._host.brake
@@ -347,6 +374,15 @@ class Room:
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9
+
+
+def _figures(account: GpuAccount) -> tuple[int, int, int, int]:
+    return account.open_ns, account.harvest_ns, account.gated_ns, account.gates
+
+
+def _gained(before: tuple[int, int, int, int], after: tuple[int, int, int, int]) -> Gained:
+    opened, harvested, gated, stops = (now - then for then, now in zip(before, after, strict=True))
+    return Gained(open_s=opened / 1e9, harvest_s=harvested / 1e9, gated_s=gated / 1e9, stops=stops)
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

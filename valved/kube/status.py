@@ -16,6 +16,7 @@ from valved.policy.report_rate import RateSettings, side_of
 Json = dict[str, Any]
 MIB = 1 << 20
 PHASES = {Mode.HARVEST: "Harvesting", Mode.OBSERVE: "Observing", Mode.OFF: "Off"}
+MAX_PODS = 64  # as the CRD has it
 MAX_NAMED = 20  # in one condition; a node has room for a few dozen GPU pods
 
 
@@ -36,6 +37,20 @@ class OfflineFacts:
     harvest_s: float
     runnable_s: float
     demand_s: float
+    gated_s: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentFacts:
+    """What one online pod lent, and what that cost it."""
+
+    pod_uid: str
+    namespace: str
+    pod: str
+    lent_s: float  # GPU time that offline work ran on its GPUs
+    delay_s: float
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +68,7 @@ class NodeFacts:
     is_draining: bool
     gpus: tuple[GpuFacts, ...]
     offline: tuple[OfflineFacts, ...]
+    lent: tuple[LentFacts, ...]
     bare: tuple[str, ...]  # online containers without the shim
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
@@ -126,7 +142,8 @@ def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Map
         "observedAt": now,
         "gpus": [_gpu(gpu, index, facts, series) for index, gpu in enumerate(facts.gpus)],
         "alignment": series.alignment(),
-        "offline": [_offline(pod) for pod in facts.offline],
+        "offline": [_offline(pod) for pod in facts.offline[:MAX_PODS]],
+        "services": [_lent(pod) for pod in facts.lent[:MAX_PODS]],
         "conditions": [
             {
                 "type": condition.kind,
@@ -173,10 +190,23 @@ def _offline(pod: OfflineFacts) -> Json:
         "harvestSeconds": round(pod.harvest_s, 3),
         "runnableSeconds": round(pod.runnable_s, 3),
         "demandSeconds": round(pod.demand_s, 3),
+        "gatedSeconds": round(pod.gated_s, 3),
+        "preemptions": pod.preemptions,
     }
     if pod.useful_tokens is not None:
         entry["usefulTokens"] = pod.useful_tokens
     return entry
+
+
+def _lent(pod: LentFacts) -> Json:
+    return {
+        "podUID": pod.pod_uid,
+        "namespace": pod.namespace,
+        "pod": pod.pod,
+        "lentSeconds": round(pod.lent_s, 3),
+        "delaySeconds": round(pod.delay_s, 6),
+        "preemptions": pod.preemptions,
+    }
 
 
 def _some(items: Sequence[str]) -> str:
