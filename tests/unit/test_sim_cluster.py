@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from valve_scheduler.placement import PlacementSettings
-from valve_tools.sim.cluster import ClusterPlan, run_cluster
+from valve_tools.sim.cluster import ClusterPlan, _model_error, run_cluster
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (
     MINUTES,
@@ -24,7 +24,7 @@ from valve_tools.sim.cluster_load import (
     services_from,
 )
 from valve_tools.sim.cluster_reports import Reports
-from valve_tools.sim.cluster_run import ClusterRun, RunSettings
+from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally
 from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, Offer, Scheduler
 
 EIGHT_B, TP2 = 0, 2
@@ -125,6 +125,36 @@ def test_reports_say_what_the_day_before_was():
     assert seen.alignment[0, 0, 2] == pytest.approx(busy**2 / (2 * busy - busy**2), abs=1e-5)
 
 
+def test_told_the_hour_the_model_finds_what_a_steady_load_gives():
+    """Two ranks, busy 0.4 each with overlap over union 0.6: idle together half of the time; half of the memory."""
+    load = fleet([0.6] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.6] * 4)
+    members = np.array([[2, 3]])
+    said = Reports(load).nowcast(7, members, MODELS[TP2].profile(71.8))
+
+    assert said == pytest.approx(share(load, [2, 3], TP2)[0], rel=0.03)
+
+
+def test_told_the_hour_the_model_follows_a_change_that_the_last_day_hides():
+    load = fleet([1.0] * 8)
+    load.idle[0, 30 * 60 :] = 0
+    reports, members = Reports(load), np.array([[0]])
+    profile = MODELS[EIGHT_B].profile(71.8)
+
+    assert reports.nowcast(29, members, profile)[0] == pytest.approx(1.0, abs=0.02)
+    assert reports.nowcast(30, members, profile)[0] == 0.0
+    assert reports.fleet(30, np.ones((1, 8), dtype=bool)).idle[0, 0] == pytest.approx(1.0, abs=0.01)
+
+
+def test_one_factor_a_workload_removes_an_error_that_all_its_instances_share():
+    """Instances of two workloads on four nodes achieve 0.9 and 0.7 of what the model says."""
+    tally = Tally()
+    for node in range(4):
+        tally.predictions += [(0.0, 0.45, 200, 8 * node, 0.5, 0), (0.0, 0.35, 200, 8 * node, 0.5, 1)]
+
+    assert _model_error(tally, is_calibrated=False) == pytest.approx((0.05 / 0.45 + 0.15 / 0.35) / 2)
+    assert _model_error(tally, is_calibrated=True) == pytest.approx(0.0)
+
+
 def scheduler(name, load):
     truth = Truth(load, 0.0)
     foresight = Foresight(truth, load.settings.nodes) if name == "oracle" else None
@@ -215,6 +245,16 @@ def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
     run.step(6)
     assert one.avoided == frozenset({"node-0000"})
     assert len(run._running.job) == 0
+
+
+def test_instances_may_move_before_a_violation_is_one():
+    one = Optimist("full", Reports(fleet([0.3] * 8)), None, PlacementSettings(), 0)
+    settings = RunSettings(counted_from=0, warm_up_windows=1, move_windows=2)
+    run = ClusterRun(one, Truth(fleet([0.3] * 8), 0.0), jobs((0, EIGHT_B, 1, 0.6, 1e9)), 1, settings)
+    for window in range(3):
+        run.step(window)
+
+    assert (run.tally.violations, run.tally.moved) == (0, 1)
 
 
 def test_the_demand_sets_the_rate_of_arrivals():
