@@ -16,7 +16,7 @@ from lent_fds import collect, lend
 from memory_world import BASE, Hook, KvWorld
 
 from valved.config import Config, MemoryTable, QuotaTable
-from valved.mechanism.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvSpan
+from valved.mechanism.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan
 from valved.mechanism.link import LinkType, Malformed
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
@@ -446,3 +446,26 @@ def test_zeroing_is_asked_for_with_every_handle(world):
 
     assert seen
     assert all(flags & ZERO for flags in seen)
+
+
+def test_a_hook_that_is_back_before_its_shim_waits_for_it(tmp_path):
+    first = KvWorld(tmp_path, config=CONFIG, handles=20)
+    offline = first.engine("offline", columns=16)
+    first.run(500)
+    pid = offline.shim.entry.process.pid
+    second = KvWorld(tmp_path, config=CONFIG, clock=first.clock, processes=first.processes)
+    second.card, shim = first.card, offline.shim
+    client = second.offline(pid=pid, gpus=(0,))
+    shim.world, shim.entry = second, second.books.clients[client]
+    hook = Hook(shim, 64)
+    tensor = KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)
+    body = KvLayoutPart(blocks=64, block_tokens=16, total=1, first=0, pinned=(0,), tensors=(tensor,))
+    seq = hook.say(LinkType.KV_LAYOUT, body)
+    assert seq not in dict(hook.connection.acks())
+
+    shim.retell(client, second)
+    second.run(10)
+
+    assert dict(hook.connection.acks())[seq] == 0
+    assert hook.attach() == 0
+    assert len(hook.backed()) == 64

@@ -272,6 +272,8 @@ class Hook:
                 tensors=tuple(tensors[first : first + 16]),
             )
             seq = self.say(LinkType.KV_LAYOUT, part)
+        if seq not in dict(self.connection.acks()):
+            self.world.run(600)  # it waits a moment for ranges that may still come
         return dict(self.connection.acks())[seq]
 
     def attach(self):

@@ -191,14 +191,15 @@ static bool attach(struct kvhook *hook)
 	return ok;
 }
 
-/* Table and book of a valved that is gone are left mapped: a few pages, once per restart. */
+/*
+ * The table of a valved that is gone stays in use until there is another: its last word may be a loss that the engine has
+ * not acted on yet, and what has no memory has none still. It is left mapped: a few pages, once per restart.
+ */
 static void leave(struct kvhook *hook)
 {
 	if (hook->socket >= 0)
 		close(hook->socket);
 	hook->socket = -1;
-	hook->table = NULL;
-	hook->book = NULL;
 }
 
 void kvhook_open(struct kvhook *hook, const struct kvhook_shape *shape)

@@ -45,6 +45,7 @@ from valved.service.register import Exits, Reactor
 
 NO_UUID = bytes(16)
 SPARE_FDS = 4096  # of the limit on descriptors, kept for clients, files and what travels
+LAYOUT_NS = 500_000_000  # hooks wait a second or more for an answer
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
@@ -80,6 +81,7 @@ class Memory:
         self._exits = Exits(reactor, processes)
         self._ranks: dict[ClientId, Rank] = {}  # by shim, whether their engine has attached or not
         self._parts: dict[ClientId, LayoutParts] = {}  # by hook
+        self._early: dict[ClientId, tuple[ClientEntry, int, KvLayoutPart]] = {}  # layouts that wait for their shim
         self._held_left: dict[RangeKey, int] = {}  # slots that a client of a predecessor has still to tell
         self._gpu_of_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._gpu_of_instance = {info.device_instance: info.index for info in gate.gpus()}
@@ -140,6 +142,7 @@ class Memory:
             at=np.full(body.slots, NO_HANDLE, np.int64),
         )
         self.pool.add_range(book)
+        self._clock.call_at_ns(self._clock.now_ns(), self._try_early)
         if body.held:
             self._held_left[book.key] = body.held
             self.ack(entry.id, seq)
@@ -240,29 +243,61 @@ class Memory:
         engine = self.engines.get(entry.service)
         if engine is not None:
             self.tell(engine)
+        self._try_early()
         self.changed()
 
     # Engines
 
     def _layout(self, entry: ClientEntry, seq: int, body: KvLayoutPart) -> None:
-        shim = self._shim_beside(entry)
         try:
-            if shim is None:
-                raise LayoutRefused("pid", "no shim with KV ranges lives in this process")
             parts = self._parts.get(entry.id)
             if parts is None or body.first == 0:
                 parts = self._parts[entry.id] = LayoutParts(head=body)
             parts.add(body)
             if parts.is_whole:
                 del self._parts[entry.id]
-                rank = Rank.of(shim.id, entry.id, self.pool.of_client(shim.id), parts.whole())
-                self._put_rank(shim, rank)
+                if not self._try_layout(entry, seq, parts.whole(), is_last=False):
+                    self._await_shim(entry, seq, parts.whole())
+                return
         except LayoutRefused as refused:
             self._parts.pop(entry.id, None)
             self._refuse_engine(entry, f"KV layout refused: {refused}")
             self.ack(entry.id, seq, errno.EINVAL)
             return
         self.ack(entry.id, seq)
+
+    def _await_shim(self, entry: ClientEntry, seq: int, told: KvLayoutPart) -> None:
+        """After a restart a hook may be back before the shim beside it has said what it holds: its answer waits."""
+        until_ns = self._clock.now_ns() + LAYOUT_NS
+
+        def give_up() -> None:
+            if self._early.pop(entry.id, None) is not None:
+                self._try_layout(entry, seq, told, is_last=True)
+
+        self._early[entry.id] = (entry, seq, told)
+        self._clock.call_at_ns(until_ns, give_up)
+
+    def _try_early(self) -> None:
+        for entry, seq, told in list(self._early.values()):
+            if self._try_layout(entry, seq, told, is_last=False):
+                self._early.pop(entry.id, None)
+
+    def _try_layout(self, entry: ClientEntry, seq: int, told: KvLayoutPart, *, is_last: bool) -> bool:
+        """True if it was answered. The shim's ranges come one by one: a layout that lies beyond them may be early."""
+        shim = self._shim_beside(entry)
+        try:
+            if shim is None:
+                raise LayoutRefused("pid", "no shim with KV ranges lives in this process")
+            if any(key.client == shim.id for key in self._held_left):
+                raise LayoutRefused("tensors", "its shim has not said all that it holds")
+            self._put_rank(shim, Rank.of(shim.id, entry.id, self.pool.of_client(shim.id), told))
+        except LayoutRefused as refused:
+            if is_last:
+                self._refuse_engine(entry, f"KV layout refused: {refused}")
+                self.ack(entry.id, seq, errno.EINVAL)
+            return False
+        self.ack(entry.id, seq)
+        return True
 
     def _shim_beside(self, hook: ClientEntry) -> ClientEntry | None:
         for client in self._books.clients_of(hook.service):
@@ -364,6 +399,7 @@ class Memory:
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         """Its channels are on or gone, its link is closed."""
         self._parts.pop(entry.id, None)
+        self._early.pop(entry.id, None)
         if entry.role is Role.HOOK:
             engine = self.engines.get(entry.service)
             if engine is not None and engine.hook == entry.id:

@@ -1,0 +1,79 @@
+"""An offline and an online engine with KV memory on an emulated node: the demo's own workloads, watched and killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import OFFLINE, ONLINE
+
+BLOCKS, PLANES, BLOCK_KIB = 256, 2, 64  # 8 columns of two 2 MiB handles
+CONFIG = """
+[memory]
+handle_mib = 2
+pool_mib = {pool_mib}
+remap = "{remap}"
+headroom_min_mib = 4
+headroom_max_mib = 8
+spare_mib = 0
+tick_ms = 10
+"""
+CACHE = ["--kv-blocks", str(BLOCKS), "--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB)]
+
+
+def config(pool_mib: int = 32, remap: str = "helper", more: str = "") -> str:
+    return CONFIG.format(pool_mib=pool_mib, remap=remap) + more
+
+
+class Engines:
+    """Both workloads on one node. Online answers what a trace says: (second, prompt tokens, answer tokens)."""
+
+    def __init__(self, node: EmulatedNode) -> None:
+        self.node = node
+        self.folder = node.folder
+
+    def start_offline(self, *more: str) -> None:
+        argv = [str(OFFLINE), *CACHE, "--kv-requests", "0", "--in-tokens", "120", "--out-tokens", "60", *more]
+        self.offline = self.node.run("offline", argv, name="batch", out=self.folder / "offline.out")
+        self.node.wait_for(lambda: self.engine("offline"), "the offline engine has attached")
+        self.node.wait_for(lambda: self.engine("offline").backed_blocks == BLOCKS, "it has all its memory")
+
+    def start_online(self, requests: list[tuple[float, int, int]], *more: str) -> None:
+        trace = self.folder / "requests.csv"
+        trace.write_text("t_s,in_tokens,out_tokens\n" + "".join(f"{t},{i},{o}\n" for t, i, o in requests))
+        last = requests[-1][0] + 0.1
+        argv = [str(ONLINE), *CACHE, "--trace", str(trace), "--duration", str(last), "--decode-us", "2000", *more]
+        self.online = self.node.run("online", argv, name="chat", out=self.folder / "online.out")
+        self.node.wait_for(lambda: self.engine("online"), "the online engine has attached")
+        self.node.wait_for(lambda: self.engine("online").backed_blocks > 0, "it has its reserve")
+
+    def engine(self, role: str):
+        number = {"online": 1, "offline": 2}[role]
+        return next((one for one in self.node.status().memory.engines if one.role == number), None)
+
+    def pool(self):
+        [pool] = self.node.status().memory.gpus
+        return pool
+
+    def stop_offline(self) -> dict[str, object]:
+        """It finishes what it has begun and says what came out."""
+        self.offline.send_signal(signal.SIGTERM)
+        return self.summary(self.offline, "offline")
+
+    def summary(self, process, name: str) -> dict[str, object]:
+        assert process.wait(60) == 0, (self.folder / f"{name}.out").read_text()[-500:]
+        return last_summary(self.folder / f"{name}.out")
+
+    def nothing_is_left(self) -> None:
+        """Everybody is gone: every handle is free, every channel on."""
+        self.node.wait_for(lambda: not self.node.status().clients, "every client is forgotten")
+        self.node.wait_for(lambda: self.pool().free == self.pool().handles, "every handle is free")
+        self.node.wait_for(lambda: not self.node.emulator.state().disabled, "no channel is off")
+
+
+def last_summary(path: Path) -> dict[str, object]:
+    found = json.loads([line for line in path.read_text().splitlines() if '"summary"' in line][-1])
+    assert isinstance(found, dict)
+    return found
