@@ -48,6 +48,45 @@ def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:
     assert "default/wishful is unplaceable" in valve(scheduling, "explain", "wishful").stdout
 
 
+def test_top_shows_every_offline_pod_beside_the_fleet(scheduling: ControlPlane, nodes: int) -> None:
+    submit(scheduling.api, 2)
+    wait_bound(scheduling.api, 2)
+
+    found = shown(scheduling, "top")
+
+    assert {row["pod"] for row in found["pods"]} == {"default/p0", "default/p1"}
+    assert all(row["node"].startswith("gpu-") and float(row["predicted"]) > 0 for row in found["pods"])
+    assert found["fleet"]["gpus"] == nodes * 8
+    assert "default/p1" in valve(scheduling, "top", "--once").stdout
+
+
+def test_explain_pod_is_the_same_by_either_name(scheduling: ControlPlane) -> None:
+    submit(scheduling.api, 1)
+    wait_bound(scheduling.api, 1)
+    command = [str(Path(sys.executable).parent / "valve"), "explain", "pod", "p0"]
+    access = f"--kubeconfig={scheduling.kubeconfig}"
+
+    done = subprocess.run([*command, access], capture_output=True, text=True, check=False)
+
+    assert done.stdout == valve(scheduling, "explain", "p0").stdout
+    assert "default/p0 is placed on gpu-" in done.stdout
+
+
+def test_pods_without_a_shim_fail_the_check_before_an_upgrade(control_plane: ControlPlane) -> None:
+    bare = {"limits": {"nvidia.com/gpu": "1"}}
+    container = {"name": "serve", "image": "example.invalid/online:1", "resources": bare}
+    metadata = {"name": "bare", "annotations": {"valve.gpu/role": "online"}}
+    spec = {"containers": [container], "nodeName": "anywhere", "terminationGracePeriodSeconds": 0}
+    assert valve(control_plane, "coverage").returncode == 0
+
+    control_plane.api.post(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    done = valve(control_plane, "coverage")
+
+    assert done.returncode == 1
+    assert "default/bare" in done.stdout
+    assert "the webhook did not see it" in done.stdout
+
+
 def test_a_pod_that_does_not_exist_is_an_error_that_names_it(control_plane: ControlPlane) -> None:
     done = valve(control_plane, "explain", "nobody")
 

@@ -6,6 +6,7 @@ Valid for every supported Kubernetes, least rights, and nothing that can stop an
 import functools
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,33 @@ def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
     for name in FILES:
         expected, rendered = ((folder / f"{name}.yaml").read_text() for folder in (GOLDEN, tmp_path))
         assert expected == rendered, f"run tests/helm/render.sh and review the change of {name}.yaml"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", FILES)
+def test_helm_has_nothing_to_say_against_the_chart(name: str) -> None:
+    script = ROOT / "tests/cluster/build_tools.sh"
+    programs = subprocess.run([str(script), "--where"], capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(programs, "helm").exists():
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+
+    values = f"--values={ROOT}/helm/valve/ci/{name}-values.yaml"
+    done = subprocess.run(
+        [f"{programs}/helm", "lint", "--strict", str(ROOT / "helm/valve"), values],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, "0 chart(s) failed" in done.stdout) == (0, True), done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+def test_prometheus_accepts_the_alerts() -> None:
+    command = ["promtool", "check", "rules", str(ROOT / "helm/valve/files/rules.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", FILES)
