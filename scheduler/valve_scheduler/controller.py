@@ -31,7 +31,7 @@ from valve_scheduler.monitor import (
 )
 from valve_scheduler.objects import annotation, offline_pod, owner_uid, pod_place, sla_of, started_at_s
 from valve_scheduler.placement import Job, PlacementSettings
-from valve_scheduler.policies import node_spec
+from valve_scheduler.policies import merge_patch, node_spec
 from valve_scheduler.probes import Probes
 from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store
 from valve_scheduler.requeue import Pending, newly_feasible
@@ -115,6 +115,7 @@ class Controller:
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
         self._afresh_at_s = 0.0
+        self._told: dict[str, tuple[Json, float]] = {}
 
     def missing(self) -> list[str]:
         """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
@@ -150,15 +151,17 @@ class Controller:
 
     async def apply_policies(self) -> None:
         """Write into each GPUHarvestNode what the policies say of it: the one object its daemon follows."""
-        policies = self._state.policies
+        policies, now_s = self._state.policies, self._now_s()
         patches = []
         for (_, name), node in self.nodes.items.items():
             wanted = node_spec(policies, self.labels.get(name, {}))
             spec = node.get("spec") or {}
-            if bool(spec.get("paused")) != wanted["paused"] or (spec.get("resolved") or {}) != wanted["resolved"]:
-                # A merge patch keeps what it does not name: what no policy says any more is taken out by name.
-                gone = dict.fromkeys(spec.get("resolved") or {})
-                patch = {"spec": wanted | {"resolved": {**gone, **wanted["resolved"]}}}
+            stands = {"paused": bool(spec.get("paused")), "resolved": spec.get("resolved") or {}}
+            told, told_s = self._told.get(name, ({}, 0.0))
+            # An older CRD drops what it does not know: the same is not said to it again every second.
+            if stands != wanted and (told != wanted or now_s - told_s >= self._settings.afresh_every_s):
+                self._told[name] = wanted, now_s
+                patch = {"spec": merge_patch(stands, wanted)}
                 patches.append(self._patch(f"{names.API_PATH}/gpuharvestnodes/{name}", patch))
         if patches:
             log.info("policies", extra={"nodes": len(patches)})

@@ -67,6 +67,16 @@ def node_spec(policies: Policies, labels: Mapping[str, str]) -> dict[str, Any]:
     return {"paused": policies.paused(labels), "resolved": resolved}
 
 
+def merge_patch(before: Object, after: Object) -> dict[str, Any]:
+    """What leads from one to the other: a merge patch keeps what it does not name, so what is gone is named."""
+    patch: dict[str, Any] = dict.fromkeys(before)
+    for key, value in after.items():
+        old = before.get(key)
+        patch[key] = merge_patch(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+
+    return patch
+
+
 def _selects(spec: Object, labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
 

@@ -248,6 +248,18 @@ def test_what_a_policy_says_no_more_is_taken_out_of_the_node() -> None:
     assert world.apply_policies() == []
 
 
+def test_a_node_whose_crd_drops_what_it_is_told_is_not_told_every_second() -> None:
+    world = World()
+    world.report("n1")
+    world.policy("all", mode="harvest")
+    world.apply_policies()
+    world.nodes.sink.put(harvest_node("n1"))  # the API server kept none of it
+
+    assert world.apply_policies() == []
+    world.now_s += 30.0
+    assert [name for name, _ in world.apply_policies()] == ["n1"]
+
+
 def test_a_pause_reaches_every_node_and_its_end_too() -> None:
     world = World()
     world.report("n1")

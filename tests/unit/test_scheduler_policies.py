@@ -7,7 +7,7 @@ from reports import NOW_S, harvest_node
 from valve_scheduler.monitor import MonitorSettings, with_policy
 from valve_scheduler.objects import node_report
 from valve_scheduler.placement import Job, PlacementSettings, Reason, rank
-from valve_scheduler.policies import NamespaceRule, Policies, node_spec, read_policies
+from valve_scheduler.policies import NamespaceRule, Policies, merge_patch, node_spec, read_policies
 from valve_scheduler.state import ClusterState
 
 Json = dict[str, Any]
@@ -75,6 +75,16 @@ def test_sla_windows_follow_the_node_and_the_rest_stays_as_it_was() -> None:
 
     assert (fleet.budget_share, fleet.max_evictions, fleet.avoid_s, fleet.window_s) == (0.1, 2, 60.0, base.window_s)
     assert (node.window_s, node.windows, node.backoff_s) == (120.0, 2, base.backoff_s)
+
+
+def test_a_merge_patch_takes_out_what_is_gone_at_any_depth() -> None:
+    before = {"paused": True, "resolved": {"mode": "off", "cooldown": {"maxMilliseconds": 1, "minMilliseconds": 2}}}
+    after = {"paused": False, "resolved": {"cooldown": {"minMilliseconds": 3}}}
+
+    assert merge_patch(before, after) == {
+        "paused": False,
+        "resolved": {"mode": None, "cooldown": {"maxMilliseconds": None, "minMilliseconds": 3}},
+    }
 
 
 def reason(node: Json, gpus: int = 1) -> Reason:
