@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 from valve_tools.gpu import catalog, report
 from valve_tools.gpu.outcome import Figure, Row, Verdict
@@ -84,6 +85,25 @@ def test_the_page_is_written_by_the_command(tmp_path, capsys):
 
     assert target.read_text() == report.page([])
     assert "0 of" in capsys.readouterr().out
+
+
+def test_distributions_are_drawn_and_the_page_shows_them(tmp_path):
+    results = tmp_path / "results"
+    figure = Figure(samples=tuple(float(i) for i in range(-2, 300))).record()
+    keep(
+        results / "hardware",
+        "contact.jsonl",
+        row(figures={"off_us": figure, "few_us": Figure(samples=(1.0,)).record()}),
+    )
+
+    report.write([results / "hardware"], results / "hardware.md")
+
+    assert "![D4](hardware/D4.svg)" in (results / "hardware.md").read_text()
+    drawing = ElementTree.parse(results / "hardware" / "D4.svg")
+    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert "off_us" in texts
+    assert "few_us" not in texts
+    assert {"1", "10", "100", "1000"} <= set(texts)
 
 
 def test_the_manual_names_every_experiment_and_calls_that_end_in_time():

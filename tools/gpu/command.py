@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
     if options.list:
         show_list()
         return OK
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as an interrupt: everything on, workloads ended
+        signal.signal(number, signal.default_int_handler)
     try:
         return run(options)
     except LabError as error:

@@ -22,6 +22,13 @@ class Experiment:
     opt_in: bool = False  # only when named: it does what the others never do
 
 
+def ask(
+    name: str, seconds: int, run: Callable[[Rig], Outcome], question: str, decides: str, silicon: str = ""
+) -> Experiment:
+    """A row of the catalogue in the order in which it is read."""
+    return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides, silicon=silicon)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Experiments for one call of at most ten minutes."""

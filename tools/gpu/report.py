@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from valve_tools.gpu.catalog import BATCHES
+from valve_tools.gpu.chart import curves
 from valve_tools.gpu.experiment import Batch, Experiment
 from valve_tools.gpu.outcome import Row, latest, read_rows
 
 NOT_YET = "not yet run"
+CHART_SAMPLES = 20
 ANSWERS = ("| | question | verdict | what was found | date | commit | GPU, driver |", "|---|---|---|---|---|---|---|")
 FIGURES = ("| figure [us] | n | min | p50 | p90 | p99 | p99.9 | max |", "|---|--:|--:|--:|--:|--:|--:|--:|")
 HEAD = """# Answers of real GPUs
@@ -63,12 +65,24 @@ def _figures(batch: Batch, rows: dict[str, Row]) -> list[str]:
             lines.append("| " + " | ".join(cells) + " |")
     if not lines:
         return []
-    return [
-        "",
-        "| figure [us] | n | min | p50 | p90 | p99 | p99.9 | max |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-        *lines,
-    ]
+    charts = [f"![{name}](hardware/{name}.svg)" for name in charts_of(rows) if name in _names(batch)]
+    return ["", *FIGURES, *lines, *(["", *charts] if charts else [])]
+
+
+def _names(batch: Batch) -> set[str]:
+    return {experiment.name for experiment in batch.experiments}
+
+
+def charts_of(rows: dict[str, Row]) -> dict[str, str]:
+    """A chart, as SVG, of each experiment that measured distributions worth one."""
+    made = {}
+    for name, row in rows.items():
+        samples = {key: figure["samples"] for key, figure in row.figures.items() if figure["n"] >= CHART_SAMPLES}
+        unit = "ms" if samples and all(key.endswith("_ms") for key in samples) else "us"
+        chart = curves(f"{name} on {row.gpu}, driver {row.driver}, {row.date}", samples, unit)
+        if chart:
+            made[name] = chart
+    return made
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -77,17 +91,18 @@ def page(rows: Sequence[Row]) -> str:
     text = [HEAD]
     for batch in BATCHES:
         text += [f"## {batch.name}: {batch.about}", ""]
-        text += [
-            "| | question | verdict | what was found | date | commit | GPU, driver |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        text += ANSWERS
         text += [_line(experiment, newest.get(experiment.name)) for experiment in batch.experiments]
         text += [*_figures(batch, newest), ""]
     return "\n".join(text)
 
 
 def write(folders: Iterable[Path], target: Path) -> int:
-    """Write the page; how many experiments have an answer."""
+    """Write the page and its charts; how many experiments have an answer."""
     rows = measured(folders)
     target.write_text(page(rows), encoding="utf-8")
+    for name, chart in charts_of(latest(rows)).items():
+        folder = target.parent / "hardware"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.svg").write_text(chart, encoding="utf-8")
     return len(latest(rows))

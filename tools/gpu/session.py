@@ -45,7 +45,7 @@ def scratch() -> Iterator[Path]:
     base = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
     sweep(base)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
-    folder.chmod(0o755)  # the unprivileged step reaches sockets in it
+    folder.chmod(0o711)  # the unprivileged step finds the emulated card in it; what it needs of ours it has by then
     try:
         yield folder
     finally:
@@ -60,7 +60,6 @@ def programs_folder() -> Iterator[Path]:
         yield Path(known)
         return
     with tempfile.TemporaryDirectory(prefix="valve-lab-bin-") as folder:
-        Path(folder).chmod(0o755)
         yield Path(folder)
 
 

@@ -62,7 +62,6 @@ int sock_listen(const char *path)
 		close(s);
 		return -1;
 	}
-	chmod(path, 0666); /* the unprivileged step connects too */
 	return s;
 }
 

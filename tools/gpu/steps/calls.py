@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, ask
 from valve_tools.gpu.outcome import Outcome, Verdict, figures
 from valve_tools.gpu.rig import NOBODY, Rig
 
@@ -113,44 +113,37 @@ def c14(rig: Rig) -> Outcome:
     return Outcome(verdict=Verdict.OK if good else Verdict.REFUSED, detail="; ".join(words), answers=answers)
 
 
-def _batch() -> Batch:
-    def one(name: str, seconds: int, run: Any, question: str, decides: str) -> Experiment:
-        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides)
-
-    return Batch(
-        name="calls",
-        about="where the shim stands in a process, and what single calls cost",
-        experiments=(
-            one(
-                "C1",
-                15,
-                c1,
-                "Does libcuda reach the driver where a preload can see it?",
-                "whether a preload alone is enough to learn channels",
-            ),
-            one(
-                "C5",
-                30,
-                c5,
-                "What do the calls cost that could prove a context idle?",
-                "whether the watcher may probe with cuCtxRecordEvent",
-            ),
-            one(
-                "C12",
-                30,
-                c12,
-                "Which channels carry copies?",
-                "what to gate for a compute pause, and what before memory moves",
-            ),
-            one(
-                "C14",
-                30,
-                c14,
-                "Can the time slice of a group be set without privilege?",
-                "the fallback below channel control",
-            ),
+BATCH = Batch(
+    name="calls",
+    about="where the shim stands in a process, and what single calls cost",
+    experiments=(
+        ask(
+            "C1",
+            15,
+            c1,
+            "Does libcuda reach the driver where a preload can see it?",
+            "whether a preload alone is enough to learn channels",
         ),
-    )
-
-
-BATCH = _batch()
+        ask(
+            "C5",
+            30,
+            c5,
+            "What do the calls cost that could prove a context idle?",
+            "whether the watcher may probe with cuCtxRecordEvent",
+        ),
+        ask(
+            "C12",
+            30,
+            c12,
+            "Which channels carry copies?",
+            "what to gate for a compute pause, and what before memory moves",
+        ),
+        ask(
+            "C14",
+            30,
+            c14,
+            "Can the time slice of a group be set without privilege?",
+            "the fallback below channel control",
+        ),
+    ),
+)

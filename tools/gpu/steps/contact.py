@@ -190,7 +190,6 @@ BATCH = Batch(
             seconds=20,
             run=d0,
             decides="whether the answers hold for the fleet: open modules, GSP firmware, Default mode, no MIG",
-            silicon="",
         ),
         Experiment(
             name="D1",

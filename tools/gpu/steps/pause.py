@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from typing import Any
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, ask
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import Rig, Workload
@@ -184,58 +183,51 @@ def c13(rig: Rig) -> Outcome:
     )
 
 
-def _batch() -> Batch:
-    def one(name: str, seconds: int, run: Any, question: str, decides: str) -> Experiment:
-        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides)
-
-    return Batch(
-        name="pause",
-        about="what a pause does to the work that is paused and to its neighbours",
-        experiments=(
-            one(
-                "D5",
-                110,
-                d5,
-                "Does work come out the same after a thousand random pauses?",
-                "whether pausing is safe at all; if not, nothing else matters",
-            ),
-            one(
-                "D6",
-                100,
-                d6,
-                "How soon does each kind of work stop?",
-                "promise P1: under 1 ms for every kind of work, or only for short kernels",
-            ),
-            one(
-                "D8",
-                60,
-                d8,
-                "What does an online service see beside a running and a paused neighbour?",
-                "whether gating compute channels is enough, or something else of the neighbour still runs",
-            ),
-            one(
-                "D11",
-                25,
-                d11,
-                "Does a pause outlive the process that asked for it?",
-                "whether valved's client must live on elsewhere during an upgrade",
-            ),
-            one(
-                "D14",
-                80,
-                d14,
-                "How much slower is a disable beside a process that maps memory?",
-                "whether reclaim must be scheduled around a pending preemption",
-            ),
-            one(
-                "C13",
-                50,
-                c13,
-                "After how many launches does a paused channel block the CPU?",
-                "how long an offline engine's threads stay responsive while gated",
-            ),
+BATCH = Batch(
+    name="pause",
+    about="what a pause does to the work that is paused and to its neighbours",
+    experiments=(
+        ask(
+            "D5",
+            110,
+            d5,
+            "Does work come out the same after a thousand random pauses?",
+            "whether pausing is safe at all; if not, nothing else matters",
         ),
-    )
-
-
-BATCH = _batch()
+        ask(
+            "D6",
+            100,
+            d6,
+            "How soon does each kind of work stop?",
+            "promise P1: under 1 ms for every kind of work, or only for short kernels",
+        ),
+        ask(
+            "D8",
+            60,
+            d8,
+            "What does an online service see beside a running and a paused neighbour?",
+            "whether gating compute channels is enough, or something else of the neighbour still runs",
+        ),
+        ask(
+            "D11",
+            25,
+            d11,
+            "Does a pause outlive the process that asked for it?",
+            "whether valved's client must live on elsewhere during an upgrade",
+        ),
+        ask(
+            "D14",
+            80,
+            d14,
+            "How much slower is a disable beside a process that maps memory?",
+            "whether reclaim must be scheduled around a pending preemption",
+        ),
+        ask(
+            "C13",
+            50,
+            c13,
+            "After how many launches does a paused channel block the CPU?",
+            "how long an offline engine's threads stay responsive while gated",
+        ),
+    ),
+)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from valve_tools.gpu.engines.choice import Engine, engine_of, need_product
 from valve_tools.gpu.errors import LabError
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, ask
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import READY_S, Rig
@@ -217,39 +217,32 @@ def c10(rig: Rig) -> Outcome:
     )
 
 
-def _batch() -> Batch:
-    def one(name: str, seconds: int, run: Any, question: str, decides: str) -> Experiment:
-        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides)
-
-    return Batch(
-        name="product",
-        about="valved, the shim and two engines",
-        experiments=(
-            one(
-                "P1",
-                260,
-                p1,
-                "TTFT and TPOT: alone, beside offline work, under Valve",
-                "promise P5; the engine is PyTorch with random weights, VALVE_LAB_SHAPE=1b, 3b or 8b",
-            ),
-            one(
-                "C11",
-                5,
-                c11,
-                "How long from the first launch to offline stopped?",
-                "promise P1: p99 under 1 ms, and our share of it",
-            ),
-            one("P3", 40, p3, "What does the shim add to a launch and to a graph launch?", "promise P9"),
-            one("P4", 90, p4, "Is the offline output bit-identical after a thousand random pauses?", "promise P4"),
-            one(
-                "C10",
-                60,
-                c10,
-                "Does the shim change what a framework computes, or how fast?",
-                "whether the shim may be preloaded everywhere",
-            ),
+BATCH = Batch(
+    name="product",
+    about="valved, the shim and two engines",
+    experiments=(
+        ask(
+            "P1",
+            260,
+            p1,
+            "TTFT and TPOT: alone, beside offline work, under Valve",
+            "promise P5; the engine is PyTorch with random weights, VALVE_LAB_SHAPE=1b, 3b or 8b",
         ),
-    )
-
-
-BATCH = _batch()
+        ask(
+            "C11",
+            5,
+            c11,
+            "How long from the first launch to offline stopped?",
+            "promise P1: p99 under 1 ms, and our share of it",
+        ),
+        ask("P3", 40, p3, "What does the shim add to a launch and to a graph launch?", "promise P9"),
+        ask("P4", 90, p4, "Is the offline output bit-identical after a thousand random pauses?", "promise P4"),
+        ask(
+            "C10",
+            60,
+            c10,
+            "Does the shim change what a framework computes, or how fast?",
+            "whether the shim may be preloaded everywhere",
+        ),
+    ),
+)

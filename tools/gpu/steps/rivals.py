@@ -11,14 +11,14 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, ask
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.calls import SET_TIMESLICE
-from valve_tools.gpu.steps.memory import COST, REMAP
+from valve_tools.gpu.steps.gated import REMAP
+from valve_tools.gpu.steps.memory import COST
 from valve_tools.gpu.steps.pause import duty
 
 LOW_US, HIGH_US = 1, 1_000_000  # what GPreempt gives to its low and its high priority
@@ -35,7 +35,7 @@ def outcome(rig: Rig, shared: Figure, offline_per_s: float, *, note: str = "") -
         figures={"alone_us": alone, "shared_us": shared},
         answers={
             **{f"slower_{name}": round(value, 3) for name, value in slower.items()},
-            "offline_per_s": offline_per_s,
+            "offline_per_s": round(offline_per_s, 1),
         },
     )
 
@@ -133,48 +133,41 @@ def r6(rig: Rig) -> Outcome:
     )
 
 
-def _batch() -> Batch:
-    def one(name: str, seconds: int, run: Any, question: str, decides: str, silicon: str = "") -> Experiment:
-        return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides, silicon=silicon)
-
-    return Batch(
-        name="rivals",
-        about="other ways to share a GPU, on the same work",
-        experiments=(
-            one("R1", 45, r1, "Plain time slicing between processes", "the baseline that everybody knows"),
-            one(
-                "R2",
-                45,
-                r2,
-                "Stream priorities inside one process",
-                "what co-location in one process would give",
-                silicon="the emulated GPU knows no stream priorities",
-            ),
-            one(
-                "R3",
-                60,
-                r3,
-                "MPS",
-                "what concurrency without preemption costs online work",
-                silicon="MPS exists on a card only",
-            ),
-            one(
-                "R4",
-                60,
-                r4,
-                "Time slices of 1 us against 1 s (the GPreempt and XSched way)",
-                "the fallback rung below channel control",
-            ),
-            one(
-                "R5",
-                45,
-                r5,
-                "Launch gating in the offline process (the TGS way)",
-                "the last rung: drain of what is queued bounds it",
-            ),
-            one("R6", 30, r6, "Map and unmap in 2 MiB handles (the kvcached way)", "what page-wise reclaim would cost"),
+BATCH = Batch(
+    name="rivals",
+    about="other ways to share a GPU, on the same work",
+    experiments=(
+        ask("R1", 45, r1, "Plain time slicing between processes", "the baseline that everybody knows"),
+        ask(
+            "R2",
+            45,
+            r2,
+            "Stream priorities inside one process",
+            "what co-location in one process would give",
+            silicon="the emulated GPU knows no stream priorities",
         ),
-    )
-
-
-BATCH = _batch()
+        ask(
+            "R3",
+            60,
+            r3,
+            "MPS",
+            "what concurrency without preemption costs online work",
+            silicon="MPS exists on a card only",
+        ),
+        ask(
+            "R4",
+            60,
+            r4,
+            "Time slices of 1 us against 1 s (the GPreempt and XSched way)",
+            "the fallback rung below channel control",
+        ),
+        ask(
+            "R5",
+            45,
+            r5,
+            "Launch gating in the offline process (the TGS way)",
+            "the last rung: drain of what is queued bounds it",
+        ),
+        ask("R6", 30, r6, "Map and unmap in 2 MiB handles (the kvcached way)", "what page-wise reclaim would cost"),
+    ),
+)
