@@ -2,8 +2,8 @@
 
 Order of the start: folder and lock, native gate, books, what a predecessor left, link socket, API. There are two ends.
 SIGTERM drains: every channel is enabled and the shims are told to pass through, because nobody may come after us.
-SIGUSR2 (sent by `valved --replace`) hands over: gates stay as they are for the successor that is waiting for the lock,
-so offline work never runs beside a busy service in between. Both write the state.
+SIGUSR2 (sent by `valved --replace`), or SIGTERM while a `valved --wait` stands in line, hands over: gates stay as they
+are for the successor, so offline work never runs beside a busy service in between. Both write the state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -28,7 +29,7 @@ import msgspec
 from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.errors import ValveError
-from valved.mechanism import signals, state
+from valved.mechanism import signals, state, turn
 from valved.mechanism.cards import CardReader
 from valved.mechanism.clock import LoopClock
 from valved.mechanism.ports import GatePort, ProcessPort
@@ -188,7 +189,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
     metrics = await _start_metrics(config, daemon)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _drain_and_stop, daemon, number.name)
+        loop.add_signal_handler(number, _leave, daemon, run_dir, number.name)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     reading = asyncio.create_task(_read_cards(daemon.kv)) if daemon.kv is not None else None
@@ -218,6 +219,13 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
         gate.close()
 
 
+def _import_early(config: Config) -> None:
+    """A second of imports, done while the predecessor still gates: shims act by themselves when a lease is over."""
+    import_module("valved.rpc.server")
+    if config.kube.node:
+        import_module("valved.kube.room")
+
+
 def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort) -> Any:
     if not config.kube.node:
         return None
@@ -245,8 +253,8 @@ def raise_fd_limit() -> int:
     return hard
 
 
-def _drain_and_stop(daemon: Daemon, by: str) -> None:
-    if not daemon.brake.is_draining:
+def _leave(daemon: Daemon, run_dir: Path, by: str) -> None:
+    if not daemon.brake.is_draining and not state.has_successor(run_dir):
         daemon.brake.drain(by)
     daemon.stop.set()
 
@@ -343,6 +351,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port of loopback; 0: off")
     parser.add_argument("--trace-file", help="record every event and decision there")
     parser.add_argument("--node", help="name of the Kubernetes node this is; without one there is no Kubernetes here")
+    parser.add_argument("--wait", action="store_true", help="wait until the valved that runs here now has left")
     parser.add_argument("--replace", action="store_true", help="take over from the valved that runs here now")
     parser.add_argument("--foreground", action="store_true", help="accepted for units: valved never forks")
     return parser.parse_args(argv)
@@ -359,7 +368,11 @@ def main(argv: list[str] | None = None) -> int:
             config = msgspec.structs.replace(config, kube=msgspec.structs.replace(config.kube, node=options.node))
         logs.set_up(config.log_level)
         folder = state.RunFolder(Path(config.run_dir) if config.run_dir else paths.run_dir())
-        folder.take(replace=options.replace)
+        if options.wait:
+            _import_early(config)
+            asyncio.run(turn.wait_for_turn(folder, config.metrics_host, config.metrics_port))
+        else:
+            folder.take(replace=options.replace)
     except (ValveError, OSError) as error:
         next_step = getattr(error, "next_step", "")
         print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)

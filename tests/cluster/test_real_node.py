@@ -92,6 +92,12 @@ def registrations(node: RealNode, name: str) -> int:
     return node.plane.log(name).count("registered with the kubelet")
 
 
+def standing(node: RealNode, offline: OfflinePod) -> int:
+    """How far it came, once its GPU is gated and a round trip to valved brings no further beat; else 0."""
+    before = offline.beats
+    return before if status(node).gpus[0].gated and offline.beats == before else 0
+
+
 def starts(pod: dict[str, Any]) -> tuple[str, int]:
     return pod["metadata"]["uid"], sum(one["restartCount"] for one in pod["status"]["containerStatuses"])
 
@@ -127,6 +133,22 @@ def test_nothing_is_lost_when_a_process_of_the_node_is_killed_under_running_pods
     wait_for("the slots are back", lambda: valved.allocatable(names.RESOURCE) == 1, 60)
 
     assert gates(valved, online, offline)
+    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    online.close()
+
+
+def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(valved: RealNode) -> None:
+    """An open request: offline work has to stand from the predecessor's last moment to the successor's first."""
+    online, offline = both(valved, "upgrade")
+    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+    online.begin(60_000_000)  # a minute of work: busy all the time
+    beats = wait_for("offline stands", lambda: standing(valved, offline))
+
+    valved.upgrade_valved()
+    wait_for("both are back", lambda: len([one for one in status(valved).services if one.pids]) == 2)
+
+    assert [gpu.gated for gpu in status(valved).gpus] == [True]
+    assert offline.beats == beats
     assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
     online.close()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 from fake_gate import FakeGate
 from node_world import World
 
-from valved.mechanism import state
+from valved.mechanism import state, turn
 from valved.model.events import EventKind
 from valved.model.ids import Mode
 
@@ -258,6 +261,50 @@ def test_the_run_folder_belongs_to_one(tmp_path):
     one.release()
     other.take(replace=False)
     other.release()
+
+
+def test_a_successor_that_waits_is_seen_and_comes_next(tmp_path):
+    """SIGTERM of a daemon that somebody waits for is a hand-over: in a rolling upgrade nobody sends anything else."""
+    present, next_, third = (state.RunFolder(tmp_path) for _ in range(3))
+    assert present.queue()  # nobody was before it
+    assert not state.has_successor(tmp_path)
+    assert not next_.queue()
+    assert not third.queue()
+
+    assert state.has_successor(tmp_path)
+    present.release()
+    assert not third.queue()
+    assert next_.queue()
+    assert not state.has_successor(tmp_path)
+    assert not third.queue()
+
+    third.release()
+    next_.release()
+
+
+def test_one_who_waits_counts_as_ready(tmp_path):
+    """The surge of a DaemonSet tells the old pod to leave only when the new one is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    present, next_ = state.RunFolder(tmp_path), state.RunFolder(tmp_path)
+    present.take(replace=False)
+
+    async def body():
+        waiting = asyncio.ensure_future(turn.wait_for_turn(next_, "127.0.0.1", port))
+        while not state.has_successor(tmp_path):
+            await asyncio.sleep(0.001)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert not waiting.done()
+        present.release()
+        await waiting
+        return answer
+
+    assert asyncio.run(asyncio.wait_for(body(), 30)).startswith(b"HTTP/1.1 200 OK")
+    next_.release()
 
 
 def test_whom_a_predecessor_froze_is_let_go(first):

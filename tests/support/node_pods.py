@@ -68,6 +68,11 @@ class OnlinePod:
         self.node.wait_phase(self.name)
         assert self._line() == "ready\n"
 
+    def begin(self, us: int) -> None:
+        """A launch whose end nobody waits for."""
+        os.write(self._in, f"spin {us}\n".encode())
+        self._line()
+
     def launch(self, us: int = 100) -> tuple[int, int, int]:
         os.write(self._in, f"launch {us}\n".encode())
         before, launched, done = map(int, self._line().split())

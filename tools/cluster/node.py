@@ -25,6 +25,7 @@ from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, 
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import is_running
+from valved.mechanism.state import has_successor
 
 Json = dict[str, Any]
 NAME = "real-0"
@@ -82,7 +83,7 @@ class RealNode:
         with contextlib.suppress(OSError, Refused, TimeoutError):
             self.plane.api.delete(PODS, {"gracePeriodSeconds": 1})
             wait_for("the pods to go", lambda: not self.plane.api.get(PODS)["items"], 30)
-        for name in ("kubelet", "valved", "gpuplugin", "containerd"):
+        for name in ("kubelet", "valved", "valved-next", "gpuplugin", "containerd"):
             if name in self.plane.processes:
                 self.plane.kill(name)
         self._end_containers()
@@ -206,6 +207,7 @@ class RealNode:
         lines = [
             f'mode = "{mode}"',
             f'run_dir = "{self.run_dir}"',
+            "lease_ms = 10000.0",  # a busy machine must not make shims act by themselves
             "[kube]",
             f'kubeconfig = "{kubeconfig or self.plane.kubeconfig}"',
             f'pod_resources = "{self.pod_resources}"',
@@ -218,13 +220,26 @@ class RealNode:
         ]
         path = self.folder / "valved.toml"
         path.write_text("\n".join(lines))
-        environment = emulated.environment(self.folder / "emu", {})
-        flags = ("-m", "valved.main", f"--config={path}", f"--node={NAME}")
         log = self.plane.folder / "valved.log"
         before = log.read_text().count(NRI_UP) if log.exists() else 0
-        self.plane.spawn("valved", *flags, program=sys.executable, environment=environment)
+        self._spawn_valved("valved")
         wait_for("valved", lambda: is_running(self.run_dir))
         wait_for("NRI", lambda: not nri or self.plane.log("valved").count(NRI_UP) > before)
+
+    def upgrade_valved(self) -> None:
+        """A successor beside it, then SIGTERM to the present one: the surge of the DaemonSet."""
+        old = self.plane.processes["valved"]
+        self._spawn_valved("valved-next", "--wait")
+        wait_for("a successor in line", lambda: has_successor(self.run_dir))
+        old.terminate()
+        old.wait()
+        self.plane.processes["valved"] = self.plane.processes.pop("valved-next")
+        wait_for("the successor", lambda: is_running(self.run_dir))
+
+    def _spawn_valved(self, name: str, *more: str) -> None:
+        environment = emulated.environment(self.folder / "emu", {})
+        flags = ("-m", "valved.main", f"--config={self.folder}/valved.toml", f"--node={NAME}", *more)
+        self.plane.spawn(name, *flags, program=sys.executable, environment=environment)
 
     # Pods
 

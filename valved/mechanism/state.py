@@ -22,6 +22,7 @@ from valved.model.memory import ReservationState
 VERSION = 1
 STATE_FILE = "state.json"
 LOCK_FILE = "valved.lock"
+NEXT_FILE = "valved.next"  # locked by a successor that waits
 PID_FILE = "valved.pid"
 REPLACE_S = 10.0
 HAND_OVER = signal.SIGUSR2  # end, but leave the gates as they are: a successor waits for the lock
@@ -145,6 +146,7 @@ class RunFolder:
         self.path = path
         path.mkdir(parents=True, exist_ok=True, mode=0o755)
         self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._next = -1
 
     def take(self, *, replace: bool) -> None:
         """Become the valved of this folder; `replace` ends the present one first (it hands over its state)."""
@@ -166,6 +168,20 @@ class RunFolder:
                 raise AlreadyRunning(f"valved {pid} did not leave {self.path} within {REPLACE_S:.0f} s")
             time.sleep(0.01)
 
+    def queue(self) -> bool:
+        """Take the lock if it is free, else stand next in line for it (`has_successor`). True: it is ours."""
+        if self._next < 0:
+            fd = os.open(self.path / NEXT_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if not _lock(fd):  # somebody else is next
+                os.close(fd)
+                return False
+            self._next = fd
+        if not self._try_lock():
+            return False
+        os.close(self._next)
+        self._next = -1
+        return True
+
     def sign(self) -> None:
         (self.path / PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
 
@@ -175,14 +191,30 @@ class RunFolder:
         os.close(self._lock)
 
     def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return _lock(self._lock)
 
     def _owner(self) -> int:
         try:
             return int((self.path / PID_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):
             return 0
+
+
+def has_successor(path: Path) -> bool:
+    """Somebody waits to become the valved of this folder."""
+    try:
+        fd = os.open(path / NEXT_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
