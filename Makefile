@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv test-engines foreign fuzz cluster-tools build fmt check test bench demo gpu wheel clean
+.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -44,6 +44,9 @@ ENGINES ?= .venv-engines
 test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run them under reclaim; MATRIX=1: older releases too
 	@$(PYTHON) tests/engines/install.py $(ENGINES) --sglang $(if $(MATRIX),--matrix)
 	@VALVE_ENGINES=$(ENGINES) $(BIN)/pytest -q -p no:cacheprovider -p no:randomly --durations=0 -m engine tests/engines $(PYTEST_ARGS)
+
+demo-vllm: build ## a real vLLM online and another offline on one emulated GPU (after make test-engines)
+	@$(BIN)/python -m valve_tools.engines.demo --engines $(ENGINES) $(DEMO_ARGS)
 
 foreign: venv ## add NVIDIA's cuda-bindings, cuda-core and numba-cuda, so that make test runs them on the emulator
 	@$(BIN)/python tools/build/requirements.py foreign > $(VENV)/foreign.txt

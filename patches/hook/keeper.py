@@ -100,6 +100,13 @@ class Keeper:
         self._safely(session, session.table.read())
         return True
 
+    def is_threatened(self) -> bool:
+        """Whether something was lost that the next `sync` will act on."""
+        session = self.session
+        if session is None or not session.table.has_news or not self.is_alive or session.table.is_detached:
+            return False
+        return bool(np.any(session.table.changed() & ~self.withheld))
+
     def publish(self) -> None:
         """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some."""
         self.steps += 1
@@ -184,13 +191,14 @@ class Keeper:
     def _act(self, change: Change, mode: Mode) -> None:
         """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""
         self.events += 1
-        if mode is Mode.COARSE and len(change.lost):
+        lost = change.lost[~self.withheld[change.lost]]  # what is withheld holds nothing
+        if mode is Mode.COARSE and len(lost):
             self.engine.release(np.flatnonzero(self.withheld).astype(np.uint32))
             self.withheld[:] = False
             self.receipts.hit_requests += self.engine.reset()
-            self.receipts.lost_blocks += len(change.lost)
-        elif len(change.lost):
-            self._discard(change.lost)
+            self.receipts.lost_blocks += len(lost)
+        elif len(lost):
+            self._discard(lost)
         self._unoffer(change.lost)
         should = ~change.backed | self.offered
         withhold, release = np.flatnonzero(should & ~self.withheld), np.flatnonzero(~should & self.withheld)

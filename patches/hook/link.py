@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from valve_hook import wire
+from valve_hook import VERSION, wire
 from valve_hook.shared import Book, Foreign, Region, Table
 
 RETRY_S = 2.0
@@ -306,3 +306,18 @@ def refusal(kind: int, body: bytes) -> str:
 def close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+_links: dict[int, Link] = {}
+
+
+def process_link() -> Link | None:
+    """The one connection of this process; made at first use, and again in a forked child."""
+    path = socket_path()
+    if path is None:
+        return None
+    pid = os.getpid()
+    if pid not in _links:
+        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path)
+        _links[pid].start()
+    return _links[pid]

@@ -95,6 +95,10 @@ class Table:
         self.seen, self.seen_epoch = entries, epoch
         return Change(epoch=epoch, lost=lost, backed=(entries & wire.ENTRY_BACKED).astype(bool))
 
+    def changed(self) -> NDArray[np.bool_]:
+        """Of every block, whether it changed since `read`; reads nothing off the list."""
+        return np.not_equal(self._copy()[1], self.seen)
+
     def _copy(self) -> tuple[int, Blocks]:
         epoch = self._epoch[0]
         fence()

@@ -5,33 +5,19 @@ source patch calls them by name.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from valve_hook import VERSION
 from valve_hook.keeper import Keeper
 from valve_hook.ledger import Ledger
-from valve_hook.link import Attach, Link, socket_path
+from valve_hook.link import Attach, Link, process_link
 from valve_hook.vllm import check
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0  # once, before the first step: so that an elastic engine starts with what it may use
-_links: dict[int, Link] = {}
-
-
-def process_link() -> Link | None:
-    """The one connection of this process; made at first use, and again in a forked child."""
-    path = socket_path()
-    if path is None:
-        return None
-    pid = os.getpid()
-    if pid not in _links:
-        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path)
-        _links[pid].start()
-    return _links[pid]
 
 
 class SchedulerHook:

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from valve_hook.link import Layout, Tensor
+from valve_hook.link import Layout, Tensor, process_link
 from valve_hook.vllm import check
 from valve_hook.wire import KV_ELASTIC, Mode
 
@@ -135,8 +135,6 @@ def wrap_worker() -> None:
 
 
 def register_layout(runner: Any, config: Any) -> None:
-    from valve_hook.vllm.calls import process_link
-
     link = process_link()
     if link is not None and len(config.kv_cache_groups) == 1:
         link.register_layout(layout_of(storage_base(runner), config))

@@ -23,7 +23,7 @@ class Engines:
         self.python = folder / "bin" / "python"
         self.hook = export(work / "hook")
         self.model = work / "model"
-        self.run("tiny_model.py", str(self.model))
+        self.run("../../tools/engines/tiny_model.py", str(self.model))
 
     def environment(self, *more_paths: Path, **variables: str) -> dict[str, str]:
         paths = [self.hook, ROOT / "tests" / "support", HERE, *more_paths]

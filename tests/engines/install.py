@@ -81,17 +81,16 @@ def torchvision_stub(folder: Path) -> None:
     libraries do better with none at all: put `stubs` on PYTHONPATH for SGLang alone.
     """
     stub = folder / "stubs" / "torchvision"
-    stub.mkdir(parents=True, exist_ok=True)
-    (stub / "__init__.py").write_text("__version__ = '0.0.0'\nfrom . import io, transforms\n")
-    (stub / "io.py").write_text(
-        "ImageReadMode = None\n\n\ndef decode_image(*_a, **_k):\n    raise NotImplementedError\n\n\n"
-        "decode_jpeg = read_image = decode_image\n"
+    anything = (
+        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n"
+        "    return type(name, (), {'__init__': lambda self, *_a, **_k: None, '__getattr__': lambda self, _: None})\n"
     )
-    (stub / "transforms.py").write_text(
-        "class InterpolationMode:\n    BICUBIC = BILINEAR = NEAREST = NEAREST_EXACT = LANCZOS = BOX = HAMMING = 0\n\n\n"
-        "class _None:\n    def __init__(self, *_a, **_k):\n        pass\n\n\n"
-        "Compose = Normalize = Resize = ToTensor = Lambda = CenterCrop = _None\nfunctional = _None\n"
-    )
+    for module in ("transforms", "transforms/v2", "transforms/functional", "transforms/v2/functional", "io", "ops"):
+        (stub / module).mkdir(parents=True, exist_ok=True)
+        (stub / module / "__init__.py").write_text(anything)
+    modes = "class InterpolationMode:\n    BICUBIC = BILINEAR = NEAREST = NEAREST_EXACT = LANCZOS = BOX = HAMMING = 0\n"
+    (stub / "transforms" / "__init__.py").write_text(f"{modes}\n\n{anything}")
+    (stub / "__init__.py").write_text("__version__ = '0.0.0'\nfrom . import io, ops, transforms\n")
 
 
 def main() -> None:

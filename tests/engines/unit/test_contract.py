@@ -9,7 +9,7 @@ import pytest
 from valve_hook import wire
 
 ABI = Path(__file__).resolve().parents[3] / "proto" / "abi"
-LINK, KV, REGION = (ABI.joinpath(name).read_text() for name in ("link.h", "kv.h", "region.h"))
+LINK, KV, REGION = (ABI.joinpath(name).read_text().replace("\\\n", " ") for name in ("link.h", "kv.h", "region.h"))
 
 
 def number(text: str, name: str) -> int:
