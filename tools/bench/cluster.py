@@ -38,6 +38,7 @@ NODES = 1_000
 PODS = 2_000
 STEADY_PODS, STEADY_PER_S = 400, 20
 TRIVIAL_PODS = 1_000
+REQUEUES, BACKOFF_S = 10, 1.5  # kube-scheduler keeps a pod back for 1 s after its first refusal
 REPORTS_PER_S = 33  # one per node and 30 s: the token bucket of the daemons
 PATH = "/api/v1/namespaces/default/pods"
 SCHEDULED = 'scheduler_schedule_attempts_total{profile="valve-scheduler",result="scheduled"}'
@@ -93,6 +94,7 @@ def _run(plane: ControlPlane) -> dict[str, Row]:
     rows = _steady(plane, port)
     resident_mib = _peak_mib(plane.processes["extender"].pid)
     rows["extender-rss"] = row_of("extender-rss", "resident peak", "MiB", [resident_mib], 300.0)
+    rows["requeue"] = _requeue(plane.api, telemetry)
     rows["cluster-pause"] = _pause(plane)
     baseline = _trivial_rate(plane)
     telemetry.stop()
@@ -134,6 +136,45 @@ def _steady(plane: ControlPlane, extender: int) -> dict[str, Row]:
     wait_for("all pods bound", lambda: _metric(scheduler, SCHEDULED) >= STEADY_PODS, 300)
 
     return _latencies(list(calls(log)), scheduler)
+
+
+def _requeue(api: Api, telemetry: Telemetry) -> Row:
+    """From the bump of a node that became good enough to the bind of a pod that was refused and has waited enough."""
+    profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
+    spec = {
+        "workload": {"model": "rare", "gpuModel": "RARE"},
+        "standaloneTokensPerSecond": 100,
+        "curve": [{"freeMiB": 0, "tokensPerSecond": 100}],
+    }
+    body = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": {"name": "rare"}, "spec": spec}
+    api.post(profiles, body)
+    api.patch(f"{profiles}/rare/status", {"status": {"phase": "Ready"}})
+    random, took_s = np.random.default_rng(3), []
+    for index in range(REQUEUES):
+        pod = f"rare-{index}"
+        api.post(PATH, offline_pod(pod, sla="0.1", profile="rare"))
+        wait_for("a refusal", functools.partial(_is_refused, api, pod))
+        time.sleep(BACKOFF_S)
+        node = node_name((telemetry.written + NODES // 2) % NODES)  # far from the one to be overwritten next
+        status = report(int(node[-4:]), random, idle=0.9) | {"gpuModel": "RARE"}
+        api.patch(f"{names.API_PATH}/gpuharvestnodes/{node}/status", {"status": status})
+        bumped = time.monotonic()
+        api.patch(f"/api/v1/nodes/{node}", {"metadata": {"annotations": {names.EPOCH: str(index)}}})
+        wait_for("the bind", functools.partial(_node_of, api, pod))
+        took_s.append(time.monotonic() - bumped)
+        api.patch(f"{names.API_PATH}/gpuharvestnodes/{node}/status", {"status": {"gpuModel": "H100"}})
+
+    return row_of(
+        "requeue", "capacity epoch to bind", "s", took_s, 2.0, judged="max", note="looked at every 20 ms or more"
+    )
+
+
+def _is_refused(api: Api, pod: str) -> bool:
+    return bool(api.get(f"{PATH}/{pod}")["status"].get("conditions"))
+
+
+def _node_of(api: Api, pod: str) -> str:
+    return str(api.get(f"{PATH}/{pod}")["spec"].get("nodeName") or "")
 
 
 def _pause(plane: ControlPlane) -> Row:
@@ -217,5 +258,13 @@ def _bench(name: str) -> Callable[[], Iterable[Row]]:
 
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {
     name: _bench(name)
-    for name in ("extender-filter", "extender-prioritize", "bind", "bind-rate", "extender-rss", "cluster-pause")
+    for name in (
+        "extender-filter",
+        "extender-prioritize",
+        "bind",
+        "bind-rate",
+        "extender-rss",
+        "requeue",
+        "cluster-pause",
+    )
 }
