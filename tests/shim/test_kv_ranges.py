@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import FEATURE_MEMORY, KV_RANGE, KV_RANGE_DEL, OFFLINE, ONLINE, RUN, STOP, until
+from fake_daemon import FEATURE_MEMORY, KV_PIN, KV_RANGE, KV_RANGE_DEL, OFFLINE, ONLINE, RUN, STOP, until
 from kv_pool import BACK, ELASTIC, MIB, QUARANTINE, ZERO, Entry
 
 H = 2 * MIB
@@ -285,3 +285,20 @@ def test_an_allocation_of_a_stopped_client_waits_for_the_gate_only(kv_world):
     assert (done.done, len(done.fds)) == (2, 2)
     assert engine.touch(engine.end("alloc"), 2 * H) == 0
     done.close()
+
+
+def test_a_collective_librarys_own_virtual_memory_is_untouched(kv_world, libraries):
+    """Host memory on a NUMA node, exports, imports, two mappings of one handle: also in a bracket, beside a range."""
+    program = libraries.compile("nccl", "-ldl")
+    world = kv_world()
+    pool = world.begin()
+
+    plain = world.program(program, preload=False).communicate(timeout=60)[0]
+    beside = world.program(program).communicate(timeout=60)[0]
+    bracketed = world.program(program, "bracket").communicate(timeout=60)[0]
+
+    assert plain == beside == bracketed
+    assert "cuMemCreate 0" in plain
+    assert pool.born.qsize() == 1
+    clients = [client for client in world.daemons[-1].alive if client.hello]
+    assert all(client.none_of(KV_PIN) for client in clients)

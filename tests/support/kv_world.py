@@ -94,11 +94,11 @@ class World:
         made.start()
         return made, self.daemons[-1].client()
 
-    def program(self, *command: str | Path) -> subprocess.Popen[str]:
+    def program(self, *command: str | Path, preload: bool = True) -> subprocess.Popen[str]:
         """Any program with the shim, its output piped."""
         own = {
             **os.environ,
-            "LD_PRELOAD": os.fspath(preload_library()),
+            "LD_PRELOAD": os.fspath(preload_library()) if preload else "",
             "VALVE_RUN_DIR": os.fspath(self.folder),
             "VALVE_ROLE": "online" if self.role == ONLINE else "offline",
         }
