@@ -1,4 +1,4 @@
-/* kvhook.c - see kvhook.h. Requests wait at most a second for their answer: between steps that is a long time. */
+/* kvhook.c - see kvhook.h */
 #include "kvhook.h"
 
 #include "driver.h"
@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,8 +16,9 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { ANSWER_MS = 1000, MAX_FDS = 4 };
+enum { ANSWER_MS = 5000, MAX_FDS = 4 };
 #define RETRY_S 0.5
+#define START_S 2.0
 
 /* ---- packets ---- */
 
@@ -163,9 +165,8 @@ static bool map_files(struct kvhook *hook, const struct packet *answer)
 	    table->blocks != hook->shape->blocks || book->magic != VALVE_KV_BOOK_MAGIC ||
 	    book->rows < hook->shape->rows || book->row_blocks < hook->shape->row_blocks)
 		return false;
-	hook->table = table;
-	hook->book = book;
-	hook->sessions++;
+	hook->next_table = table;
+	hook->next_book = book;
 	return true;
 }
 
@@ -202,36 +203,82 @@ static void leave(struct kvhook *hook)
 	hook->socket = -1;
 }
 
-void kvhook_open(struct kvhook *hook, const struct kvhook_shape *shape)
+/* A conversation may take long: after a restart valved answers once the shim has said what it holds. */
+static void *join_valved(void *given)
 {
-	*hook = (struct kvhook){.shape = shape, .socket = -1};
-	kvhook_poll(hook);
+	struct kvhook *hook = given;
+	bool joined;
+
+	hook->socket = connect_link();
+	joined = hook->socket >= 0 && say_hello(hook) && tell_layout(hook) && attach(hook);
+	if (!joined)
+		leave(hook);
+	__atomic_store_n(&hook->joining, joined ? KVHOOK_JOINED : KVHOOK_NOT, __ATOMIC_RELEASE);
+	return NULL;
+}
+
+static void begin_joining(struct kvhook *hook)
+{
+	pthread_t thread;
+
+	if (now_s() - hook->tried_s < RETRY_S)
+		return;
+	hook->tried_s = now_s();
+	hook->joining = KVHOOK_UNDER_WAY;
+	if (pthread_create(&thread, NULL, join_valved, hook))
+		hook->joining = KVHOOK_NOT;
+	else
+		pthread_detach(thread);
+}
+
+static bool is_there(struct kvhook *hook)
+{
+	struct packet late;
+
+	if (hook->socket < 0)
+		return false;
+	while (receive(hook, &late))
+		close_fds(&late);
+	return late.length < 0 && (errno == EAGAIN || errno == EINTR);
+}
+
+static bool is_joining(const struct kvhook *hook)
+{
+	return __atomic_load_n(&hook->joining, __ATOMIC_ACQUIRE) == KVHOOK_UNDER_WAY;
 }
 
 void kvhook_poll(struct kvhook *hook)
 {
-	struct packet late;
-
-	if (hook->socket >= 0) {
-		while (receive(hook, &late))
-			close_fds(&late);
-		if (late.length < 0 && (errno == EAGAIN || errno == EINTR))
-			return;
-		leave(hook);
-	}
-	if (now_s() - hook->tried_s < RETRY_S)
+	if (is_joining(hook))
 		return;
-	hook->tried_s = now_s();
-	hook->socket = connect_link();
-	if (hook->socket >= 0 && !(say_hello(hook) && tell_layout(hook) && attach(hook)))
-		leave(hook);
+	if (hook->joining == KVHOOK_JOINED) {
+		hook->joining = KVHOOK_NOT;
+		hook->table = hook->next_table;
+		hook->book = hook->next_book;
+		hook->sessions++;
+	}
+	if (is_there(hook))
+		return;
+	leave(hook);
+	begin_joining(hook);
+}
+
+void kvhook_open(struct kvhook *hook, const struct kvhook_shape *shape)
+{
+	double start_s = now_s();
+
+	*hook = (struct kvhook){.shape = shape, .socket = -1};
+	kvhook_poll(hook);
+	while (is_joining(hook) && now_s() - start_s < START_S)
+		sleep_s(0.001);
+	kvhook_poll(hook);
 }
 
 void kvhook_need(struct kvhook *hook)
 {
 	struct valve_link_kv_need need = {.wanted_blocks = hook->book ? hook->book->wanted_blocks : 0};
 
-	if (hook->book)
+	if (hook->book && !is_joining(hook))
 		send_message(hook, &need, sizeof(need), VALVE_LINK_KV_NEED);
 }
 

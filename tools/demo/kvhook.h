@@ -17,18 +17,25 @@ struct kvhook_shape {
 	const struct valve_kv_tensor *tensor;
 };
 
+enum kvhook_joining { KVHOOK_NOT, KVHOOK_UNDER_WAY, KVHOOK_JOINED };
+
 struct kvhook {
 	const struct kvhook_shape *shape;
 	int socket;
 	uint32_t seq, sessions; /* sessions: tables had so far */
+	uint32_t joining;       /* kvhook_joining: the word that the joining thread and the engine's share */
 	double tried_s;
 	const struct valve_kv_table *table; /* NULL: not attached */
 	struct valve_kv_book *book;
 	uint64_t seen_epoch;
+	const struct valve_kv_table *next_table; /* of the joining thread */
+	struct valve_kv_book *next_book;
 };
 
+/* Waits a little for a valved, once, so that the engine starts with what it may use. */
 void kvhook_open(struct kvhook *hook, const struct kvhook_shape *shape);
-void kvhook_poll(struct kvhook *hook); /* notices a valved that came or went; tries twice a second */
+/* Notices a valved that came or went. Never waits: a thread does, and tries twice a second. */
+void kvhook_poll(struct kvhook *hook);
 void kvhook_need(struct kvhook *hook); /* valved should look at the book now */
 
 /* Of the table; precondition: attached. */
