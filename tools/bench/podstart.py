@@ -59,7 +59,8 @@ def measure(plane: ControlPlane) -> Row:
     with RealNode(plane) as node:
         node.start_valved()
         start_ms(node, "warm", inject=True)
-        with_ms, without_ms = [], []
+        with_ms: list[float] = []
+        without_ms: list[float] = []
         for index in range(PAIRS):
             for inject in (True, False) if index % 2 else (False, True):
                 took = start_ms(node, f"p{index}{'i' if inject else 'o'}", inject)
