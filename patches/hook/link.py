@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +119,7 @@ class Link:
     said: str = ""  # why there is no session; for people
     wanted: Attach | None = None
     layout: Layout | None = None
+    on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
     _socket: socket.socket | None = None
     _told: tuple[object, ...] = ()
@@ -221,6 +222,8 @@ class Link:
             self._settled.set()
             if self.region is not None:
                 self.region.renew()
+            if self.on_tick is not None:
+                self.on_tick()
             link.settimeout(0.0)
             with contextlib.suppress(BlockingIOError):
                 while True:

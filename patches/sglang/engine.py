@@ -12,8 +12,7 @@ What is easily got wrong here:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,22 +102,22 @@ class SglangEngine:
 
     # ---- what a step says ----
 
-    @contextlib.contextmanager
-    def disbelief(self, batch: Any) -> Iterator[None]:
-        """Within it SGLang skips the unfinished requests of the batch, as it does with retracted ones."""
+    def disbelieve(self, batch: Any) -> Callable[[], None]:
+        """From here on SGLang skips the batch's unfinished requests like retracted ones; returns what undoes it."""
         flags = [(each, each.is_retracted) for each in batch.reqs if not each.finished()]
         processor = self.scheduler.batch_result_processor
         overlap = processor.enable_overlap
-        for each, _ in flags:
-            each.is_retracted = True
-        processor.enable_overlap = True
-        try:
-            yield
-        finally:
-            processor.enable_overlap = overlap
+
+        def undo() -> None:
+            object.__setattr__(processor, "enable_overlap", overlap)
             for each, was in flags:
                 each.is_retracted = was
-            self.dropped += [each for each, _ in flags]
+
+        object.__setattr__(processor, "enable_overlap", True)  # a frozen value, but the one place that is asked
+        for each, _ in flags:
+            each.is_retracted = True
+        self.dropped += [each for each, _ in flags]
+        return undo
 
     def open_requests(self) -> int:
         scheduler = self.scheduler

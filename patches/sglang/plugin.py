@@ -82,17 +82,27 @@ class SchedulerHook:
         """Believe nothing of a step in which something was lost; its requests are put back at the next choice."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        if self.engine.is_dropping or self.keeper.is_threatened():
-            with self.engine.disbelief(batch):
-                answer = original(scheduler, batch, result)
-            self.keeper.receipts.dropped_tokens += len(batch.reqs)
-            return answer
+        undo = self._disbelieve(batch)
+        if undo is not None:
+            try:
+                return original(scheduler, batch, result)
+            finally:
+                undo()
         before = sum(len(each.output_ids) for each in batch.reqs)
         alive = sum(not each.finished() for each in batch.reqs)
         answer = original(scheduler, batch, result)
         self.useful_tokens += max(0, sum(len(each.output_ids) for each in batch.reqs) - before)
         self.ended += alive - sum(not each.finished() for each in batch.reqs)
         return answer
+
+    def _disbelieve(self, batch: Any) -> Callable[[], None] | None:
+        try:
+            if self.engine.is_dropping or self.keeper.is_threatened():
+                self.keeper.receipts.dropped_tokens += len(batch.reqs)
+                return self.engine.disbelieve(batch)
+        except Exception:
+            self.keeper.fail("looking for losses failed")
+        return None
 
     def choose(self) -> bool:
         """Whether everybody was retracted: then the caller's batches are stale."""

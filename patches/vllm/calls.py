@@ -5,6 +5,7 @@ source patch calls them by name.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ class SchedulerHook:
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.useful_tokens = 0
         self.ended = 0
+        self._idle = threading.Lock()
+        self._is_idle = False  # written under the lock; the engine's thread touches no block while it is True
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
         row_blocks = min(MAX_ROW, blocks, -(-int(scheduler.max_model_len) // self.engine.block_tokens) + 1)
@@ -48,16 +51,30 @@ class SchedulerHook:
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
         session = link.attach(wanted, ATTACH_WAIT_S)
+        link.on_tick = self.while_idle
         state = "attached" if session is not None else f"not attached yet ({link.said or 'no answer'})"
         log.warning("valve: %s, hook %s, mode %s, %d blocks: %s", engine, VERSION, mode.name, blocks, state)
 
     def before_schedule(self) -> None:
+        with self._idle:
+            self._is_idle = False
         if self.keeper.sync():
             self._dropping = len(self.ledger.steps)
+
+    def while_idle(self) -> None:
+        """On the link's thread: an engine without requests takes no step, but gives back what valved asks for."""
+        with self._idle:
+            if self._is_idle and not self.scheduler.requests:
+                self.keeper.guard(self._look)
+
+    def _look(self) -> None:
+        self.keeper.sync()
+        self.keeper.publish()
 
     def after_schedule(self, output: Any) -> None:
         self.engine.record(self.ledger, output)
         self.keeper.publish()
+        self._is_idle = not self.scheduler.requests and not self.ledger.steps
         self.ended += len(output.finished_req_ids)
         region = self.link.region
         if region is not None:

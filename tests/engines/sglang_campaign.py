@@ -31,6 +31,7 @@ class Injector:
         self.runner = scheduler.tp_worker.model_runner
         self.pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self.page = scheduler.token_to_kv_pool_allocator.page_size
+        self.pages = scheduler.token_to_kv_pool_allocator.size // self.page + 1
         self.calls = self.step = self.events = 0
         self.taken: list[tuple[list[int], int]] = []
         self.plan: dict[str, Any] = {}
@@ -66,18 +67,20 @@ class Injector:
 
     def _take(self) -> None:
         out = {page for pages, _ in self.taken for page in pages}
-        rest = [page for page in range(1, len(self.node.entries)) if page not in out]
+        rest = [page for page in range(1, self.pages) if page not in out]
         most = max(1, len(rest) // 5)
         pages = self.chance.sample(rest, self.chance.randrange(1, most + 1)) if rest else []
         if pages:
             self.events += 1
-            self.node.take(pages)
+            if self.node.attached:  # the control run has no hook
+                self.node.take(pages)
             self._fill(pages, garbage=True)
             self.taken.append((pages, self.step + self.plan.get("held", 4)))
 
     def _give(self, pages: list[int]) -> None:
         self._fill(pages, garbage=False)
-        self.node.give(pages)
+        if self.node.attached:
+            self.node.give(pages)
 
     def _fill(self, pages: list[int], *, garbage: bool) -> None:
         rows = [page * self.page + slot for page in pages for slot in range(self.page)]

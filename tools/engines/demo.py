@@ -92,7 +92,7 @@ class Demo:
                     "model": "tiny",
                     "messages": [{"role": "user", "content": words}],
                     "temperature": 0,
-                    "max_tokens": 120,
+                    "max_tokens": 200,
                     "ignore_eos": True,
                 }
                 line = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -226,7 +226,7 @@ def show(console: Console, demo: Demo, undisturbed: Batch, ours: Batch) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
     parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
-    parser.add_argument("--requests", type=int, default=160, help="of the batch")
+    parser.add_argument("--requests", type=int, default=300, help="of the batch")
     parser.add_argument("--prompts", type=int, default=60, help="of each benchmark")
     parser.add_argument("--rate", type=float, default=3.0, help="online requests a second")
     parser.add_argument("--port", type=int, default=18231)

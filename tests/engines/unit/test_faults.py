@@ -270,6 +270,27 @@ def test_free_columns_are_offered_when_valved_asks_and_used_again_when_given_bac
     close(scheduler)
 
 
+def test_an_engine_without_requests_still_gives_back_and_takes_up(node):
+    """It takes no step, so nobody asks the hook: the link's thread looks instead."""
+    scheduler = hooked(node, blocks=60)
+    run(scheduler, prompts(1, 3), depth=1)
+    scheduler.launch()
+    node.aim(10)
+    wait_for(lambda: len(node.offered()) >= 40, "columns are offered")
+    offered = node.offered()
+    node.aim(60)
+    node.take(offered)
+    wait_for(lambda: node.book()["epoch_seen"] == node.epoch, "the loss is acted on")
+    node.give(offered)
+    wait_for(lambda: not scheduler._valve.engine.withheld, "the blocks are handed out again")
+    scheduler.check_integrity()
+
+    done = run(scheduler, prompts(2, 6), depth=2)
+
+    assert run(ToyScheduler(), prompts(2, 6), depth=2) == done
+    close(scheduler)
+
+
 def test_the_book_names_who_holds_what(node):
     scheduler = hooked(node, blocks=60)
     for name, prompt, tokens in prompts(1, 12):

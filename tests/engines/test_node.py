@@ -1,0 +1,50 @@
+"""A real `vllm run-batch` under the real valved on the emulated card, started by `valve run` and nothing else."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.engines.demo import CONFIG, POOL_MIB, Demo
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+
+def test_a_batch_outlives_daemons_and_each_request_is_answered_once(engines, tmp_path):
+    """valved is killed and started again, again and again; tokens are those of a run without Valve."""
+    with EmulatedNode(tmp_path, config=CONFIG.format(pool_mib=POOL_MIB)) as node:
+        node.start_valved()
+        demo = Demo(
+            node=node,
+            folder=tmp_path,
+            python=engines.python,
+            requests=60,
+            prompts=0,
+            rate=0,
+            port=0,
+            say=print,
+        )
+        demo.prepare()
+        alone = demo.finish(demo.start_batch("", "undisturbed"), "undisturbed", 0.0)
+        batch = demo.start_batch("offline", "batch")
+        demo.wait_for_work(batch, "batch")
+        restarts = 0
+        while batch.poll() is None and restarts < 4:
+            node.stop_valved(signal.SIGKILL)
+            node.start_valved()
+            restarts += 1
+            tokens = demo.services()["batch"].useful_tokens if "batch" in demo.services() else 0
+            node.wait_for(
+                lambda seen=tokens: (
+                    batch.poll() is not None
+                    or ("batch" in demo.services() and demo.services()["batch"].useful_tokens > seen)
+                ),
+                "the batch goes on under the new daemon",
+                300.0,
+            )
+        ours = demo.finish(batch, "batch", 0.0)
+
+    assert restarts >= 1
+    assert {name: len(answers) for name, answers in ours.tokens.items()} == dict.fromkeys(alone.tokens, 1)
+    assert alone.tokens == ours.tokens

@@ -1,0 +1,44 @@
+"""A real SGLang on CPU loses pages in the middle of steps: its tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+TRIALS = [{"seed": seed, "events": 6, "held": held} for seed, held in ((1, 4), (2, 2), (3, 0), (4, 8))]
+
+
+def campaign(engines, tmp_path, plan):
+    if not (engines.folder / "stubs").is_dir():
+        pytest.skip("SGLang is not installed: make test-engines")
+    mount, node = tmp_path / "mount", tmp_path / "node"
+    info = mount / "valve_test-0.dist-info"
+    info.mkdir(parents=True)
+    node.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: valve-test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nvalve_test = sglang_campaign:register\n")
+    paths = (mount, engines.folder / "stubs")
+    plugins = "valve_test" if plan.get("handling") == "none" else "valve,valve_test"
+    out = engines.run(
+        "sglang_campaign.py", str(engines.model), str(node), json.dumps(plan), paths=paths, SGLANG_PLUGINS=plugins
+    )
+    trials = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert len(trials) == len(plan["trials"])
+    return trials
+
+
+@pytest.mark.parametrize(("overlap", "page"), [(True, 1), (False, 1), (True, 16)])
+def test_tokens_are_identical_after_reclaims(engines, tmp_path, overlap, page):
+    """With and without overlap, which skip requests by different paths; pages of one and of sixteen tokens."""
+    results = campaign(engines, tmp_path, {"overlap": overlap, "page": page, "trials": TRIALS})
+
+    assert [trial["wrong"] for trial in results] == [0] * len(TRIALS)
+    assert sum(trial["events"] for trial in results) >= len(TRIALS)
+
+
+def test_without_the_plugin_the_same_reclaims_change_most_outputs(engines, tmp_path):
+    results = campaign(engines, tmp_path, {"handling": "none", "trials": TRIALS[:2]})
+
+    assert sum(trial["wrong"] for trial in results) > 12
