@@ -57,10 +57,11 @@ def main(argv: list[str]) -> int:
             return 0
         time.sleep(LOOK_S)
     if run_dir != "-":
-        valve = Path(sys.executable).parent / "valve"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             env = {**os.environ, "VALVE_RUN_DIR": run_dir}
-            subprocess.run([str(valve), "drain", "--stop"], env=env, timeout=PATIENCE_S, check=False)
+            subprocess.run(
+                [sys.executable, "-m", "valved.cli.main", "drain", "--stop"], env=env, timeout=PATIENCE_S, check=False
+            )
     for number in (signal.SIGTERM, signal.SIGKILL):  # the channels are on by now
         for pid in filter(is_alive, noted(folder)):
             with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from valve_tools.demo.node import PATIENCE_S, EmulatedNode
 from valve_tools.gpu import leash
 
 Seen = TypeVar("Seen")
+VALVE = (sys.executable, "-m", "valved.cli.main")  # a package installed with --target has no `valve` beside python
 ENGINE_S = 240.0  # a cold PyTorch reads gigabytes before it says a word
 
 
@@ -58,7 +60,8 @@ class LabNode(EmulatedNode):
         env: Mapping[str, str] | None = None,
         out: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        child = super().run(role, argv, name=name, env=env, out=out)
+        claim = [*VALVE, "run", f"--{role}", *(["--name", name] if name else []), "--"] if role else []
+        child = super().run("", [*claim, *argv], name=name, env=env, out=out)
         leash.note(self.folder, [child.pid])
         return child
 

@@ -41,7 +41,7 @@ def show(rows: Sequence[Row], questions: dict[str, str]) -> None:
     for name in ("", "question", "verdict", "what was found"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        verdict = Text(row.verdict.value, style=COLOURS.get(row.verdict, "yellow"))
+        verdict = Text(row.verdict.value + ("\ndry run" if dry else ""), style=COLOURS.get(row.verdict, "yellow"))
         table.add_row(row.experiment, questions.get(row.experiment, ""), verdict, Text(row.detail))
     Console(file=sys.stdout).print(table)
 
@@ -50,5 +50,6 @@ def _plain(title: str, rows: Sequence[Row], questions: dict[str, str]) -> None:
     width = max(60, shutil.get_terminal_size((120, 24)).columns)
     print(f"{title}\n")
     for row in rows:
-        print(f"{row.experiment:<5}{row.verdict.value:<14}{questions.get(row.experiment, '')}")
-        print(textwrap.fill(row.detail, width, initial_indent=" " * 19, subsequent_indent=" " * 19))
+        verdict = row.verdict.value + (", dry run" if row.dry_run else "")
+        print(f"{row.experiment:<5}{verdict:<24}{questions.get(row.experiment, '')}")
+        print(textwrap.fill(row.detail, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
