@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo gpu wheel clean
+.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -73,6 +73,9 @@ gpu: ## the experiment suite for a real GPU; GPU_ARGS=--dry-run rehearses it on 
 
 demo: build ## an online service and an offline job share one emulated GPU
 	@$(BIN)/valve demo
+
+demo-memory: build ## five minutes in which KV memory moves between the two
+	@$(BIN)/valve demo memory
 
 wheel: venv ## build the wheel into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

@@ -95,19 +95,21 @@ class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[memory]: the pool of KV handles, what online keeps in reserve, how memory is taken (docs/memory.md)."""
 
-    enabled: bool = True
+    enabled: bool = True  # shims and hooks are told that KV memory is managed
     handle_mib: int = 16  # size of a pool handle; the driver maps multiples of 2 MiB (docs/memory.md has the table)
     pool_mib: int = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
     spare_mib: int = 1024  # device memory that the pool leaves to everything else
     size_rule_mib: int = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
-    remap: Remap = Remap.AUTO
+    remap: Remap = Remap.AUTO  # helper, cooperative, or auto: cooperative until hardware has shown that helper is safe
     target_per_hour: float = 30.0  # reclaims an hour and GPU that the operator accepts
     pressure_ratio: float = 1.0  # pressure when used >= this share of what is mapped
     headroom_min_mib: int = 128  # at least this much beyond what is used stays mapped for online
-    headroom_max_mib: int = 2048  # the reserve doubles at pressure up to here
-    tau_s: float = 1.0  # quiet time before one column goes back, at the start; then between the next two
-    tau_min_s: float = 0.2
-    tau_max_s: float = 3600.0
+    headroom_max_mib: int = 8192  # the reserve doubles at pressure up to here
+    tau_s: float = 60.0  # memory that was idle for so long goes back, at the start; the target steers it
+    tau_min_s: float = (
+        20.0  # below, each halving costs a third more reclaims and brings less than 1 % (docs/policies.md)
+    )
+    tau_max_s: float = 3600.0  # one window: longer would outlive the evidence that made it so long
     window_s: float = 3600.0  # over which reclaims are counted
     cost: EvictionCost = EvictionCost.RECOMPUTE_NS  # what losing a column costs
     token_ns: int = 21_000  # time to compute one token again, without attention
@@ -117,7 +119,7 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attach_s: float = 60.0  # an elastic range whose engine has not attached by then is backed whole
     tick_ms: float = 50.0  # how often books are read when nobody rings
     ranges_per_client: int = 1024  # 128 layers, K and V apart, on 4 GPUs
-    slots_per_client: int = 65536
+    slots_per_client: int = 65536  # handles that the ranges of one client have room for
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from valved.mechanism.link import LinkType
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
-MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8)
+MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2)
 CONFIG = Config(memory=MEMORY)
 
 
@@ -295,7 +295,9 @@ def test_nothing_is_taken_while_harvesting_is_off(world):
 
 
 def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):
-    memory = MemoryTable(handle_mib=2, remap=Remap.AUTO, headroom_min_mib=2, headroom_max_mib=8)
+    memory = MemoryTable(
+        handle_mib=2, remap=Remap.AUTO, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2
+    )
     world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
     offline = world.engine("offline", columns=16)
     offline.shim.has_stepped = False

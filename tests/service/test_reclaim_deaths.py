@@ -22,7 +22,9 @@ from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor
 
-MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, order_s=0.05)
+MEMORY = MemoryTable(
+    handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
+)
 CONFIG = Config(memory=MEMORY, quota=QuotaTable(clients_per_uid=1000))
 MOMENTS_US = (0, 100, 399, 401, 450, 500, 700, 1000, 1500, 2500, 4000)
 

@@ -19,6 +19,8 @@ headroom_min_mib = 4
 headroom_max_mib = 8
 spare_mib = 0
 tick_ms = 10
+tau_s = 1.0
+tau_min_s = 0.2
 """
 CACHE = ["--kv-blocks", str(BLOCKS), "--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB)]
 

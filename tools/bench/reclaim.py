@@ -1,0 +1,207 @@
+"""Bench `reclaim`: a GiB moves from an offline to an online engine, per handle size and layout, under H100-like costs.
+
+Our own share is the wall time of a reclaim up to its last mapping call, less the time in which some process of the node
+stood in a driver call: the gate, unmapping, mapping. The daemon's event gives the begin, the emulator's pages the
+calls; the product knows of neither. Behind the last mapping call only the card is at work, zeroing: the emulator writes
+those bytes with this host's cores, so that stretch is reported apart (an H100 takes 0.4 ms a GiB). What the
+driver takes is what the choice of a handle size is about: `model` is the cost model's sum, without what the emulator
+adds.
+
+Layouts: `packed`, all layers of a block side by side, one handle holds whole blocks; `layers`, sixteen planes (8
+layers, K and V), so that a column is sixteen handles.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from valve_tools.bench.row import Row, row_of
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import OFFLINE, ONLINE
+from valve_tools.emulator.node import Options
+from valve_tools.emulator.process import Interval, ProcessPage, inside_ns
+
+from valved.mechanism.trace import read_lines
+
+MIB, GIB = 1 << 20, 1 << 30
+BLOCK_MIB = 2  # a block over all its planes: 16 tokens of an 8B model
+SAMPLES = 4  # reclaims in one run; the first one pays for cold caches and is left out
+OWN_BUDGET_MS = 1.0
+NOT_JUDGED = 1e9
+CONFIG = """
+trace_file = "{trace}"
+[memory]
+handle_mib = {handle_mib}
+pool_mib = {pool_mib}
+remap = "helper"
+headroom_min_mib = 1
+headroom_max_mib = 1
+tau_s = 0.2
+tau_min_s = 0.2
+spare_mib = 0
+order_s = 20.0
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    layout: str
+    handle_mib: int
+    planes: int
+    gib: float = 1.0  # that one reclaim moves
+
+    @property
+    def column_mib(self) -> int:
+        return self.handle_mib * self.planes
+
+    @property
+    def blocks(self) -> int:
+        """Room for what one request takes, and a column of reserve."""
+        return int(self.gib * 1024 + 2 * self.column_mib) // BLOCK_MIB
+
+
+CASES = (
+    Case(layout="packed", handle_mib=2, planes=1),
+    Case(layout="packed", handle_mib=16, planes=1),
+    Case(layout="packed", handle_mib=64, planes=1),
+    Case(layout="layers", handle_mib=2, planes=16),
+    Case(layout="layers", handle_mib=16, planes=16),
+    Case(layout="layers", handle_mib=64, planes=16),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One reclaim, in ms."""
+
+    own_ms: float
+    model_ms: float
+    zero_ms: float
+    total_ms: float
+    gate_ms: float
+    take_ms: float
+    give_ms: float
+    mib: float
+
+
+def run(case: Case, folder: Path) -> list[Sample]:
+    trace, requests = folder / "trace.jsonl", folder / "requests.csv"
+    pool_mib = case.blocks * BLOCK_MIB + case.column_mib
+    config = CONFIG.format(trace=trace, handle_mib=case.handle_mib, pool_mib=pool_mib)
+    tokens = int(case.gib * 1024) // BLOCK_MIB * 16 - 64
+    lines = [f"{3 + 4 * i},{tokens},20" for i in range(SAMPLES)]
+    requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
+    cache = ["--kv-blocks", str(case.blocks), "--kv-planes", str(case.planes)]
+    cache += ["--block-kib", str(BLOCK_MIB * 1024 // case.planes)]
+    with EmulatedNode(folder, options=Options(), config=config) as node:
+        node.start_valved()
+        offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
+        node.wait_for(lambda: _is_full(node, case), "the offline engine has all the memory")
+        duration = str(3 + 4 * SAMPLES)
+        argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", duration, "--prefill-us", "1"]
+        online = node.run("online", argv, name="chat", out=folder / "on")
+        samples: list[Sample] = []
+        seen = 0
+        while online.poll() is None:
+            time.sleep(0.5)  # each page keeps the last calls only: read them soon
+            events = [event for event in read_lines(trace) if event["kind"] == "reclaimed"]
+            clients = {client.role: client.pid for client in node.status().clients}
+            pids = [*clients.values(), node.valved.pid] if node.valved is not None else []
+            for event in events[seen:]:
+                samples += _sample(event, node, pids, case)
+            seen = len(events)
+        offline.kill()
+        offline.wait()
+    whole = [sample for sample in samples if sample.mib >= case.gib * 1024 * 0.8]
+    return whole[1:] or whole
+
+
+def _is_full(node: EmulatedNode, case: Case) -> bool:
+    engines = node.status().memory.engines
+    return bool(engines) and engines[0].backed_blocks == case.blocks
+
+
+def model_ms(handles: float, case: Case) -> float:
+    """What the H100-like model asks for: unmap and map one after the other on the offline side, map on the other, with
+    one call of cuMemUnmap and cuMemSetAccess for each run of neighbours (tools/emulator/README.md has the costs)."""
+    out = 25.2 + 0.2 * case.handle_mib + 1.45 + 35 + 0.5 * case.handle_mib
+    back = 25.2 + 0.2 * case.handle_mib + 1.45 + 35 + 0.5 * case.handle_mib
+    return handles * (out + back) / 1e3
+
+
+def _sample(event: Mapping[str, Any], node: EmulatedNode, pids: list[int], case: Case) -> list[Sample]:
+    detail = event["detail"]
+    if "take_ns" not in detail:
+        return []
+    end_ns = event["t_ns"]
+    begin_ns = end_ns - detail["total_ns"]
+    pages = [ProcessPage(node.folder / "emu", pid) for pid in pids if (node.folder / "emu" / f"process-{pid}").exists()]
+
+    def counts(call: Interval) -> bool:
+        """An engine's own thread may wait for its own work all the while; the shim's threads wait for zeroing."""
+        return call.kind != "wait" or call.thread not in pids
+
+    try:
+        calls = [call for page in pages for call in page.intervals(begin_ns) if call.begin_ns < end_ns]
+        mapped_ns = max((call.end_ns for call in calls if call.kind == "access"), default=end_ns)
+        inside = inside_ns(pages, begin_ns, mapped_ns, counts)
+    except LookupError:  # more calls than the page keeps
+        return []
+    total = int(detail["total_ns"])
+    return [
+        Sample(
+            own_ms=(mapped_ns - begin_ns - inside) / 1e6,
+            model_ms=model_ms(int(detail["freed"]), case),
+            zero_ms=(end_ns - mapped_ns) / 1e6,
+            total_ms=total / 1e6,
+            gate_ms=int(detail["gate_ns"]) / 1e6,
+            take_ms=int(detail["take_ns"]) / 1e6,
+            give_ms=int(detail["give_ns"]) / 1e6,
+            mib=int(detail["bytes"]) / MIB,
+        )
+    ]
+
+
+def bench_reclaim() -> Iterator[Row]:
+    for case in CASES:
+        with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
+            samples = run(case, Path(folder))
+        name = f"{case.layout}-{case.handle_mib}mib"
+        if not samples:
+            note = f"no reclaim of {case.gib:g} GiB: a column is {case.column_mib} MiB"
+            yield row_of("reclaim", f"{name}-own", "ms", [float("nan")], OWN_BUDGET_MS, judged="p50", note=note)
+            continue
+        moved = sum(sample.mib for sample in samples) / len(samples) / 1024
+        phases = " ".join(
+            f"{phase} {sorted(getattr(one, f'{phase}_ms') for one in samples)[len(samples) // 2]:.1f}"
+            for phase in ("model", "gate", "take", "give", "zero")
+        )
+        note = f"{moved:.2f} GiB in columns of {case.column_mib} MiB; ms: {phases}"
+        own = [sample.own_ms for sample in samples]
+        yield row_of("reclaim", f"{name}-own", "ms", own, OWN_BUDGET_MS, judged="p50", note=note)
+        total = [sample.total_ms for sample in samples]
+        yield row_of("reclaim", f"{name}-total", "ms, driver included", total, NOT_JUDGED, judged="p50")
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"reclaim": bench_reclaim}
+
+
+def main() -> None:
+    """One case for a look at its samples: python -m valve_tools.bench.reclaim LAYOUT HANDLE_MIB."""
+    import sys
+    from dataclasses import asdict
+
+    case = next(one for one in CASES if (one.layout, one.handle_mib) == (sys.argv[1], int(sys.argv[2])))
+    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
+        for sample in run(case, Path(folder)):
+            print(json.dumps(asdict(sample)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""`valve demo memory`: an online service with bursts of KV demand takes memory from an offline job and gives it back.
+
+Both keep owner tags in their KV blocks and compute what they answer from what a kernel finds there: a lost, shared or
+overwritten block shows as a wrong answer. The reservation policy runs at full speed: its window is a minute instead of
+an hour, so five minutes show what hours show on a node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from valve_tools.bench.row import percentile
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
+from valve_tools.emulator.node import Options
+
+from valved.mechanism.trace import read_lines
+
+BLOCKS, PLANES, BLOCK_KIB = 512, 2, 64  # 16 columns of two 2 MiB handles
+BLOCK_TOKENS = 16
+PHASES = ("gate", "select", "tell", "take", "give", "total")
+CONFIG = """
+trace_file = "{trace}"
+[memory]
+handle_mib = 2
+pool_mib = {pool_mib}
+remap = "helper"
+spare_mib = 0
+headroom_min_mib = 4
+headroom_max_mib = 16
+window_s = {window_s}
+target_per_hour = {per_hour}
+tau_s = 1.0
+tau_min_s = 0.5
+tau_max_s = {window_s}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    seconds: float = 300.0
+    window_s: float = 60.0  # the hour of the policy
+    per_window: int = 6  # reclaims that are accepted in one
+    every_s: float = 12.0  # between two bursts, on average
+    seed: int = 1
+
+    def config(self, trace: Path) -> str:
+        per_hour = self.per_window * 3600 / self.window_s
+        return CONFIG.format(trace=trace, pool_mib=64, window_s=self.window_s, per_hour=per_hour)
+
+    def requests(self) -> list[tuple[float, int, int]]:
+        """Bursts of long prompts over a trickle of short ones: (second, prompt, answer) in tokens."""
+        chance = random.Random(self.seed)
+        found = [(t, 100, 30) for t in _times(chance, 2.0, self.seconds)]
+        for burst in _times(chance, self.every_s, self.seconds):
+            for i in range(chance.randint(1, 4)):
+                found.append((burst + 0.05 * i, chance.randint(800, 3000), chance.randint(20, 80)))
+        return sorted(found)
+
+
+def _times(chance: random.Random, mean_s: float, until_s: float) -> list[float]:
+    found, now_s = [], chance.expovariate(1 / mean_s)
+    while now_s < until_s:
+        found.append(now_s)
+        now_s += chance.expovariate(1 / mean_s)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What came out."""
+
+    offline: dict[str, Any]
+    online: dict[str, Any]
+    per_window: list[int]  # reclaims
+    target: int
+    phases_ms: dict[str, list[float]]
+    reclaimed_mib: float
+    capacity: float  # share of its blocks that the offline engine had, over the run
+
+    @property
+    def problems(self) -> list[str]:
+        """Empty when everything is as promised; rates are shown, not judged: five minutes are five windows."""
+        found = []
+        if not self.offline["ok"] or self.offline["wrong_words"]:
+            found.append("the offline job's answers differ from those of an undisturbed run")
+        if self.online["kv"]["wrong_words"] or self.online["kv"]["taken"]:
+            found.append("an online request met a block that was not its own")
+        if self.online["finished"] != self.online["requests"]:
+            found.append("an online request was not answered")
+        return found
+
+
+def perform(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: None) -> Figures:
+    trace, requests = folder / "trace.jsonl", folder / "requests.csv"
+    lines = [f"{t:.3f},{tokens},{answer}" for t, tokens, answer in plan.requests()]
+    requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
+    cache = ["--kv-blocks", str(BLOCKS), "--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB)]
+    capacity: list[float] = []
+    with EmulatedNode(folder, options=Options(), config=plan.config(trace)) as node:
+        node.start_valved()
+        offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
+        node.wait_for(lambda: _backed(node) == BLOCKS, "the offline engine has all the memory")
+        argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", str(plan.seconds), "--decode-us", "4000"]
+        online = node.run("online", argv, name="chat", out=folder / "on")
+        while online.poll() is None:
+            time.sleep(0.5)
+            memory = node.status().memory
+            capacity.append(_backed(node) / BLOCKS)
+            say(f"{len(capacity) / 2:.0f} s: {memory.reclaims} reclaims, offline has {capacity[-1]:.0%} of its blocks")
+        offline.send_signal(signal.SIGTERM)
+        offline.wait(60)
+    return _figures(plan, trace, last_summary(folder / "off"), last_summary(folder / "on"), capacity)
+
+
+def _backed(node: EmulatedNode) -> int:
+    return next((int(one.backed_blocks) for one in node.status().memory.engines if one.role == 2), 0)
+
+
+def _figures(
+    plan: Plan, trace: Path, offline: dict[str, Any], online: dict[str, Any], capacity: list[float]
+) -> Figures:
+    events = list(read_lines(trace))
+    begin_ns = next(int(event["t_ns"]) for event in events if event["kind"] == "started")
+    reclaims = [event for event in events if event["kind"] == "reclaimed"]
+    counts = Counter(int((int(event["t_ns"]) - begin_ns) / 1e9 // plan.window_s) for event in reclaims)
+    phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    for event in reclaims:
+        for name in PHASES:
+            if f"{name}_ns" in event["detail"]:
+                phases[name].append(int(event["detail"][f"{name}_ns"]) / 1e6)
+    return Figures(
+        offline=offline,
+        online=online,
+        per_window=[counts[window] for window in range(int(plan.seconds // plan.window_s) + 1)],
+        target=plan.per_window,
+        phases_ms=phases,
+        reclaimed_mib=sum(int(event["detail"]["bytes"]) for event in reclaims) / 2**20,
+        capacity=sum(capacity) / max(1, len(capacity)),
+    )
+
+
+def show(figures: Figures, plan: Plan) -> None:
+    console = Console()
+    table = Table(title="One reclaim, by phase (ms)", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("phase", "p50", "p99", "max", "n"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, samples in figures.phases_ms.items():
+        ordered = sorted(samples)
+        cells = [f"{percentile(ordered, q):.2f}" for q in (0.5, 0.99, 1.0)] if ordered else ["-"] * 3
+        table.add_row(name, *cells, str(len(ordered)))
+    console.print(table)
+    console.print(
+        f"reclaims in each {plan.window_s:g} s: {figures.per_window}, target {figures.target}; "
+        f"{figures.reclaimed_mib:.0f} MiB in all; offline had {figures.capacity:.0%} of its blocks on average"
+    )
+    kv, off = figures.online["kv"], figures.offline
+    console.print(
+        f"online: {figures.online['finished']} requests, {kv['waits']} waited for memory, longest "
+        f"{kv['longest_wait_ms']:.1f} ms; wrong words {kv['wrong_words']}"
+    )
+    console.print(
+        f"offline: checksum {off['checksum']}, undisturbed {off['expected']}; {off['hit_requests']} requests sent "
+        f"back, {off['lost_tokens']} tokens computed again; wrong words {off['wrong_words']}"
+    )
+    for problem in figures.problems:
+        console.print(f"[red]{problem}[/]")
+
+
+def main(argv: list[str]) -> int:
+    usual = Plan()
+    parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=usual.seconds, help="of requests")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--keep", type=Path, help="leave logs, traces and outputs in this folder")
+    options = parser.parse_args(argv)
+    plan = Plan(seconds=options.seconds, seed=options.seed)
+    console = Console(stderr=True, quiet=options.json)
+    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch, console.status("starting") as line:
+        folder = options.keep.resolve() if options.keep else Path(scratch)
+        figures = perform(plan, folder, line.update)
+    if options.json:
+        print(json.dumps(asdict(figures)))
+    else:
+        show(figures, plan)
+    return 1 if figures.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
