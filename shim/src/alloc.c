@@ -8,11 +8,16 @@
 
 #include <errno.h>
 
-/* How long nothing may happen while valved backs a range. Offline waits as long as it is stopped. */
-#define ONLINE_SILENCE_MS  2000
+/*
+ * How long nothing may happen while valved backs a range. Online pays it once for a valved that does not answer: this one
+ * is not asked again. Offline waits as long as it is stopped.
+ */
+#define ONLINE_SILENCE_MS  5000
 #define OFFLINE_SILENCE_MS 600000
 
 #define CALL(entry, ...) (((valve_call)(entry)->target)(__VA_ARGS__))
+
+static uint32_t silent_generation; /* of the link whose valved did not answer in time */
 
 VALVE_EXPORT void valve_kv_begin(uint32_t flags);
 VALVE_EXPORT void valve_kv_end(void);
@@ -42,7 +47,8 @@ static uint64_t wanted_handle(size_t bytes, uint32_t *flags)
 	*flags = valve_tls.kv_depth ? valve_tls.kv_flags : 0;
 	if (!handle_bytes || bytes < handle_bytes || valve_tls.inside ||
 	    load_acquire(&valve_shim.state) != VALVE_STATE_LINKED ||
-	    !(valve_shim.daemon_features & VALVE_FEATURE_MEMORY))
+	    !(valve_shim.daemon_features & VALVE_FEATURE_MEMORY) ||
+	    load_relaxed(&silent_generation) == load_relaxed(&valve_shim.link_generation))
 		return 0;
 	return valve_tls.kv_depth || is_ruled ? handle_bytes : 0;
 }
@@ -55,13 +61,17 @@ static bool is_offline(void)
 /* Tells valved and waits until it has backed the range; orders for it come meanwhile. 0 or -errno. */
 static int announce(struct valve_range *range)
 {
+	uint32_t generation = load_acquire(&valve_shim.link_generation);
 	struct valve_link_kv_range message;
+	int err;
 
-	valve_range_told(range, load_acquire(&valve_shim.link_generation));
+	valve_range_told(range, generation);
 	valve_announce_describe(range, 0, &message);
-	return valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
-	                              is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS,
-	                              &range->progress);
+	err = valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
+	                             is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS, &range->progress);
+	if (err == -ETIMEDOUT && !is_offline())
+		store_relaxed(&silent_generation, generation);
+	return err;
 }
 
 /* The application is about to clear all of it, so there must be no hole. */
@@ -208,6 +218,7 @@ void valve_memory_forget(CUcontext context, int device)
 /* A forked child has no CUDA: its parent's ranges, orders and places are forgotten. */
 void valve_memory_reset(void)
 {
+	silent_generation = 0;
 	valve_orders_reset();
 	valve_ranges_reset();
 	valve_places_reset();

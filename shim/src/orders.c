@@ -236,7 +236,8 @@ VALVE_EXPORT void valve_kv_step(void);
 
 void valve_kv_step(void)
 {
-	if (!load_acquire(&orders.step_wanted))
+	/* Draining would break a capture; the next step does as well. */
+	if (!load_acquire(&orders.step_wanted) || load_relaxed(&VALVE_REGION->capture_depth))
 		return;
 	valve_places_drain();
 	store_release(&orders.step_granted, 1);

@@ -333,6 +333,18 @@ def test_a_step_returns_after_the_zeroing_that_it_began(eight):
     assert engine.read(address + 3 * H, H) == "00" * H
 
 
+def test_a_step_in_a_capture_leaves_orders_for_the_next_one(eight):
+    pool, engine, client, number, _ = eight
+    stream = engine.begin_capture()
+    pool.send(client, QUARANTINE, number, [Entry(1)], AT_STEP)
+    for _ in range(50):
+        engine.step()
+
+    assert pool.done.empty()
+    assert engine.end_capture(stream) == 0
+    until(lambda: (engine.step(), not pool.done.empty())[1], "carried out")
+
+
 def test_a_step_with_nothing_to_do_is_nothing(eight):
     _, engine, _, _, _ = eight
 
