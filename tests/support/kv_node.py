@@ -11,6 +11,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,14 @@ def memfd(name: str, size: int) -> int:
     fd = os.memfd_create(name)
     os.ftruncate(fd, size)
     return fd
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """The deadline only ends a hung test."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
 
 
 class KvNode:
@@ -163,7 +173,7 @@ class KvNode:
 
     def _answer(self, link: socket.socket, kind: int, seq: int, body: bytes) -> None:
         if kind == HELLO:
-            self.hellos.append(struct.unpack("<HHIII32s16s", body))
+            hello = struct.unpack("<HHIII32s16s", body)
             if self.refuse is not None:
                 send(link, REFUSED, self.refuse, seq)
                 return
@@ -172,6 +182,7 @@ class KvNode:
             self._region = mmap.mmap(region, REGION_BYTES)
             body = struct.pack("<HHIQQII", 1, 3, self.features, 7, 8, PAGE, REGION_BYTES)
             send(link, WELCOME, body, seq, control, region, os.eventfd(0), os.eventfd(0))
+            self.hellos.append(hello)
         elif kind == LAYOUT:
             self.layouts.append(body)
             send(link, ACK, struct.pack("<II", 0, 0), seq)

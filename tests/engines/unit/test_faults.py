@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import struct
-import time
 
 import pytest
-from kv_node import KvNode
+from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.link import Attach, Layout, Link, Tensor, socket_path
@@ -14,13 +13,6 @@ from valve_hook.vllm import calls, check
 from valve_hook.wire import Mode
 
 WANTED = Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1)
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 @pytest.fixture

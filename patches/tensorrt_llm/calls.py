@@ -1,0 +1,52 @@
+"""What TensorRT-LLM's executor calls: how many requests it has open, so that an online service is gated exactly.
+
+Memory is left alone: the block manager, in C++, offers no way to withhold chosen blocks, and an engine that has not
+attached is never reclaimed from. Experimental: written from the sources, run against stand-ins, never with a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+from valve_hook import VERSION
+from valve_hook.link import Link, process_link
+
+log = logging.getLogger("valve")
+_counted: weakref.WeakKeyDictionary[Any, Counter] = weakref.WeakKeyDictionary()
+
+
+class Counter:
+    """One per executor; the link's thread looks, too, because an executor that runs dry blocks before it would call."""
+
+    def __init__(self, executor: Any, link: Link) -> None:
+        self._executor = weakref.ref(executor)
+        self._link = link
+        self._known: set[int] = set()
+        self._ended = 0
+        link.on_tick = self.write
+        log.warning("valve: tensorrt_llm, hook %s: open requests are reported, memory is left alone", VERSION)
+
+    def write(self) -> None:
+        executor, region = self._executor(), self._link.region
+        if executor is None or region is None:
+            return
+        now = {id(request) for request in list(executor.active_requests)}
+        self._ended += len(self._known - now)
+        self._known = now
+        region.write(len(now) + executor.request_queue.qsize(), self._ended, 0)
+
+
+def count(executor: Any) -> None:
+    """First thing in PyExecutor._schedule. Without a daemon, and on any failure, nothing."""
+    try:
+        counter = _counted.get(executor)
+        if counter is None:
+            link = process_link()
+            if link is None:
+                return
+            counter = _counted[executor] = Counter(executor, link)
+        counter.write()
+    except Exception:
+        log.exception("valve: counting requests failed; the engine goes on")
