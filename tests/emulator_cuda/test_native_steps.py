@@ -24,6 +24,7 @@ from valve_tools.emulator.node import NO_LATENCY, Options, node
 LIBCUDA = Path(valve_tools.emulator.__file__).parent / "lib" / "libcuda.so.1"
 DEADLINE_S = 100  # only ends a hung test
 UNITS, ROUNDS = 40, 100
+TABLE_AT = 64 + 16 * (320 + 4096) + 32768 * 128  # emu.h: the board up to its park table
 
 
 @pytest.fixture
@@ -189,6 +190,46 @@ def test_memory_moves_while_a_step_is_parked_with_any_lock_in_its_hands(
     assert (job.returncode, out) == (0, "0\n")  # every round found what the one before had written
 
 
+KILLED_JOB = """
+import os, signal
+from valve_tools.emulator.device import Device
+device = Device()
+with device.step():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_step_that_dies_gives_its_place_in_the_park_table_back(emulator: Emulator, start: Starter) -> None:
+    """Given every place is taken, then a step is refused rather than run where nobody can stop it."""
+    start(sys.executable, "-c", KILLED_JOB).wait(timeout=DEADLINE_S)
+    emulator.wait(lambda state: not state.channels, "the server has noticed")
+
+    def parked(fill: str) -> str:
+        code = f"""
+import mmap, os, struct
+from valve_tools.emulator.device import Device, DeviceError
+fd = os.open("/dev/nvidia-emu-board", os.O_RDWR)
+board = mmap.mmap(fd, os.fstat(fd).st_size)
+table = {TABLE_AT}
+entries = [struct.unpack_from("<I", board, table + 16 * i)[0] for i in range(1024)]
+print(sum(entry != 0 for entry in entries))
+{fill}
+device = Device()
+try:
+    with device.step():
+        print("ran")
+except DeviceError as error:
+    print(error)
+"""
+        out, _ = start(sys.executable, "-c", code).communicate(timeout=DEADLINE_S)
+        return out
+
+    taken = "[struct.pack_into('<I', board, table + 16 * i, 1 << 31) for i in range(1024)]"
+
+    assert parked("").split() == ["0", "ran"]
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in parked(taken)
+
+
 PYTHON_JOB = """
 import hashlib, sys, threading
 from valve_tools.emulator.device import Device
@@ -217,9 +258,10 @@ def test_a_python_program_with_threads_of_its_own_is_stopped_too(emulator: Emula
         channels = [channel for channel in emulator.state().of(job.pid) if channel.is_compute]
         while job.poll() is None and gate(tree, channels, on=False) == OK:
             gate(tree, channels, on=True)
-        rest, _ = job.communicate(timeout=DEADLINE_S)
+        rest = job.stdout.read()  # not communicate(): the first read may have taken more than a line
+        job.wait(timeout=DEADLINE_S)
 
-    assert alone.count("\n") == 13
+    assert (alone.count("\n"), job.returncode) == (13, 0)
     assert first + rest == alone
 
 

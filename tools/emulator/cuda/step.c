@@ -26,7 +26,7 @@
 #pragma weak emu_threads_of
 #pragma weak emu_threads_watch
 
-enum { STEPS = 8, MEMBERS = 64, LOOK_AGAIN_MS = 100 };
+enum { STEPS = 8, MEMBERS = 256, LOOK_AGAIN_MS = 100 };
 enum stage { FREE, CLAIMED, STARTED, DONE };
 enum stance { RUNNING = 1, PARKED = 2, NOBODY = 3 /* claimed, of no thread */ };
 
@@ -94,6 +94,21 @@ static void count_busy(struct step *step, struct member *m, uint32_t tid)
 {
 	if (tid == step->runner)
 		__atomic_add_fetch(&step->slot->busy_ns, now_ns() - m->since_ns, __ATOMIC_RELAXED);
+}
+
+/* Whoever enters or takes out members must not be parked half way: a member that is counted and not yet, or no longer,
+ * found would never stop. Past libfakenv, which keeps the signal out of masks. */
+static uint64_t hold_signal(void)
+{
+	uint64_t park = 1ull << (EMU_PARK_SIGNAL - 1), before = 0;
+
+	syscall(SYS_rt_sigprocmask, SIG_BLOCK, &park, &before, sizeof(park));
+	return before;
+}
+
+static void let_signal(uint64_t before)
+{
+	syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof(before));
 }
 
 /* ---- the executor's side ---- */
@@ -214,10 +229,11 @@ static void retire(struct step *step, struct member *m)
 		if (!(word >> 8))
 			return;
 	} while (!swap(&m->word, word, NOBODY));
-	__atomic_store_n(&m->park->ready, 0, __ATOMIC_SEQ_CST);
-	__atomic_store_n(&m->park->cid, 0, __ATOMIC_SEQ_CST);
-	if (is_alive(step))
+	if (is_alive(step)) { /* else the server has taken the entry back */
+		__atomic_store_n(&m->park->ready, 0, __ATOMIC_SEQ_CST);
+		__atomic_store_n(&m->park->cid, 0, __ATOMIC_SEQ_CST);
 		__atomic_sub_fetch(&step->slot->parks, 1, __ATOMIC_SEQ_CST);
+	}
 	if ((word & 0xff) == RUNNING) { /* one that is parked finds out when it wakes */
 		count_busy(step, m, (uint32_t)(word >> 8));
 		leave(step);
@@ -237,22 +253,25 @@ static void signal_members(struct step *step)
 /* A thread that a member starts is one from its first instruction on. */
 static void thread_joins(uint32_t creator)
 {
-	struct step *step;
+	uint64_t mask = hold_signal();
 	uint32_t tid = my_tid();
+	struct step *step;
 
-	if (!member_of(creator, &step) || !enrol(step, tid))
-		return;
-	if (!__atomic_load_n(&step->slot->grant, __ATOMIC_SEQ_CST))
+	if (!member_of(tid, &step) && member_of(creator, &step) && enrol(step, tid) &&
+	    !__atomic_load_n(&step->slot->grant, __ATOMIC_SEQ_CST))
 		syscall(SYS_tgkill, getpid(), tid, EMU_PARK_SIGNAL);
+	let_signal(mask);
 }
 
 static void thread_leaves(void)
 {
+	uint64_t mask = hold_signal();
 	struct step *step;
 	struct member *m = member_of(my_tid(), &step);
 
 	if (m)
 		retire(step, m);
+	let_signal(mask);
 }
 
 /* ---- begin and end ---- */
@@ -294,6 +313,50 @@ static struct step *claim(uint32_t runner)
 	return NULL;
 }
 
+static void finish(struct step *step)
+{
+	uint64_t mask = hold_signal();
+
+	for (int i = 0; i < MEMBERS; i++)
+		retire(step, &step->member[i]);
+	set_stage(step, DONE);
+	let_signal(mask);
+}
+
+/* Threads that ended while they were entered have looked too early whether they are members. */
+static void drop_ended(struct step *step, uint32_t runner, const uint32_t *entered, uint32_t n)
+{
+	uint32_t alive[MEMBERS], count = emu_threads_of(runner, alive, MEMBERS), k;
+
+	for (uint32_t i = 0; i < n; i++) {
+		for (k = 0; k < count && alive[k] != entered[i];)
+			k++;
+		struct step *of;
+		struct member *m = k == count ? member_of(entered[i], &of) : NULL;
+		if (m && of == step)
+			retire(step, m);
+	}
+}
+
+/* The thread that begins a step and what OpenMP started for it. Threads that cannot be stopped must not run. */
+static CUresult enrol_all(struct step *step, uint32_t runner)
+{
+	uint32_t tids[MEMBERS], n = emu_threads_of ? emu_threads_of(runner, tids, MEMBERS) : 0;
+	uint64_t mask = hold_signal();
+	bool all = enrol(step, runner);
+
+	for (uint32_t i = 0; i < n; i++)
+		all = enrol(step, tids[i]) && all;
+	if (n)
+		drop_ended(step, runner, tids, n);
+	if (!all)
+		finish(step);
+	else if (!__atomic_load_n(&step->slot->grant, __ATOMIC_SEQ_CST))
+		signal_members(step);
+	let_signal(mask);
+	return all ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 /* As any kernel: queued in the default stream, run when the channel is granted. */
 static CUresult start(struct step *step, struct context *ctx, launch_fn *launch)
 {
@@ -316,7 +379,7 @@ static CUresult start(struct step *step, struct context *ctx, launch_fn *launch)
 
 CUAPI(valve_emu_step_begin, launch_fn *launch)
 {
-	uint32_t runner = my_tid(), tids[MEMBERS], n = 0;
+	uint32_t runner = my_tid();
 	struct step *step = step_of(runner);
 	struct context *ctx;
 	CUresult result;
@@ -331,16 +394,7 @@ CUAPI(valve_emu_step_begin, launch_fn *launch)
 		return result ? result : CUDA_ERROR_OUT_OF_MEMORY;
 	prepare();
 	result = start(step, ctx, launch ? launch : cuLaunchKernel);
-	if (result)
-		return result;
-	if (emu_threads_of)
-		n = emu_threads_of(runner, tids, MEMBERS - 1);
-	for (uint32_t i = 0; i < n; i++)
-		enrol(step, tids[i]);
-	enrol(step, runner);
-	if (!__atomic_load_n(&step->slot->grant, __ATOMIC_SEQ_CST))
-		signal_members(step);
-	return CUDA_SUCCESS;
+	return result ? result : enrol_all(step, runner);
 }
 
 CUAPI(valve_emu_step_end, void)
@@ -351,8 +405,6 @@ CUAPI(valve_emu_step_end, void)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (--step->depth)
 		return CUDA_SUCCESS;
-	for (int i = 0; i < MEMBERS; i++)
-		retire(step, &step->member[i]);
-	set_stage(step, DONE);
+	finish(step);
 	return CUDA_SUCCESS;
 }

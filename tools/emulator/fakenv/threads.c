@@ -60,7 +60,7 @@ static enum origin origin_of(void *(*routine)(void *))
 /* What the parent's threads were means nothing in a forked child. */
 static bool is_free(const struct thread *t)
 {
-	return !__atomic_load_n(&t->tid, __ATOMIC_ACQUIRE) || t->pid != (uint32_t)getpid();
+	return !__atomic_load_n(&t->tid, __ATOMIC_SEQ_CST) || t->pid != (uint32_t)getpid();
 }
 
 static void remember(uint32_t creator)
@@ -79,16 +79,17 @@ static void remember(uint32_t creator)
 	pthread_mutex_unlock(&lock);
 }
 
+/* First out of the table, then out of the step: whoever finds a thread there afterwards knows that it is still to leave. */
 static void forget(void *unused)
 {
 	uint32_t tid = my_tid();
 
 	(void)unused;
-	if (__atomic_load_n(&left, __ATOMIC_ACQUIRE))
-		left();
 	for (uint32_t i = 0; i < THREADS; i++)
-		if (__atomic_load_n(&openmp[i].tid, __ATOMIC_ACQUIRE) == tid)
-			__atomic_store_n(&openmp[i].tid, 0, __ATOMIC_RELEASE);
+		if (__atomic_load_n(&openmp[i].tid, __ATOMIC_SEQ_CST) == tid)
+			__atomic_store_n(&openmp[i].tid, 0, __ATOMIC_SEQ_CST);
+	if (__atomic_load_n(&left, __ATOMIC_SEQ_CST))
+		left();
 }
 
 static void *trampoline(void *argument)

@@ -144,12 +144,26 @@ struct channel *channel_new(struct tsg *t, struct object *o, uint32_t engine, pi
 	return c;
 }
 
+/* Of a process that died within a native step. */
+static void forget_parks(const struct channel *c)
+{
+	for (uint32_t i = 0; load(&c->slot->parks) && i < EMU_PARKS; i++) {
+		struct emu_park *p = &S.board->park[i];
+
+		if (load(&p->cid) != c->cid)
+			continue;
+		store(&p->ready, 0);
+		store(&p->cid, 0);
+	}
+}
+
 void channel_gone(struct channel *c)
 {
 	struct tsg *t = c->tsg;
 	struct gpu *g = t->gpu;
 
 	channel_take(c);
+	forget_parks(c);
 	g->board->busy_ns += load(&c->slot->busy_ns);
 	by_slot[c->cid % EMU_CHANNELS] = NULL;
 	TAILQ_REMOVE(&t->channels, c, link);
