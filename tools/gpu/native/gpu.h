@@ -55,6 +55,7 @@ typedef void host_function(void *);
 	X(cuMemHostRegister_v2, (void *, size_t, unsigned)) \
 	X(cuMemHostGetDevicePointer_v2, (CUdeviceptr *, void *, unsigned)) \
 	X(cuMemsetD32_v2, (CUdeviceptr, unsigned, size_t)) \
+	X(cuMemsetD32Async, (CUdeviceptr, unsigned, size_t, CUstream)) \
 	X(cuMemcpyHtoD_v2, (CUdeviceptr, const void *, size_t)) \
 	X(cuMemcpyDtoH_v2, (void *, CUdeviceptr, size_t)) \
 	X(cuMemcpyDtoDAsync_v2, (CUdeviceptr, CUdeviceptr, size_t, CUstream)) \

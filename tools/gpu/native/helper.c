@@ -69,7 +69,7 @@ static void do_vmm(const char *rest, char *answer, int fd)
 static CUresult sum_of(CUdeviceptr at, unsigned words, unsigned long long *sum)
 {
 	void *args[] = {&at, &words, &helper.out};
-	CUresult code = gpu.cuMemsetD32_v2(helper.out, 0, 2);
+	CUresult code = gpu.cuMemsetD32Async(helper.out, 0, 2, helper.stream);
 
 	if (!code)
 		code = gpu.cuLaunchKernel(gpu.sum, 1, 1, 1, THREADS, 1, 1, 0, helper.stream, args, NULL);

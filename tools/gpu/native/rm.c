@@ -82,19 +82,28 @@ static struct rm_result open_node(struct rm_client *c, bool with_node)
 	return (struct rm_result){.err = ENODEV, .ns = now_ns() - start};
 }
 
+/* By the node's minor; where a sandbox numbers its nodes anew, the only card there is. */
 static struct rm_result find_card(struct rm_client *c)
 {
 	struct nv_ioctl_card_info card[CARDS];
+	const struct nv_ioctl_card_info *ours = NULL, *any = NULL;
+	unsigned cards = 0;
 
 	memset(card, 0, sizeof(card));
 	struct rm_result r = call(c->ctl, NV_IOWR(NV_ESC_CARD_INFO, sizeof(card)), card);
 	for (int i = 0; rm_good(r) && i < CARDS; i++) {
-		if (!card[i].valid || card[i].minor_number != c->minor)
+		if (!card[i].valid)
 			continue;
-		c->gpu_id = card[i].gpu_id;
-		return r;
+		any = &card[i];
+		cards++;
+		if (card[i].minor_number == c->minor)
+			ours = &card[i];
 	}
-	if (rm_good(r))
+	if (!ours && cards == 1)
+		ours = any;
+	if (ours)
+		c->gpu_id = ours->gpu_id;
+	else if (rm_good(r))
 		r.err = ENODEV;
 	return r;
 }

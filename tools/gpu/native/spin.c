@@ -67,7 +67,7 @@ static void add_sum(CUdeviceptr at, size_t bytes)
 	unsigned long long part = 0;
 	void *args[] = {&at, &words, &d_sum};
 
-	CK(gpu.cuMemsetD32_v2(d_sum, 0, 2));
+	CK(gpu.cuMemsetD32Async(d_sum, 0, 2, stream)); /* on the same stream: nothing else orders it */
 	CK(gpu.cuLaunchKernel(gpu.sum, gpu.blocks, 1, 1, THREADS, 1, 1, 0, stream, args, NULL));
 	CK(gpu.cuStreamSynchronize(stream));
 	CK(gpu.cuMemcpyDtoH_v2(&part, d_sum, sizeof(part)));
@@ -105,8 +105,8 @@ static void prepare_copy(void)
 	CK(gpu.cuMemcpyHtoD_v2(d_marks, marks, sizeof(marks)));
 	CK(fill(d_from, (unsigned)(bytes / 4), 1));
 	CK(fill(d_to, (unsigned)(bytes / 4), 2));
-	CK(gpu.cuStreamSynchronize(stream));
-	beat->has_time = 0; /* the beat is a copied number, not a clock */
+	CK(gpu.cuCtxSynchronize()); /* the copy of the marks went by another stream */
+	beat->has_time = 0;         /* the beat is a copied number, not a clock */
 }
 
 /* Contents move by SHIFT bytes a step, so a copy that is lost or done twice changes the sum. */
