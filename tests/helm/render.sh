@@ -14,3 +14,4 @@ mkdir -p "$out"
 render default 1.36.0
 render airgapped 1.30.0
 render certmanager 1.33.1
+render policy 1.36.0

@@ -23,7 +23,13 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/helm/golden"
 FILES = ("default", "airgapped", "certmanager")
 # Oldest, newest and one between them; each object costs a tenth of a second.
-RENDERED = [("default", "1.30"), ("default", "1.36"), ("airgapped", "1.30"), ("certmanager", "1.33")]
+RENDERED = [
+    ("default", "1.30"),
+    ("default", "1.36"),
+    ("airgapped", "1.30"),
+    ("certmanager", "1.33"),
+    ("policy", "1.36"),
+]
 # Kinds of other projects, whose schemas the validator does not carry.
 FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
 
@@ -62,7 +68,7 @@ def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
 
     subprocess.run([str(ROOT / "tests/helm/render.sh"), str(tmp_path)], check=True)
 
-    for name in FILES:
+    for name in (*FILES, "policy"):
         expected, rendered = ((folder / f"{name}.yaml").read_text() for folder in (GOLDEN, tmp_path))
         assert expected == rendered, f"run tests/helm/render.sh and review the change of {name}.yaml"
 
@@ -169,6 +175,15 @@ def test_nothing_of_the_webhook_can_stop_an_online_pod(name: str) -> None:
         ]
         excluded = hook["namespaceSelector"]["matchExpressions"][0]["values"]
         assert excluded == ["kube-system", "valve-system"]
+
+
+def test_with_the_policy_engine_no_server_stands_before_an_online_pod() -> None:
+    (configuration,) = of_kind("MutatingWebhookConfiguration", "policy")
+    (policy,) = of_kind("MutatingAdmissionPolicy", "policy")
+
+    assert [hook["name"] for hook in configuration["webhooks"]] == ["offline.valve.gpu"]
+    assert policy["spec"]["failurePolicy"] == "Ignore"
+    assert policy["spec"]["matchConstraints"]["namespaceSelector"]["matchLabels"] == {"valve.gpu/inject": "enabled"}
 
 
 def test_no_node_is_bought_for_offline_work() -> None:
