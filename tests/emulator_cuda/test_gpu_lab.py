@@ -16,6 +16,7 @@ from valve_tools.gpu import build, leash, report
 from valve_tools.gpu.catalog import BATCH_LIMIT_S, BATCHES, experiments
 
 DEADLINE_S = 100  # only ends a hung test
+pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
 def lab(*arguments, out, node_dir=None):
@@ -70,7 +71,6 @@ def test_a_batch_fits_into_one_call_of_ten_minutes():
     assert all(batch.seconds <= BATCH_LIMIT_S for batch in BATCHES)
 
 
-@pytest.mark.timeout(4 * DEADLINE_S)
 @pytest.mark.parametrize("batch", BATCHES, ids=[batch.name for batch in BATCHES])
 def test_a_batch_is_rehearsed_in_full(batch, rehearsal):
     out, _ = rehearsal
@@ -80,7 +80,6 @@ def test_a_batch_is_rehearsed_in_full(batch, rehearsal):
     assert {row["experiment"]: row["detail"] for row in rows if row["verdict"] in {"BAD", "STOPPED"}} == {}
 
 
-@pytest.mark.timeout(4 * DEADLINE_S)
 def test_a_rehearsal_never_looks_like_a_measurement(rehearsal):
     out, output = rehearsal
     rows = [row for batch in BATCHES for row in rows_of(out, batch.name)]

@@ -11,6 +11,7 @@ from valve_tools.emulator.node import Options, environment, node
 from valve_tools.gpu import build
 
 DEADLINE_S = 100  # only ends a hung test
+pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 OK, STOPPED = 0, 3
 
 
@@ -62,6 +63,16 @@ def test_an_unplanned_xid_ends_the_session_with_everything_on(tmp_path):
         assert code == STOPPED, printed
         assert {name: row["verdict"] for name, row in rows.items()} == {"D4": "STOPPED"}
         assert "109" in rows["D4"]["detail"]
+        assert emulator.state().disabled == ()
+
+
+def test_a_driver_call_of_ten_seconds_ends_the_session(tmp_path):
+    with node(Options(faults=["on disable 2: hang 10500ms"])) as emulator:
+        code, rows, printed = lab("--only", "D4,D5", out=tmp_path, emulator=emulator)
+
+        assert code == STOPPED, printed
+        assert {name: row["verdict"] for name, row in rows.items()} == {"D4": "STOPPED"}
+        assert "10 s" in rows["D4"]["detail"]
         assert emulator.state().disabled == ()
 
 
