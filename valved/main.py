@@ -187,7 +187,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
     daemon.link.start()
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
-    metrics = await _start_metrics(config, daemon)
+    metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _leave, daemon, run_dir, number.name)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
@@ -289,12 +289,14 @@ async def _read_cards(kv: Kv) -> None:
         reader.close()
 
 
-async def _start_metrics(config: Config, daemon: Daemon) -> Any:
+async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
     if not config.metrics_port:
         return None
     from valved.metrics import serve_metrics
 
-    return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status)
+    return await serve_metrics(
+        config.metrics_host, config.metrics_port, daemon.node.status, room.metrics if room else None
+    )
 
 
 def _files(config: Config, run_dir: Path) -> list[tuple[LineFile, bool]]:

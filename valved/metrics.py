@@ -20,11 +20,15 @@ REQUEST_BYTES = 8192
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+More = Callable[[], Iterator[Metric]] | None  # families of a room that not every node has
+
+
 class NodeCollector(Collector):
     """Turns a snapshot into metric families. The descriptions are the documentation."""
 
-    def __init__(self, look: Callable[[], NodeState]) -> None:
+    def __init__(self, look: Callable[[], NodeState], more: More = None) -> None:
         self._look = look
+        self._more = more
 
     def describe(self) -> Sequence[Metric]:
         """Nothing: otherwise registration would take a snapshot of a node that is not running yet."""
@@ -39,6 +43,8 @@ class NodeCollector(Collector):
         yield from _counts(status)
         if status.memory.managed:
             yield from _memory(status.memory)
+        if self._more is not None:
+            yield from self._more()
 
 
 def _gauge(name: str, text: str, rows: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()) -> Metric:
@@ -236,20 +242,20 @@ def _counts(status: NodeState) -> Iterator[Metric]:
     )
 
 
-def render(look: Callable[[], NodeState]) -> bytes:
+def render(look: Callable[[], NodeState], more: More = None) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(NodeCollector(look))
+    registry.register(NodeCollector(look, more))
     return generate_latest(registry)
 
 
-async def serve_metrics(host: str, port: int, look: Callable[[], NodeState]) -> asyncio.Server:
+async def serve_metrics(host: str, port: int, look: Callable[[], NodeState], more: More = None) -> asyncio.Server:
     """GET /metrics; anything else is 404. One request per connection."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), timeout=5)
             found = head.startswith((b"GET /metrics ", b"GET /metrics?"))
-            body = render(look) if found else b"not here; try /metrics\n"
+            body = render(look, more) if found else b"not here; try /metrics\n"
             status = "200 OK" if found else "404 Not Found"
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"

@@ -12,6 +12,7 @@ import pytest
 from kube_node import GIB, kube_node, pod, until, uuid_of
 
 from valved.mechanism.cards import CardUse
+from valved.metrics import render
 from valved.model.ids import Mode, Role
 from valved.service.identity import NO_CLAIM, NOT_YET, Peer
 
@@ -337,6 +338,25 @@ async def test_the_report_says_what_can_be_harvested_and_why_not(tmp_path):
         assert (second["harvestable"], second["reason"]) == (False, "no online pod holds it")
         conditions = {condition["type"]: condition["status"] for condition in report["conditions"]}
         assert conditions["Guarded"] == "False"
+
+
+@scenario
+async def test_the_room_s_figures_stand_beside_those_of_the_node(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        serve_online(node)
+        await until(lambda: len(node.kubelet.healthy) == 1)
+
+        page = render(node.world.node.status, node.room.metrics).decode()
+
+        for line in (
+            'valve_gpu_harvestable{gpu="0"} 1.0',
+            'valve_gpu_guarded{gpu="1"} 0.0',
+            "valve_slots_healthy 1.0",
+            "valve_online_uninjected 0.0",
+            'valve_reports_total{result="failed"} 0.0',
+        ):
+            assert line in page.splitlines()
 
 
 @scenario

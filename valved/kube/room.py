@@ -12,20 +12,22 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
 
+from prometheus_client.core import Metric
 from valve_scheduler import names
 from valve_scheduler.injection import InjectionSettings
 from valve_scheduler.kube.client import KubeClient
 
 from valved import paths
 from valved.config import KubeTable
-from valved.kube import cdi, shimfiles, status
+from valved.kube import cdi, figures, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
+from valved.kube.follower import Follower
 from valved.kube.nri import Connection, Injector
 from valved.kube.observer import Gained, Observer, uuid_text
 from valved.kube.offline import OfflineBook
@@ -38,7 +40,7 @@ from valved.mechanism.clock import Clock
 from valved.mechanism.ports import GatePort, ProcessPort
 from valved.mechanism.stats import GpuAccount
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, Mode, ServiceId
+from valved.model.ids import GpuIndex, ServiceId
 from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, judge
 from valved.policy.report_rate import RateSettings, RateState, decide_report
 from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books
@@ -54,11 +56,9 @@ BOOK_S = 1.0
 RECONCILE_S = 5.0  # and at every change of pods and registrations
 SLOT_GRACE_S = 60.0  # an engine's start takes about so long to the first CUDA call
 LIST_S = 10.0  # how long the start waits for the first list of pods
-PAUSED_BY = "GPUHarvestNode"
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
 STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE})
-SECOND_NS, MS_NS = 1_000_000_000, 1_000_000
-COOLDOWN = {"startMilliseconds": "start_ns", "minMilliseconds": "floor_ns", "maxMilliseconds": "ceiling_ns"}
+SECOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,8 @@ class Memory:
     conditions: dict[str, tuple[bool, str]] = field(default_factory=dict)  # kind -> state, since
     harvestable_s: dict[str, float] = field(default_factory=dict)  # GPU -> when it last was
     lent_s: dict[ServiceId, float] = field(default_factory=dict)
-    cooldown: Json = field(default_factory=dict)  # the cluster's, as last applied
     epoch: int = 0
     rate: RateState = field(default_factory=RateState)
-    mode: str = ""  # the cluster's, as last applied
-    configured: Mode = Mode.OBSERVE  # what held before the cluster said anything
 
 
 class Room:
@@ -120,6 +117,7 @@ class Room:
         )
         self.api = ApiServer(client or KubeClient(access(table.kubeconfig, dict(os.environ))), table.node, self.book)
         self.api.found = self._own_object
+        self._follower = Follower(host.brake, host.keeper)
         self._cards = CardReader()
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
         settings = InjectionSettings(
@@ -330,47 +328,16 @@ class Room:
             memory.rate = replace(rate, next_ns=0)
 
     def _own_object(self, harvest_node: Json) -> None:
-        """The cluster's word on this node: its mode and whether it is paused. And what a predecessor had counted."""
+        """The cluster's word on this node, and what a predecessor had counted."""
         found, spec = harvest_node.get("status") or {}, harvest_node.get("spec") or {}
         self.offline.seed(found)
         self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
-        self._follow_mode(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
-        self._follow_pause(bool(spec.get("paused")))
-        self._follow_cooldown((spec.get("resolved") or {}).get("cooldown") or {})
-        modes = {entry["name"]: entry["mode"] for entry in (spec.get("resolved") or {}).get("namespaces") or []}
-        if modes != self._observer.namespace_modes:
-            self._observer.namespace_modes = modes
+        if self._follower.obey(spec):
+            self._observer.namespace_modes = self._follower.namespace_modes
             self._wake.set()
 
-    def _follow_mode(self, mode: str) -> None:
-        """The operator's word on the node, else its policy's; none leaves it to the configuration."""
-        memory, brake = self._memory, self._host.brake
-        if mode == memory.mode or mode not in {"", *(each.value for each in Mode)}:
-            return
-        if not memory.mode:
-            memory.configured = brake.mode
-        memory.mode = mode
-        brake.set_mode(Mode(mode) if mode else memory.configured, "GPUHarvestNode")
-        self._wake.set()
-
-    def _follow_cooldown(self, cooldown: Json) -> None:
-        if cooldown == self._memory.cooldown:
-            return
-        self._memory.cooldown = cooldown
-        settings = self._host.keeper.settings
-        changes = {field: int(cooldown[key]) * MS_NS for key, field in COOLDOWN.items() if key in cooldown}
-        try:
-            settings.cooldown = replace(settings.cooldown, **changes)  # type: ignore[arg-type]
-        except ValueError as error:
-            log.warning("cooldown of the cluster not used", extra={"facts": {"error": str(error)}})
-
-    def _follow_pause(self, is_paused: bool) -> None:
-        """A pause of the cluster's is lifted by the cluster, never one that somebody made on the node."""
-        brake = self._host.brake
-        if is_paused and not brake.is_paused:
-            brake.pause(PAUSED_BY)
-        elif not is_paused and brake.paused_by == PAUSED_BY and not brake.is_draining:
-            brake.resume()
+    def metrics(self) -> Iterator[Metric]:
+        return figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api)
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9

@@ -1,0 +1,40 @@
+"""The room's own metrics, beside those of the node's status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from valved.kube.apiserver import ApiServer
+from valved.kube.deviceplugin import Plugin, Slots
+from valved.kube.nri import Injector
+from valved.policy.guard import Verdict
+
+
+def families(
+    verdicts: tuple[Verdict, ...], slots: Slots, plugin: Plugin, injector: Injector, api: ApiServer
+) -> Iterator[Metric]:
+    guarded = GaugeMetricFamily("valve_gpu_guarded", "1: closed, somebody may use it unheard", labels=["gpu"])
+    offered = GaugeMetricFamily("valve_gpu_harvestable", "1: offline work may be placed there", labels=["gpu"])
+    for verdict in verdicts:
+        guarded.add_metric([str(verdict.gpu)], float(verdict.is_guarded))
+        offered.add_metric([str(verdict.gpu)], float(verdict.is_harvestable))
+    yield guarded
+    yield offered
+    healthy = sum(slots.health.values()) if plugin.is_registered else 0
+    yield GaugeMetricFamily("valve_slots_healthy", "Slots that the kubelet may hand out", value=healthy)
+    seen = injector.seen
+    created = CounterMetricFamily("valve_nri_containers", "Online containers at their creation", labels=["result"])
+    for result, count in {
+        "injected": seen.injected,
+        **{f"skipped-{why}": n for why, n in seen.skipped.items()},
+    }.items():
+        created.add_metric([result], float(count))
+    yield created
+    bare = len(injector.bare())
+    yield GaugeMetricFamily("valve_online_uninjected", "Online containers that run without the shim", value=bare)
+    reports = CounterMetricFamily("valve_reports", "Reports of the node, by what became of them", labels=["result"])
+    reports.add_metric(["written"], float(api.written))
+    reports.add_metric(["failed"], float(api.failed))
+    yield reports
