@@ -122,7 +122,7 @@ class Engine:
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
         self._books: list[KvRangeBook] = []
         self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
-        self._blocks_of: list[Ints] = []
+        self._block_columns = self._block_ptr = np.empty(0, np.int64)
         self._reclaimable: Bools = np.zeros(0, np.bool_)
         self._gpu_handles: dict[GpuIndex, Ints] = {}
 
@@ -159,12 +159,10 @@ class Engine:
         self._cell_place = starts[self._cell_book] + self._cell_slot
         first = ranks[0].columns
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
-        self._blocks_of = [
-            np.concatenate([np.arange(span.first, span.stop) for span in column.blocks]) for column in first.columns
-        ]
-        if len(self.going) != len(self._blocks_of):
-            self.going = np.zeros(len(self._blocks_of), np.bool_)
-            self.lost = np.zeros(len(self._blocks_of), np.bool_)
+        self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
+        if len(self.going) != len(first.columns):
+            self.going = np.zeros(len(first.columns), np.bool_)
+            self.lost = np.zeros(len(first.columns), np.bool_)
         gpu_of = np.array([book.gpu for book in self._books])[self._cell_book]
         self._gpu_handles = {
             GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
@@ -182,7 +180,7 @@ class Engine:
 
     @property
     def columns(self) -> int:
-        return len(self._blocks_of)
+        return len(self._reclaimable)
 
     @property
     def gpus(self) -> frozenset[GpuIndex]:
@@ -244,14 +242,17 @@ class Engine:
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""
-        if not len(columns):
-            return np.empty(0, np.int64)
-        return np.unique(np.concatenate([self._blocks_of[column] for column in columns.tolist()]))
+        is_in = np.zeros(self.columns, np.bool_)
+        is_in[columns] = True
+        return np.flatnonzero(~self.are_whole(~is_in))
 
-    def whole_blocks(self, blocks: Ints, backed: Bools) -> Ints:
-        """Of these, the blocks that lie in backed columns only."""
-        bare = np.flatnonzero(~backed)
-        return np.setdiff1d(blocks, self.blocks_of(bare)) if len(bare) else blocks
+    def are_whole(self, columns: Bools) -> Bools:
+        """Of every block, whether it lies in these columns only."""
+        inside: Bools = columns[self._block_columns]
+        if len(inside) == self.table.blocks:  # none straddles
+            return inside
+        whole: Bools = np.logical_and.reduceat(inside, self._block_ptr[:-1])
+        return whole
 
     def offered_columns(self, backed: Bools) -> Ints:
         """Backed columns that the hook offers whole. A block that straddles belongs to each of its columns."""
@@ -259,8 +260,9 @@ class Engine:
         if not offered.any():
             return np.empty(0, np.int64)
         open_ = backed & self._reclaimable & ~self.going
-        whole = [column for column in np.flatnonzero(open_).tolist() if offered[self._blocks_of[column]].all()]
-        return np.array(whole, dtype=np.int64)
+        kept = np.zeros(self.columns, np.bool_)
+        kept[self._block_columns[~np.repeat(offered, np.diff(self._block_ptr))]] = True
+        return np.flatnonzero(open_ & ~kept)
 
     # Victims
 

@@ -370,10 +370,7 @@ class Memory:
         """Write what changed into the table of an engine whose ranks are all known: backed means backed everywhere."""
         if not engine.is_complete:
             return
-        everything = np.arange(engine.table.blocks)
-        backed = engine.backed_columns() & ~engine.lost
-        now = np.zeros(engine.table.blocks, np.bool_)
-        now[engine.whole_blocks(everything, backed)] = True
+        now = engine.are_whole(engine.backed_columns() & ~engine.lost)
         before = engine.table.is_backed()
         now_ns = self._clock.now_ns()
         for is_backed in (False, True):
@@ -477,9 +474,8 @@ class Memory:
             if not engine.is_broken:
                 assert all(client in self._books.clients for client in engine.ranks), "a rank without its shim"
             if engine.is_complete and self.orders.is_idle and not engine.going.any():
-                backed = engine.whole_blocks(np.arange(engine.table.blocks), engine.backed_columns())
-                told = np.flatnonzero(engine.table.is_backed())
-                assert set(told.tolist()) <= set(backed.tolist()), "the table promises memory that is not there"
+                promised = engine.table.is_backed() & ~engine.are_whole(engine.backed_columns())
+                assert not promised.any(), "the table promises memory that is not there"
 
     def close(self) -> None:
         self._exits.close()

@@ -420,11 +420,11 @@ class Mover:
     def _taken(self, reclaim: Reclaim, orders: list[Order]) -> None:
         reclaim.taken_ns = self._clock.now_ns()
         reclaim.freed = sum(order.done for order in orders)
+        for need in reclaim.needs:
+            need.ready.set()  # who waits comes first
         for victims in reclaim.victims:
             settled = all_of([order.settled for order in victims.orders])
             settled.then(lambda victims=victims: self._lost(victims.engine, victims.columns))  # type: ignore[misc]
-        for need in reclaim.needs:
-            need.ready.set()
 
     async def _wait_given(self, reclaim: Reclaim) -> None:
         deadline_ns = self._clock.now_ns() + self._order_ns(reclaim.how)
