@@ -68,7 +68,7 @@ fuzz: ## libFuzzer on the ioctl parser and on KV orders, FUZZ_RUNS inputs each (
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench
 
-gpu: ## the experiment suite for a real GPU; GPU_ARGS=--dry-run rehearses it on the emulated one
+gpu: $(if $(findstring --dry-run,$(GPU_ARGS)),build) ## the experiment suite for a real GPU; GPU_ARGS=--dry-run rehearses it on the emulated one
 	@tools/gpu/run $(GPU_ARGS)
 
 demo: build ## an online service and an offline job share one emulated GPU
