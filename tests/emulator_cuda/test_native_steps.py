@@ -82,9 +82,9 @@ def shared(page: Path) -> mmap.mmap:
 class Job:
     """A running native_step with its progress counter."""
 
-    def __init__(self, start: Starter, program: Path, page: Path, units: int = UNITS) -> None:
+    def __init__(self, start: Starter, program: Path, page: Path, units: int = UNITS, rounds: int = ROUNDS) -> None:
         self._page = shared(page)
-        self.process = start(program, str(units), str(ROUNDS), page)
+        self.process = start(program, str(units), str(rounds), page)
 
     @property
     def progress(self) -> int:
@@ -132,6 +132,20 @@ def test_gates_at_random_moments_do_not_change_what_is_computed(
 
     assert stopped > 5  # on a machine so busy that this test hardly runs
     assert result == undisturbed
+
+
+def test_steps_shorter_than_a_gate_stop_every_time(
+    emulator: Emulator, start: Starter, native_step: Path, tmp_path: Path
+) -> None:
+    """Given steps that end while their threads are being stopped and woken, then no gate waits for a count that nobody
+    lowers."""
+    with RmProcess(emulator.directory) as process:
+        tree = grow_tree(process, channels=0, scheduled=False)
+        job = Job(start, native_step, tmp_path / "short", units=10_000_000, rounds=1)
+        channels = job.channels(emulator.wait(lambda state: job.progress > 0, "the steps run"))
+        statuses = [gate(tree, channels, on=on) for _ in range(400) for on in (False, True)]
+
+    assert set(statuses) == {OK}
 
 
 def test_two_programs_share_the_card_by_slices(start: Starter, native_step: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ static void obey(struct step *step, struct member *m, uint32_t tid)
 			return;
 		count_busy(step, m, tid);
 		leave(step);
-		bool joined = turn_join(step->slot, step->cid);
+		bool joined = turn_join(step->slot, step->cid, &m->word, word_of(tid, PARKED));
 		if (!swap(&m->word, word_of(tid, PARKED), word_of(tid, RUNNING))) {
 			if (joined)
 				leave(step);
@@ -234,9 +234,12 @@ static void retire(struct step *step, struct member *m)
 		__atomic_store_n(&m->park->cid, 0, __ATOMIC_SEQ_CST);
 		__atomic_sub_fetch(&step->slot->parks, 1, __ATOMIC_SEQ_CST);
 	}
-	if ((word & 0xff) == RUNNING) { /* one that is parked finds out when it wakes */
+	if ((word & 0xff) == RUNNING) {
 		count_busy(step, m, (uint32_t)(word >> 8));
 		leave(step);
+	} else if (is_alive(step)) {
+		turn_nudge(
+		        step->slot); /* it must be out of the handler before the next step's signal comes */
 	}
 	__atomic_store_n(&m->word, 0, __ATOMIC_SEQ_CST);
 }

@@ -48,9 +48,10 @@ void turn_leave(struct emu_channel *slot, struct emu_gpu *gpu)
 	futex_wake(&gpu->ack);
 }
 
-bool turn_join(struct emu_channel *slot, uint32_t cid)
+bool turn_join(struct emu_channel *slot, uint32_t cid, const uint64_t *word, uint64_t parked)
 {
-	while (__atomic_load_n(&slot->cid, __ATOMIC_SEQ_CST) == cid) {
+	while (__atomic_load_n(&slot->cid, __ATOMIC_SEQ_CST) == cid &&
+	       __atomic_load_n(word, __ATOMIC_SEQ_CST) == parked) {
 		if (__atomic_load_n(&slot->grant, __ATOMIC_SEQ_CST)) {
 			__atomic_add_fetch(&slot->active, 1, __ATOMIC_SEQ_CST);
 			return true;
@@ -58,6 +59,11 @@ bool turn_join(struct emu_channel *slot, uint32_t cid)
 		futex_wait(&slot->grant, 0, LOOK_AGAIN_NS);
 	}
 	return false;
+}
+
+void turn_nudge(struct emu_channel *slot)
+{
+	futex_wake(&slot->grant);
 }
 
 static void lower(struct channel *channel)

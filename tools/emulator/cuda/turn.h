@@ -1,6 +1,6 @@
 /*
  * turn.h - a channel's turn on the GPU: the time in which its executor may run kernels because the server's grant
- * word says so. All but the last two are called by
+ * word says so. All but the last three are called by
  * executor threads only.
  */
 #ifndef EMU_CUDA_TURN_H
@@ -18,8 +18,9 @@ bool turn_pause(struct channel *channel, uint64_t real); /* off the GPU for a wh
 void turn_publish_locked(struct channel *channel, bool ready);
 
 /* For threads that execute beside the executor (step.c). Joining waits for the grant and raises active; whoever joined
- * must look at the grant once more. false: the channel is gone. */
-bool turn_join(struct emu_channel *slot, uint32_t cid);
+ * must look at the grant once more. false: the channel is gone, or the word is no longer what it was (then nudge). */
+bool turn_join(struct emu_channel *slot, uint32_t cid, const uint64_t *word, uint64_t parked);
+void turn_nudge(struct emu_channel *slot);
 void turn_leave(struct emu_channel *slot, struct emu_gpu *gpu);
 
 #endif
