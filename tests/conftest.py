@@ -7,6 +7,11 @@ from pathlib import Path
 
 import lent_fds
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No property is decided by the clock: a busy machine takes longer, and that says nothing about the code.
+settings.register_profile("valve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("valve")
 
 
 @pytest.fixture(scope="session")
