@@ -9,6 +9,7 @@ stopped, when, how often, what it costs and what it leaves is each side's own.
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -65,6 +66,8 @@ class Compared:
     seed: int
     emulated: dict[str, float]
     simulated: dict[str, float]
+    load: float = 0.0
+    """Runnable processes per CPU of the machine while the emulated GPU kept real time, at the end of the run."""
 
     def ratio(self, figure: str) -> float:
         return self.simulated[figure] / self.emulated[figure]
@@ -107,7 +110,10 @@ def compare(trace: Trace, seed: int, seconds: float) -> Compared:
         runs, units_per_s = perform(plan, folder, quiet=True)
     alone, valve = (next(one for one in runs if one.condition == name) for name in ("alone", "valve"))
     return Compared(
-        seed=seed, emulated=_emulated(alone, valve, units_per_s), simulated=_simulated(trace, alone, valve, seed)
+        seed=seed,
+        emulated=_emulated(alone, valve, units_per_s),
+        simulated=_simulated(trace, alone, valve, seed),
+        load=os.getloadavg()[0] / (os.cpu_count() or 1),
     )
 
 
@@ -189,6 +195,7 @@ def report(found: Sequence[Compared], seconds: float, seeds: Sequence[int]) -> R
     rows: list[tuple[Cell, ...]] = []
     for one in found:
         rows += [(one.seed, name, one.emulated[name], one.simulated[name], one.ratio(name)) for name in FIGURES]
+        rows.append((one.seed, "processes per CPU", one.load, None, None))
         rows.append((one.seed, "TTFT increase %", *_increases(one, "TTFT"), None))
         rows.append((one.seed, "TPOT increase %", *_increases(one, "TPOT"), None))
     return Report(
