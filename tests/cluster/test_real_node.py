@@ -250,6 +250,32 @@ def test_from_two_plain_pods_to_harvested_time(scheduled: RealNode) -> None:
     online.close()
 
 
+def test_the_daemon_needs_no_rights_but_those_of_its_account_on_its_node(scheduled: RealNode) -> None:
+    """With the token of a pod of this node, as the kubelet mounts it, under the chart's RBAC and policies."""
+    pods = "/api/v1/namespaces/valve-system/pods"
+    stand_in = scheduled.pod("daemon", ["/box/sleep", "1000"], serviceAccountName="valve-daemon")
+    pod = scheduled.plane.api.post(pods, stand_in)
+    access = scheduled.plane.account_kubeconfig("valve-system", "valve-daemon", pod)
+    said = len(scheduled.plane.log("valved"))
+    scheduled.plane.kill("valved")
+    try:
+        scheduled.start_valved(kubeconfig=access)
+        epoch = wait_for("a report", lambda: scheduled.report().get("epoch"))
+        wait_for("the next report", lambda: scheduled.report()["epoch"] > epoch)
+        online = OnlinePod(scheduled, "chat-rights", annotations=ONLINE)
+        online.wait_ready()
+        service(scheduled, online.name)  # its role came over the watch, or over NRI
+        log = scheduled.plane.log("valved")[said:]
+
+        assert "403 Forbidden" not in log
+        assert "report not written" not in log
+        online.close()
+    finally:
+        scheduled.plane.kill("valved")
+        scheduled.start_valved()
+        scheduled.plane.api.delete(f"{pods}/daemon", {"gracePeriodSeconds": 0})
+
+
 def test_late_cdi_devices_reach_the_container(node: RealNode, valved: RealNode) -> None:
     """containerd resolves the names that Allocate gave only when PreStart has written what they stand for."""
     folder = node.folder / "cdi"

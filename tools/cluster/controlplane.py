@@ -158,10 +158,15 @@ class ControlPlane:
                 process.kill()
                 process.wait()
 
-    def account_kubeconfig(self, namespace: str, name: str) -> Path:
-        """A kubeconfig with the rights of a service account and nothing more."""
+    def account_kubeconfig(self, namespace: str, name: str, pod: Mapping[str, Any] | None = None) -> Path:
+        """A kubeconfig with the rights of a service account and nothing more; as mounted in `pod`, if one is given."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{name}/token"
-        token = self.api.post(path, {"spec": {"expirationSeconds": 3600}})["status"]["token"]
+        spec: dict[str, Any] = {"expirationSeconds": 3600}
+        if pod is not None:  # names the pod's node, too
+            metadata = pod["metadata"]
+            bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+            spec["boundObjectRef"] = bound
+        token = self.api.post(path, {"spec": spec})["status"]["token"]
         return self._write_kubeconfig(self.folder / f"{namespace}-{name}.kubeconfig", token)
 
     def start_extender(
