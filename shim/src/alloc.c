@@ -95,6 +95,8 @@ static int close_holes(struct valve_range *range)
 /* Waits until no order works on it. The memory goes back to who holds its handles: nobody, or the pool. */
 static void destroy(struct valve_range *range)
 {
+	CUcontext before = NULL;
+
 	for (;;) {
 		uint32_t clearing;
 
@@ -105,7 +107,9 @@ static void destroy(struct valve_range *range)
 		valve_unlock(&range->lock);
 		futex_wait(&range->clearing, clearing, 0);
 	}
+	valve_place_enter(range->place, &before);
 	valve_vmm_empty(range);
+	valve_cu.cuCtxSetCurrent(before);
 	valve_unlock(&range->lock);
 	if (valve_cu.cuMemAddressFree(range->base, (uint64_t)range->slots * range->handle_bytes))
 		valve_say("a KV range could not be unmapped; its memory is lost until this process ends");
@@ -198,8 +202,11 @@ CUresult valve_on_cuMemFree(uintptr_t address, uintptr_t a1, uintptr_t a2, uintp
 	return CUDA_SUCCESS;
 }
 
-/* A context takes its memory along. `context` NULL: the primary context of `device`. */
-void valve_memory_forget(CUcontext context, int device)
+/*
+ * A context takes its memory along. `context` NULL: the primary context of `device`. Called before it goes, or after, where
+ * only the driver knew whether it would (`is_gone`).
+ */
+void valve_memory_forget(CUcontext context, int device, bool is_gone)
 {
 	struct valve_place *place;
 	struct valve_range *range;
@@ -209,8 +216,11 @@ void valve_memory_forget(CUcontext context, int device)
 		    (context ? place->context != context : !place->is_primary || place->device != device))
 			continue;
 		for (uint32_t i = 0; (range = valve_range_at(i)); i++)
-			if (range->place == place && valve_range_turn(range, RANGE_LIVE, RANGE_GOING))
+			if (range->place == place && valve_range_turn(range, RANGE_LIVE, RANGE_GOING)) {
+				if (!is_gone)
+					drain(range);
 				destroy(range);
+			}
 		valve_place_forget(place);
 	}
 }

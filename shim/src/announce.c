@@ -49,7 +49,7 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
 	memcpy(message->gpu_uuid, &range->place->uuid, sizeof(message->gpu_uuid));
 }
 
-/* Backed slots from *next on, with a descriptor each. */
+/* Backed slots from *next on, with a descriptor each; fewer where the process has no room for more. */
 static void gather(const struct valve_range *range, uint32_t *next, struct valve_link_kv_entries *held,
                    struct valve_fds *fds)
 {
@@ -57,6 +57,8 @@ static void gather(const struct valve_range *range, uint32_t *next, struct valve
 		if (range->slot[*next] != SLOT_BACKED)
 			continue;
 		fds->at[fds->count] = valve_vmm_export(range, *next);
+		if (fds->at[fds->count] < 0 && fds->count)
+			return;
 		if (fds->at[fds->count] < 0)
 			continue;
 		fds->count++;

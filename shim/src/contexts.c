@@ -81,12 +81,11 @@ CUresult valve_on_cuCtxDestroy(uintptr_t context, uintptr_t a1, uintptr_t a2, ui
 
 	if (!context)
 		return call(entry, context, a1, a2, a3, a4, a5);
+	valve_memory_forget((CUcontext)context, -1, false);
 	turn_contexts((CUcontext)context, -1, CONTEXT_LIVE, CONTEXT_GOING);
 	result = call(entry, context, a1, a2, a3, a4, a5);
 	turn_contexts((CUcontext)context, -1, CONTEXT_GOING,
 	              result == CUDA_SUCCESS ? CONTEXT_FREE : CONTEXT_LIVE);
-	if (result == CUDA_SUCCESS)
-		valve_memory_forget((CUcontext)context, -1);
 	return result;
 }
 
@@ -122,13 +121,14 @@ CUresult valve_on_cuDevicePrimaryCtxRelease(uintptr_t device, uintptr_t a1, uint
 	is_active = primary_is_active((int)device);
 	turn_contexts(NULL, (int)device, CONTEXT_GOING, is_active ? CONTEXT_LIVE : CONTEXT_FREE);
 	if (!is_active)
-		valve_memory_forget(NULL, (int)device);
+		valve_memory_forget(NULL, (int)device, true);
 	return result;
 }
 
 CUresult valve_on_cuDevicePrimaryCtxReset(uintptr_t device, uintptr_t a1, uintptr_t a2, uintptr_t a3,
                                           uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
+	valve_memory_forget(NULL, (int)device, false);
 	return valve_on_cuDevicePrimaryCtxRelease(device, a1, a2, a3, a4, a5, entry);
 }
 

@@ -28,7 +28,9 @@ int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *f
 		rights->cmsg_len = CMSG_LEN(count * sizeof(int));
 		memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
 	}
-	return sendmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)bytes ? 0 : -errno;
+	if (sendmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)bytes)
+		return 0;
+	return errno == ETOOMANYREFS ? -EAGAIN : -errno; /* descriptors under way are limited, too */
 }
 
 void valve_fds_close(struct valve_fds *fds)

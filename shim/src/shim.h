@@ -151,7 +151,7 @@ VALVE_OBSERVE_BASES(VALVE_DECLARE_OBSERVER)
 void valve_contexts_reset(void);
 
 /* alloc.c: KV memory; the rest of it is in memory.h */
-void valve_memory_forget(CUcontext context, int device);
+void valve_memory_forget(CUcontext context, int device, bool is_gone);
 void valve_memory_reset(void);
 void valve_orders_wake(void);
 

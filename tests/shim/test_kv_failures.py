@@ -81,7 +81,7 @@ def test_what_the_driver_refuses_half_way_is_put_back(eight, emulated_gpus, even
     assert len(done.fds) == done.done
     done.close()
     assert emulated_gpus.wait(lambda state: state.used_bytes() == before + done.done * H, "no more")
-    assert engine.fds() == fds
+    until(lambda: engine.fds() == fds, "its own copies are closed, too")
     assert tagged(engine, address) == [0, 2, 4, 6]
     assert engine.touch(address, 8 * H) == 0
 
@@ -235,6 +235,21 @@ def test_a_free_waits_for_zeroing(eight):
     obey(client, RUN)
 
     assert engine.end("free") == 0
+    pool.answer().close()
+    client.expect(KV_RANGE_DEL, range=number)
+
+
+def test_a_context_that_goes_waits_for_zeroing_in_it(eight):
+    pool, engine, client, number, _ = eight
+    pool.order(client, QUARANTINE, number, [Entry(0)])
+    obey(client, STOP)
+    pool.send(client, BACK, number, [Entry(0, 77, CREATE | ZERO)])
+
+    engine.begin("reset_context")
+    assert not engine.has_ended("reset_context")
+    obey(client, RUN)
+
+    assert engine.end("reset_context") == 0
     pool.answer().close()
     client.expect(KV_RANGE_DEL, range=number)
 

@@ -191,17 +191,16 @@ def test_freeing_returns_everything(kv_world, emulated_gpus):
     world = kv_world()
     pool = world.begin()
     engine, client = world.engine()
-    before = emulated_gpus.state().used_bytes()
+    before, fds = emulated_gpus.state().used_bytes(), []
 
-    for tries in range(20):
+    for _ in range(20):
         assert engine.free(engine.alloc(3 * H, ELASTIC)) == 0
         client.expect(KV_RANGE_DEL)
         pool.close()
-        if tries == 0:
-            fds = engine.fds()  # the memory thread has its connection to the driver by now
+        fds.append(len(engine.fds()))  # now and then with copies that are about to be closed
 
     assert emulated_gpus.wait(lambda state: state.used_bytes() == before + H, "all but the zero page is free")
-    assert engine.fds() == fds
+    until(lambda: len(engine.fds()) == min(fds), "every descriptor is closed")
 
 
 def test_only_the_first_address_of_a_range_frees_it(kv_world):

@@ -77,9 +77,9 @@ void valve_slow(void)
 {
 }
 
-void valve_memory_forget(CUcontext context, int device)
+void valve_memory_forget(CUcontext context, int device, bool is_gone)
 {
-	(void)context, (void)device;
+	(void)context, (void)device, (void)is_gone;
 }
 
 int valve_spawn(void *(*run)(void *))
