@@ -320,6 +320,22 @@ async def test_a_peer_is_what_its_pod_s_annotation_says(tmp_path):
         assert ask(group(UIDS[3])) is NOT_YET
 
 
+@scenario
+async def test_an_update_that_says_nothing_new_wakes_nobody(tmp_path):
+    """A busy node's pods change their conditions all the time; each look asks the kubelet."""
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        node.put(pod("other-0", UIDS[2], phase="Running"))
+        changes = []
+        node.room.book.changed = lambda: changes.append(1)
+
+        node.put({**pod("other-0", UIDS[2], phase="Running"), "status": {"phase": "Running", "conditions": [{}]}})
+        assert changes == []
+
+        node.put(pod("other-0", UIDS[2], phase="Succeeded"))
+        assert changes == [1]
+
+
 # Reports
 
 

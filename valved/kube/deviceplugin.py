@@ -146,6 +146,7 @@ class Plugin:
         self._socket = folder / f"{resource.rpartition('/')[2]}-{os.getpid()}.sock"
 
     async def run(self) -> None:
+        said = ""
         while True:
             server = grpc.aio.server()
             rpc.add_DevicePluginServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
@@ -160,8 +161,11 @@ class Plugin:
                 log.info("registered with the kubelet", extra={"facts": {"resource": self._resource}})
                 await self._until_changed(seen)
                 log.info("the kubelet began anew")
+                said = ""
             except (OSError, RuntimeError, grpc.aio.AioRpcError) as error:
-                log.info("kubelet not reached", extra={"facts": {"error": _words(error)}})
+                if _words(error) != said:  # once, not every second of a long absence
+                    said = _words(error)
+                    log.info("kubelet not reached", extra={"facts": {"error": said}})
             finally:
                 self.is_registered = False
                 await server.stop(grace=None)

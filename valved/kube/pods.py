@@ -55,8 +55,9 @@ class PodBook:
 
     def put(self, item: Any) -> None:
         pod = self._read(item)
-        self.pods[pod.uid] = pod
-        self.changed()
+        if self.pods.get(pod.uid) != pod:  # most updates are of a pod's conditions, which are nothing to us
+            self.pods[pod.uid] = pod
+            self.changed()
 
     def drop(self, item: Any) -> None:
         if self.pods.pop(self._read(item).uid, None) is not None:
