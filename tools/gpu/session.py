@@ -96,8 +96,8 @@ class Session:
 
     def _known_path(self) -> str:
         """How channels were reached in an earlier session of this folder."""
-        files = self.out.glob("*.dry.jsonl" if self.machine.is_dry else "contact.jsonl")
-        rows = latest(read_rows(sorted(files)))
+        contact = batch_file(self.out, "contact", dry=self.machine.is_dry)
+        rows = latest(read_rows([contact] if contact.exists() else []))
         if "D4" in rows and rows["D4"].verdict is Verdict.OK:
             return "a"
         found = dict(rows["D4b"].answers) if "D4b" in rows else {}
