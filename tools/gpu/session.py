@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from valve_tools.gpu.build import build
-from valve_tools.gpu.errors import LabError, Refused, Stop
+from valve_tools.gpu.errors import Stop
 from valve_tools.gpu.experiment import Batch, Experiment
 from valve_tools.gpu.leash import is_alive
 from valve_tools.gpu.machine import Machine, commit
@@ -22,7 +22,6 @@ from valve_tools.gpu.table import line
 
 PREFIX = "valve-lab-"
 STALE_S = 1800.0  # twice what a guard lives at most
-EXPECTED = (Refused, LabError, OSError, ValueError, KeyError, IndexError)
 
 
 def batch_file(out: Path, batch: str, *, dry: bool) -> Path:
@@ -132,7 +131,7 @@ class Session:
             rig.check()
         except Stop as stop:
             return Outcome(verdict=Verdict.STOPPED, detail=str(stop))
-        except EXPECTED as error:
+        except Exception as error:  # one experiment that cannot run must not cost the others their minutes on a card
             rig.enable_all()
             return Outcome(verdict=Verdict.BAD, detail=f"could not run: {type(error).__name__}: {error}"[:600])
         return outcome
