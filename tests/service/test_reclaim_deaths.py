@@ -471,3 +471,17 @@ def test_a_hook_that_is_back_before_its_shim_waits_for_it(tmp_path):
     assert dict(hook.connection.acks())[seq] == 0
     assert hook.attach() == 0
     assert len(hook.backed()) == 64
+
+
+def test_a_slot_that_its_client_calls_backed_is_left_alone(world):
+    """It was mapped while the link was down, and never told: its column is lost to the engine, the others are not."""
+    offline = world.shim("offline")
+    online = world.engine("online", columns=16)
+    world.run(100)
+    online.shim.fails.append((0, errno.EEXIST))
+
+    online.want(used=4, wanted=40)
+    world.run(5000)
+
+    assert len(online.backed()) >= 40
+    offline.die()

@@ -19,7 +19,7 @@ from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ByteSpan, ColumnId, KvLayout, KvRange, KvTensor, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
-from valved.service.pool import NO_HANDLE, Ints, KvRangeBook
+from valved.service.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
 
 Bools = NDArray[np.bool_]
 Cells = tuple[KvRangeBook, Ints]
@@ -222,6 +222,12 @@ class Engine:
         if not self._books:
             return np.empty(0, np.int64)
         return np.concatenate([book.at for book in self._books])[self._cell_place]
+
+    def bare_columns(self) -> Ints:
+        """Columns that could be backed now, or in part."""
+        standing = self._standing()
+        is_strange: Ints = np.bincount(self._cell_column[standing == STRANGE], minlength=self.columns)
+        return np.flatnonzero(~self.backed_columns() & ~self.going & (is_strange == 0))
 
     def partial_columns(self) -> Ints:
         """Columns with some of their handles."""

@@ -17,7 +17,7 @@ from valved.mechanism.kv_link import CREATE, ENTRY, MAX_ENTRIES, ZERO, KvDone, K
 from valved.mechanism.link import Body, LinkType, Malformed
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 from valved.service.journey import Pause
-from valved.service.pool import CLAIMED, NO_HANDLE, NOTHING, Ints, KvRangeBook, Pool
+from valved.service.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool
 
 Send = Callable[[ClientId, LinkType, Body, int, tuple[int, ...]], None]
 
@@ -122,6 +122,8 @@ class Orders:
     def _backed(self, order: Order, fds: list[int]) -> None:
         done, left = order.slots[: order.done], order.slots[order.done :]
         order.book.at[left] = NO_HANDLE
+        if order.status == errno.EEXIST:
+            order.book.at[left[:1]] = STRANGE
         if order.is_creating:
             self.pool.create(order.names[: order.done], fds, order.book, done)
             fds.clear()

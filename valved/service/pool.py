@@ -26,6 +26,8 @@ Ints = NDArray[np.int64]
 NO_HANDLE = -1
 CLAIMED = -2
 """A slot that an order under way will back."""
+STRANGE = -3
+"""A slot that its client says is backed, by what we were never told: left alone until the client comes anew."""
 NOTHING = np.empty(0, np.int64)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from valved.config import MIB, Config
 from valved.mechanism.cards import CardUse
 from valved.mechanism.clock import Clock, TimerHandle
@@ -201,7 +199,7 @@ class Reserve:
         mapped = int((engine.backed_columns() & ~engine.lost | engine.going & ~engine.lost).sum())
         used = min(engine.columns, -(-view.used_blocks // per_column))
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
-        bare = np.flatnonzero(~engine.backed_columns() & ~engine.going)
+        bare = engine.bare_columns()
         return OnlineMemory(
             used_handles=max(used, min(wanted, mapped)),  # what waits for the engine's next step is as good as used
             mapped_handles=mapped,
@@ -219,7 +217,7 @@ class Reserve:
         return found
 
     def _grow(self, engine: Engine, online: Online, columns: int) -> None:
-        bare = np.flatnonzero(~engine.backed_columns() & ~engine.going)[:columns]
+        bare = engine.bare_columns()[:columns]
         if not len(bare):
             return
         online.growing = True
@@ -287,7 +285,7 @@ class Reserve:
         """What nobody needs goes to offline work, a packet of orders at a time, while its GPUs are open."""
         if engine.service in self._lending or not self._mover.can_lend(engine):
             return
-        bare = np.flatnonzero(~engine.backed_columns() & ~engine.going)
+        bare = engine.bare_columns()
         least = max(1, LEND_HANDLES // engine.handles_per_column)
         columns = bare[: min(least, self._mover.fitting(engine, bare))]
         if len(columns):
