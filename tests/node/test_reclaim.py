@@ -74,7 +74,6 @@ CORNERS = [
     ("unmap", "valved"),
     ("quarantine", "online"),
     ("hand over", "offline"),
-    ("hand over", "valved"),
 ]
 
 
