@@ -11,7 +11,7 @@ from node_world import World
 
 from valved.mechanism import state, turn
 from valved.model.events import EventKind
-from valved.model.ids import Mode
+from valved.model.ids import Mode, Role
 
 
 @pytest.fixture
@@ -320,3 +320,24 @@ def test_whom_a_predecessor_froze_is_let_go(first):
 
     assert first.signals == [(300, "SIGSTOP")]
     assert second.signals == [(300, "SIGCONT")]
+
+
+def test_a_service_keeps_its_gpus_until_who_came_back_has_told_of_its_channels(first):
+    """HELLO and channels are two messages: a look between them must not open the GPU of a busy service."""
+    online = first.online(pid=200)
+    first.offline(pid=300)
+    second = successor(first)
+    second.run(3000)  # nobody comes back in time: the patience is over
+    assert second.gate.is_gated(0)
+
+    client = second.hello(200, wanted=Role.ONLINE).client
+    second.handover.settle(patience_over=True)
+
+    assert second.keeper.online[first.service_of(online)].gpus == {0}
+
+    second.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
+    second.run(2000)
+    second.handover.settle(patience_over=True)
+
+    assert second.keeper.online[first.service_of(online)].gpus == {0}
+    assert not second.books.services[first.service_of(online)].kept_gpus

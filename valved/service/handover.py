@@ -38,6 +38,7 @@ from valved.service.register import Register
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
+TELL_NS = 1_000_000_000  # a client that came back has told of its channels after this, or has none
 COUNTERS = (
     "gates",
     "wakes",
@@ -270,7 +271,8 @@ class Handover:
         if entry is None:
             return
         online.away = {pid for pid in online.away if self._processes.start_time(pid) is not None}
-        if entry.kept_gpus and patience_over and not online.away:
+        has_told = self._clock.now_ns() - online.back_ns >= TELL_NS
+        if entry.kept_gpus and patience_over and has_told and not online.away:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
                 self._keeper.set_gpus(online.id, entry.gpus)

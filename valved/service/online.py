@@ -48,6 +48,7 @@ class OnlineService:
     decision: WakeDecision | None = None
     timer: TimerHandle | None = None
     away: set[int] = field(default_factory=set)  # pids of a predecessor's clients that have not come back yet
+    back_ns: int = 0  # when the last of them did: its channels follow its HELLO
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds

@@ -298,6 +298,7 @@ class Register:
         online = self._keeper.online.get(entry.service)
         if online is not None and entry.process.pid in online.away:
             online.away.discard(entry.process.pid)
+            online.back_ns = self._clock.now_ns()
             self._keeper.look_soon(online)
 
     def leave(self, client: ClientId, reason: str) -> None:
