@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, Plan
 from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import ONLINE
 from valve_tools.engines.demo import CONFIG, POOL_MIB, Demo
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -47,4 +49,29 @@ def test_a_batch_outlives_daemons_and_each_request_is_answered_once(engines, tmp
 
     assert restarts >= 1
     assert {name: len(answers) for name, answers in ours.tokens.items()} == dict.fromkeys(alone.tokens, 1)
+    assert alone.tokens == ours.tokens
+
+
+def test_an_online_service_takes_the_batchs_memory_again_and_again(engines, tmp_path):
+    """Bursts of another program's KV demand; valved reclaims from vLLM, and each answer is as undisturbed."""
+    plan = Plan(seconds=60.0, every_s=3.0)
+    requests = [f"{at:.3f},{prompt},{answer}" for at, prompt, answer in plan.requests()]
+    (tmp_path / "requests.csv").write_text("\n".join(["t_s,in_tokens,out_tokens", *requests, ""]))
+    cache = ["--kv-blocks", BLOCKS, "--kv-planes", PLANES, "--block-kib", BLOCK_KIB]
+    load = ["--trace", tmp_path / "requests.csv", "--duration", plan.seconds, "--decode-us", 4000]
+    with EmulatedNode(tmp_path, config=plan.config(tmp_path / "trace.jsonl")) as node:
+        node.start_valved()
+        demo = Demo(
+            node=node, folder=tmp_path, python=engines.python, requests=120, prompts=0, rate=0, port=0, say=print
+        )
+        demo.prepare()
+        alone = demo.finish(demo.start_batch("", "undisturbed"), "undisturbed", 0.0)
+        batch = demo.start_batch("offline", "batch")
+        demo.wait_for_work(batch, "batch")
+        online = node.run("online", [ONLINE, *cache, *load], name="chat")
+        node.wait_for(lambda: online.poll() is not None, "the online service is done", 600.0)
+        reclaims = node.status().memory.reclaims
+        ours = demo.finish(batch, "batch", 0.0)
+
+    assert reclaims > 0
     assert alone.tokens == ours.tokens

@@ -85,7 +85,7 @@ class Demo:
         )
         mount(self.folder / "mount", version.stdout.strip())
         chance = random.Random(3)
-        with (self.folder / "batch.jsonl").open("w") as file:
+        with (self.folder / "requests.jsonl").open("w") as file:
             for number in range(self.requests):
                 words = " ".join(f"t{chance.randrange(3, 1024)}" for _ in range(chance.randrange(30, 150)))
                 body = {
@@ -120,7 +120,7 @@ class Demo:
         self.node.wait_for(answers, "the server answers", PATIENCE_S)
 
     def start_batch(self, role: str, name: str) -> subprocess.Popen[bytes]:
-        files = ["-i", str(self.folder / "batch.jsonl"), "-o", str(self.folder / f"{name}.jsonl")]
+        files = ["-i", str(self.folder / "requests.jsonl"), "-o", str(self.folder / f"{name}.jsonl")]
         argv = self.command("run-batch", *files, *self.engine_flags(), "--max-num-seqs", "24")
         return self.node.run(role, argv, name=name, env=self.environment())
 
