@@ -1,7 +1,7 @@
 """What the hook adds to a step of 1,024 requests and what an event of 1,000 blocks takes: printed, held to limits.
 
-In the thread's own CPU time, the best of several rounds. The budgets are 100 us and 5 ms; a test fails only at five times
-that, because a slow or crowded machine must not decide it. What it prints is the figure to look at.
+In the thread's own CPU time, the best of several rounds. The budgets are 100 us and 5 ms; a test fails only at five
+times that, because a slow or crowded machine must not decide it. What it prints is the figure to look at.
 """
 
 from __future__ import annotations
