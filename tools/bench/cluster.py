@@ -158,6 +158,7 @@ def _requeue(api: Api, telemetry: Telemetry) -> Row:
         node = node_name((telemetry.written + NODES // 2) % NODES)  # far from the one to be overwritten next
         status = report(int(node[-4:]), random, idle=0.9) | {"gpuModel": "RARE"}
         api.patch(f"{names.API_PATH}/gpuharvestnodes/{node}/status", {"status": status})
+        time.sleep(BACKOFF_S)  # the extender hears of the report, as the controller that bumps has heard of it
         bumped = time.monotonic()
         api.patch(f"/api/v1/nodes/{node}", {"metadata": {"annotations": {names.EPOCH: str(index)}}})
         wait_for("the bind", functools.partial(_node_of, api, pod))
