@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, Plan
+from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, Plan, start_online
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
 from valve_tools.engines.demo import CONFIG, POOL_MIB, Demo
@@ -68,7 +68,7 @@ def test_an_online_service_takes_the_batchs_memory_again_and_again(engines, tmp_
         alone = demo.finish(demo.start_batch("", "undisturbed"), "undisturbed", 0.0)
         batch = demo.start_batch("offline", "batch")
         demo.wait_for_work(batch, "batch")
-        online = node.run("online", [ONLINE, *cache, *load], name="chat")
+        online = start_online(node, [str(part) for part in (ONLINE, *cache, *load)], tmp_path)
         node.wait_for(lambda: online.poll() is not None, "the online service is done", 600.0)
         reclaims = node.status().memory.reclaims
         ours = demo.finish(batch, "batch", 0.0)

@@ -118,7 +118,7 @@ def perform(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: 
         offline = node.run("offline", [str(OFFLINE), *cache, "--kv-requests", "0"], name="batch", out=folder / "off")
         node.wait_for(lambda: _backed(node) == BLOCKS, "the offline engine has all the memory")
         argv = [str(ONLINE), *cache, "--trace", str(requests), "--duration", str(plan.seconds), "--decode-us", "4000"]
-        online = _start_online(node, argv, folder)
+        online = start_online(node, argv, folder)
         while online.poll() is None:
             time.sleep(0.5)
             memory = node.status().memory
@@ -129,7 +129,7 @@ def perform(plan: Plan, folder: Path, say: Callable[[str], None] = lambda text: 
     return _figures(plan, trace, last_summary(folder / "off"), last_summary(folder / "on"), capacity)
 
 
-def _start_online(node: EmulatedNode, argv: list[str], folder: Path) -> subprocess.Popen[Any]:
+def start_online(node: EmulatedNode, argv: list[str], folder: Path) -> subprocess.Popen[Any]:
     """On a busy machine valved may miss the 50 ms that an online process gives it, which then runs untouched: again."""
     while True:
         refused = _refused(node)
