@@ -23,11 +23,17 @@ from valve_hook.shared import Book, Foreign, Region, Table
 
 RETRY_S = 2.0
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
+LOOK_S = 0.1
+GONE_S = 30.0  # so long a first step waits for a valved that is being started again
 RENEW_S = 0.2  # a fifth of the default lease; the control page says what holds here
 
 
 class NoDaemon(Exception):
     """No session can be had now; the text says why."""
+
+
+class Gone(NoDaemon):
+    """The connection ended in the middle of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,7 @@ class Link:
     build: str
     path: Path
     retry_s: float = RETRY_S
+    gone_s: float = GONE_S
     region: Region | None = None
     session: Session | None = None
     role: int = 0
@@ -126,6 +133,7 @@ class Link:
     _seq: int = 0
     _renew_s: float = RENEW_S
     _has_memory: bool = False
+    _is_gone: bool = False  # nobody answers where valved should
     _poke: threading.Event = field(default_factory=threading.Event)
     _settled: threading.Event = field(default_factory=threading.Event)
     _stop: bool = False
@@ -137,11 +145,18 @@ class Link:
             self._thread.start()
 
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
-        """Ask for the table; wait a little, once, so that a new engine starts with what it may use."""
+        """Ask for the table; wait a little, once, so that a new engine starts with what it may use. Wait longer where
+        nobody answers: a valved that died after the cache was made has left it without memory, and comes back.
+        """
         self.wanted = wanted
         self._settled.clear()
         self._poke.set()
         self._settled.wait(wait_s)
+        until = time.monotonic() + self.gone_s
+        while self.session is None and self._is_gone and time.monotonic() < until:
+            self._settled.clear()
+            self._poke.set()
+            self._settled.wait(LOOK_S)
         return self.session
 
     def register_layout(self, layout: Layout) -> None:
@@ -169,6 +184,7 @@ class Link:
                     self._serve(self._socket)
             except (OSError, NoDaemon, Foreign, ValueError, struct.error) as error:
                 self.said = f"{type(error).__name__}: {error}"
+                self._is_gone = isinstance(error, OSError | Gone)
             self._socket, self._told = None, ()
             self._settled.set()
             self._poke.wait(self.retry_s)
@@ -219,6 +235,7 @@ class Link:
                 if self._has_memory:
                     self._tell(*told)
                 self._told = told
+            self._is_gone = False
             self._settled.set()
             if self.region is not None:
                 self.region.renew()
@@ -230,7 +247,7 @@ class Link:
                     raw, fds, _, _ = socket.recv_fds(link, wire.LINK_MAX, 64)
                     close(fds)
                     if not raw:
-                        raise NoDaemon("valved closed the connection")
+                        raise Gone("valved closed the connection")
             link.settimeout(ANSWER_S)
             self._poke.wait(self._renew_s)
             self._poke.clear()
@@ -291,7 +308,7 @@ class Link:
         while True:
             raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, 64)
             if not raw:
-                raise NoDaemon("valved closed the connection")
+                raise Gone("valved closed the connection")
             answer, answered, rest = wire.split(raw)
             if answered == seq:
                 return answer, rest, array.array("i", fds).tolist()

@@ -31,7 +31,7 @@ class Engines:
         return {**kept, "PYTHONPATH": ":".join(map(str, paths)), "HF_HUB_OFFLINE": "1", **variables}
 
     def run(self, script: str, *arguments: str, paths: tuple[Path, ...] = (), **variables: str) -> str:
-        argv = ["nice", "-n", "5", str(self.python), str(HERE / script), *arguments]
+        argv = [str(self.python), str(HERE / script), *arguments]
         env = self.environment(*paths, **variables)
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 
 import pytest
 from kv_node import KvNode, wait_for
@@ -77,6 +78,25 @@ def test_a_table_of_another_kind_is_not_attached_to(node, link, what):
 
     assert link.attach(WANTED, 1.0) is None
     wait_for(lambda: link.said, "the reason")
+
+
+def test_the_first_step_waits_for_a_daemon_that_is_being_started_again(node, link):
+    """Its predecessor has left the cache without memory: a step would compute from nothing."""
+    node.stop()
+    wait_for(lambda: "refused" in link.said, "nobody answers")
+    start = threading.Timer(0.2, node.start)
+    start.start()
+
+    assert link.attach(WANTED, 0.0) is not None
+    start.join()
+
+
+def test_a_daemon_that_never_comes_back_does_not_hold_an_engine_for_ever(tmp_path):
+    alone = Link(build="test", path=tmp_path / "link.sock", gone_s=0.0)
+    alone.start()
+
+    assert alone.attach(WANTED, 0.05) is None
+    alone.close()
 
 
 def test_a_daemon_that_manages_no_memory_still_hears_of_requests(tmp_path):
