@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 from collections.abc import Iterator
 
@@ -264,6 +266,7 @@ def test_a_kernel_that_does_not_stop_is_reset_with_an_xid(
     assert status == TIMEOUT
     assert channel(emulator.state(), stuck.cids[0]).reset
     assert ": 109, pid=" in emulator.kernel_log()
+    assert daemon.gate(stuck.pairs, on=False) == OK  # what is lost has stopped
 
 
 def test_a_process_killed_while_it_executes_does_not_hold_up_a_disable(
@@ -276,6 +279,21 @@ def test_a_process_killed_while_it_executes_does_not_hold_up_a_disable(
 
     assert daemon.gate(workload.pairs, on=False) == OK
     assert not channel(emulator.state(), workload.cids[0]).reset
+
+
+def test_a_process_stopped_by_a_signal_while_it_executes_does_not_hold_up_a_disable(
+    emulator: Emulator, workload: Tree, daemon: Tree
+) -> None:
+    wait_for_a_beat(workload, emulator)
+    os.kill(workload.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, workload.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    assert daemon.gate(workload.pairs, on=False) == OK
+    assert not channel(emulator.state(), workload.cids[0]).reset
+
+    os.kill(workload.process.pid, signal.SIGCONT)
+    assert daemon.gate(workload.pairs, on=True) == OK
+    wait_for_a_beat(workload, emulator)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from valve_tools.demo.memory import Plan, perform
+import pytest
+from valve_tools.demo.memory import Plan, main, perform
+from valve_tools.sim.traces import Trace, read_file
 
 
 def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
@@ -13,3 +15,21 @@ def test_the_demo_moves_memory_and_every_answer_is_right(tmp_path):
     assert figures.offline["lost_blocks"] > 0
     assert figures.phases_ms["total"]
     assert 0 < figures.capacity < 1
+
+
+def test_a_recorded_hour_becomes_a_minute_and_its_tokens_shrink_with_the_pool(tmp_path):
+    (tmp_path / "day.csv").write_text("t_s,in_tok,out_tok\n60,3600,72\n3600,36,1\n7200,1,1\n")
+    trace = read_file(tmp_path / "day.csv")
+    assert isinstance(trace, Trace)
+
+    requests = Plan(seconds=61.0, trace=trace).requests()
+
+    assert requests == [(1.0, 100, 2), (60.0, 1, 1)]
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "t_s,in_tok,out_tok\n2,1,1\n1,1,1\n"])
+def test_a_file_that_is_no_trace_is_refused_before_anything_starts(tmp_path, capsys, text):
+    (tmp_path / "bad.csv").write_text(text)
+
+    assert main(["--trace", str(tmp_path / "bad.csv")]) == 2
+    assert "bad.csv" in capsys.readouterr().err

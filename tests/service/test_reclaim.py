@@ -15,6 +15,8 @@ from valved.mechanism.kv_link import KvHow, KvMode, KvOp
 from valved.mechanism.link import LinkType
 from valved.model.events import EventKind
 from valved.model.ids import Remap
+from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision
+from valved.service.reserve import says_the_same
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2)
 CONFIG = Config(memory=MEMORY)
@@ -202,6 +204,30 @@ def test_an_offer_goes_back_and_is_lent(world):
 
     assert len(online.backed()) < 32
     assert len(offline.backed()) > lent
+
+
+def decision(action, *, mapped=9, columns=1, reason="idle for tau"):
+    memory = OnlineMemory(used_handles=0, mapped_handles=mapped, pool_handles=16)
+    return ReservationDecision(
+        action=action,
+        handles=columns,
+        is_reclaim=False,
+        headroom_handles=1,
+        tau_ns=1,
+        reclaims_per_hour=0.0,
+        memory=memory,
+        reason=reason,
+    )
+
+
+def test_a_give_that_an_engine_has_not_answered_yet_is_written_down_once():
+    give, take, hold = ReservationAction.GIVE, ReservationAction.TAKE, ReservationAction.HOLD
+
+    assert says_the_same(decision(give), decision(give))
+    assert not says_the_same(decision(give), decision(give, mapped=8))
+    assert says_the_same(decision(hold), decision(hold, mapped=8))
+    assert not says_the_same(decision(hold), decision(hold, reason="another"))
+    assert not says_the_same(decision(take), decision(take))
 
 
 def test_tensor_parallel_ranks_lose_the_same_columns(tmp_path):

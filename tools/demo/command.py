@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
     plan = Plan(seconds=options.seconds, rounds=max(1, options.rounds), trace=options.trace, seed=options.seed)
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
         folder = options.keep.resolve() if options.keep else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         runs, units_per_s = perform(plan, folder, quiet=options.json)
     if options.json:
         print(json.dumps({"units_per_s": units_per_s, "runs": [asdict(run) for run in runs]}))

@@ -1,5 +1,7 @@
 """`valve demo memory`: an online service with bursts of KV demand takes memory from an offline job and gives it back.
 
+`--trace` takes the demand from recorded requests instead: an hour of them in a minute, their tokens shrunk as the pool is.
+
 Both keep owner tags in their KV blocks and compute what they answer from what a kernel finds there: a lost, shared or
 overwritten block shows as a wrong answer. The reservation policy runs at full speed: its window is a minute instead of
 an hour, so five minutes show what hours show on a node.
@@ -29,11 +31,13 @@ from valve_tools.bench.row import percentile
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
 from valve_tools.emulator.node import Options
+from valve_tools.sim.traces import NS, Trace, TraceError, read_file
 
 from valved.mechanism.trace import read_lines
 
 BLOCKS, PLANES, BLOCK_KIB = 512, 2, 64  # 16 columns of two 2 MiB handles
 BLOCK_TOKENS = 16
+CARD_TOKENS = 36 * 2**30 // (128 * 2**10)  # KV of an 8B model in 36 GiB: what a recorded request had around it
 PHASES = ("gate", "select", "tell", "take", "give", "total")
 CONFIG = """
 trace_file = "{trace}"
@@ -59,6 +63,7 @@ class Plan:
     per_window: int = 6  # reclaims that are accepted in one
     every_s: float = 12.0  # between two bursts, on average
     seed: int = 1
+    trace: Trace | None = None
 
     def config(self, trace: Path) -> str:
         per_hour = self.per_window * 3600 / self.window_s
@@ -66,12 +71,20 @@ class Plan:
 
     def requests(self) -> list[tuple[float, int, int]]:
         """Bursts of long prompts over a trickle of short ones: (second, prompt, answer) in tokens."""
+        if self.trace is not None:
+            return self._recorded(self.trace)
         chance = random.Random(self.seed)
         found = [(t, 100, 30) for t in _times(chance, 2.0, self.seconds)]
         for burst in _times(chance, self.every_s, self.seconds):
             for i in range(chance.randint(1, 4)):
                 found.append((burst + 0.05 * i, chance.randint(800, 3000), chance.randint(20, 80)))
         return sorted(found)
+
+    def _recorded(self, trace: Trace) -> list[tuple[float, int, int]]:
+        speed, share = 3600 / self.window_s, BLOCKS * BLOCK_TOKENS / CARD_TOKENS
+        first = trace.first(self.seconds * speed)
+        rows = zip(first.arrive_ns.tolist(), first.in_tok.tolist(), first.out_tok.tolist(), strict=True)
+        return [(t / NS / speed, max(1, round(tokens * share)), max(1, round(out * share))) for t, tokens, out in rows]
 
 
 def _times(chance: random.Random, mean_s: float, until_s: float) -> list[float]:
@@ -209,13 +222,23 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo memory", description=__doc__)
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of requests")
     parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--trace", type=Path, help="CSV of requests: t_s,in_tok,out_tok (default: drawn from --seed)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--keep", type=Path, help="leave logs, traces and outputs in this folder")
     options = parser.parse_args(argv)
-    plan = Plan(seconds=options.seconds, seed=options.seed)
+    try:
+        trace = read_file(options.trace) if options.trace else None
+    except TraceError as error:
+        print(f"valve demo memory: {error}", file=sys.stderr)
+        return 2
+    if options.trace and not isinstance(trace, Trace):
+        print(f"valve demo memory: {options.trace} has no columns t_s,in_tok,out_tok", file=sys.stderr)
+        return 2
+    plan = Plan(seconds=options.seconds, seed=options.seed, trace=trace if isinstance(trace, Trace) else None)
     console = Console(stderr=True, quiet=options.json)
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch, console.status("starting") as line:
         folder = options.keep.resolve() if options.keep else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
         figures = perform(plan, folder, line.update)
     if options.json:
         print(json.dumps(asdict(figures)))

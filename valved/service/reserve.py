@@ -259,7 +259,7 @@ class Reserve:
 
     def _note(self, engine: Engine, online: Online, decision: ReservationDecision) -> None:
         before, online.decision = online.decision, decision
-        if decision.action is ReservationAction.HOLD and before is not None and before.reason == decision.reason:
+        if before is not None and says_the_same(before, decision):
             return
         memory = decision.memory
         self._journal.emit(
@@ -300,3 +300,12 @@ class Reserve:
             self._lending.discard(engine.service)
         if came:
             self.look_soon()
+
+
+def says_the_same(before: ReservationDecision, now: ReservationDecision) -> bool:
+    """A hold for the same reason; or a give that is asked of the engine again, because it has not offered yet."""
+    if (before.action, before.reason) != (now.action, now.reason):
+        return False
+    if now.action is ReservationAction.GIVE:
+        return (before.handles, before.memory) == (now.handles, now.memory)
+    return now.action is ReservationAction.HOLD

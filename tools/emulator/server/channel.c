@@ -70,12 +70,15 @@ static void reset(struct channel *c)
 	store(&c->slot->active, 0);
 }
 
-/* A process that died while executing never lowers its words. waited_ns counts from the start of
+/* A process that died while executing never lowers its words, and one that was stopped by a signal executes nothing
+ * (let go on, it looks at the grant before its next piece of work). waited_ns counts from the start of
  * this wait, not from the revoke: an executor of a channel that is off raises active for a moment
  * each time it looks. state held. */
 bool channel_stopped(struct channel *c, uint64_t waited_ns)
 {
 	if (!load(&c->slot->active) || c->reset)
+		return true;
+	if (waited_ns > LIVENESS_NS && process_stands(c->pid))
 		return true;
 	if (waited_ns > LIVENESS_NS && process_gone(c->pid)) {
 		store(&c->slot->pending, 0);
@@ -90,9 +93,12 @@ bool channel_stopped(struct channel *c, uint64_t waited_ns)
 bool channels_wait_stopped(struct channel **list, uint32_t n)
 {
 	struct gpu *g = n ? list[0]->tsg->gpu : NULL;
-	bool all = false, in_time = true;
+	uint32_t lost = 0; /* reset before this wait: they cannot fail to stop any more */
+	bool all = false;
 	uint64_t start_ns = now_ns();
 
+	for (uint32_t i = 0; i < n; i++)
+		lost += list[i]->reset;
 	while (n && !all) {
 		uint32_t seen = load(&g->board->ack);
 
@@ -105,8 +111,8 @@ bool channels_wait_stopped(struct channel **list, uint32_t n)
 			futex_wait(&g->board->ack, seen, now_ns() + LIVENESS_NS);
 	}
 	for (uint32_t i = 0; i < n; i++)
-		in_time = in_time && !list[i]->reset;
-	return in_time;
+		lost -= list[i]->reset;
+	return lost == 0;
 }
 
 /* Unique while the server lives and never the slot of another live channel: the cid detects reused
