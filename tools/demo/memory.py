@@ -1,10 +1,9 @@
 """`valve demo memory`: an online service with bursts of KV demand takes memory from an offline job and gives it back.
 
-`--trace` takes the demand from recorded requests instead: an hour of them in a minute, their tokens shrunk as the pool is.
-
-Both keep owner tags in their KV blocks and compute what they answer from what a kernel finds there: a lost, shared or
-overwritten block shows as a wrong answer. The reservation policy runs at full speed: its window is a minute instead of
-an hour, so five minutes show what hours show on a node.
+`--trace` takes the demand from recorded requests instead: an hour of them in a minute, their tokens shrunk as the pool
+is. Both sides keep owner tags in their KV blocks and compute what they answer from what a kernel finds there: a lost,
+shared or overwritten block shows as a wrong answer. The reservation policy runs at full speed: its window is a minute
+instead of an hour, so five minutes show what hours show on a node.
 """
 
 from __future__ import annotations
