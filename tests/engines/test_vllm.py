@@ -84,6 +84,15 @@ def test_without_this_protection_tokens_change(engines, handling, is_async):
     assert total(results, "wrong") > 0 or any(trial["crash"] for trial in results)
 
 
+def test_a_request_that_stays_in_the_list_of_the_last_step_breaks_the_engine(engines):
+    """Async scheduling: the runner keeps its old row, and vLLM ends with a KeyError or with wrong tokens."""
+    plan = {"async": True, "handling": "no_prev_step_fix", "trials": trials(1, events=8)}
+    (result,) = engines.campaign(plan)
+    print(f"\nno_prev_step_fix: {result['crash'] or result['wrong']}")
+
+    assert result["crash"] or result["wrong"]
+
+
 def test_columns_lose_less_work_than_the_stock_free_list(engines):
     """The same reclaims of the cheapest column, with free blocks handed out column by column and as vLLM does."""
     plan = {
