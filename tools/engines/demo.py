@@ -131,15 +131,21 @@ class Demo:
         model = str(self.folder / "model")
         return ["--model", model, "--served-model-name", "tiny", "--num-gpu-blocks-override", str(BLOCKS), *SHAPE]
 
-    def start_server(self) -> None:
-        """Again, where a busy valved missed the 50 ms that an online process gives it: that one runs untouched."""
+    def start_server(self) -> subprocess.Popen[bytes]:
         argv = self.command("serve", *self.engine_flags(), "--port", str(self.port), "--max-num-seqs", "16")
+        server = self.node.run("online", argv, name="server", env=self.environment())
+        self.node.wait_for(lambda: self._answers(server), "the server answers", PATIENCE_S)
+        return server
+
+    def warm_up(self) -> None:
+        """Again, where a busy valved missed the 50 ms that an online process gives it: that one runs untouched."""
         while True:
-            server = self.node.run("online", argv, name="server", env=self.environment())
-            self.node.wait_for(lambda: self._answers(server), "the server answers", PATIENCE_S)  # noqa: B023
+            self.say("starting the online server")
+            server = self.start_server()
+            self.bench("warm-up")
+            self.benches.clear()
             if any(engine.role == node_pb2.ROLE_ONLINE for engine in self.node.status().memory.engines):
                 return
-            self.say("it started before valved answered; again")
             server.terminate()
             server.wait(PATIENCE_S)
 
@@ -219,10 +225,7 @@ class Demo:
 
     def perform(self) -> tuple[Batch, Batch]:
         """Alone, ungated, alone, Valve, alone. Returns the undisturbed and Valve's batch."""
-        self.say("starting the online server")
-        self.start_server()
-        self.bench("warm-up")
-        self.benches.clear()
+        self.warm_up()
         self.bench("alone")
         undisturbed = self.beside_batch("", "undisturbed", "ungated")
         self.bench("alone")
