@@ -149,7 +149,9 @@ class Keeper:
 
     def _adopt(self, session: Session | None) -> None:
         """A first session, or that of a valved that has come back: its table and book start from nothing."""
-        self.session = session
+        old, self.session = self.session, session
+        if old is not None and old.table.has_news and not old.table.is_detached:
+            self._safely(old, old.table.read())  # its last word: a loss was told, and may have been carried out
         if session is None:
             return
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -279,6 +280,8 @@ class Link:
         try:
             if kind == wire.Message.ACK:
                 status = wire.ACK.unpack(answer)[0]
+                if status == errno.EAGAIN:  # it does not know yet what has memory: in a moment, then
+                    raise NoDaemon("valved waits for the engine's ranks")
                 self.said = f"KV_ATTACH was refused: {os.strerror(status)}"
                 return
             if kind != wire.Message.KV_TABLE or len(fds) != 2:

@@ -33,8 +33,9 @@
  *   KV_LAYOUT                 ->    hook of a rank (same pid as a shim with ranges): where blocks lie. Packets until
  *                                   `total` tensors are there, each answered with an ACK; EINVAL refuses it all
  *   KV_ATTACH                 ->    hook of the scheduler: I read the table
- *                             <-    KV_TABLE + 2 fds (table, book), or ACK with an errno value. Ranks may still lack
- *                                   their layout: then blocks are taken as backed until they have it
+ *                             <-    KV_TABLE + 2 fds (table, book), once all ranks have told their layout, or ACK with
+ *                                   an errno value. EAGAIN: they have not within four seconds, ask again. An engine whose
+ *                                   memory is none of these ranges gets a table that calls every block backed
  *   KV_NEED                   ->    hook: look at the book now (wanted_blocks rose, blocks were offered). No answer
  *
  * CHANNEL_ADD and RM_CLIENT for a pair that is already known replace what is known (an engine learned later, a GPU

@@ -318,11 +318,27 @@ def test_a_layout_that_lies_is_refused_and_its_engine_never_asked(world, tensor)
     hook = Hook(shim, 64)
 
     assert hook.register([tensor]) == errno.EINVAL
-    assert hook.attach() == 0
-    world.hooks.append(hook)
-    world.run(100)
+    hook.ask_table()
+    world.run(5000)
 
+    assert hook.take_table() == errno.EAGAIN
     assert not world.kv.memory.engines_with(Role.OFFLINE)
+
+
+def test_a_table_is_handed_out_once_the_ranks_have_said_where_blocks_lie(world):
+    """Told before, the engine would believe that all of its blocks have memory."""
+    shim = world.shim("offline")
+    shim.has_stepped = False
+    shim.reserve(0, 16)
+    hook = Hook(shim, 64)
+    hook.ask_table()
+    world.run(1000)
+    before = len(hook.connection.sent)
+
+    hook.register([KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)])
+    tables = [answer for kind, answer, _, _ in hook.connection.sent[before:] if kind is LinkType.KV_TABLE]
+
+    assert len(tables) == 1
 
 
 class Node(RuleBasedStateMachine):

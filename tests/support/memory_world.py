@@ -276,7 +276,7 @@ class Hook:
             self.world.run(600)  # it waits a moment for ranges that may still come
         return dict(self.connection.acks())[seq]
 
-    def attach(self):
+    def ask_table(self):
         body = KvAttach(
             abi_min=1,
             abi_max=1,
@@ -289,6 +289,12 @@ class Hook:
             engine="fake 1",
         )
         self.say(LinkType.KV_ATTACH, body)
+
+    def attach(self):
+        self.ask_table()
+        return self.take_table()
+
+    def take_table(self):
         _, answer, _, fds = self.connection.sent[-1]
         if not isinstance(answer, KvTableMessage):
             return answer.status

@@ -46,6 +46,8 @@ from valved.service.register import Exits, Reactor
 NO_UUID = bytes(16)
 SPARE_FDS = 4096  # of the limit on descriptors, kept for clients, files and what travels
 LAYOUT_NS = 500_000_000  # hooks wait a second or more for an answer
+TABLE_NS = 4_000_000_000  # a hook waits five seconds; its ranks look for a new valved every two
+YOUNG_NS = 10_000_000_000  # shims of a predecessor may still be on their way back
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
 
 
@@ -79,9 +81,11 @@ class Memory:
         self._clock = clock
         self._send = send
         self._exits = Exits(reactor, processes)
+        self._born_ns = clock.now_ns()
         self._ranks: dict[ClientId, Rank] = {}  # by shim, whether their engine has attached or not
         self._parts: dict[ClientId, LayoutParts] = {}  # by hook
         self._early: dict[ClientId, tuple[ClientEntry, int, KvLayoutPart]] = {}  # layouts that wait for their shim
+        self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach]] = {}  # attached, and waiting for their table
         self._held_left: dict[RangeKey, int] = {}  # slots that a client of a predecessor has still to tell
         self._gpu_of_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._gpu_of_instance = {info.device_instance: info.index for info in gate.gpus()}
@@ -312,6 +316,7 @@ class Memory:
         self._ranks[shim.id] = rank
         if engine is not None:
             self.tell(engine)
+            self._hand_table(engine)
         self.changed()
 
     def _drop_rank(self, shim: ClientEntry) -> None:
@@ -342,6 +347,37 @@ class Memory:
             if rank is not None:
                 self._join(engine, client, rank)
         self.tell(engine)
+        self._untold[entry.service] = (entry, seq, body)
+        is_young = self._clock.now_ns() - self._born_ns < YOUNG_NS
+        if not is_young and not self._has_ranges(entry.service):
+            self._send_table(engine)  # its memory is not ours: there will never be a rank
+        self._hand_table(engine)
+        self._clock.call_at_ns(self._clock.now_ns() + TABLE_NS, lambda: self._hand_late(engine))
+
+    def _has_ranges(self, service: ServiceId) -> bool:
+        return any(self.service_of(key.client) == service for key in self.pool.ranges)
+
+    def _hand_table(self, engine: Engine) -> None:
+        """Only a table of all ranks says what has memory: told too early, an engine believes that all of it has."""
+        if engine.is_complete:
+            self._send_table(engine)
+
+    def _hand_late(self, engine: Engine) -> None:
+        waiting = self._untold.get(engine.service)
+        if waiting is None or self.engines.get(engine.service) is not engine:
+            return
+        if not self._has_ranges(engine.service):
+            self._send_table(engine)
+            return
+        entry, seq, _ = waiting
+        self._detach(engine)
+        self.ack(entry.id, seq, errno.EAGAIN)
+
+    def _send_table(self, engine: Engine) -> None:
+        waiting = self._untold.pop(engine.service, None)
+        if waiting is None:
+            return
+        entry, seq, body = waiting
         told = KvTableMessage(abi=KV_ABI, table_bytes=engine.table.bytes, book_bytes=engine.book.bytes)
         self._send(entry.id, LinkType.KV_TABLE, told, seq, (engine.table.fd, engine.book.fd))
         self._journal.emit(
@@ -427,6 +463,7 @@ class Memory:
 
     def _detach(self, engine: Engine) -> None:
         del self.engines[engine.service]
+        self._untold.pop(engine.service, None)
         engine.table.detach()
         self.engine_left(engine)
         for rank in engine.ranks.values():

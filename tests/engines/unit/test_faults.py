@@ -164,6 +164,30 @@ def test_a_daemon_restarts_again_and_again_in_the_middle_of_generation(node, dep
     close(scheduler)
 
 
+def test_the_last_word_of_a_daemon_that_died_is_acted_on(node):
+    """It told a loss, carried it out and died; the memory is back, and zero, before the engine looks again."""
+    work = prompts(5, 24)
+    scheduler = hooked(node, blocks=60)
+
+    def rob_and_restart(step):
+        if step % 30 == 20:
+            before = scheduler._valve.link.session
+            lost = list(range(1, 50))
+            scheduler.poison(lost)
+            node.take(lost)
+            node.stop()
+            node.entries = node.entries | 1
+            scheduler.back(lost)
+            node.start()
+            wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
+
+    done = run(scheduler, work, depth=2, between=rob_and_restart)
+
+    assert scheduler._valve.link.connections > 1
+    assert run(ToyScheduler(blocks=400), work, depth=2) == done
+    close(scheduler)
+
+
 def test_a_hook_that_raises_is_counted_and_the_engine_goes_on(node):
     """First failure: the coarse way. Second: Valve lets go, and says so in the book."""
     work = prompts(2, 12)
