@@ -74,11 +74,12 @@ static bool receive(struct kvhook *hook, struct packet *packet)
 	return packet->length >= (int)sizeof(struct valve_link_header);
 }
 
-/* Sends and waits for the packet that repeats the seq. */
+/* Sends and waits for the packet that repeats the seq. Without one, there are no descriptors to close either. */
 static bool ask(struct kvhook *hook, void *message, uint32_t bytes, uint16_t type, struct packet *answer)
 {
 	struct pollfd ready = {.fd = hook->socket, .events = POLLIN};
 
+	answer->fd_count = 0;
 	if (!send_message(hook, message, bytes, type))
 		return false;
 	while (poll(&ready, 1, ANSWER_MS) > 0 && receive(hook, answer)) {
@@ -86,6 +87,7 @@ static bool ask(struct kvhook *hook, void *message, uint32_t bytes, uint16_t typ
 			return true;
 		close_fds(answer);
 	}
+	close_fds(answer); /* of a packet too short to have a header */
 	return false;
 }
 
