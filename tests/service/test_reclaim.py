@@ -33,6 +33,15 @@ def reclaims(world):
     return world.events(EventKind.RECLAIMED)
 
 
+def both(world, *, columns=16):
+    """An offline engine that has all it can use, and an online one with its headroom."""
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    online = world.engine("online", columns=columns)
+    world.run(500)
+    return offline, online
+
+
 def test_an_offline_engine_alone_gets_all_that_it_can_use(world):
     offline = world.engine("offline", columns=16)
 
@@ -61,10 +70,7 @@ def test_free_memory_goes_first_and_nobody_is_stopped_for_it(world):
 
 
 def test_what_is_missing_is_taken_from_offline_work(world):
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    online = world.engine("online", columns=16)
-    world.run(500)
+    offline, online = both(world)
 
     online.want(used=4, wanted=32)
     world.run(100)
@@ -91,10 +97,7 @@ def test_the_columns_that_hold_no_request_go_first(world):
 
 
 def test_the_null_block_is_never_taken(world):
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    online = world.engine("online", columns=20)
-    world.run(500)
+    offline, online = both(world, columns=20)
 
     online.want(used=4, wanted=80)
     world.run(3000)
@@ -104,10 +107,7 @@ def test_the_null_block_is_never_taken(world):
 
 
 def test_the_loss_is_told_before_the_memory_goes(world):
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    online = world.engine("online", columns=16)
-    world.run(500)
+    offline, online = both(world)
     seen = []
     shim = offline.shim
     hear = shim.connection.on_send
@@ -188,10 +188,7 @@ def test_a_hook_whose_mode_sinks_loses_nothing_more(world):
 
 
 def test_an_offer_goes_back_and_is_lent(world):
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    online = world.engine("online", columns=16)
-    world.run(500)
+    offline, online = both(world)
     online.want(used=4, wanted=32)
     world.run(100)
     lent = len(offline.backed())
@@ -307,10 +304,7 @@ def test_an_elastic_range_whose_engine_never_attaches_is_backed_whole(world):
 
 
 def test_nothing_is_taken_while_harvesting_is_off(world):
-    offline = world.engine("offline", columns=16)
-    world.run(500)
-    online = world.engine("online", columns=16)
-    world.run(500)
+    offline, online = both(world)
     world.brake.drain("test")
 
     online.want(used=4, wanted=48)

@@ -24,24 +24,7 @@ from valved.model.ids import GpuIndex, Reach, Role
 
 OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
 STOP_NS = 400_000  # launch to channels off on one GPU, as the paper measures it
-EMPTY = ClientView(
-    submitted=0,
-    idle_submitted=0,
-    idle_ns=0,
-    busy=False,
-    launch_ns=0,
-    rings=0,
-    watcher_ns=0,
-    open_requests=0,
-    hint_ns=0,
-    requests_started=0,
-    requests_ended=0,
-    useful_tokens=0,
-    self_stops=0,
-    order_done=0,
-    order_status=0,
-    gaps=(),
-)
+EMPTY = ClientView.untouched()
 
 
 @dataclasses.dataclass

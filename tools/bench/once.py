@@ -36,24 +36,7 @@ PREFILL_NS = 40 * MS
 BATCH = 8
 STALL_SHARE = 2e-4  # of gaps: a garbage collection, a reload of weights
 STALL_NS = 700 * MS
-NOTHING = ClientView(
-    submitted=0,
-    idle_submitted=0,
-    idle_ns=0,
-    busy=False,
-    launch_ns=0,
-    rings=0,
-    watcher_ns=0,
-    open_requests=0,
-    hint_ns=0,
-    requests_started=0,
-    requests_ended=0,
-    useful_tokens=0,
-    self_stops=0,
-    order_done=0,
-    order_status=0,
-    gaps=(),
-)
+NOTHING = ClientView.untouched()
 
 
 class Timer:

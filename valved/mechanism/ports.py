@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -85,6 +85,12 @@ class ClientView:
     order_done: int
     order_status: int
     gaps: tuple[Gap, ...]  # new ones since the last look
+
+    @classmethod
+    def untouched(cls) -> ClientView:
+        """A region that its process has written nothing to yet."""
+        numbers = {field.name: 0 for field in fields(cls) if field.name not in ("busy", "gaps")}
+        return cls(**numbers, busy=False, gaps=())
 
     @property
     def is_idle(self) -> bool:
