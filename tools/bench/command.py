@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 from valve_tools.bench.row import Row
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
@@ -47,16 +47,24 @@ def commit() -> str:
 
 
 def show(rows: list[Row]) -> None:
-    table = Table(title="benchmarks")
-    for column in ("name", "metric", "p50", "p99", "max", "n", "unit", "budget", "baseline", "ok", "note"):
-        table.add_column(column, justify="right" if column in {"p50", "p99", "max", "n"} else "left")
+    """A line a figure, and what is to be said of it below: notes are sentences, no column is wide enough for them."""
+    console = Console(highlight=False)
+    names = max(len(f"{row.name} {row.metric}") for row in rows)
     for row in rows:
-        bound = f"{row.judged} {'<=' if row.better == 'lower' else '>='} {row.budget:g}"
-        figures = [f"{value:.4g}" for value in (row.p50, row.p99, row.max)]
-        baseline = "" if row.baseline is None else f"{row.baseline:.4g}"
-        verdict = "[green]ok[/]" if row.ok else "[red]over[/]"
-        table.add_row(row.name, row.metric, *figures, str(row.n), row.unit, bound, baseline, verdict, row.note)
-    Console().print(table)
+        figures = "".join(f"{value:>10.4g}" for value in (row.p50, row.p99, row.max))
+        console.print(
+            f"{f'{row.name} {row.metric}':{names}}{figures}{row.n:>8}  {row.unit}  {verdict(row)}", soft_wrap=True
+        )
+        told = [row.note, "" if row.baseline is None else f"baseline {row.baseline:.4g}"]
+        if any(told):
+            console.print(Padding("; ".join(filter(None, told)), (0, 0, 0, 4)), style="dim")
+
+
+def verdict(row: Row) -> str:
+    if row.budget is None:
+        return "not judged"
+    bound = f"{row.judged} {'<=' if row.better == 'lower' else '>='} {row.budget:g}"
+    return f"[green]ok[/] ({bound})" if row.ok else f"[red]over[/] ({bound})"
 
 
 def main(argv: list[str]) -> int:
@@ -81,7 +89,7 @@ def main(argv: list[str]) -> int:
             if options.json:
                 print(row.as_json(commit=what, machine=where), flush=True)
             else:
-                print(f"  {row.name} {row.metric}: {'ok' if row.ok else 'over budget'}", file=sys.stderr, flush=True)
-    if not options.json:
+                print(f"  {row.name} {row.metric}: {row.p50:.4g} {row.unit}", file=sys.stderr, flush=True)
+    if rows and not options.json:
         show(rows)
     return 0 if all(row.ok for row in rows) else EXIT_OVER_BUDGET

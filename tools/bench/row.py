@@ -20,7 +20,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A measured distribution against its budget. `judged` says which figure the budget bounds."""
+    """A measured distribution against its budget, if it has one. `judged` says which figure the budget bounds."""
 
     name: str
     metric: str
@@ -29,7 +29,7 @@ class Row:
     p99: float
     max: float
     n: int
-    budget: float
+    budget: float | None
     better: Better = "lower"
     judged: Literal["p50", "p99", "max"] = "p99"
     baseline: float | None = None
@@ -37,6 +37,8 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        if self.budget is None:
+            return True
         value = {"p50": self.p50, "p99": self.p99, "max": self.max}[self.judged]
         return value <= self.budget if self.better == "lower" else value >= self.budget
 
@@ -61,7 +63,7 @@ class Row:
         return json.dumps(record)
 
 
-def row_of(name: str, metric: str, unit: str, samples: Sequence[float], budget: float, **more: object) -> Row:
+def row_of(name: str, metric: str, unit: str, samples: Sequence[float], budget: float | None, **more: object) -> Row:
     """A row from raw samples."""
     ordered = sorted(samples)
     return Row(
