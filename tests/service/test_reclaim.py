@@ -187,6 +187,23 @@ def test_a_hook_whose_mode_sinks_loses_nothing_more(world):
     assert len(offline.backed()) == 64
 
 
+def test_a_gpu_that_cannot_be_stopped_is_tried_ever_less_often_for_lending(world):
+    world.gate.deaf.add(0)
+    offline = world.engine("offline", columns=16)
+
+    world.run(10_000)
+    early = world.gate.calls.count(("stop", 0))
+    world.run(200_000)
+    late = world.gate.calls.count(("stop", 0)) - early
+
+    assert len(offline.backed()) == 0
+    assert early >= 2
+    assert late <= 5  # once a minute, and the way there
+    world.gate.deaf.clear()
+    world.run(61_000)
+    assert len(offline.backed()) == 64
+
+
 def test_an_offer_goes_back_and_is_lent(world):
     offline, online = both(world)
     online.want(used=4, wanted=32)

@@ -58,6 +58,7 @@ class FakeGate:
         self._applied = None  # GPUs whose channels are off
         self.off = {}  # (h_client, h_channel) -> ChannelRef
         self.stops = {}  # GPU -> when its channels are off after a hold
+        self.deaf = set()  # GPUs that never stop
         self.launches_held = set()
         self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
@@ -165,6 +166,7 @@ class FakeGate:
     def _stopping(self, gpus):
         """Channels on these go off STOP_NS from now."""
         for gpu in gpus:
+            self.calls.append(("stop", gpu))
             self.stops[gpu] = self.clock.now_ns() + (STOP_NS if self._channels_on(gpu) else 0)
             self.clock.call_at_ns(self.stops[gpu], self.on_stamps)
 
@@ -233,7 +235,7 @@ class FakeGate:
         return self._is_held(gpu) or self.opening.get(gpu, 0) > self.clock.now_ns()
 
     def is_stopped(self, gpu):
-        return self._is_held(gpu) and self.clock.now_ns() >= self.stops.get(gpu, 0)
+        return self._is_held(gpu) and gpu not in self.deaf and self.clock.now_ns() >= self.stops.get(gpu, 0)
 
     def is_turning(self):
         return any(self._is_held(gpu) and self.clock.now_ns() < at for gpu, at in self.stops.items())

@@ -28,6 +28,7 @@ from valved.service.reclaim import Mover
 
 SECOND_NS = 1_000_000_000
 RETRY_NS = SECOND_NS  # after a growth that got less than it asked for
+REST_NS = 60 * SECOND_NS  # the longest between two tries to lend that bring nothing: each may cost a stop of the GPU
 LEND_HANDLES = 64  # at a time and GPU: one packet of orders, a stop of a millisecond
 
 
@@ -44,6 +45,19 @@ class Online:
     target_columns: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class Offline:
+    """The same about an offline engine. What brings nothing is tried again ever later."""
+
+    lending: bool = False
+    rest_ns: int = 0
+    blocked_until_ns: int = 0
+
+    def note(self, came: int, now_ns: int) -> None:
+        self.rest_ns = 0 if came else min(REST_NS, max(RETRY_NS, 2 * self.rest_ns))
+        self.blocked_until_ns = now_ns + self.rest_ns
+
+
 class Reserve:
     def __init__(
         self,
@@ -55,6 +69,7 @@ class Reserve:
         uuids: Mapping[GpuIndex, bytes],
     ) -> None:
         self.online: dict[ServiceId, Online] = {}
+        self._offline: dict[ServiceId, Offline] = {}
         self.saved: dict[ServiceId, ReservationState] = {}  # of a predecessor, until their engines attach again
         self._memory = memory
         self._mover = mover
@@ -62,7 +77,6 @@ class Reserve:
         self._clock = clock
         self._config = config
         self._uuids = dict(uuids)
-        self._lending: set[ServiceId] = set()
         self._soon: TimerHandle | None = None
         self._tick: TimerHandle | None = None
         self.cards: Mapping[bytes, CardUse] = {}
@@ -190,6 +204,7 @@ class Reserve:
 
     def _engine_left(self, engine: Engine) -> None:
         self._mover.counters.lost_tokens += engine.view().lost_tokens
+        self._offline.pop(engine.service, None)
         online = self.online.pop(engine.service, None)
         if online is not None:
             self.saved[engine.service] = online.state
@@ -283,21 +298,23 @@ class Reserve:
 
     def _lend(self, engine: Engine) -> None:
         """What nobody needs goes to offline work, a packet of orders at a time, while its GPUs are open."""
-        if engine.service in self._lending or not self._mover.can_lend(engine):
+        offline = self._offline.setdefault(engine.service, Offline())
+        if offline.lending or self._clock.now_ns() < offline.blocked_until_ns or not self._mover.can_lend(engine):
             return
         bare = engine.bare_columns()
         least = max(1, LEND_HANDLES // engine.handles_per_column)
         columns = bare[: min(least, self._mover.fitting(engine, bare))]
         if len(columns):
-            self._lending.add(engine.service)
-            start(self._lending_to(engine, columns))
+            offline.lending = True
+            start(self._lending_to(engine, offline, columns))
 
-    async def _lending_to(self, engine: Engine, columns: Ints) -> None:
+    async def _lending_to(self, engine: Engine, offline: Offline, columns: Ints) -> None:
         came = 0
         try:
             came = await self._mover.lend(engine, columns)
         finally:
-            self._lending.discard(engine.service)
+            offline.lending = False
+            offline.note(came, self._clock.now_ns())
         if came:
             self.look_soon()
 
