@@ -242,6 +242,7 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
         processes=processes,
         run_dir=run_dir,
         version=_version(),
+        kv=daemon.kv,
     )
     return Room(host, config.kube)
 

@@ -33,7 +33,7 @@ from valve_scheduler.objects import annotation, offline_pod, owner_uid, pod_plac
 from valve_scheduler.placement import Job, PlacementSettings
 from valve_scheduler.policies import merge_patch, node_spec
 from valve_scheduler.probes import Probes
-from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store
+from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store, to_profile
 from valve_scheduler.requeue import Pending, newly_feasible
 from valve_scheduler.state import ClusterState
 from valve_scheduler.views import labels_view, nodes_view, pods_view, policies_view, profiles_view, workloads_view
@@ -150,11 +150,13 @@ class Controller:
     # Policies
 
     async def apply_policies(self) -> None:
-        """Write into each GPUHarvestNode what the policies say of it: the one object its daemon follows."""
+        """Write into each GPUHarvestNode what the policies say of it, and which of its pods to profile: the one object
+        its daemon follows."""
         policies, now_s = self._state.policies, self._now_s()
+        profile = to_profile(self.pods.items.values(), self.profiles.items, now_s)
         patches = []
         for (_, name), node in self.nodes.items.items():
-            wanted = node_spec(policies, self.labels.get(name, {}))
+            wanted = node_spec(policies, self.labels.get(name, {}), profile.get(name, ()))
             spec = node.get("spec") or {}
             stands = {"paused": bool(spec.get("paused")), "resolved": spec.get("resolved") or {}}
             told, told_s = self._told.get(name, ({}, 0.0))

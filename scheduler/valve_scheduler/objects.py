@@ -141,6 +141,11 @@ def started_at_s(pod: Object) -> float:
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else math.inf
 
 
+def created_at_s(pod: Object) -> float:
+    text = pod["metadata"].get("creationTimestamp")
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else -math.inf
+
+
 def offline_pod(pod: Object) -> OfflinePod:
     """Read a pod that asks for harvested GPUs; raises InvalidObject for annotations that cannot be used."""
     metadata = pod["metadata"]

@@ -5,7 +5,7 @@ name. Namespaces and the eviction budget belong to the whole cluster, so they ar
 A policy that is not valid is refused by the API server's schema; what gets past it is left out by name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +56,16 @@ def read_policies(items: Iterable[Object]) -> Policies:
     return Policies(items=ordered, namespaces=rules)
 
 
-def node_spec(policies: Policies, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The part of a GPUHarvestNode's spec that the controller writes; the daemon and the extender read it."""
+def node_spec(policies: Policies, labels: Mapping[str, str], profile: Sequence[str] = ()) -> dict[str, Any]:
+    """The part of a GPUHarvestNode's spec that the controller writes; the daemon and the extender read it. `profile`:
+    offline pods to be measured."""
     policy = policies.of_node(labels)
     resolved = {key: policy[key] for key in _FOR_NODES if key in policy}
     modes = [{"name": name, "mode": rule.mode} for name, rule in sorted(policies.namespaces.items()) if rule.mode]
     if modes:
         resolved["namespaces"] = modes
+    if profile:
+        resolved["profile"] = list(profile)
 
     return {"paused": policies.paused(labels), "resolved": resolved}
 

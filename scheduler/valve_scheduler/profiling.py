@@ -5,7 +5,8 @@ could run. Time gated is left out on both sides, so the speed at a limit is that
 one at the highest limit is T0. Speed never falls with memory: what noise says otherwise is averaged out.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ import yaml
 from valve_scheduler import names
 from valve_scheduler.errors import InvalidObject
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient
-from valve_scheduler.objects import Object, workload_profile
+from valve_scheduler.objects import Object, annotation, created_at_s, pod_place, workload_profile
 
 # Below this the first compile and a cold cache are most of what was measured.
 MIN_RUNNABLE_S = 60.0
 MIN_LEVELS = 3
+# Time enough for four levels on a GPU that is idle a third of it; another pod is tried then.
+PROFILING_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,25 @@ class Level:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.runnable_s
+
+
+def to_profile(pods: Iterable[Object], profiles: Collection[tuple[str, str]], now_s: float) -> dict[str, list[str]]:
+    """Node -> UIDs of the pods whose daemon shall give them memory in steps: of each profile that is asked for and does
+    not exist, one best-effort pod, the oldest that has not had its hour. As soon as it is placed, since steps only go
+    up: an engine that has all its memory has nothing left to show."""
+    first: dict[tuple[str, str], tuple[float, str, str]] = {}
+    for pod in pods:
+        place, name = pod_place(pod), annotation(pod, names.PROFILE)
+        key = (place.namespace, name)
+        made_s = created_at_s(pod)
+        is_fit = place.gpu_uuids and not place.finished and not annotation(pod, names.SLA)
+        if name and is_fit and key not in profiles and now_s - made_s < PROFILING_S:
+            first[key] = min(first.get(key, (math.inf, "", "")), (made_s, place.uid, place.node))
+    found: dict[str, list[str]] = {}
+    for _, uid, node in sorted(first.values()):
+        found.setdefault(node, []).append(uid)
+
+    return found
 
 
 def levels_of(entry: Object) -> list[Level]:

@@ -405,6 +405,22 @@ async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(t
 
 
 @scenario
+async def test_a_pod_to_be_profiled_gets_its_memory_in_steps_from_its_first_second(tmp_path):
+    async with kube_node(tmp_path) as node:
+        ceiling = node.world.kv.reserve.ceiling
+        node.room.api.found({"spec": {"resolved": {"profile": [OFFLINE_UID]}}})
+        node.put(pod("batch-0", OFFLINE_UID, role="offline"))
+        node.world.processes.add(400, cgroup=group(OFFLINE_UID))
+
+        client = node.world.hello(400, Role.OFFLINE).client
+        service = node.world.books.clients[client].service
+
+        assert ceiling(service) == 0.25
+        node.room.api.found({"spec": {}})
+        assert ceiling(service) == 1.0
+
+
+@scenario
 async def test_of_pod_and_namespace_the_stricter_mode_holds(tmp_path):
     async with kube_node(tmp_path) as node:
         await registered(node)

@@ -50,6 +50,27 @@ def test_an_offline_engine_alone_gets_all_that_it_can_use(world):
     assert len(offline.backed()) == 64
 
 
+def test_an_offline_engine_is_lent_no_more_than_its_ceiling(world):
+    share = 0.25
+    world.kv.reserve.ceiling = lambda service: share
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    [engine] = world.kv.memory.engines.values()
+
+    assert len(offline.backed()) == 16
+    assert world.kv.reserve.short_of_ceiling(engine) == 0
+    assert world.kv.reserve.withheld(engine) == {0: 12 * 2 << 20}
+    share = 0.5
+    world.kv.reserve.look()
+    world.run(500)
+
+    assert len(offline.backed()) == 32
+    share = 0.25
+    assert world.kv.reserve.short_of_ceiling(engine) == -4  # nothing is taken for it
+    world.run(500)
+    assert len(offline.backed()) == 32
+
+
 def test_an_online_engine_gets_its_headroom_when_it_attaches(world):
     online = world.engine("online", columns=16)
 

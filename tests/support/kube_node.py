@@ -137,6 +137,7 @@ class KubeNode:
             processes=world.processes,
             run_dir=self.folder,
             version="test",
+            kv=world.kv,
         )
 
     async def stop_room(self):

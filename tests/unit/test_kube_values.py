@@ -155,6 +155,24 @@ def test_a_successor_goes_on_from_the_last_report() -> None:
     assert (facts.gated_s, facts.preemptions) == (1.5, 2)
 
 
+def test_lost_tokens_are_counted_across_engines_and_our_restarts() -> None:
+    """An engine goes on counting when it attaches to a successor; a new engine of the pod begins at zero."""
+    book = OfflineBook()
+    book.seed({"offline": [{"podUID": "u", "tokensLost": 40}]})
+    book.adopt(7, harvest_s=0, tokens=0)
+    for now_s, lost in enumerate([None, 40, 45, None, 45, 50, 3]):
+        book.read([replace(reading(0), lost=lost)], now_s)
+
+    assert book.facts({"u"})[0].tokens_lost == 40 + 10 + 3
+
+
+def test_without_a_hook_nothing_is_said_of_lost_tokens() -> None:
+    book = OfflineBook()
+    book.read([reading(0)], 0)
+
+    assert book.facts({"u"})[0].tokens_lost is None
+
+
 def test_time_without_work_is_no_demand_and_pods_that_are_gone_are_forgotten() -> None:
     book = OfflineBook()
     book.read([reading(0, work=False)], 0)

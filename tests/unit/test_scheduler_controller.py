@@ -248,6 +248,18 @@ def test_what_a_policy_says_no_more_is_taken_out_of_the_node() -> None:
     assert world.apply_policies() == []
 
 
+def test_the_node_of_a_pod_whose_profile_is_missing_is_told_to_measure_it() -> None:
+    world = World()
+    world.report("n1")
+    asking = pod(annotations={names.PROFILE: "m"}, node="n1", held=uuids("n1")[0])
+    asking["metadata"]["creationTimestamp"] = datetime.fromtimestamp(NOW_S - 5, timezone.utc).isoformat()
+    world.pods.sink.put(asking)
+
+    assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"profile": ["uid-p1"]}})]
+    world.profile()
+    assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"profile": None}})]
+
+
 def test_a_node_whose_crd_drops_what_it_is_told_is_not_told_every_second() -> None:
     world = World()
     world.report("n1")

@@ -1,11 +1,16 @@
 """Curves: measured ones rise with memory whatever the noise, and a wrong file is refused before anything is stored."""
 
+from datetime import datetime, timezone
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reports import NOW_S, pod
+from valve_scheduler import names
 from valve_scheduler.errors import InvalidObject
 from valve_scheduler.objects import workload_profile
-from valve_scheduler.profiling import Level, curve_of, is_enough, levels_of, measured_spec, read_by_hand
+from valve_scheduler.profiling import Level, curve_of, is_enough, levels_of, measured_spec, read_by_hand, to_profile
 
 BY_HAND = """
 kind: OfflineProfile
@@ -84,3 +89,33 @@ def test_a_profile_by_hand_goes_where_it_says_unless_told_otherwise() -> None:
 def test_a_wrong_file_is_refused_with_what_is_wrong(change: tuple[str, str], why: str) -> None:
     with pytest.raises(InvalidObject, match=why):
         read_by_hand(BY_HAND.replace(*change))
+
+
+def placed(name: str, age_s: float, node: str = "n1", profile: str = "llama", **more: str) -> dict[str, Any]:
+    notes = {names.PROFILE: profile, **{f"valve.gpu/{key}": value for key, value in more.items()}}
+    found = pod(name, node=node, held=f"GPU-{name}", annotations=notes)
+    made_at = datetime.fromtimestamp(NOW_S - age_s, timezone.utc).isoformat()
+    found["metadata"]["creationTimestamp"] = made_at
+    return found
+
+
+def test_of_the_pods_that_ask_for_a_missing_profile_the_oldest_is_measured() -> None:
+    pods = [placed("a", 10), placed("b", 20, "n2"), placed("c", 5, "n2", "qwen")]
+
+    assert to_profile(pods, {}, NOW_S) == {"n2": ["uid-b", "uid-c"]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        placed("had-its-hour", 3601),
+        placed("promised", 20, **{"sla-throughput": "0.3"}),
+        placed("names-none", 20, profile=""),
+        placed("is-known", 20, profile="known"),
+        pod("waits", annotations={names.PROFILE: "llama"}),
+        {**placed("is-done", 20), "status": {"phase": "Succeeded"}},
+    ],
+    ids=lambda one: one["metadata"]["name"],
+)
+def test_who_is_not_measured(other: dict[str, Any]) -> None:
+    assert to_profile([other, placed("a", 10)], {("default", "known")}, NOW_S) == {"n1": ["uid-a"]}

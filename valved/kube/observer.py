@@ -9,7 +9,9 @@ from uuid import UUID
 
 from valve_scheduler import names
 
+from valved.config import MIB
 from valved.kube.cgroup import pod_of
+from valved.kube.levels import LevelBook, Standing
 from valved.kube.offline import Reading
 from valved.kube.podresources import Holding
 from valved.kube.pods import PodBook
@@ -19,7 +21,9 @@ from valved.mechanism.ports import GpuInfo, ProcessPort
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.policy.guard import Card, Holder, Stranger
 from valved.service.books import Books
+from valved.service.engines import Engine
 from valved.service.gate import GateService
+from valved.service.kv import Kv
 from valved.service.register import Register
 
 # NVIDIA's device plugin, and its DRA driver.
@@ -45,6 +49,7 @@ class Observer:
     book: PodBook
     register: Register
     processes: ProcessPort
+    kv: Kv | None = None
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
@@ -85,7 +90,9 @@ class Observer:
     def slots_in_use(self, holdings: tuple[Holding, ...]) -> frozenset[str]:
         return frozenset(slot for holding in holdings if holding.resource == names.RESOURCE for slot in holding.ids)
 
-    def readings(self, now_ns: int, gained: Mapping[GpuIndex, Gained]) -> Iterator[Reading]:
+    def readings(
+        self, now_ns: int, gained: Mapping[GpuIndex, Gained], cards: Mapping[bytes, CardUse]
+    ) -> Iterator[Reading]:
         """Accounts of the services that belong to offline pods; `gained` since the last time."""
         for claim in self.books.claims.values():
             group = pod_of(claim.cgroup)
@@ -94,6 +101,7 @@ class Observer:
             service = self.books.services[claim.service]
             tokens = self.register.tokens(claim.service)
             has_hook = any(client.role is Role.HOOK for client in self.books.clients_of(claim.service))
+            engine = self.kv.memory.engines.get(claim.service) if self.kv is not None else None
             yield Reading(
                 pod_uid=group.uid,
                 service=claim.service,
@@ -103,7 +111,31 @@ class Observer:
                 has_work=bool(service.compute_on),
                 gated_s=sum(gained[gpu].gated_s for gpu in service.compute_on if gpu in gained),
                 stops=sum(gained[gpu].stops for gpu in service.compute_on if gpu in gained),
+                lost=engine.view().lost_tokens if engine is not None else None,
+                memory=self._standing(engine, cards),
             )
+
+    def _standing(self, engine: Engine | None, cards: Mapping[bytes, CardUse]) -> Standing | None:
+        """On the scarcest of its GPUs."""
+        if engine is None or self.kv is None or not engine.can_lose:
+            return None
+        reserve = self.kv.reserve
+        withheld = reserve.withheld(engine)
+        uses = {gpu.index: cards.get(gpu.uuid) for gpu in self.gpus if gpu.index in engine.gpus}
+        free = [self.free_bytes(use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
+        if len(free) < len(engine.gpus):
+            return None
+        return Standing(
+            limit_mib=max(0, min(free)) / MIB,
+            short=reserve.short_of_ceiling(engine),
+            can_grow=reserve.can_have_more(engine),
+        )
+
+    def ceiling(self, service: ServiceId, levels: LevelBook) -> float:
+        """Share of its KV memory that an offline service may have now."""
+        groups = (pod_of(claim.cgroup) for claim in self.books.claims.values() if claim.service == service)
+        series = (levels.series(group.uid) for group in groups if group is not None)
+        return min((one.share for one in series if one is not None), default=1.0)
 
     def lent(self, lent_s: Mapping[ServiceId, float]) -> Iterator[LentFacts]:
         """What online pods lent, and what it cost them."""

@@ -47,6 +47,7 @@ from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books
 from valved.service.brake import Brake
 from valved.service.gate import GateService
 from valved.service.journal import Journal
+from valved.service.kv import Kv
 from valved.service.register import Register
 
 log = logging.getLogger("valved.kube")
@@ -75,6 +76,7 @@ class Host:
     processes: ProcessPort
     run_dir: Path
     version: str
+    kv: Kv | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +116,10 @@ class Room:
             book=self.book,
             register=host.register,
             processes=host.processes,
+            kv=host.kv,
         )
+        if host.kv is not None:
+            host.kv.reserve.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
         self.api = ApiServer(client or KubeClient(access(table.kubeconfig, dict(os.environ))), table.node, self.book)
         self.api.found = self._own_object
         self._follower = Follower(host.brake, host.keeper)
@@ -142,7 +147,7 @@ class Room:
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
         host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
-        for reading in self._observer.readings(host.clock.now_ns(), {}):
+        for reading in self._observer.readings(host.clock.now_ns(), {}, {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
 
     async def run(self) -> None:
@@ -212,7 +217,7 @@ class Room:
 
     def _give_receipts(self, gained: Mapping[GpuIndex, Gained], now_ns: int) -> None:
         """Book what offline pods got, and what the online services of those GPUs lent."""
-        self.offline.read(self._observer.readings(now_ns, gained), now_ns / 1e9)
+        self.offline.read(self._observer.readings(now_ns, gained, self._memory.cards), now_ns / 1e9)
         lent_s = self._memory.lent_s
         self._memory.lent_s = {
             key: lent_s.get(key, 0.0) + sum(gained[gpu].harvest_s for gpu in service.gpus if gpu in gained)
@@ -332,6 +337,7 @@ class Room:
         found, spec = harvest_node.get("status") or {}, harvest_node.get("spec") or {}
         self.offline.seed(found)
         self._memory.epoch = max(self._memory.epoch, int(found.get("epoch", 0)))
+        self.offline.levels.want((spec.get("resolved") or {}).get("profile") or [])
         if self._follower.obey(spec):
             self._observer.namespace_modes = self._follower.namespace_modes
             self._wake.set()

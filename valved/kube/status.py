@@ -8,6 +8,7 @@ from typing import Any
 
 from valve_scheduler import names
 
+from valved.kube.levels import Level
 from valved.kube.series import NodeSeries
 from valved.model.ids import Mode
 from valved.policy.guard import Verdict
@@ -39,6 +40,8 @@ class OfflineFacts:
     demand_s: float
     gated_s: float = 0.0
     preemptions: int = 0
+    tokens_lost: int | None = None
+    levels: tuple[Level, ...] = ()  # of a profiling run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +198,17 @@ def _offline(pod: OfflineFacts) -> Json:
     }
     if pod.useful_tokens is not None:
         entry["usefulTokens"] = pod.useful_tokens
+    if pod.tokens_lost is not None:
+        entry["tokensLost"] = pod.tokens_lost
+    if pod.levels:
+        entry["levels"] = [
+            {
+                "limitMiB": round(level.limit_mib),
+                "usefulTokens": level.tokens,
+                "runnableSeconds": round(level.runnable_s, 3),
+            }
+            for level in pod.levels
+        ]
     return entry
 
 

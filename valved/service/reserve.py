@@ -7,7 +7,8 @@ online engines offer; then, if nobody is short, lend free memory to offline engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from valved.config import MIB, Config
@@ -71,6 +72,7 @@ class Reserve:
         self.online: dict[ServiceId, Online] = {}
         self._offline: dict[ServiceId, Offline] = {}
         self.saved: dict[ServiceId, ReservationState] = {}  # of a predecessor, until their engines attach again
+        self.ceiling: Callable[[ServiceId], float] = lambda service: 1.0  # share of its columns offline is lent at most
         self._memory = memory
         self._mover = mover
         self._journal = journal
@@ -303,7 +305,7 @@ class Reserve:
             return
         bare = engine.bare_columns()
         least = max(1, LEND_HANDLES // engine.handles_per_column)
-        columns = bare[: min(least, self._mover.fitting(engine, bare))]
+        columns = bare[: min(least, max(0, self.short_of_ceiling(engine)), self._mover.fitting(engine, bare))]
         if len(columns):
             offline.lending = True
             start(self._lending_to(engine, offline, columns))
@@ -317,6 +319,21 @@ class Reserve:
             offline.note(came, self._clock.now_ns())
         if came:
             self.look_soon()
+
+    def short_of_ceiling(self, engine: Engine) -> int:
+        """Columns up to the ceiling of an offline engine; negative when it has more."""
+        return math.ceil(self.ceiling(engine.service) * engine.columns) - int(engine.backed_columns().sum())
+
+    def withheld(self, engine: Engine) -> dict[GpuIndex, int]:
+        """Bytes that only its ceiling keeps from an offline engine."""
+        bare = engine.bare_columns()
+        could = bare[max(0, self.short_of_ceiling(engine)) : self._mover.fitting(engine, bare)]
+        size = self._memory.pool.handle_bytes
+        return {gpu: int(engine.handles_of(gpu)[could].sum()) * size for gpu in engine.gpus}
+
+    def can_have_more(self, engine: Engine) -> bool:
+        """Without taking it from anybody."""
+        return self._mover.fitting(engine, engine.bare_columns()) > 0
 
 
 def says_the_same(before: ReservationDecision, now: ReservationDecision) -> bool:
