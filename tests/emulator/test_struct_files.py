@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import struct
 
 from rm_process import (
@@ -20,10 +21,12 @@ from rm_process import (
     device_params,
     grow_tree,
     request,
+    use_uvm,
 )
 from valve_tools.emulator.client import Emulator
 
 FIRST_GPU_ID = 3 << 8
+PAGES = 5  # wire.h: a connection that changes the pages of a uvm file's owner
 
 
 def id_info(gpu_id: int = FIRST_GPU_ID) -> bytes:
@@ -199,3 +202,17 @@ def test_a_thread_that_closed_every_fd_of_the_process_can_call_again(process: Rm
         process.start("close", fd=fd).exception(60)
 
     assert process.control(ctl, client, client, ID_INFO, id_info()).status == OK
+
+
+def test_only_the_owner_of_a_uvm_file_serves_its_pages(emulator: Emulator, process: RmProcess) -> None:
+    """Whoever else offers that is sent away, and keeps no file alive."""
+    use_uvm(grow_tree(process))
+
+    for row in emulator.state().raw["files"]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.connect(str(emulator.directory / "emu.sock"))
+            link.send(struct.pack("<IIIIQ", 0x33554D45, PAGES, 0, 0, row["id"]))
+            assert struct.unpack("<iIQ", link.recv(16))[0] == errno.EPERM
+    process.kill()
+
+    emulator.wait(lambda state: not state.raw["files"], "every file released")

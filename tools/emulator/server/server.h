@@ -125,7 +125,7 @@ struct vaspace { /* behind a uvm file */
 	uint32_t gpus, gpu_vaspaces; /* bit masks */
 	TAILQ_HEAD(ranges, range) ranges;
 	pthread_mutex_t lock; /* modelled: UVM's own va_space lock */
-	int pages;            /* connection that changes the owner's mappings, -1 when none */
+	int pages; /* connection that changes the owner's mappings, -1 when none; guarded by lock */
 	uint32_t page_seq;
 };
 

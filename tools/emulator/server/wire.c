@@ -178,6 +178,8 @@ void calls_serve(int sock, pid_t pid, uid_t uid)
 
 static int open_error(const struct emu_hello *hello)
 {
+	if (hello->kind < EMU_CTL || hello->kind > EMU_ADMIN)
+		return EINVAL;
 	if (hello->kind == EMU_NODE && hello->minor >= S.gpus)
 		return ENXIO;
 	if (hello->kind == EMU_NODE && load(&S.gpu[hello->minor].board->lost))
@@ -185,40 +187,53 @@ static int open_error(const struct emu_hello *hello)
 	return 0;
 }
 
-static void keep_pages(uint64_t id, int sock)
+static bool welcome(int sock, int error, const struct file *f)
 {
-	struct file *f = file_get(id);
+	struct emu_welcome w = {.nonce = S.nonce, .file = f ? f->id : EMU_NO_FILE, .error = error};
 
-	if (!f || !f->uvm) {
-		close(sock);
-		return;
-	}
-	state_lock();
-	if (f->uvm->pages >= 0)
-		close(f->uvm->pages);
-	f->uvm->pages = sock;
-	state_unlock();
-	file_put(f);
+	return send_with_fd(sock, &w, sizeof w, -1) == 0 && !error;
 }
 
+/* The connection over which the pages of a uvm file's owner are changed. Under the lock of whoever changes them, so
+ * that nobody waits on the former connection, and nothing is sent on this one before the welcome. */
+static bool keep_pages(int sock, uint64_t id, pid_t pid)
+{
+	struct file *f = file_get(id);
+	bool kept = false;
+
+	if (f && f->uvm) {
+		pthread_mutex_lock(&f->uvm->lock);
+		if (f->uvm->initialised && f->uvm->owner == pid && welcome(sock, 0, NULL)) {
+			if (f->uvm->pages >= 0)
+				close(f->uvm->pages);
+			f->uvm->pages = sock;
+			kept = true;
+		}
+		pthread_mutex_unlock(&f->uvm->lock);
+	}
+	if (f)
+		file_put(f);
+	return kept || welcome(sock, EPERM, NULL);
+}
+
+/* False: nobody has a use for the connection. What is kept, as a file or of one, is closed with that file. */
 static bool greet(int sock, struct emu_hello *hello, const struct ucred *peer)
 {
-	struct emu_welcome welcome = {.nonce = S.nonce, .file = EMU_NO_FILE};
-	struct file *f = NULL;
-	bool sent;
+	struct file *f;
+	int error;
 
 	if (receive(sock, hello, sizeof *hello) != sizeof *hello || hello->magic != EMU_WIRE_MAGIC)
 		return false;
-	welcome.error = open_error(hello);
-	if (!welcome.error && hello->kind <= EMU_UVM) {
-		f = file_new((enum emu_kind)hello->kind, hello->minor, sock, peer->pid, peer->uid);
-		welcome.error = f ? 0 : ENOMEM;
-		welcome.file = f ? f->id : EMU_NO_FILE;
-	}
-	sent = send_with_fd(sock, &welcome, sizeof welcome, -1) == 0 && !welcome.error;
+	error = open_error(hello);
+	if (!error && hello->kind == EMU_PAGES)
+		return keep_pages(sock, hello->file, peer->pid);
+	if (error || hello->kind > EMU_UVM)
+		return welcome(sock, error, NULL);
+	f = file_new((enum emu_kind)hello->kind, hello->minor, sock, peer->pid, peer->uid);
 	if (!f)
-		return sent;
-	file_put(f); /* from here on the socket belongs to the file */
+		return welcome(sock, ENOMEM, NULL);
+	welcome(sock, 0, f);
+	file_put(f);
 	return true;
 }
 
@@ -235,21 +250,13 @@ void *connection_thread(void *argument)
 		close(sock);
 		return NULL;
 	}
-	switch (hello.kind) {
-	case EMU_CALLS:
+	if (hello.kind == EMU_CALLS)
 		calls_serve(sock, peer.pid, peer.uid);
-		close(sock);
-		break;
-	case EMU_ADMIN:
+	else if (hello.kind == EMU_ADMIN)
 		admin_serve(sock);
-		close(sock);
-		break;
-	case EMU_PAGES:
-		keep_pages(hello.file, sock);
-		break;
-	default: /* a file: files.c watches it from here on */
-		break;
-	}
+	else
+		return NULL; /* kept */
+	close(sock);
 	return NULL;
 }
 
