@@ -15,6 +15,7 @@ from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.vllm import check
 from valve_hook.vllm.engine import VllmEngine
+from valve_hook.vllm.progress import Progress
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
 log = logging.getLogger("valve")
@@ -33,8 +34,7 @@ class SchedulerHook:
             block_tokens=self.engine.block_tokens, slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0)
         )
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
-        self.useful_tokens = 0
-        self.ended = 0
+        self.progress = Progress(scheduler, link)
         self._idle = threading.Lock()
         self._is_idle = False  # written under the lock; the engine's thread touches no block while it is True
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
@@ -75,49 +75,41 @@ class SchedulerHook:
         self.engine.record(self.ledger, output)
         self.keeper.publish()
         self._is_idle = not self.scheduler.requests and not self.ledger.steps
-        self.ended += len(output.finished_req_ids)
-        region = self.link.region
-        if region is not None:
-            region.write(len(self.scheduler.requests), self.ended, self.useful_tokens)
+        self.progress.after_schedule(output)
 
     def before_update(self, output: Any, result: Any) -> None:
         if self.keeper.sync():
             self._dropping = len(self.ledger.steps)
         self.ledger.believe(output)
-        sampled = result.sampled_token_ids
-        tokens = 0
-        if sampled:  # without drafts a row holds one token or none
-            drafts = output.scheduled_spec_decode_tokens
-            tokens = sum(map(len, sampled)) if drafts else len(sampled) - sampled.count([])
+        dropped: list[str] = []
         if self._dropping:
             self._dropping -= 1
-            dropped = self._dropped(output, result)
-            self.keeper.receipts.dropped_tokens += dropped
-            tokens -= dropped
-        self.useful_tokens += tokens
+            dropped = self._dropped(output)
+        self.keeper.receipts.dropped_tokens += self.progress.count(output, result, dropped)
 
-    def _dropped(self, output: Any, result: Any) -> int:
-        requests, sampled = self.scheduler.requests, result.sampled_token_ids or []
-        stale = [
+    def fail(self, what: str) -> None:
+        self.keeper.fail(what)
+
+    def _dropped(self, output: Any) -> list[str]:
+        """Requests whose output in this step vLLM will not believe."""
+        requests = self.scheduler.requests
+        return [
             name
             for name in output.num_scheduled_tokens
             if (request := requests.get(name)) is None
             or (request.num_stale_output_tokens > 0 and request.drop_stale_output)
         ]
-        return sum(len(sampled[result.req_id_to_index[name]]) for name in stale if sampled)
 
 
-def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | None:
-    hook: SchedulerHook | None = scheduler.__dict__.get("_valve")
+def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | Progress | None:
+    hook: SchedulerHook | Progress | None = scheduler.__dict__.get("_valve")
     if "_valve" in scheduler.__dict__ or not make:
         return hook
     scheduler._valve = None
     try:
         link = process_link()
-        if link is None:
-            return None
-        engine, mode = check.judge(scheduler)
-        hook = scheduler._valve = SchedulerHook(scheduler, link, mode, engine)
+        if link is not None:
+            hook = scheduler._valve = _make_hook(scheduler, link)
     except check.Refused as refused:
         log.warning("valve: not attached, nothing is reclaimed from this engine: %s", refused)
     except Exception:
@@ -125,11 +117,20 @@ def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | None:
     return hook
 
 
-def _run(hook: SchedulerHook, what: str, action: Callable[..., None], *arguments: Any) -> None:
+def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
+    try:
+        engine, mode = check.judge(scheduler)
+    except check.MemoryRefused as refused:
+        log.warning("valve: requests and tokens are reported, nothing is reclaimed from this engine: %s", refused)
+        return Progress(scheduler, link)
+    return SchedulerHook(scheduler, link, mode, engine)
+
+
+def _run(hook: SchedulerHook | Progress, what: str, action: Callable[..., None], *arguments: Any) -> None:
     try:
         action(*arguments)
     except Exception:
-        hook.keeper.fail(f"{what} failed")
+        hook.fail(f"{what} failed")
 
 
 def before_schedule(scheduler: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from valve_hook import VERSION
@@ -30,6 +31,10 @@ REQUEST_FIELDS = {"request_id", "num_computed_tokens", "num_stale_output_tokens"
 
 class Refused(Exception):
     """Valve stays away; the text says why and what to do."""
+
+
+class MemoryRefused(Refused):
+    """Of its memory only: requests and tokens are counted all the same."""
 
 
 def parse(version: str) -> tuple[int, int]:
@@ -69,22 +74,58 @@ def judge(scheduler: Any) -> tuple[str, Mode]:
 
 
 def refuse_configuration(scheduler: Any) -> None:
+    """As the scheduler's process sees it."""
+    refuse(
+        scheduler.vllm_config.parallel_config,
+        scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups,
+        is_context_parallel=getattr(scheduler, "dcp_world_size", 1) * getattr(scheduler, "pcp_world_size", 1) > 1,
+        has_connector=getattr(scheduler, "connector", None) is not None,
+        has_encoder_connector=getattr(scheduler, "ec_connector", None) is not None,
+        is_encoder_decoder=bool(getattr(scheduler, "is_encoder_decoder", False)),
+    )
+
+
+def refuse_for_worker(config: Any, groups: Sequence[Any]) -> None:
+    """The same judgement as a worker sees it, before the cache is made: memory that comes and goes needs a scheduler
+    that heeds the table.
+    """
+    parallel = config.parallel_config
+    context = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    refuse(
+        parallel,
+        groups,
+        is_context_parallel=any(getattr(parallel, name, 1) > 1 for name in context),
+        has_connector=config.kv_transfer_config is not None,
+        has_encoder_connector=getattr(config, "ec_transfer_config", None) is not None,
+        is_encoder_decoder=bool(getattr(config.model_config, "is_encoder_decoder", False)),
+    )
+
+
+def refuse(
+    parallel: Any,
+    groups: Sequence[Any],
+    *,
+    is_context_parallel: bool,
+    has_connector: bool,
+    has_encoder_connector: bool,
+    is_encoder_decoder: bool,
+) -> None:
     """What cannot be recomputed from a block boundary, or was never tried."""
-    parallel = scheduler.vllm_config.parallel_config
-    groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     reasons = {
-        f"{len(groups)} KV cache groups (hybrid, sliding-window or Mamba layers)": len(groups) != 1,
+        "an engine without a KV cache": not groups,
+        f"{len(groups)} KV cache groups (hybrid, sliding-window or Mamba layers)": len(groups) > 1,
         "KV that is not full attention": any(not is_full_attention(group.kv_cache_spec) for group in groups),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
-        "context parallelism": getattr(scheduler, "dcp_world_size", 1) * getattr(scheduler, "pcp_world_size", 1) > 1,
-        "a KV connector (transfer or offload)": getattr(scheduler, "connector", None) is not None,
-        "an encoder-cache connector": getattr(scheduler, "ec_connector", None) is not None,
-        "an encoder-decoder model": bool(getattr(scheduler, "is_encoder_decoder", False)),
+        "context parallelism": is_context_parallel,
+        "a KV connector (transfer or offload)": has_connector,
+        "an encoder-cache connector": has_encoder_connector,
+        "an encoder-decoder model": is_encoder_decoder,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        raise Refused(f"{found[0]} is not supported: run this engine without Valve's memory, or without that feature")
+        step = "run this engine without Valve's memory, or without that feature"
+        raise MemoryRefused(f"{found[0]} is not supported: {step}" if groups else f"{found[0]} has no memory to lend")
 
 
 def is_full_attention(spec: Any) -> bool:

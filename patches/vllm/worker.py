@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from valve_hook.link import Layout, Tensor, process_link
@@ -62,17 +62,17 @@ def _fresh_pool() -> contextlib.AbstractContextManager[Any] | None:
     return torch.cuda.use_mem_pool(torch.cuda.MemPool())  # type: ignore[no-any-return]
 
 
-def range_flags(config: Any) -> int:
-    """Elastic where the scheduler's hook will heed the table: the same judgement, as far as a worker can make it."""
+def range_flags(config: Any, groups: Sequence[Any] | None) -> int:
+    """Elastic where the scheduler's hook will heed the table: the same judgement, before there is a scheduler."""
     import vllm
 
-    parallel = config.parallel_config
-    is_odd = parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or config.kv_transfer_config
     try:
         is_known = check.mode_of(vllm.__version__) is not Mode.NONE
+        check.refuse_for_worker(config, groups or ())
+        check.toy_pool()
     except check.Refused:
-        is_known = False
-    return KV_ELASTIC if is_known and not is_odd else 0
+        return 0
+    return KV_ELASTIC if is_known else 0
 
 
 def tensor_of(base: int, tensor: Any) -> Tensor:
@@ -112,10 +112,12 @@ def wrap_worker() -> None:
     @functools.wraps(context)
     def valve_context(self: Any, tag: str) -> Any:
         inner = context(self, tag)
-        return bracket(inner, range_flags(self.vllm_config)) if tag == "kv_cache" else inner
+        groups = self.__dict__.get("_valve_kv_groups")
+        return bracket(inner, range_flags(self.vllm_config, groups)) if tag == "kv_cache" else inner
 
     @functools.wraps(initialize)
     def valve_initialize(self: Any, kv_cache_config: Any) -> Any:
+        self._valve_kv_groups = kv_cache_config.kv_cache_groups
         result = initialize(self, kv_cache_config)
         try:
             register_layout(self.model_runner, kv_cache_config)
@@ -124,14 +126,25 @@ def wrap_worker() -> None:
         return result
 
     @functools.wraps(execute)
-    def valve_execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def valve_execute(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if between_steps is not None:
             between_steps()
-        return execute(self, *args, **kwargs)
+        forget_chunks(self.model_runner, scheduler_output)
+        return execute(self, scheduler_output, *args, **kwargs)
 
     setattr(valve_initialize, MARK, True)
     Worker.execute_model = valve_execute
     Worker._maybe_get_memory_pool_context, Worker.initialize_from_config = valve_context, valve_initialize
+
+
+def forget_chunks(runner: Any, output: Any) -> None:
+    """Token-wise pooling gathers the hidden states of a prompt chunk by chunk. A request that was sent back to waiting
+    begins again, and vLLM's V1 runner would put the new chunks behind the old ones.
+    """
+    for name in getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()):
+        state = getattr(getattr(runner, "requests", {}).get(name, None), "pooling_states", None)
+        if state is not None:
+            state.clean()
 
 
 def register_layout(runner: Any, config: Any) -> None:

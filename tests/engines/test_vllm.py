@@ -67,6 +67,16 @@ def test_tokens_are_identical_with_drafts(engines):
     assert is_sound(results)
 
 
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_embeddings_are_the_same_and_count_their_prompts(engines, task):
+    """Prompts of several chunks, nothing generated; vectors to a thousandth, however much was reclaimed."""
+    results = engines.campaign({"pooling": task, "trials": trials(4, every=2, held=3)})
+
+    assert is_sound(results)
+    assert total(results, "hit_requests") > 10
+    assert [trial["useful_tokens"] for trial in results] == [trial["prompt_tokens"] for trial in results]
+
+
 @MODES
 def test_the_coarse_way_is_identical_too(engines, is_async):
     results = engines.campaign({"async": is_async, "handling": "coarse", "trials": trials(3, events=8)})

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +237,7 @@ class Campaign:
             force_async()
         from vllm import LLM
 
+        self.pooling = str(options.get("pooling", ""))  # a task: answers are vectors, not tokens
         speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
         self.llm = LLM(
             model=model,
@@ -251,36 +252,43 @@ class Campaign:
             enable_prefix_caching=options.get("caching", True),
             seed=0,
             **({"speculative_config": speculative} if options.get("speculative") else {}),
+            **({"runner": "pooling", "convert": "embed"} if self.pooling else {}),
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.injector = Injector(self.core, self.node)
-        self.undisturbed: dict[tuple[int, int, int], list[list[int]]] = {}
+        self.undisturbed: dict[tuple[int, int, int], list[Any]] = {}
 
-    def generate(self, seed: int, count: int, tokens: int, aborts: int = 0) -> list[list[int]]:
+    def prompts(self, seed: int, count: int) -> list[list[int]]:
+        """Long ones where nothing is generated, so that a prompt takes some steps."""
+        return prompts(seed, count, long=200 if self.pooling else 70)
+
+    def asked(self, number: int, tokens: int) -> Any:
+        from vllm import PoolingParams, SamplingParams
+
+        if self.pooling:
+            return PoolingParams(task=self.pooling)
+        return SamplingParams(temperature=0.0, max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False)
+
+    def generate(self, seed: int, count: int, tokens: int, aborts: int = 0) -> list[Any]:
         """Greedy tokens of every request, in order; with `aborts` some are cancelled midway and sent again."""
-        from vllm import SamplingParams
-
         engine = self.llm.llm_engine
-        wanted = prompts(seed, count)
+        wanted = self.prompts(seed, count)
         names: dict[str, int] = {}
-        done: dict[int, list[int]] = {}
+        done: dict[int, Any] = {}
         chance = random.Random(seed + 99)
 
         def send(number: int, suffix: str = "") -> None:
             name = f"{seed}-{number}{suffix}-{time.monotonic_ns()}"
             names[name] = number
-            sampling = SamplingParams(
-                temperature=0.0, max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False
-            )
-            engine.add_request(name, {"prompt_token_ids": wanted[number]}, sampling)
+            engine.add_request(name, {"prompt_token_ids": wanted[number]}, self.asked(number, tokens))
 
         for number in range(count):
             send(number)
         step = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
-                if output.finished and output.request_id in names and output.outputs[0].finish_reason != "abort":
-                    done[names[output.request_id]] = list(output.outputs[0].token_ids)
+                if output.finished and output.request_id in names and not is_aborted(output):
+                    done[names[output.request_id]] = answer_of(output)
             step += 1
             if aborts and step % 9 == 0:
                 aborts -= 1
@@ -300,6 +308,7 @@ class Campaign:
         expected = self.undisturbed[work]
         hook = scheduler.__dict__.get("_valve")
         before = self.books(hook)
+        useful_before = hook.progress.useful_tokens if hook is not None else 0
         self.injector.start(
             seed,
             every=options.get("every", 8),
@@ -314,11 +323,12 @@ class Campaign:
             crash = ""
         except Exception as error:
             got, crash = [[]] * count, repr(error)
+        useful_tokens = hook.progress.useful_tokens - useful_before if hook is not None else 0
         self.injector.stop()
         if not crash and hook is not None:  # a step of nothing, so that the hook sees what came back
             self.generate(seed, 1, 8)
         after = self.books(hook)
-        wrong = sum(mine != theirs for mine, theirs in zip(expected, got, strict=True))
+        wrong = sum(not is_same(mine, theirs) for mine, theirs in zip(expected, got, strict=True))
         return {
             **options,
             "events": self.injector.events,
@@ -328,15 +338,32 @@ class Campaign:
             "crash": crash,
             "leak": leaks(scheduler),
             **{name: after[name] - before[name] for name in after},
+            "useful_tokens": useful_tokens,
+            "prompt_tokens": sum(map(len, self.prompts(seed, count))),
         }
 
     def books(self, hook: Any) -> dict[str, int]:
         if hook is None or self.node._book is None:
             return {}
-        book = self.node.book()
-        return {
-            name: book[name] for name in ("lost_blocks", "hit_requests", "lost_tokens", "dropped_tokens", "failures")
-        }
+        book, names = self.node.book(), ("lost_blocks", "hit_requests", "lost_tokens", "dropped_tokens", "failures")
+        return {name: book[name] for name in names}
+
+
+def is_aborted(output: Any) -> bool:
+    return isinstance(output.outputs, list) and output.outputs[0].finish_reason == "abort"
+
+
+def answer_of(output: Any) -> Any:
+    return list(output.outputs[0].token_ids) if isinstance(output.outputs, list) else output.outputs.data
+
+
+def is_same(mine: Any, theirs: Any) -> bool:
+    """Tokens to the last one; vectors as closely as the shapes of two batches allow."""
+    if isinstance(mine, list) or isinstance(theirs, list):
+        return bool(mine == theirs)
+    import torch
+
+    return mine.shape == theirs.shape and bool(torch.allclose(mine, theirs, atol=1e-3))
 
 
 def leaks(scheduler: Any) -> str:
@@ -350,10 +377,6 @@ def leaks(scheduler: Any) -> str:
     if any(block.ref_cnt for block in pool.blocks if not block.is_null):
         return "a free block has users"
     return ""
-
-
-def trials(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from plan["trials"]
 
 
 def main() -> None:
@@ -372,7 +395,7 @@ def main() -> None:
         )
     elif handling in ABLATIONS:
         ABLATIONS[handling](hook)
-    for options in trials(plan):
+    for options in plan["trials"]:
         print(
             json.dumps({"handling": handling, "async": bool(plan.get("async")), **campaign.trial(options)}), flush=True
         )

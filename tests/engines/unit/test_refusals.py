@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from valve_hook.vllm.check import Refused, is_full_attention, refuse_configuration
+from valve_hook.vllm.check import MemoryRefused, is_full_attention, refuse_configuration, refuse_for_worker
 
 
 class FullAttentionSpec:
@@ -60,8 +60,52 @@ def test_full_attention_is_taken(spec):
     ],
 )
 def test_this_is_refused_by_name(strange, word):
-    with pytest.raises(Refused, match=word):
+    with pytest.raises(MemoryRefused, match=word):
         refuse_configuration(strange)
+
+
+def test_an_engine_without_a_cache_has_no_memory_to_lend():
+    nothing = scheduler()
+    nothing.kv_cache_manager.kv_cache_config.kv_cache_groups = []
+
+    with pytest.raises(MemoryRefused, match="without a KV cache"):
+        refuse_configuration(nothing)
+
+
+def config(*, parallel=None, **names):
+    usual = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "decode_context_parallel_size": 1}
+    return SimpleNamespace(
+        **{
+            "parallel_config": SimpleNamespace(**{**usual, **(parallel or {})}),
+            "kv_transfer_config": None,
+            "model_config": SimpleNamespace(is_encoder_decoder=False),
+            **names,
+        }
+    )
+
+
+FULL = (SimpleNamespace(kv_cache_spec=FullAttentionSpec()),)
+
+
+@pytest.mark.parametrize(
+    ("strange", "groups", "word"),
+    [
+        (config(), (), "without a KV cache"),
+        (config(), (*FULL, SimpleNamespace(kv_cache_spec=SlidingWindowSpec())), "2 KV cache groups"),
+        (config(), (SimpleNamespace(kv_cache_spec=MambaSpec()),), "not full attention"),
+        (config(parallel={"pipeline_parallel_size": 2}), FULL, "pipeline"),
+        (config(parallel={"decode_context_parallel_size": 2}), FULL, "context parallelism"),
+        (config(kv_transfer_config=object()), FULL, "KV connector"),
+        (config(ec_transfer_config=object()), FULL, "encoder-cache"),
+        (config(model_config=SimpleNamespace(is_encoder_decoder=True)), FULL, "encoder-decoder"),
+    ],
+)
+def test_a_worker_refuses_what_the_scheduler_will_refuse(strange, groups, word):
+    """Else its cache would begin without memory, and nobody would heed the table that says so."""
+    refuse_for_worker(config(), FULL)
+
+    with pytest.raises(MemoryRefused, match=word):
+        refuse_for_worker(strange, groups)
 
 
 def test_a_group_of_many_kinds_is_full_attention_only_if_all_are():
