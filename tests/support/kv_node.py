@@ -77,12 +77,16 @@ class KvNode:
         self._stop = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._thread.join(timeout=60)  # whom it accepted last is among the connections now
         for link in self._connections:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         self._connections.clear()
-        self._thread.join(timeout=10)
         self.attached = ()
+
+    @property
+    def is_up(self) -> bool:
+        return not self._stop
 
     # ---- verbs ----
 
