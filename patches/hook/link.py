@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import logging
 import os
 import socket
 import struct
@@ -22,10 +23,13 @@ from pathlib import Path
 from valve_hook import VERSION, wire
 from valve_hook.shared import Book, Foreign, Region, Table
 
+log = logging.getLogger("valve")
+ENV_ROLE = "VALVE_ROLE"  # what `valve run` was asked for: a hint how long to wait, nothing else
 RETRY_S = 2.0
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
 LOOK_S = 0.1
-GONE_S = 30.0  # so long a first step waits for a valved that is being started again
+GONE_S = 30.0  # so long a first step waits for a valved that is being started again, or for its ranks
+OFFLINE_GONE_S = 90.0  # nobody waits for an answer; and after memory.attach_s (60 s) its cache is backed, hook or not
 RENEW_S = 0.2  # a fifth of the default lease; the control page says what holds here
 
 
@@ -33,8 +37,8 @@ class NoDaemon(Exception):
     """No session can be had now; the text says why."""
 
 
-class Gone(NoDaemon):
-    """The connection ended in the middle of an answer."""
+class NotYet(NoDaemon):
+    """The answer is still to come: valved was restarted in the middle of it, or waits for the engine's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +138,10 @@ class Link:
     _seq: int = 0
     _renew_s: float = RENEW_S
     _has_memory: bool = False
-    _is_gone: bool = False  # nobody answers where valved should
+    _has_failed: bool = False  # and said so, once
+    _is_waiting: bool = False  # somebody waits for `_answered`
     _poke: threading.Event = field(default_factory=threading.Event)
-    _settled: threading.Event = field(default_factory=threading.Event)
+    _answered: threading.Event = field(default_factory=threading.Event)
     _stop: bool = False
     _thread: threading.Thread | None = None
 
@@ -146,18 +151,16 @@ class Link:
             self._thread.start()
 
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
-        """Ask for the table; wait a little, once, so that a new engine starts with what it may use. Wait longer where
-        nobody answers: a valved that died after the cache was made has left it without memory, and comes back.
+        """Ask for the table and wait for valved's answer, once: a cache whose memory is valved's may have none until
+        then, and what a step computes from it would be believed. A valved that died comes back; one that waits for
+        the engine's ranks will have heard of them.
         """
         self.wanted = wanted
-        self._settled.clear()
+        self._answered.clear()
+        self._is_waiting = True
         self._poke.set()
-        self._settled.wait(wait_s)
-        until = time.monotonic() + self.gone_s
-        while self.session is None and self._is_gone and time.monotonic() < until:
-            self._settled.clear()
-            self._poke.set()
-            self._settled.wait(LOOK_S)
+        self._answered.wait(max(wait_s, self.gone_s))
+        self._is_waiting = False
         return self.session
 
     def register_layout(self, layout: Layout) -> None:
@@ -185,10 +188,10 @@ class Link:
                     self._serve(self._socket)
             except (OSError, NoDaemon, Foreign, ValueError, struct.error) as error:
                 self.said = f"{type(error).__name__}: {error}"
-                self._is_gone = isinstance(error, OSError | Gone)
+                if not isinstance(error, OSError | NotYet):
+                    self._answered.set()
             self._socket, self._told = None, ()
-            self._settled.set()
-            self._poke.wait(self.retry_s)
+            self._poke.wait(min(self.retry_s, LOOK_S) if self._is_waiting else self.retry_s)
             self._poke.clear()
 
     def _connect(self) -> socket.socket:
@@ -236,22 +239,31 @@ class Link:
                 if self._has_memory:
                     self._tell(*told)
                 self._told = told
-            self._is_gone = False
-            self._settled.set()
+                if told[1] is not None:
+                    self._answered.set()
             if self.region is not None:
                 self.region.renew()
-            if self.on_tick is not None:
-                self.on_tick()
+            self._tick()
             link.settimeout(0.0)
             with contextlib.suppress(BlockingIOError):
                 while True:
                     raw, fds, _, _ = socket.recv_fds(link, wire.LINK_MAX, 64)
                     close(fds)
                     if not raw:
-                        raise Gone("valved closed the connection")
+                        raise NotYet("valved closed the connection")
             link.settimeout(ANSWER_S)
             self._poke.wait(self._renew_s)
             self._poke.clear()
+
+    def _tick(self) -> None:
+        """What an engine does in here must not end the thread: its hint would run out."""
+        try:
+            if self.on_tick is not None:
+                self.on_tick()
+        except Exception:
+            if not self._has_failed:
+                log.exception("valve: a look at the idle engine failed; the engine goes on")
+            self._has_failed = True
 
     def _tell(self, layout: Layout | None, wanted: Attach | None) -> None:
         for body in layout.bodies() if layout is not None else ():
@@ -281,7 +293,7 @@ class Link:
             if kind == wire.Message.ACK:
                 status = wire.ACK.unpack(answer)[0]
                 if status == errno.EAGAIN:  # it does not know yet what has memory: in a moment, then
-                    raise NoDaemon("valved waits for the engine's ranks")
+                    raise NotYet("valved waits for the engine's ranks")
                 self.said = f"KV_ATTACH was refused: {os.strerror(status)}"
                 return
             if kind != wire.Message.KV_TABLE or len(fds) != 2:
@@ -311,7 +323,7 @@ class Link:
         while True:
             raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, 64)
             if not raw:
-                raise Gone("valved closed the connection")
+                raise NotYet("valved closed the connection")
             answer, answered, rest = wire.split(raw)
             if answered == seq:
                 return answer, rest, array.array("i", fds).tolist()
@@ -341,6 +353,7 @@ def process_link() -> Link | None:
         return None
     pid = os.getpid()
     if pid not in _links:
-        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path)
+        patience_s = OFFLINE_GONE_S if os.environ.get(ENV_ROLE) == "offline" else GONE_S
+        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path, gone_s=patience_s)
         _links[pid].start()
     return _links[pid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import threading
 
@@ -89,6 +90,16 @@ def test_the_first_step_waits_for_a_daemon_that_is_being_started_again(node, lin
 
     assert link.attach(WANTED, 0.0) is not None
     start.join()
+
+
+def test_the_first_step_waits_while_valved_does_not_know_what_has_memory(node, link):
+    """A worker's hook may be slower than the scheduler's: until it has told its layout there is no table."""
+    node.attach_status = errno.EAGAIN
+    told = threading.Timer(0.3, setattr, (node, "attach_status", 0))
+    told.start()
+
+    assert link.attach(WANTED, 0.0) is not None
+    told.join()
 
 
 def test_a_daemon_that_never_comes_back_does_not_hold_an_engine_for_ever(tmp_path):
@@ -186,6 +197,14 @@ def test_the_last_word_of_a_daemon_that_died_is_acted_on(node):
     assert scheduler._valve.link.connections > 1
     assert run(ToyScheduler(blocks=400), work, depth=2) == done
     close(scheduler)
+
+
+def test_a_look_at_an_idle_engine_that_raises_does_not_end_the_connection(node, link):
+    looks = []
+    link.on_tick = lambda: looks.append(1) or 1 // 0
+    wait_for(lambda: len(looks) > 2, "it is tried again")
+
+    assert link.attach(WANTED, 0.0) is not None
 
 
 def test_a_hook_that_raises_is_counted_and_the_engine_goes_on(node):
