@@ -264,6 +264,21 @@ def test_pages_of_a_process_that_stands_still_change_before_it_goes_on(
     assert "stands still" in emulator.kernel_log()
 
 
+@pytest.mark.parametrize(
+    ("fault", "status", "reads"), [("status 0x1f", 0x1F, 7), ("silent", OK, 7), ("hang 1ms", OK, 0)]
+)
+def test_making_sparse_can_fail_in_every_way(
+    emulator: Emulator, addresses: Addresses, fault: str, status: int, reads: int
+) -> None:
+    memory = addresses.tree.allocate_memory(2 * MIB).handle
+    addresses.map(memory, 0, 2 * MIB)
+    addresses.poke(0, 7)
+    emulator.fault(f"on sparse 1: {fault}")
+
+    assert (addresses.sparse(0, 2 * MIB), addresses.peek(0)) == (status, reads)
+    assert (addresses.sparse(0, 2 * MIB), addresses.peek(0)) == (OK, 0)
+
+
 def test_a_mapping_keeps_memory_whose_handle_was_freed(emulator: Emulator, addresses: Addresses) -> None:
     memory = addresses.tree.allocate_memory(2 * MIB).handle
     addresses.map(memory, 0, 2 * MIB)

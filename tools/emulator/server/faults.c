@@ -1,7 +1,7 @@
 /*
  * faults.c - scripted failures. One rule a line:
  *     on EVENT [N | every N | always] [gpu G]: ACTION
- * EVENT   disable enable schedule alloc free control map unmap
+ * EVENT   disable enable schedule alloc free control map unmap sparse
  * ACTION  hang TIME    sleep before doing it, locks held (TIME: 300us, 20ms, 1s, real time)
  *         hold         stop there, locks held, until the client's release()
  *         late TIME    disable only: answer at once, the channels stop so much later
@@ -22,8 +22,8 @@ enum { RULES = 64 };
 enum action { HANG, LATE, STATUS, XID, HOLD, SILENT, LOST, KILL, ACTIONS };
 static const char *const actions[ACTIONS] = {"hang", "late",   "status", "xid",
                                              "hold", "silent", "lost",   "kill"};
-static const char *const events[] = {"disable", "enable",  "schedule", "alloc",
-                                     "free",    "control", "map",      "unmap"};
+static const char *const events[] = {"disable", "enable", "schedule", "alloc", "free",
+                                     "control", "map",    "unmap",    "sparse"};
 
 struct rule {
 	char event[16];

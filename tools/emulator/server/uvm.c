@@ -226,7 +226,7 @@ static const struct request {
         {UVM_FREE, offsetof(struct uvm_range, rmStatus), range_free, "unmap"},
         {UVM_MAP_EXTERNAL_ALLOCATION, 0, range_map, "map"}, /* 0: where it stands differs between branches */
         {UVM_UNMAP_EXTERNAL, offsetof(struct uvm_unmap_external, rmStatus), range_unmap, "unmap"},
-        {UVM_MAP_EXTERNAL_SPARSE, offsetof(struct uvm_map_external_sparse, rmStatus), range_sparse, "map"},
+        {UVM_MAP_EXTERNAL_SPARSE, offsetof(struct uvm_map_external_sparse, rmStatus), range_sparse, "sparse"},
 };
 
 static const struct request *find_request(uint32_t number)
@@ -263,6 +263,8 @@ int uvm_ioctl(struct call *c)
 	pthread_mutex_lock(&c->file->uvm->lock);
 	if (fault.has_status)
 		status = fault.status;
+	else if (fault.silent)
+		status = NV_OK;
 	else if (!c->file->uvm->initialised && r->run != initialize && r->run != nothing)
 		status = NV_ERR_ILLEGAL_ACTION;
 	else
