@@ -140,12 +140,18 @@ enum valve_kv_op {
 	VALVE_KV_QUARANTINE = 2, /* map the process's own zero page there instead; the handles are given up */
 	VALVE_KV_UNBACK =
 	        3, /* leave nothing there (only where no kernel may touch it: an online engine's offer) */
+	VALVE_KV_TRY =
+	        4, /* no slots: is scratch memory (KV_SCRATCH) zero now, and its own once mapped again? */
 };
 
 /* How an order is carried out (order.how). */
 enum valve_kv_how {
 	VALVE_KV_AT_ONCE = 0, /* by the helper thread, now: channels are off, or nobody touches those slots */
 	VALVE_KV_AT_STEP = 1, /* by valve_kv_step(), between two engine steps, with the context drained */
+	VALVE_KV_OUTSIDE =
+	        2, /* by valved, with UVM_MAP_EXTERNAL_SPARSE: the shim only corrects its books. What libcuda
+	                       * thinks is mapped there is nobody's business any more. TRY: it was done that way; else
+	                       * the shim puts its zero page there first, as AT_ONCE would */
 };
 
 /* Flags of an entry. */

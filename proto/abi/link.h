@@ -38,6 +38,16 @@
  *                                   memory is none of these ranges gets a table that calls every block backed
  *   KV_NEED                   ->    hook: look at the book now (wanted_blocks rose, blocks were offered). No answer
  *
+ * Offline shims, where valved announces VALVE_FEATURE_SPARSE
+ *   KV_SCRATCH + the uvm fd   ->    here is memory to try it on, in each context with ranges. Before their KV_RANGE.
+ *                                   No answer
+ *                             <-    KV_ORDER TRY, once valved has made it sparse: look. KV_DONE tells
+ *                             <-    KV_ORDER QUARANTINE, OUTSIDE: valved is about to make these slots sparse. Said
+ *                                   before it is done, so that a valved that dies in between leaves a process that
+ *                                   thinks its memory gone and never one that believes what reads as zero. So it
+ *                                   is carried out even after the link broke: the shim reads to the end of the file
+ *   KV_PIN                    ->    is answered there: nothing leaves the process before ACK. EBUSY: it is gone
+ *
  * CHANNEL_ADD and RM_CLIENT for a pair that is already known replace what is known (an engine learned later, a GPU
  * UUID learned later, a new daemon). A client whose channels stopped on its own account (lease) enables them before
  * it sends CHANNEL_ADD to a new daemon: a channel is on when it is added, and what it is after the ACK is valved's.
@@ -77,6 +87,7 @@ enum valve_link_type {
 	VALVE_LINK_KV_ATTACH = 23,
 	VALVE_LINK_KV_TABLE = 24,
 	VALVE_LINK_KV_NEED = 25,
+	VALVE_LINK_KV_SCRATCH = 26,
 };
 
 enum valve_refusal {
@@ -223,7 +234,8 @@ struct valve_link_kv_done {
 	uint32_t done; /* entries carried out, from the first one on */
 	/* 0, or an errno value: why the next one was not. ENOMEM; ESTALE: the range is gone; EIO: the driver refused;
 	 * EBUSY: pinned; EEXIST: backed already; EINVAL: no such slot; EAGAIN: more than 1,024 orders wait; EMFILE: no
-	 * room for the descriptors, send fewer at a time */
+	 * room for the descriptors, send fewer at a time. Of TRY: ENODATA: it did not read zero; EBADMSG: its bytes
+	 * did not come back */
 	uint32_t status;
 	uint32_t cu_result; /* the driver's own word with EIO */
 	uint32_t pad0;
@@ -266,6 +278,16 @@ struct valve_link_kv_need {
 	uint32_t pad0;
 };
 
+/* One handle's worth of the shim's own memory, never an application's. Comes with a descriptor of the file on which the
+ * process registered its channels with UVM. */
+struct valve_link_kv_scratch {
+	struct valve_link_header header;
+	uint8_t gpu_uuid[16];
+	uint32_t device_instance; /* where the UUID is all zero */
+	uint32_t place;           /* the shim's number of it: `range` of the order TRY */
+	uint64_t base, bytes;
+};
+
 #define VALVE_SIZE(type, n) _Static_assert(sizeof(struct type) == (n), #type)
 VALVE_SIZE(valve_link_header, 24);
 VALVE_SIZE(valve_link_hello, 88);
@@ -284,6 +306,7 @@ VALVE_SIZE(valve_link_kv_layout, 1232);
 VALVE_SIZE(valve_link_kv_attach, 104);
 VALVE_SIZE(valve_link_kv_table, 40);
 VALVE_SIZE(valve_link_kv_need, 32);
+VALVE_SIZE(valve_link_kv_scratch, 64);
 #undef VALVE_SIZE
 
 #endif

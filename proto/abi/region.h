@@ -43,6 +43,9 @@ enum valve_feature {
 	VALVE_FEATURE_SCHEDULE_DONE = 1u << 4, /* daemon wants SCHEDULE_DONE */
 	VALVE_FEATURE_PLAIN_COUNT = 1u << 5,   /* counts without a fence: valved fences for the client */
 	VALVE_FEATURE_MEMORY = 1u << 6,        /* speaks the KV_ messages of link.h */
+	VALVE_FEATURE_SPARSE =
+	        1u << 7, /* and those by which valved makes memory sparse itself. The daemon announces
+	                                 * it only where it may: it asks for a descriptor of /dev/nvidia-uvm */
 };
 
 /* Orders to an offline client, in control.order: what its keeper thread must do now. */

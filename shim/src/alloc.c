@@ -127,6 +127,7 @@ static struct valve_range *reserve(size_t bytes, uint64_t handle_bytes, uint32_t
 
 	if (!range)
 		return NULL;
+	valve_scratch_make(place);
 	if (!valve_orders_start() &&
 	    !valve_cu.cuMemAddressReserve(&base, range->slots * range->handle_bytes, 0, 0, 0)) {
 		range->base = base;
@@ -221,6 +222,7 @@ void valve_memory_forget(CUcontext context, int device, bool is_gone)
 					drain(range);
 				destroy(range);
 			}
+		valve_scratch_forget(place);
 		valve_place_forget(place);
 	}
 }
@@ -232,4 +234,5 @@ void valve_memory_reset(void)
 	valve_orders_reset();
 	valve_ranges_reset();
 	valve_places_reset();
+	valve_scratch_reset();
 }

@@ -94,6 +94,26 @@ void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64
 	valve_link_send(&span, sizeof(span), VALVE_LINK_KV_PIN, -1);
 }
 
+/*
+ * Before a device learns of the memory's address. Where valved takes memory from outside, a word that crosses with it would
+ * come too late, so it is waited for; a span that is not all ours any more stays here.
+ */
+bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, uint64_t bytes)
+{
+	struct valve_link_kv_span span = {.range = range->id, .offset = offset, .bytes = bytes};
+	uint64_t last = (offset + bytes - 1) / range->handle_bytes;
+	int err;
+
+	for (uint64_t i = offset / range->handle_bytes; i <= last && i < range->slots; i++)
+		if (range->slot[i] == SLOT_SPARSE)
+			return false;
+	if (!is_linked() || !(valve_shim.daemon_features & VALVE_FEATURE_SPARSE) ||
+	    load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
+		return true;
+	err = valve_link_request_fds(&span, sizeof(span), VALVE_LINK_KV_PIN, NULL, 0, ANSWER_MS, NULL);
+	return !err || err == -ENOTCONN || err == -EPIPE; /* no valved: it cannot take anything either */
+}
+
 static void tell_pins(const struct valve_range *range)
 {
 	for (uint32_t first = 0, count; first < range->slots; first += count ? count : 1) {
@@ -123,6 +143,8 @@ static void announce(uint32_t id)
 	if (!range)
 		return;
 	tell_pins(range);
+	if (memchr(range->slot, SLOT_SPARSE, range->slots))
+		valve_orders_settle();
 	valve_unlock(&range->lock);
 }
 

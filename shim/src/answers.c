@@ -50,15 +50,27 @@ static void pin(struct valve_range *range, uint64_t address, uint64_t bytes)
 	valve_announce_pin(range, address - range->base, bytes);
 }
 
+static bool may_leave(const struct valve_range *range, uint64_t address, uint64_t bytes)
+{
+	if (valve_announce_may_leave(range, address - range->base, bytes))
+		return true;
+	valve_say("KV memory that was taken back cannot be exported or registered");
+	return false;
+}
+
 /* What registers memory with a NIC through the kernel announces itself by one of two attributes. */
-static void pin_all(uint64_t address)
+static bool pin_all(uint64_t address)
 {
 	struct valve_range *range = valve_range_containing(address);
+	bool may;
 
 	if (!range)
-		return;
-	pin(range, range->base, range->bytes);
+		return true;
+	may = may_leave(range, range->base, range->bytes);
+	if (may)
+		pin(range, range->base, range->bytes);
 	valve_unlock(&range->lock);
+	return may;
 }
 
 CUresult valve_on_cuMemGetHandleForAddressRange(uintptr_t out, uintptr_t address, uintptr_t bytes,
@@ -67,7 +79,8 @@ CUresult valve_on_cuMemGetHandleForAddressRange(uintptr_t out, uintptr_t address
 {
 	/* Held across the call: no order may take the memory between the export and the pin. */
 	struct valve_range *range = bytes ? valve_range_containing(address) : NULL;
-	CUresult result = CALL(entry, out, address, bytes, type, flags, a5);
+	bool may = !range || may_leave(range, address, bytes);
+	CUresult result = may ? CALL(entry, out, address, bytes, type, flags, a5) : CUDA_ERROR_NOT_SUPPORTED;
 
 	if (range && result == CUDA_SUCCESS)
 		pin(range, address, bytes);
@@ -80,7 +93,8 @@ CUresult valve_on_cuMemRetainAllocationHandle(uintptr_t out, uintptr_t address, 
                                               uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
 	struct valve_range *range = valve_range_containing(address);
-	CUresult result = CALL(entry, out, address, a2, a3, a4, a5);
+	bool may = !range || may_leave(range, address, 1);
+	CUresult result = may ? CALL(entry, out, address, a2, a3, a4, a5) : CUDA_ERROR_NOT_SUPPORTED;
 
 	if (range && result == CUDA_SUCCESS)
 		pin(range, address, 1);
@@ -92,8 +106,8 @@ CUresult valve_on_cuMemRetainAllocationHandle(uintptr_t out, uintptr_t address, 
 CUresult valve_on_cuPointerSetAttribute(uintptr_t value, uintptr_t attribute, uintptr_t address, uintptr_t a3,
                                         uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
-	if ((int)attribute == SYNC_MEMOPS)
-		pin_all(address);
+	if ((int)attribute == SYNC_MEMOPS && !pin_all(address))
+		return CUDA_ERROR_NOT_SUPPORTED;
 	return CALL(entry, value, attribute, address, a3, a4, a5);
 }
 
@@ -117,7 +131,7 @@ static bool put(void *data, size_t bytes, uint64_t value)
 	return true;
 }
 
-/* false: the driver's answer for that very address is right. */
+/* false: the driver's answer for that very address is right, if there may be one (P2P tokens). */
 static bool answer(void *data, int attribute, uint64_t address, const struct valve_range_view *range)
 {
 	switch ((enum attribute)attribute) {
@@ -148,9 +162,8 @@ static bool answer(void *data, int attribute, uint64_t address, const struct val
 	case HANDLE_TYPES: /* nobody but valved is to have its handles */
 	case POOL:
 		return put(data, 8, 0);
-	case P2P_TOKENS:
-		pin_all(address);
-		return false;
+	case P2P_TOKENS: /* of zeros: nobody can use them */
+		return !pin_all(address) && put(data, 8, 0) && put((char *)data + 8, 4, 0);
 	default:
 		return false;
 	}

@@ -27,6 +27,7 @@ struct watched_fd {
 
 static struct watched_fd watched[FDS];
 static uint32_t watched_count;
+static uint32_t uvm_fd;                   /* and 1, of the file with the channels; 0: none yet */
 static struct rm_object objects[OBJECTS]; /* untouched pages until a driver is opened */
 
 /* The kernel copies 8 aligned bytes from there before it refuses the impossible `how`; a fault says EFAULT instead. */
@@ -53,6 +54,7 @@ void valve_capture_reset(void)
 {
 	memset(watched, 0, sizeof(watched));
 	watched_count = 0;
+	uvm_fd = 0;
 	rm_reset(&valve_rm);
 }
 
@@ -222,6 +224,22 @@ VALVE_EXPORT int __open64_2(const char *path, int flags)
 
 /* ---- ioctl ---- */
 
+static void note_uvm(int fd, unsigned long request, const void *argument)
+{
+	const struct uvm_register_channel *params = argument;
+
+	valve_report_uvm((uint32_t)request, argument);
+	if (request == UVM_REGISTER_CHANNEL && params->rmStatus == 0)
+		store_relaxed(&uvm_fd, (uint32_t)fd + 1);
+}
+
+int valve_capture_uvm_fd(void)
+{
+	int fd = (int)load_relaxed(&uvm_fd) - 1;
+
+	return kind_of_fd(fd) == FD_UVM ? fd : -1;
+}
+
 static int watched_ioctl(int fd, enum fd_kind kind, unsigned long request, void *argument)
 {
 	struct rm_call call;
@@ -231,7 +249,7 @@ static int watched_ioctl(int fd, enum fd_kind kind, unsigned long request, void 
 	if (kind == FD_UVM) {
 		result = real.ioctl(fd, request, argument);
 		if (result == 0)
-			valve_report_uvm((uint32_t)request, argument);
+			note_uvm(fd, request, argument);
 		valve_tls.inside--;
 		return result;
 	}

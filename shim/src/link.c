@@ -97,7 +97,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	        .abi_min = VALVE_LINK_ABI,
 	        .abi_max = VALVE_LINK_ABI,
 	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
-	                    VALVE_FEATURE_SCHEDULE_DONE | VALVE_FEATURE_MEMORY |
+	                    VALVE_FEATURE_SCHEDULE_DONE | VALVE_FEATURE_MEMORY | VALVE_FEATURE_SPARSE |
 	                    (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
 	        .wanted_role = wanted_role,
 	        .driver = valve_shim.driver,
@@ -372,8 +372,23 @@ int valve_link_receive(void)
 	}
 }
 
+/*
+ * What valved said before it went is in the socket still, and some of it must be heard (orders.c). Nothing comes after: a
+ * valved that hung and goes on is told that nobody reads. If it died with words of ours unread, the first call says
+ * so instead of giving what is there.
+ */
+static void read_to_the_end(void)
+{
+	if (valve_shim.link_fd < 0)
+		return;
+	shutdown(valve_shim.link_fd, SHUT_RD);
+	while (valve_link_receive() == -ECONNRESET)
+		;
+}
+
 void valve_link_drop(void)
 {
+	read_to_the_end();
 	valve_lock(&valve_shim.link_lock);
 	if (valve_shim.link_fd >= 0)
 		syscall(SYS_close, valve_shim.link_fd);

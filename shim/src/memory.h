@@ -8,6 +8,7 @@
  *   places.c   a context with ranges: its zero page, its stream, the driver calls we make
  *   ranges.c   the book of ranges
  *   announce.c what a new valved is told
+ *   scratch.c  memory on which valved tries what it will do to ranges from outside
  *   answers.c  questions about addresses: a range of many mappings answers as the one allocation that it stands for
  *
  * Locks: each range's own guards its slots and is held while they are mapped and unmapped, so its holder may sit in a
@@ -59,6 +60,32 @@ struct valve_kv_calls {
 };
 extern struct valve_kv_calls valve_cu; /* filled by valve_place_here, before anything else is called */
 
+enum valve_scratch_state {
+	SCRATCH_NONE,
+	SCRATCH_RESTS, /* maps its own handle, with the pattern */
+	SCRATCH_ZERO,  /* tried: it must read zero */
+	SCRATCH_OWN,   /* mapped again: it must read the pattern */
+};
+
+struct valve_kv_order {
+	uint64_t number;
+	uint32_t range, generation, count;
+	uint16_t op, how;
+	uint32_t refused; /* errno value: answered, not carried out */
+	struct valve_fds fds;
+	struct valve_kv_entry entry[VALVE_KV_ENTRIES];
+};
+
+struct valve_scratch {
+	uint32_t state;      /* valve_scratch_state */
+	uint32_t generation; /* of the link by which it was told */
+	CUdeviceptr at;
+	uint64_t handle;
+	uint32_t *seen; /* pinned host memory: what was read */
+	CUevent event;
+	struct valve_kv_order order; /* the trial */
+};
+
 /* A context in which ranges were made. Lives as long as the context. */
 struct valve_place {
 	CUcontext context; /* NULL: free */
@@ -69,6 +96,7 @@ struct valve_place {
 	uint64_t zero; /* the handle of the zero page: quarantined slots show it, all the same one */
 	CUstream stream;
 	CUevent event[VALVE_ZEROINGS];
+	struct valve_scratch scratch;
 };
 
 enum valve_kv_slot {
@@ -77,6 +105,7 @@ enum valve_kv_slot {
 	SLOT_BARE, /* mapped, not accessible: while an order is carried out, or what a driver left of it */
 	SLOT_CLEARING, /* a handle that is still being zeroed: not valved's word yet */
 	SLOT_BACKED,
+	SLOT_SPARSE, /* made so by valved: libcuda thinks the old handle is there, and unmapping lets go of it */
 };
 
 enum valve_range_state { RANGE_FREE, RANGE_BORN, RANGE_LIVE, RANGE_GOING, RANGE_UNTOLD };
@@ -103,15 +132,6 @@ struct valve_range_view {
 	uint32_t id;
 	int device;
 	CUcontext context;
-};
-
-struct valve_kv_order {
-	uint64_t number;
-	uint32_t range, generation, count;
-	uint16_t op, how;
-	uint32_t refused; /* errno value: answered, not carried out */
-	struct valve_fds fds;
-	struct valve_kv_entry entry[VALVE_KV_ENTRIES];
 };
 
 struct valve_outcome {
@@ -153,10 +173,14 @@ void valve_vmm_cleared(struct valve_range *range, const struct valve_kv_order *o
                        bool keep);
 CUresult valve_vmm_fill(struct valve_range *range); /* the zero page into every hole */
 void valve_vmm_empty(struct valve_range *range);
+void valve_vmm_settle(
+        struct valve_range *range); /* sparse slots become what libcuda can know of: the zero page */
 int valve_vmm_export(const struct valve_range *range, uint32_t slot); /* a descriptor, or -1 */
 
 /* orders.c */
 int valve_orders_start(void);
+void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out);
+void valve_orders_settle(void); /* sparse slots, at the next step */
 void valve_orders_reset(void);
 
 /* announce.c */
@@ -167,6 +191,15 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
 void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes);
 bool valve_announce_end(struct valve_range *range); /* false: the socket is full */
 bool valve_announce_ends(void);                     /* true when some are still due */
+bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, uint64_t bytes);
+
+/* scratch.c */
+void valve_scratch_make(struct valve_place *place);
+void valve_scratch_forget(struct valve_place *place);
+void valve_scratch_reset(void);
+bool valve_scratch_announce(void);
+void valve_scratch_try(const struct valve_kv_order *order);
+bool valve_scratch_go_on(uint32_t *pending);
 
 #pragma GCC visibility pop
 #endif

@@ -5,7 +5,8 @@
  *
  * Zeroing runs on the GPU beside later orders: a memset cannot run while the client is gated, and a quarantine must not
  * wait behind it. Its order is done when the memset is. What an order of a valved that died in the meantime brought
- * is undone, because nobody would ever hear of it.
+ * is undone, because nobody would ever hear of it. What valved has done from outside is so, dead or not: such an order
+ * is heard in any case, before a successor is told what is mapped here.
  */
 #include "memory.h"
 
@@ -15,6 +16,7 @@
 #include <sys/mman.h>
 
 #define ORDERS      1024u /* waiting at a time; more are refused */
+#define HEARD       1024u /* room beyond that for what only changes the books */
 #define POLL_MIN_NS 20000u
 #define POLL_MAX_NS 2000000u
 #define RETRY_NS    1000000u /* valved's socket is full */
@@ -35,14 +37,15 @@ static struct {
 	uint32_t step_wanted;
 	uint32_t step_granted; /* futex word: a thread waits in valve_kv_step */
 	uint32_t at_work, stopping;
-	uint32_t zeroings;
+	uint32_t zeroings, trials;
+	uint32_t settle_due; /* sparse slots of a dead valved: their old handles are to go */
 	struct valve_kv_order *queue;
 	struct zeroing zeroing[VALVE_ZEROINGS];
 } orders;
 
 static struct valve_kv_order *place_in_queue(uint32_t at)
 {
-	return &orders.queue[at % ORDERS];
+	return &orders.queue[at % (ORDERS + HEARD)];
 }
 
 void valve_orders_wake(void)
@@ -60,7 +63,8 @@ int valve_orders_take(const struct valve_link_kv_entries *packet, int length, st
 
 	if (!valve_packet_is_order(packet, length, fds) || valve_orders_start())
 		return -EPROTO;
-	if (orders.tail - load_acquire(&orders.head) == ORDERS) {
+	if (orders.tail - load_acquire(&orders.head) >=
+	    (packet->how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS)) {
 		struct valve_link_kv_done full = {.order = packet->order, .status = EAGAIN};
 
 		valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
@@ -84,7 +88,7 @@ int valve_orders_take(const struct valve_link_kv_entries *packet, int length, st
 
 /* ---- answers ---- */
 
-static void report(const struct valve_kv_order *order, struct valve_outcome *out)
+void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out)
 {
 	struct valve_link_kv_done done = {.order = order->number,
 	                                  .done = out->done,
@@ -118,7 +122,7 @@ static void end_zeroing(struct zeroing *zeroing, bool worked)
 		zeroing->outcome = (struct valve_outcome){.status = EIO, .cu_result = CUDA_ERROR_UNKNOWN};
 	}
 	add_full(&range->progress, 1);
-	report(&zeroing->order, &zeroing->outcome);
+	valve_orders_report(&zeroing->order, &zeroing->outcome);
 	zeroing->range = NULL;
 	orders.zeroings--;
 	add_full(&range->clearing, (uint32_t)-1); /* last: from here on the range may be freed */
@@ -173,13 +177,18 @@ static void begin_zeroing(struct valve_range *range, const struct valve_kv_order
 static bool carry_out(struct valve_kv_order *order)
 {
 	struct valve_outcome out = {.status = order->refused};
-	struct valve_range *range = order->refused ? NULL : valve_range_hold(order->range);
+	struct valve_range *range;
 
+	if (order->op == VALVE_KV_TRY) {
+		valve_scratch_try(order);
+		return true;
+	}
+	range = order->refused ? NULL : valve_range_hold(order->range);
 	if (range && valve_vmm_must_wait(range, order)) {
 		valve_unlock(&range->lock);
 		return false;
 	}
-	if (range && valve_place_enter(range->place, NULL))
+	if (range && order->how != VALVE_KV_OUTSIDE && valve_place_enter(range->place, NULL))
 		out.status = EIO;
 	else if (range)
 		valve_vmm_carry_out(range, order, &out);
@@ -192,7 +201,7 @@ static bool carry_out(struct valve_kv_order *order)
 		valve_unlock(&range->lock);
 	}
 	if (!out.zeroing)
-		report(order, &out);
+		valve_orders_report(order, &out);
 	return true;
 }
 
@@ -206,6 +215,11 @@ static bool waits_for_step(const struct valve_kv_order *order)
 	return order && order->how == VALVE_KV_AT_STEP && !is_stale(order);
 }
 
+static bool is_due(const struct valve_kv_order *order)
+{
+	return !is_stale(order) || (order->how == VALVE_KV_OUTSIDE && order->op == VALVE_KV_QUARANTINE);
+}
+
 static bool next_order(void)
 {
 	struct valve_kv_order *order = head();
@@ -213,7 +227,7 @@ static bool next_order(void)
 	if (!order || (waits_for_step(order) && !load_acquire(&orders.step_granted)) ||
 	    (orders.zeroings == VALVE_ZEROINGS && order->op == VALVE_KV_BACK))
 		return false;
-	if (!is_stale(order) && !carry_out(order))
+	if (is_due(order) && !carry_out(order))
 		return false;
 	valve_fds_close(&order->fds);
 	store_release(&orders.head, orders.head + 1);
@@ -223,13 +237,38 @@ static bool next_order(void)
 /* A granted step ends when nothing waits for one any more and what it began is done. */
 static void look_at_steps(void)
 {
-	bool wanted = waits_for_step(head());
+	bool wanted = waits_for_step(head()) || load_acquire(&orders.settle_due);
 
 	store_release(&orders.step_wanted, wanted);
 	if (wanted || orders.zeroings || !load_acquire(&orders.step_granted))
 		return;
 	store_release(&orders.step_granted, 0);
 	futex_wake(&orders.step_granted, INT32_MAX);
+}
+
+/* A dead valved can no longer tell anybody whose memory libcuda's stale mappings hold: at the next step they end. */
+static bool settle(void)
+{
+	struct valve_range *range;
+
+	if (!load_acquire(&orders.settle_due) || !load_acquire(&orders.step_granted))
+		return false;
+	store_release(&orders.settle_due, 0);
+	for (uint32_t i = 0; (range = valve_range_at(i)); i++) {
+		range = valve_range_hold(load_relaxed(&range->id));
+		if (!range)
+			continue;
+		if (!valve_place_enter(range->place, NULL))
+			valve_vmm_settle(range);
+		valve_unlock(&range->lock);
+	}
+	return true;
+}
+
+void valve_orders_settle(void)
+{
+	store_release(&orders.settle_due, 1);
+	valve_orders_wake();
 }
 
 VALVE_EXPORT void valve_kv_step(void);
@@ -252,11 +291,17 @@ static bool work(void)
 {
 	bool moved = end_zeroings();
 
-	if (valve_announce_due()) {
-		valve_announce_ranges();
-		moved = true;
+	orders.trials = 0;
+	moved |= valve_scratch_go_on(&orders.trials);
+	if (!head() || !is_stale(head())) { /* else what a dead valved did comes first */
+		moved |= valve_scratch_announce();
+		if (valve_announce_due()) {
+			valve_announce_ranges();
+			moved = true;
+		}
 	}
 	moved |= next_order();
+	moved |= settle();
 	look_at_steps();
 	return moved;
 }
@@ -276,7 +321,7 @@ static void *serve(void *unused)
 			is_relaxed = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED) >= 0;
 		store_release(&orders.at_work, 1);
 		moved = work();
-		rests = !valve_announce_ends() && !orders.zeroings;
+		rests = !valve_announce_ends() && !orders.zeroings && !orders.trials;
 		store_release(&orders.at_work, 0);
 		nap_ns = moved ? POLL_MIN_NS : nap_ns * 2 < POLL_MAX_NS ? nap_ns * 2 : POLL_MAX_NS;
 		if (!moved)
@@ -302,8 +347,8 @@ int valve_orders_start(void)
 		return 0;
 	valve_lock(&orders.lock);
 	if (!orders.queue) {
-		void *at = mmap(NULL, ORDERS * sizeof(struct valve_kv_order), PROT_READ | PROT_WRITE,
-		                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		void *at = mmap(NULL, (ORDERS + HEARD) * sizeof(struct valve_kv_order),
+		                PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 		orders.queue = at == MAP_FAILED ? NULL : at;
 	}

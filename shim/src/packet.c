@@ -93,8 +93,11 @@ bool valve_packet_is_order(const struct valve_link_kv_entries *order, int length
 	uint32_t passed = 0;
 
 	if (!valve_packet_is(&order->header, length, VALVE_LINK_KV_ORDER, sizeof(*order)) ||
-	    order->op < VALVE_KV_BACK || order->op > VALVE_KV_UNBACK || order->how > VALVE_KV_AT_STEP ||
-	    order->count > VALVE_KV_ENTRIES)
+	    order->op < VALVE_KV_BACK || order->op > VALVE_KV_TRY || order->how > VALVE_KV_OUTSIDE ||
+	    order->count > VALVE_KV_ENTRIES ||
+	    (order->how == VALVE_KV_OUTSIDE && order->op != VALVE_KV_QUARANTINE &&
+	     order->op != VALVE_KV_TRY) ||
+	    (order->op == VALVE_KV_TRY && (order->count || order->how == VALVE_KV_AT_STEP)))
 		return false;
 	for (uint32_t i = 0; i < order->count; i++) {
 		if (!is_sane_entry(order, i))

@@ -185,6 +185,8 @@ VALVE_EXPORT int __open64_2(const char *path, int flags);
 VALVE_EXPORT int ioctl(int fd, unsigned long request, ...);
 int valve_real_ioctl(int fd, unsigned long request, void *argument);
 
+int valve_capture_uvm_fd(void); /* the file on which channels were registered; -1: none */
+
 /* report.c */
 void valve_capture_report(bool wait); /* tells valved what it does not know yet */
 void valve_capture_forget_reports(void);

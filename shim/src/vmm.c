@@ -94,6 +94,16 @@ void valve_vmm_empty(struct valve_range *range)
 	}
 }
 
+void valve_vmm_settle(struct valve_range *range)
+{
+	for (uint32_t first = 0, count; first < range->slots; first += count ? count : 1) {
+		for (count = 0; first + count < range->slots && range->slot[first + count] == SLOT_SPARSE;)
+			count++;
+		if (count && !unmap(range, first, count))
+			alias(range, first, count);
+	}
+}
+
 /* ---- orders ---- */
 
 static void cut(struct valve_outcome *out, uint32_t at, int err, CUresult result)
@@ -144,6 +154,16 @@ static void quarantine(struct valve_range *range, const struct valve_kv_order *o
 		if (result)
 			cut(out, i, EIO, result);
 	}
+}
+
+/* What valved makes sparse is gone, whatever we think of it, pinned or not; a hole has nothing that could go. */
+static void hear(struct valve_range *range, const struct valve_kv_order *order, struct valve_outcome *out)
+{
+	for (uint32_t i = 0; i < out->done; i++)
+		if (order->entry[i].slot >= range->slots)
+			cut(out, i, EINVAL, CUDA_SUCCESS);
+		else if (range->slot[order->entry[i].slot] != SLOT_HOLE)
+			range->slot[order->entry[i].slot] = SLOT_SPARSE;
 }
 
 static void unback(struct valve_range *range, const struct valve_kv_order *order, struct valve_outcome *out)
@@ -220,7 +240,7 @@ static void map_handles(struct valve_range *range, const struct valve_kv_order *
 	for (uint32_t i = 0, n; i < out->done; i += n) {
 		uint32_t slot = order->entry[i].slot;
 
-		bool is_page = range->slot[slot] == SLOT_ZERO;
+		bool is_page = range->slot[slot] == SLOT_ZERO || range->slot[slot] == SLOT_SPARSE;
 
 		n = run_length(range, order, i, out->done, 0);
 		if (range->slot[slot] == SLOT_HOLE)
@@ -307,6 +327,10 @@ static void back(struct valve_range *range, const struct valve_kv_order *order, 
 void valve_vmm_carry_out(struct valve_range *range, struct valve_kv_order *order, struct valve_outcome *out)
 {
 	out->done = order->count;
+	if (order->how == VALVE_KV_OUTSIDE) {
+		hear(range, order, out);
+		return;
+	}
 	for (uint32_t i = 0; i < out->done; i++) {
 		int err = objection(range, order->op, order->entry[i].slot);
 

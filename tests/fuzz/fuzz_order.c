@@ -28,7 +28,8 @@ static void begin(void)
 
 static void carry_out(const struct valve_link_kv_entries *packet, const struct valve_fds *fds)
 {
-	struct valve_kv_order order = {.op = packet->op, .count = packet->count, .fds = *fds};
+	struct valve_kv_order order = {
+	        .op = packet->op, .how = packet->how, .count = packet->count, .fds = *fds};
 	struct valve_outcome out = {0};
 
 	memcpy(order.entry, packet->entry, sizeof(order.entry));
@@ -64,7 +65,8 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 	/* Numbers that are no descriptors: whatever is wrong with an order, it must not close what is not its own. */
 	for (uint32_t i = 0; i < fds.count; i++)
 		fds.at[i] = 60000 + (int)i;
-	if (valve_packet_is_order((const void *)packet, (int)length, &fds))
+	if (valve_packet_is_order((const void *)packet, (int)length, &fds) &&
+	    ((const struct valve_link_kv_entries *)(const void *)packet)->op != VALVE_KV_TRY)
 		carry_out((const void *)packet, &fds);
 	return 0;
 }
@@ -73,8 +75,8 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 /* An order that is right but for a few bytes. */
 static size_t invent(unsigned char *input)
 {
-	struct valve_link_kv_entries packet = {.op = (uint16_t)(draw() % 5),
-	                                       .how = (uint16_t)(draw() % 3),
+	struct valve_link_kv_entries packet = {.op = (uint16_t)(draw() % 6),
+	                                       .how = (uint16_t)(draw() % 4),
 	                                       .count = (uint32_t)(draw() % 70)};
 	uint32_t fds = 0;
 

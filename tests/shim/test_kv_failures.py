@@ -146,8 +146,11 @@ def raw(number=1, op=QUARANTINE, range_id=1, how=0, count=1, entry=(0, 0, 0)):
     "body",
     [
         raw(op=0),
-        raw(op=4),
-        raw(how=2),
+        raw(op=5),
+        raw(how=3),
+        raw(op=4, count=1),
+        raw(op=4, how=1, count=0),
+        raw(op=3, how=2),
         raw(count=ENTRIES + 1),
         raw(count=0xFFFFFFFF),
         raw(op=BACK, entry=(1, 0, 4)),
@@ -157,7 +160,22 @@ def raw(number=1, op=QUARANTINE, range_id=1, how=0, count=1, entry=(0, 0, 0)):
         raw() + b"x",
         b"",
     ],
-    ids=["op 0", "op 4", "how", "count", "wild count", "flag", "zero what", "no fd", "short", "long", "empty"],
+    ids=[
+        "op 0",
+        "op 5",
+        "how",
+        "slots to try",
+        "try at a step",
+        "unback outside",
+        "count",
+        "wild count",
+        "flag",
+        "zero what",
+        "no fd",
+        "short",
+        "long",
+        "empty",
+    ],
 )
 def test_a_malformed_order_ends_the_link_and_nothing_else(eight, body):
     pool, engine, client, number, address = eight

@@ -10,7 +10,7 @@ import pytest
 
 RM = ("rm", "rmcall", "rmcontrol")
 ORDERS = ("vmm", "ranges", "places", "packet", "lock")
-MEMORY = (*ORDERS, "orders", "announce", "alloc", "answers")
+MEMORY = (*ORDERS, "orders", "announce", "alloc", "answers", "scratch")
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = ("activity", "contexts", "hint", "lock", "region", "say", "watcher")
 

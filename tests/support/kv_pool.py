@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 from fake_daemon import (
     FEATURE_MEMORY,
+    FEATURE_SPARSE,
     KV_DONE,
     KV_HELD,
     KV_ORDER,
     KV_RANGE,
+    KV_SCRATCH,
     LONG_S,
     Client,
     FakeDaemon,
@@ -27,8 +29,8 @@ from fake_daemon import (
 from kv_table import Hooks
 
 MIB = 1 << 20
-BACK, QUARANTINE, UNBACK = 1, 2, 3
-AT_ONCE, AT_STEP = 0, 1
+BACK, QUARANTINE, UNBACK, TRY = 1, 2, 3, 4
+AT_ONCE, AT_STEP, OUTSIDE = 0, 1, 2
 CREATE, ZERO = 1, 2
 ELASTIC = 1
 ENTRIES = 64
@@ -74,11 +76,13 @@ class Pool:
     born: queue.Queue[Message] = field(default_factory=queue.Queue)
     hooks: Hooks = field(default_factory=Hooks)
     silent: bool = False  # KV_RANGE is never answered
+    sparse: bool = False  # asks for a descriptor, to make memory sparse itself
+    scratch: queue.Queue[Message] = field(default_factory=queue.Queue)
     last: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.daemon.features |= FEATURE_MEMORY
+        self.daemon.features |= FEATURE_MEMORY | (FEATURE_SPARSE if self.sparse else 0)
         self.daemon.words["kv_handle_bytes"] = self.handle_bytes
         self.daemon.on_message = self.take
 
@@ -91,6 +95,8 @@ class Pool:
                 threading.Thread(target=self.back_range, args=(client, message), daemon=True).start()
         elif message.type == KV_DONE:
             self.done.put(message)
+        elif message.type == KV_SCRATCH:
+            self.scratch.put(message)
         elif message.type == KV_HELD:
             self.held.put(message)
             client.ack(message)
@@ -157,6 +163,6 @@ class Pool:
         self.hooks.close()
         for name in list(self.fds):
             self.forget(name)
-        for inbox in (self.done, self.held):
+        for inbox in (self.done, self.held, self.scratch):
             while not inbox.empty():
                 inbox.get().close()

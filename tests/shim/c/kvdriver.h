@@ -302,6 +302,9 @@ static inline void compare(const struct valve_range *range)
 		case SLOT_CLEARING:
 			CHECK(handle && handle != range->place->zero && gpu.access[at]);
 			break;
+		case SLOT_SPARSE: /* the driver still thinks that the old handle is there */
+			CHECK(handle);
+			break;
 		case SLOT_BARE: /* the driver refused access, and then to unmap it */
 			CHECK(handle && !gpu.access[at]);
 		}

@@ -30,6 +30,8 @@ static void make_order(struct valve_kv_order *order, uint32_t slots)
 
 	*order = (struct valve_kv_order){.count = (uint32_t)(draw() % (VALVE_KV_ENTRIES + 1)),
 	                                 .op = (uint16_t)(VALVE_KV_BACK + draw() % 3)};
+	if (order->op == VALVE_KV_QUARANTINE && draw() % 2)
+		order->how = VALVE_KV_OUTSIDE;
 	for (uint32_t i = 0; i < order->count; i++) {
 		struct valve_kv_entry *entry = &order->entry[i];
 
@@ -67,6 +69,8 @@ static void check_done(const struct valve_range *range, const struct valve_kv_or
 		created += order->op == VALVE_KV_BACK && (order->entry[i].flags & VALVE_KV_CREATE);
 		if (order->op == VALVE_KV_BACK)
 			CHECK(slot == SLOT_BACKED || slot == SLOT_CLEARING);
+		else if (order->how == VALVE_KV_OUTSIDE)
+			CHECK(slot == SLOT_SPARSE || slot == SLOT_HOLE);
 		else
 			CHECK(slot == (order->op == VALVE_KV_QUARANTINE ? SLOT_ZERO : SLOT_HOLE));
 	}

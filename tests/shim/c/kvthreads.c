@@ -73,6 +73,11 @@ int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const i
 	return 0;
 }
 
+int valve_capture_uvm_fd(void)
+{
+	return -1;
+}
+
 /* ---- the actors ---- */
 
 static CUresult allocate_plainly(uintptr_t out, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4,
@@ -118,10 +123,12 @@ static void hand_in(void)
 	struct valve_link_kv_entries packet = {.order = taken,
 	                                       .range = load_acquire(&known[draw() % KNOWN]),
 	                                       .op = (uint16_t)(VALVE_KV_BACK + draw() % 3),
-	                                       .how = draw() % 8 == 0,
+	                                       .how = draw() % 8 == 0 ? VALVE_KV_AT_STEP : VALVE_KV_AT_ONCE,
 	                                       .count = (uint32_t)(draw() % 20)};
 	struct valve_fds fds = {.count = 0};
 
+	if (packet.op == VALVE_KV_QUARANTINE && draw() % 2)
+		packet.how = VALVE_KV_OUTSIDE;
 	packet.header = (struct valve_link_header){
 	        .magic = VALVE_LINK_MAGIC, .type = VALVE_LINK_KV_ORDER, .length = sizeof(packet)};
 	for (uint32_t i = 0, slot = (uint32_t)(draw() % 20); i < packet.count; i++)
