@@ -274,7 +274,6 @@ static void *watch(void *unused)
 		} else {
 			if (was_idle)
 				note_gap(); /* also one that ended while nobody asked us to look */
-			was_idle = false;
 			sleep_ns(try_to_prove());
 			was_idle = VALVE_REGION->watcher_state == VALVE_WATCHER_IDLE;
 		}
