@@ -174,11 +174,13 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path) -> None:
     daemon.brake.look_at_file()
 
 
-async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessPort) -> None:
+async def run(config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort) -> None:
     from valved.rpc.server import serve  # grpc is the heaviest import: only a daemon that really starts pays for it
 
     loop = asyncio.get_running_loop()
+    run_dir = folder.path
     daemon = build(config, run_dir, gate, processes, loop)
+    daemon.handover.is_ours = folder.is_ours
     loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
     take_over(daemon, config, run_dir)
     watch = FolderWatch(run_dir)
@@ -193,7 +195,7 @@ async def run(config: Config, run_dir: Path, gate: GatePort, processes: ProcessP
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     reading = asyncio.create_task(_read_cards(daemon.kv)) if daemon.kv is not None else None
-    ticking = asyncio.create_task(_tick(daemon, has_watch=watch.fd >= 0))
+    ticking = asyncio.create_task(_tick(daemon, folder, has_watch=watch.fd >= 0))
     neighbours = asyncio.create_task(room.run()) if room is not None else None
     await daemon.stop.wait()
     ticking.cancel()
@@ -265,17 +267,30 @@ def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:
     brake.look_at_file()
 
 
-async def _tick(daemon: Daemon, *, has_watch: bool) -> None:
+async def _tick(daemon: Daemon, folder: state.RunFolder, *, has_watch: bool) -> None:
     ticks = 0
     while True:
         await asyncio.sleep(TICK_S)
         ticks += 1
+        if not folder.is_ours():
+            _end_unreachable(daemon)
         daemon.keeper.resync()
         daemon.handover.settle(patience_over=True)
         if not has_watch:
             daemon.brake.look_at_file()
         if ticks % SAVE_EVERY_TICKS == 0:
             daemon.handover.save()
+
+
+def _end_unreachable(daemon: Daemon) -> None:
+    """Nobody finds us any more, and another valved may gate these GPUs soon: let everything go and be gone.
+
+    At once: whatever ends in good order removes sockets by their names, and those are our successor's.
+    """
+    daemon.brake.drain("the run folder was removed")
+    daemon.gate.close()
+    log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
+    os._exit(EXIT_FAILED)
 
 
 async def _read_cards(kv: Kv) -> None:
@@ -387,7 +402,7 @@ def main(argv: list[str] | None = None) -> int:
     from valved.mechanism.process import LinuxProcesses
 
     try:
-        asyncio.run(run(config, folder.path, native_gate(config), LinuxProcesses()))
+        asyncio.run(run(config, folder, native_gate(config), LinuxProcesses()))
     except OSError as error:
         log.error("failed", extra={"facts": {"error": str(error)}})
         return EXIT_FAILED

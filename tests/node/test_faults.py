@@ -256,3 +256,19 @@ def test_a_thousand_strangers_who_talk_nonsense_do_not_hurt_those_who_work(node)
     node.wait_for(lambda: node.valved_fds() <= fds + 2, "no descriptor is leaked")
     assert len(node.status().clients) == 2
     assert node.status().counters.malformed > 0
+
+
+def test_a_valved_whose_run_folder_was_removed_lets_go_and_leaves_its_successor_alone(node):
+    offline, online = settled(node)
+    online.launch(us=100)
+    offline.wait_stopped()
+    orphan = node.valved
+
+    node.run_dir.rename(node.folder / "removed")
+    node.run_dir.mkdir()
+    node.start_valved()
+
+    assert orphan.wait(60) == 1
+    assert node.status().clients is not None  # its successor's sockets and state are untouched
+    end(offline, online)
+    gone_without_trace(node)

@@ -185,9 +185,17 @@ class RunFolder:
     def sign(self) -> None:
         (self.path / PID_FILE).write_text(f"{os.getpid()}\n", encoding="ascii")
 
+    def is_ours(self) -> bool:
+        """False once somebody removed the folder: what stands at its path now is nobody's, or another valved's."""
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_FILE))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
-        with contextlib.suppress(OSError):
-            (self.path / PID_FILE).unlink(missing_ok=True)
+        if self.is_ours():
+            with contextlib.suppress(OSError):
+                (self.path / PID_FILE).unlink(missing_ok=True)
         os.close(self._lock)
 
     def _try_lock(self) -> bool:
