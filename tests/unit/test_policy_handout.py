@@ -58,6 +58,20 @@ def test_more_than_there_is_is_refused_and_changes_nothing() -> None:
     assert len(free) == 12
 
 
+def test_columns_that_shrank_untold_are_still_found_in_order() -> None:
+    """An engine takes single blocks out of the middle when a prefix is hit; only freed blocks are told."""
+    counts = [4, 4, 3]
+    order = handout.FullestColumn(3, 4)
+    for column, count in enumerate(counts):
+        order.file(column, count)
+    found = []
+    for shrunk in ((0, 1), (1, 2), (2, 0), (1, 0), (0, 0)):
+        found.append(order.find(counts.__getitem__))
+        counts[shrunk[0]] = shrunk[1]
+
+    assert found == [0, 1, 2, 1, 0]
+
+
 def test_a_lost_block_is_found_by_the_books() -> None:
     free = ColumnFreeList(THREE_BY_FOUR)
     held = free.take(2)
@@ -73,4 +87,4 @@ def test_the_module_loads_with_the_standard_library_alone() -> None:
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
 
-    assert {"__future__", "heapq", "collections", "collections.abc"} == imported
+    assert {"__future__", "heapq", "collections", "collections.abc", "itertools"} == imported

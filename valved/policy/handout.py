@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 
 def choose_column(free_by_column: Sequence[int], current: int | None) -> int | None:
@@ -28,30 +29,41 @@ def choose_column(free_by_column: Sequence[int], current: int | None) -> int | N
 
 
 class FullestColumn:
-    """Finds the column with the most free blocks, the lowest of equals, in O(log columns) a change."""
+    """Finds the column with the most free blocks, the lowest of equals.
+
+    Whoever frees blocks says so (`file`); blocks that were taken show when the column is met. Growing by a block,
+    which a request does all the time, then costs nothing here.
+    """
 
     def __init__(self, columns: int, largest: int) -> None:
         self._by_count: list[list[int]] = [[] for _ in range(largest + 1)]
-        """For each free count a heap of columns; entries go stale when the count changes and are dropped when met."""
+        """For each free count a heap of columns that had it; one with free blocks is on file there or higher up."""
+        self._top = 0
+        """No heap above this one has an entry: in a nearly full pool all but the lowest are empty."""
         self._on_file = [0] * columns
         """Bit n: the column stands in heap n, once at most, so the heaps cannot grow without bound."""
 
     def file(self, column: int, count: int) -> None:
-        """The column has `count` free blocks now."""
+        """The column has `count` free blocks now; a fall need not be told."""
         if not self._on_file[column] >> count & 1:
             self._on_file[column] |= 1 << count
             heapq.heappush(self._by_count[count], column)
+            self._top = max(self._top, count)
 
     def find(self, count_of: Callable[[int], int]) -> int:
         """Precondition: some column has a free block. `count_of` says what is true now."""
-        for count in range(len(self._by_count) - 1, 0, -1):
+        for count in range(self._top, 0, -1):
             heap = self._by_count[count]
             while heap:
                 column = heap[0]
-                if count_of(column) == count:
+                true = count_of(column)
+                if true == count:
+                    self._top = count
                     return column
                 heapq.heappop(heap)
                 self._on_file[column] &= ~(1 << count)
+                if 0 < true < count:
+                    self.file(column, true)
         raise AssertionError("free list: blocks are available but no column is on file")
 
 
@@ -95,15 +107,14 @@ class ColumnFreeList:
             keep = max(0, len(free) - (count - len(taken)))
             taken += free[: keep - 1 : -1] if keep else free[::-1]
             del free[keep:]
-            self._file(column)
         self._available -= count
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
         """Blocks that no request holds any more; those of withheld columns wait until the column is restored."""
         by_column: dict[int, list[int]] = defaultdict(list)
-        for block in blocks:
-            by_column[self._column_of[block]].append(block)
+        for column, run in groupby(blocks, self._column_of.__getitem__):
+            by_column[column].extend(run)
         for column, back in by_column.items():
             self._free[column] += sorted(back, reverse=True)
             if not self._withheld[column]:
