@@ -144,7 +144,38 @@ def test_the_experiment_is_the_same_for_the_same_seed():
 
     assert first == eviction.run_eviction(None, (3,), plan=SMALL)
     assert {one.policy for one in first.cells} == {rival.name for rival in eviction.RIVALS}
-    assert "median cell" in first.table()
+
+
+def test_the_work_is_cut_into_parts_that_cover_the_grid_once():
+    parts = eviction.parts_of(eviction.EvictionPlan(), [(10, 10)], (1, 2))
+    cells = [
+        (part.seed, part.allocator, part.handle_mib, interval_s, size)
+        for part in parts
+        for interval_s in part.intervals_s
+        for size in part.sizes
+    ]
+
+    assert len(cells) == len(set(cells)) == 2 * (2 * 36 + 3 * 9)
+
+
+def test_claims_are_judged_by_the_worse_end_over_the_seeds():
+    """Cuts 0.7 and 0.9: mean 0.8, half an interval 12.706 * 0.1; FIFO loses 0.1 and 0.3."""
+
+    def cell(seed, policy, loss, reduction):
+        return eviction.CellResult(
+            allocator="affine", handle_mib=64, interval_s=30, size=0.1, policy=policy, seed=seed, loss=loss,
+            reduction=reduction, lost_tokens_per_s=0.0,
+        )  # fmt: skip
+
+    cells = (
+        cell(1, "fifo", 0.1, 0),
+        cell(1, "selective", 0.03, 0.7),
+        cell(2, "fifo", 0.3, 0),
+        cell(2, "selective", 0.03, 0.9),
+    )
+    result = eviction.EvictionResult(lengths="", seeds=(1, 2), cells=cells, greedy_over_exact=(), claims=())
+
+    assert [claim.value for claim in eviction._claims(result)] == pytest.approx([0.8 - 12.706 * 0.1] * 2)
 
 
 def test_selective_loses_less_than_fifo_on_a_small_pool():

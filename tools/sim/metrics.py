@@ -125,6 +125,10 @@ class Interval:
     high: float
     n: int
 
+    @property
+    def half(self) -> float:
+        return self.high - self.mean
+
 
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond ten the normal's is near enough.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
