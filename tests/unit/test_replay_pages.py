@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from valve_tools.replay import cluster as cluster_page
 from valve_tools.replay import eviction as eviction_page
+from valve_tools.replay import fleet_sensitivity
 from valve_tools.replay.report import write
-from valve_tools.sim.cluster import ClusterPlan, run_cluster
+from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
 
@@ -28,6 +29,21 @@ def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
     report = cluster_page.report(run_cluster(None, (1,), plan=plan), (1,))
     write(report, tmp_path)
 
-    assert len(report.tables) == 1
+    assert len(report.tables) == 2
     assert set(plan.schedulers) == {row[0] for row in report.tables[0].rows}
     assert (tmp_path / "cluster.html").read_text().count("<svg") == 3
+
+
+def test_the_fleet_part_of_the_sensitivity_page_varies_theta_and_the_rules_for_slas():
+    base = fleet_sensitivity.base_plan(nodes=1)
+    everything = fleet_sensitivity.settings(base)
+    tried = tuple(everything[:2])
+    found = fleet_sensitivity.run_task(
+        fleet_sensitivity.Task(part=part_of(None, 1, fleet_sensitivity.DEMAND, base), settings=tried)
+    )
+    table, charts = fleet_sensitivity.shown(tried, [found, found], 1)
+
+    assert {"default", "theta", "SLA asked for", "moves after"} <= {one.parameter for one in everything}
+    assert [row[:2] for row in table.rows] == [("default", "default"), ("theta", "0.5")]
+    assert len(charts) == len(fleet_sensitivity.FIGURES)
+    assert "theta = 0.5" in charts[0].svg

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from valve_scheduler.placement import PlacementSettings
-from valve_tools.sim.cluster import ClusterPlan, _model_error, run_cluster
+from valve_tools.sim.cluster import ClusterPlan, WeekResult, _claims, _model_error, part_of, run_cluster, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (
     MINUTES,
@@ -306,9 +306,49 @@ def test_services_are_read_by_shape_and_lengths_are_borrowed_by_seed(tmp_path: P
     assert (len(services), borrowed) == (2, 1)
     assert services[1].in_tokens == 100
 
+    later = "".join(f"{604800 + 600 * w},{c},2.0,1.1,Gamma,1,1\n" for w in range(WINDOWS) for c in (0, 1))
+    (tmp_path / "svc_rates.csv").write_text("t,client,rate,cv,dist,a,b\n" + later)
+    assert (services_from(tmp_path, 0)[0][0].rate == services[0].rate).all()
+
     (tmp_path / "svc_rates.csv").write_text("t,client,rate,cv,dist,a,b\n0,0,many,1.1,Gamma,1,1\n")
     with pytest.raises(ValueError, match=r"svc_rates\.csv:2: column rate"):
         services_from(tmp_path, 0)
+
+
+def test_services_are_drawn_for_a_folder_without_rates_of_a_week(tmp_path: Path):
+    (tmp_path / "requests.csv").write_text("t_s,in_tok,out_tok\n0,1,1\n")
+    (tmp_path / "short_rates.csv").write_text("t,client,rate,cv,dist,a,b\n0,0,2.0,1.1,Gamma,1,1\n")
+    (tmp_path / "short_lengths.csv").write_text("client,win_s,kind,mean\n0,0,input,100\n0,0,output,20\n")
+
+    part = part_of(tmp_path, 1, 1.0, ClusterPlan())
+
+    assert [one.name for one in part.services] == [one.name for one in drawn_services(1)]
+    assert part.source == "40 drawn services"
+
+
+def week(scheduler, seed, saved, demand=1.0):
+    zero = {figure.name: 0.0 for figure in fields(WeekResult)}
+    return WeekResult(**zero | {"scheduler": scheduler, "seed": seed, "saved_of_fleet": saved, "demand": demand})
+
+
+def test_a_rival_is_compared_seed_by_seed_and_not_where_it_saved_nothing():
+    """Its fleet of that seed had no room for it: 0 / 0 is no level, and 0.2 / 0 no lead."""
+    weeks = [week("full", 1, 0.2), week("oracle", 1, 0.4), week("full", 2, 0.0), week("oracle", 2, 0.0),
+             week("full", 3, 0.3), week("oracle", 3, 0.0)]  # fmt: skip
+
+    assert saved_over("oracle", weeks) == [0.5]
+    assert saved_over("most-idle", weeks) == []
+
+
+def test_claims_are_judged_at_one_demand_by_the_worse_end_over_the_seeds():
+    """Saved 0.2 and 0.4 of the fleet: mean 0.3, half an interval 12.706 * 0.1."""
+    weeks = (week("full", 1, 0.2), week("full", 2, 0.4), week("full", 1, 9.0, demand=0.6))
+    claims = {one.claim: one for one in _claims(ClusterPlan(judged_demand=1.0), weeks)}
+
+    assert claims["GPUs saved over fleet"].value == pytest.approx(0.3 - 12.706 * 0.1)
+    assert not claims["GPUs saved over fleet"].ok
+    assert claims["SLA missed, share of job-hours"].ok
+    assert "saved, full model over oracle" not in claims
 
 
 def test_a_small_week_runs_under_every_scheduler_and_is_the_same_again():

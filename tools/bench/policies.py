@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 from valve_tools.bench.row import Row, row_of
-from valve_tools.sim.eviction import PRODUCT, EvictionPlan, run_eviction
+from valve_tools.sim.eviction import PRODUCT, EvictionPlan, Which, run_eviction
 from valve_tools.sim.eviction_headroom import BURSTY, STATIONARY, demand, run_headroom
 
 from valved.policy.columns import uniform_columns
@@ -69,25 +69,31 @@ def bench_miad() -> Iterator[Row]:
 def bench_eviction() -> Iterator[Row]:
     """A quarter of the grid of `valve replay eviction`, on drawn lengths: the samples are cells."""
     plan = EvictionPlan(
-        intervals_s=(10, 30, 120), sizes=(0.02, 0.10, 0.40), policies=(PRODUCT,), other_handles_mib=(), churn_s=900.0
+        intervals_s=(10, 30, 120),
+        sizes=(0.02, 0.10, 0.40),
+        policies=(PRODUCT,),
+        stock_policies=(PRODUCT,),
+        other_handles_mib=(),
+        churn_s=900.0,
     )
     result = run_eviction(None, (0,), plan=plan)
     for allocator in plan.allocators:
-        cuts = result.reductions(allocator)
+        cuts = result.over_seeds(Which(policy=PRODUCT, allocator=allocator), "reduction")
         note = "the stock free list, for comparison" if allocator == "stock" else ""
         bound = 0.0 if allocator == "stock" else 0.6
         yield row_of(
             "eviction",
             f"{allocator}-cut",
             "share",
-            list(cuts.values()),
+            [one.mean for one in cuts.values()],
             bound,
             better="higher",
             judged="p50",
             note=note,
         )
-    fifo = result.losses("affine")
-    hurt = [-cut for key, cut in result.reductions("affine").items() if fifo[key] > 0.02]
+    fifo, ours = Which(policy="fifo"), Which(policy=PRODUCT)
+    losses, cuts = result.over_seeds(fifo, "loss"), result.over_seeds(ours, "reduction")
+    hurt = [-cut.mean for key, cut in cuts.items() if losses[key].mean > 0.02]
     note = "reductions negated: the worst cell where FIFO loses over 2 % cuts at least 0.3"
     yield row_of("eviction", "affine-worst-cut", "share", hurt, -0.3, judged="max", note=note)
     ratios = result.greedy_over_exact

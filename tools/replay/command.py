@@ -36,7 +36,7 @@ def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
-    return sensitivity.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return sensitivity.run(folder_of(options), options.traces, seeds_of(options), progress, workers_of(options))
 
 
 def _eviction(options: argparse.Namespace, progress: Progress) -> Report:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.bench.command import commit, machine
+from valve_tools.sim.metrics import Interval
 
 Cell = str | float | int | None
 
@@ -94,6 +95,14 @@ def text(value: Cell) -> str:
         return f"{value:,.0f}"
     places = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.095 else 3
     return f"{value:.{places}f}"
+
+
+def plus_minus(found: Interval | None, scale: float = 1.0) -> Cell:
+    """A mean with half its 95 % interval over the seeds."""
+    if found is None:
+        return None
+    mean = text(scale * found.mean)
+    return f"{mean} ± {text(scale * found.half)}" if found.n > 1 else mean
 
 
 def markdown(tables: Sequence[Table]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Report, Table
+from valve_tools.replay import fleet_sensitivity, svg
+from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
-from valve_tools.sim.metrics import Summary, interval, summarise
+from valve_tools.sim.metrics import Interval, Summary, interval, summarise
 from valve_tools.sim.pairs import PAIRS, Bound, bind
 from valve_tools.sim.traces import Folder
 
@@ -120,7 +121,11 @@ def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
     return found
 
 
-def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(
+    folder: Folder, traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None
+) -> Report:
+    """`traces` is where the rate files of the fleet's services are, if anywhere."""
+    workers = workers or Workers()
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     tried = (
         Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
@@ -128,67 +133,84 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Worke
         *settings(),
     )
     tasks = [Task(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
-    return _report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="sensitivity"), seeds)
+    runs = spread(run_task, tasks, progress, workers, label="sensitivity")
+    return _report(tried, tasks, runs, fleet_sensitivity.run(traces, seeds, progress, workers))
 
 
 Runs = list[dict[tuple[str, str, str], Summary]]
 Figure = Callable[[Summary], float]
 
 
-def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, seeds: Sequence[int]) -> Report:
-    def over_default(setting: Setting) -> float:
-        """Offline throughput over that of the defaults, mean over pairs and seeds."""
-        key, base = _key(setting), (DEFAULT, DEFAULT, setting.combination)
-        pairs = [(run[key].offline_tokens_per_s, run[base].offline_tokens_per_s) for run in runs]
-        return interval([one / other for one, other in pairs if other > 0]).mean
-
-    def worst(setting: Setting, figure: Figure) -> float:
-        """The worst pair's mean over seeds."""
-        by_pair: dict[str, list[float]] = {}
-        for task, run in zip(tasks, runs, strict=True):
-            by_pair.setdefault(task.bound.pair.key, []).append(figure(run[_key(setting)]))
-        return max(interval(values).mean for values in by_pair.values())
-
-    figures: dict[str, Callable[[Setting], float]] = {
-        "offline throughput over the defaults'": over_default,
-        "worst mean TTFT increase %": lambda setting: worst(setting, lambda one: one.ttft_increase["mean"]),
-        "worst reclaims in an hour": lambda setting: worst(setting, lambda one: float(max(one.reclaims_by_hour))),
-    }
+def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, fleet: tuple[Table, list[Chart]]) -> Report:
+    figures = _figures(tasks, runs)
     rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (setting.parameter, setting.label, setting.combination, *(figure(setting) for figure in figures.values()))
+        (setting.parameter, setting.label, setting.combination,
+         *(plus_minus(figure(setting)) for figure in figures.values()))
         for setting in tried
-    )
+    )  # fmt: skip
     charts = [
         Chart(title=f"{name[0].upper()}{name[1:]}{suffix}", svg=_tornado(tried, combination, figure, name))
         for combination, suffix in ((OURS, ""), (WITHOUT_HINT, ", without a hint"))
         for name, figure in figures.items()
         if combination == OURS or "reclaims" not in name
     ]
+    columns = ("parameter", "value", "combination", *figures)
+    fleet_table, fleet_charts = fleet
     return Report(
         name="sensitivity",
         title="Sensitivity: what each setting does",
         summary=(
             "One setting at a time on five shapes of load, two hours each; everything else at the product's defaults. "
-            "Cooldown only matters for a service without a lifecycle hint, so it is varied there.",
+            "Cooldown only matters for a service without a lifecycle hint, so it is varied there. Theta and the rules "
+            "for SLAs are varied on a small fleet. ± is half the 95 % interval over the seeds.",
         ),
-        tables=(
-            Table(title="All settings", columns=("parameter", "value", "combination", *figures), rows=rows),
-        ),
-        charts=tuple(charts),
-        data={"rows": [list(row) for row in rows]},
-        seeds=tuple(seeds),
-    )  # fmt: skip
+        tables=(Table(title="All settings of a node", columns=columns, rows=rows), fleet_table),
+        charts=(*charts, *fleet_charts),
+        data={"rows": [list(row) for row in rows], "fleet": [list(row) for row in fleet_table.rows]},
+        seeds=tuple(sorted({task.seed for task in tasks})),
+    )
+
+
+def _figures(tasks: Sequence[Task], runs: Runs) -> dict[str, Callable[[Setting], Interval]]:
+    """Each figure of a setting over the seeds."""
+
+    def over_default(setting: Setting) -> Interval:
+        """Offline throughput over that of the defaults, mean over the pairs of one seed."""
+        key, base = _key(setting), (DEFAULT, DEFAULT, setting.combination)
+        by_seed: dict[int, list[float]] = {}
+        for task, run in zip(tasks, runs, strict=True):
+            if run[base].offline_tokens_per_s > 0:
+                ratio = run[key].offline_tokens_per_s / run[base].offline_tokens_per_s
+                by_seed.setdefault(task.seed, []).append(ratio)
+        return interval([sum(ratios) / len(ratios) for ratios in by_seed.values()])
+
+    def worst(figure: Figure) -> Callable[[Setting], Interval]:
+        """Of the pair whose mean over the seeds is worst."""
+
+        def of(setting: Setting) -> Interval:
+            by_pair: dict[str, list[float]] = {}
+            for task, run in zip(tasks, runs, strict=True):
+                by_pair.setdefault(task.bound.pair.key, []).append(figure(run[_key(setting)]))
+            return max((interval(values) for values in by_pair.values()), key=lambda one: one.mean)
+
+        return of
+
+    return {
+        "offline throughput over the defaults'": over_default,
+        "worst mean TTFT increase %": worst(lambda one: one.ttft_increase["mean"]),
+        "worst reclaims in an hour": worst(lambda one: float(max(one.reclaims_by_hour))),
+    }
 
 
 def _key(setting: Setting) -> tuple[str, str, str]:
     return setting.parameter, setting.label, setting.combination
 
 
-def _tornado(tried: Sequence[Setting], combination: str, figure: Callable[[Setting], float], unit: str) -> str:
+def _tornado(tried: Sequence[Setting], combination: str, figure: Callable[[Setting], Interval], unit: str) -> str:
     mine = [setting for setting in tried if setting.combination == combination]
-    centre = next(figure(setting) for setting in mine if setting.parameter == DEFAULT)
+    centre = next(figure(setting).mean for setting in mine if setting.parameter == DEFAULT)
     rows: dict[str, list[tuple[str, float]]] = {}
     for setting in mine:
         if setting.parameter != DEFAULT:
-            rows.setdefault(setting.parameter, []).append((setting.label, figure(setting)))
+            rows.setdefault(setting.parameter, []).append((setting.label, figure(setting).mean))
     return svg.tornado(list(rows.items()), centre=centre, unit=unit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from valve_tools.replay import svg
 from valve_tools.replay.pairs import LATENCY_MARKS, Results, Task, increase_of, run_task
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most
+from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import OURS, Tuning
 from valve_tools.sim.machine import MODELS
@@ -86,10 +86,10 @@ def _report(bounds: Sequence[Bound], results: dict[str, Results], seeds: Sequenc
                     bound.trace.label,
                     driver,
                     solo["mean"],
-                    *(found.over(key, OURS, increase_of(metric, q)).mean for metric, q, _ in LATENCY_MARKS),
-                    found.over(key, OURS, lambda one: one.stop_ms["p50"]).mean,
-                    found.over(key, OURS, lambda one: one.stop_ms["p99"]).mean,
-                    found.over(key, OURS, lambda one: one.share_of_alone).mean,
+                    *(plus_minus(found.over(key, OURS, increase_of(metric, q))) for metric, q, _ in LATENCY_MARKS),
+                    plus_minus(found.over(key, OURS, lambda one: one.stop_ms["p50"])),
+                    plus_minus(found.over(key, OURS, lambda one: one.stop_ms["p99"])),
+                    plus_minus(found.over(key, OURS, lambda one: one.share_of_alone)),
                 )
             )
     keys = [bound.pair.key for bound in bounds]
@@ -102,7 +102,7 @@ def _report(bounds: Sequence[Bound], results: dict[str, Results], seeds: Sequenc
         title="Eight GPUs: the stock driver's lock against the one-word patch",
         summary=(
             "A 70B service over eight GPUs beside a 14B batch job over the same eight. The stock driver stops the GPUs "
-            "one after another, the patched one all at once; online waits for the last.",
+            "one after another, the patched one all at once; online waits for the last. ± is half the 95 % interval.",
         ),
         claims=tuple(_claims(bounds, results)),
         tables=(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 WINDOW_S = 600
+DAY_S = 86_400
 WINDOWS = 7 * 24 * 6
 MINUTES_PER_WINDOW = 10
 MINUTES = WINDOWS * MINUTES_PER_WINDOW
@@ -167,7 +168,7 @@ def drawn_services(seed: int, count: int = 40) -> list[Service]:
 
 
 def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
-    """Services of every (rates, lengths) pair of files of a week; and how many had to borrow lengths by seed.
+    """Services of every (rates, lengths) pair of files of a week, none without one; how many borrow lengths by seed.
 
     The pair with longer outputs in its lengths becomes the 32B service, the other the 8B one.
     """
@@ -178,8 +179,6 @@ def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
             rates = _read_rates(path)
             if max(int(one[0].max()) for one in rates.values()) >= WINDOWS * 6 // 7:
                 pairs.append((rates, _read_lengths(lengths)))
-    if not pairs:
-        raise ValueError(f"{traces_dir}: no *_rates and *_lengths files that cover a week")
     pairs.sort(key=lambda pair: float(np.median([one["output"] for one in pair[1].values()])))
     rng = np.random.default_rng(seed)
     services, borrowed = [], 0
@@ -228,7 +227,11 @@ def _read_rates(path: Path) -> dict[int, tuple[NDArray[np.int64], Floats, Floats
     if not found:
         raise ValueError(f"{path}: no row with client, t, rate and cv")
     arrays = {client: np.array(rows).T for client, rows in found.items()}
-    return {client: ((one[0] // WINDOW_S).astype(np.int64), one[1], one[2]) for client, one in arrays.items()}
+    # A file of a later week counts its seconds on: its first day is day 0 here.
+    first_s = min(one[0].min() for one in arrays.values()) // DAY_S * DAY_S
+    return {
+        client: (((one[0] - first_s) // WINDOW_S).astype(np.int64), one[1], one[2]) for client, one in arrays.items()
+    }
 
 
 def _read_lengths(path: Path) -> dict[int, dict[str, float]]:

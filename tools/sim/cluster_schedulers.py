@@ -101,7 +101,9 @@ class Scheduler:
         return self._blind(fleet, sets, model, sla)
 
     def nowcast(self, window: int, model: int, members: Ints) -> Floats:
-        """The model's answer for running sets, told the hour they run in."""
+        """The model's answer for running sets, told the hour they run in; nothing where the model does not place."""
+        if self.name != PRODUCT:
+            return np.zeros(len(members))
         return self._reports.nowcast(window // 6, members, self._profiles[model])
 
     def _view(self, window: int, model: int, open_gpus: NDArray[np.bool_]) -> tuple[Fleet, GpuSets]:

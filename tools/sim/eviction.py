@@ -59,15 +59,17 @@ class EvictionPlan:
     other_handles_mib: tuple[int, ...] = (2, 16, 256)
     """Handle sizes run with FIFO and the product only, on every second interval and size."""
     policies: tuple[str, ...] = ()
-    """Rivals to run; all when empty. FIFO is always among them."""
+    """Rivals to run with columns handed out in order; all when empty. FIFO is always among them."""
+    stock_policies: tuple[str, ...] = ("lru", "greedy", "greedy+prefix", PRODUCT)
+    """Those beside FIFO on the stock free list, where no choice helps much."""
     pool_mib: int = 36 * 1024
     block_mib: int = 2
     churn_s: float = 3600.0
     returned_after_s: float = 5.0
-    reclaims: int = 12
+    reclaims: int = 8
     """Reclaims per cell, within the two bounds below."""
     min_s: float = 240.0
-    max_s: float = 900.0
+    max_s: float = 600.0
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def cell_s(self, interval_s: int) -> float:
@@ -181,7 +183,7 @@ def parts_of(plan: EvictionPlan, lengths: Lengths, seeds: Sequence[int]) -> list
     for seed in seeds:
         found += [
             part(seed=seed, allocator=one, handle_mib=plan.handle_mib, intervals_s=intervals_s, sizes=plan.sizes,
-                 policies=plan.policies)
+                 policies=plan.stock_policies if one == "stock" else plan.policies)
             for one in plan.allocators
             for intervals_s in (plan.intervals_s[third::3] for third in range(3))
             if intervals_s
