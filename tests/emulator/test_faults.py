@@ -8,8 +8,6 @@ import pytest
 from rm_process import GPU_IS_LOST, OK, TIMEOUT, RmProcess, grow_tree, use_uvm
 from valve_tools.emulator.client import Emulator, EmulatorError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_the_third_disable_fails_and_the_others_do_not(emulator: Emulator, process: RmProcess) -> None:
     tree = grow_tree(process)

@@ -28,8 +28,6 @@ from rm_process import (
 )
 from valve_tools.emulator.client import Channel, Emulator, State
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def workload(process: RmProcess) -> Tree:
@@ -240,6 +238,19 @@ def test_time_slices_can_be_set_and_read(workload: Tree) -> None:
 def test_a_preempt_is_for_once(emulator: Emulator, workload: Tree) -> None:
     assert workload.control(workload.tsg, 0xA06C0105, bytes([1, 0, 0, 0]) + bytes(4)).status == OK
     wait_for_a_beat(workload, emulator)
+
+
+def test_a_group_that_was_told_to_yield_while_it_was_off_starves_nobody_later(
+    emulator: Emulator, workload: Tree, another: RmProcess
+) -> None:
+    second = grow_tree(another, channels=1)
+    wait_for_a_beat(workload, emulator)
+
+    assert second.control(second.tsg, 0xA06C0105, bytes([1, 0, 0, 0]) + bytes(4)).status == OK
+    another.call("work", cid=second.cids[0], gpu=0)
+
+    for tree in (second, workload, second, workload):
+        wait_for_a_beat(tree, emulator)
 
 
 def test_a_stopped_channel_comes_back_only_by_scheduling(emulator: Emulator, workload: Tree) -> None:

@@ -33,7 +33,7 @@ print(json.dumps({expression}))
         env=environment(emulator.directory, os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

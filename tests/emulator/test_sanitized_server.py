@@ -16,7 +16,7 @@ from rm_process import RmProcess, grow_tree, use_uvm
 from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import NO_LATENCY, Options, start, stop
 
-pytestmark = [pytest.mark.sanitizer, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.sanitizer
 
 
 def build(repository: Path, where: Path, sanitizer: str) -> Path:
@@ -85,7 +85,7 @@ def test_a_crowd_leaves_no_report(repository: Path, tmp_path: Path, sanitizer: s
             noise = pool.map(lambda seed: talk_nonsense(node, seed), range(4))
             list(lives), list(noise)
         with Emulator(node) as emulator:
-            emulator.wait(lambda state: not state.raw["files"], "everybody gone", deadline_s=90)
+            emulator.wait(lambda state: not state.raw["files"], "everybody gone")
             left = emulator.state()
     finally:
         code = stop(server)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOM = ROOT / "tools" / "emulator" / "cuda"
 INCLUDES = [f"-I{folder}" for folder in (ROOT / "proto" / "abi", ROOM.parent, ROOM)]
 FLAGS = ["-std=gnu11", "-D_GNU_SOURCE", "-g", "-O1", "-fno-omit-frame-pointer", *INCLUDES]
-DEADLINE_S = 100  # only ends a hung test
+DEADLINE_S = 200  # only ends a hung test
 
 
 def runtime(name: str) -> str:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
 
-import pytest
 from gates import FakeDriver, Launcher, Workload, gate_rig, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -109,7 +108,6 @@ class HoldAndWake(RuleBasedStateMachine):
                 assert self.rig.gate.is_gated(GpuIndex(gpu))
 
 
-@pytest.mark.timeout(300)
 def test_any_order_of_launches_wakes_holds_and_changes_agrees_with_the_model(fake_library: Path) -> None:
     HoldAndWake.library = fake_library
 

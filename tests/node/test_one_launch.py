@@ -18,10 +18,8 @@ def test_an_online_launch_stops_offline_work_and_idleness_wakes_it(node):
 
     launched_ns, _, done_ns = online.launch(us=200)
     offline.wait_stopped()
-    stood_ns = offline.last_beat_ns
 
     assert launched_ns < done_ns
-    assert stood_ns < done_ns + 1_000_000_000
     offline.wait_running()
     gates = [gate for gate in node.emulator.state().gates if not gate.on and gate.entry_ns > launched_ns]
     assert len(gates) == 1

@@ -28,7 +28,7 @@ from valved.mechanism.process import LinuxProcesses
 from valved.model.ids import Role
 from valved.service.link_server import PENDING_PER_UID, LinkServer
 
-PATIENCE_S = 20.0  # ends only a hung test
+PATIENCE_S = 200.0  # ends only a hung test
 HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), driver=0, build="t", comm="t")
 
 

@@ -86,7 +86,7 @@ def test_glibc_only_symbols_are_weak_so_that_musl_programs_start():
 
 def run(command, **more):
     env = {**os.environ, "LD_PRELOAD": str(LIBRARIES[0])}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False, **more)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False, **more)
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class Node:
 
 
 def summary(program) -> dict[str, object]:
-    text, _ = program.communicate(timeout=100)
+    text, _ = program.communicate(timeout=200)
     found = json.loads([line for line in text.splitlines() if '"summary"' in line][-1])
     assert isinstance(found, dict)
     return found
@@ -148,7 +148,7 @@ def test_an_online_engine_asks_for_memory_and_uses_it_when_it_is_there(kv_world)
     client, hook = world.daemons[-1].client(), pool.hooks.hook()
     number = world.range_of(pool).range
 
-    hook.needs.get(timeout=20)
+    hook.needs.get(timeout=200)
     assert hook.word("wanted_blocks") > per
     pool.create(client, number, range(1, SLOTS), zero=True)
     hook.change(range(per, BLOCKS), backed=True)

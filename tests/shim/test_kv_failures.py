@@ -184,7 +184,7 @@ def test_a_malformed_order_ends_the_link_and_nothing_else(eight, body):
 
     again = pool.daemon.client()  # it comes back, and tells what it holds
     assert again is not client
-    held = pool.held.get(timeout=20)
+    held = pool.held.get(timeout=200)
     assert (held.range, held.count) == (number, 8)
     assert len(tagged(engine, address)) == 8
     held.close()
@@ -198,7 +198,7 @@ def test_descriptors_that_nobody_announced_end_the_link_and_do_not_leak(eight):
     client.send(KV_ORDER, 0, order_body(1, QUARANTINE, number, [Entry(0)]), [extra] * 5)
 
     pool.daemon.client()
-    pool.held.get(timeout=20).close()
+    pool.held.get(timeout=200).close()
     until(lambda: len(engine.fds()) <= len(before), "closed")
     os.close(extra)
 

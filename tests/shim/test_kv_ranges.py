@@ -294,9 +294,9 @@ def test_a_collective_librarys_own_virtual_memory_is_untouched(kv_world, librari
     world = kv_world()
     pool = world.begin()
 
-    plain = world.program(program, preload=False).communicate(timeout=60)[0]
-    beside = world.program(program).communicate(timeout=60)[0]
-    bracketed = world.program(program, "bracket").communicate(timeout=60)[0]
+    plain = world.program(program, preload=False).communicate(timeout=200)[0]
+    beside = world.program(program).communicate(timeout=200)[0]
+    bracketed = world.program(program, "bracket").communicate(timeout=200)[0]
 
     assert plain == beside == bracketed
     assert "cuMemCreate 0" in plain

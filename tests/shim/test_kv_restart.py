@@ -36,7 +36,7 @@ def told(pool, count):
     """Slot to (handle, descriptor) of `count` slots."""
     found = {}
     while len(found) < count:
-        message = pool.held.get(timeout=20)
+        message = pool.held.get(timeout=200)
         for (handle, slot, _), fd in zip(unpack_entries(message), message.take_fds(), strict=True):
             found[slot] = (handle, fd)
             pool.fds[-len(pool.fds) - 1] = fd

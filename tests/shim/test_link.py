@@ -99,7 +99,7 @@ def test_an_offline_process_that_requires_a_daemon_says_so_and_exits(world, refu
         env=world.environment(role="offline", VALVE_REQUIRE="1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

@@ -32,7 +32,7 @@ def parser(tmp_path_factory, repository):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("seed", [1, 20260, 777777])
 def test_the_ioctl_parser_survives_any_bytes(parser, seed):
-    done = subprocess.run([parser, "-r", "20000", str(seed)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([parser, "-r", "20000", str(seed)], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "20000 inputs\n", "")
 
@@ -44,7 +44,7 @@ def test_the_ioctl_parser_survives_odd_lengths(parser, tmp_path):
         inputs.append(tmp_path / str(length))
         inputs[-1].write_bytes(bytes(i * 37 % 256 for i in range(length)))
 
-    done = subprocess.run([parser, *inputs], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([parser, *inputs], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "8 inputs\n", "")
 
@@ -53,7 +53,7 @@ def test_the_ioctl_parser_survives_odd_lengths(parser, tmp_path):
 def test_launches_the_watcher_and_the_gate_do_not_race(repository, tmp_path):
     program = build(repository, tmp_path / "races", "tests/shim/c/races.c", THREADS, "-fsanitize=thread", "-lpthread")
 
-    done = subprocess.run([program, "200"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([program, "200"], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "every launch was counted, every open gate heard, idleness was never claimed too early\n"
@@ -69,7 +69,7 @@ def order_fuzzer(tmp_path_factory, repository):
 @pytest.mark.parametrize("seed", [1, 20260, 777777])
 def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
     done = subprocess.run(
-        [order_fuzzer, "-r", "20000", str(seed)], capture_output=True, text=True, timeout=100, check=False
+        [order_fuzzer, "-r", "20000", str(seed)], capture_output=True, text=True, timeout=200, check=False
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "20000 inputs\n", "")
@@ -79,7 +79,7 @@ def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
 def test_orders_on_a_driver_that_fails_at_random_leave_no_handle_and_no_descriptor(repository, tmp_path):
     program = build(repository, tmp_path / "kvorders", "tests/shim/c/kvorders.c", ORDERS, *STRICT)
 
-    done = subprocess.run([program, "5000", "3"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([program, "5000", "3"], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout) == (0, "5000 orders\n"), done.stderr
     assert "calls failed" in done.stderr
@@ -91,7 +91,7 @@ def test_the_memory_thread_applications_and_the_keeper_do_not_race(repository, t
         repository, tmp_path / "kvthreads", "tests/shim/c/kvthreads.c", MEMORY, "-fsanitize=thread", "-lpthread"
     )
 
-    done = subprocess.run([program, "1500", "1"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([program, "1500", "1"], capture_output=True, text=True, timeout=200, check=False)
 
     assert (done.returncode, done.stdout) == (0, "nothing is mapped and nobody waits\n"), done.stderr
 

@@ -11,7 +11,7 @@ from valve.kube import deviceplugin_pb2_grpc as rpc
 from valve.kube import podresources_pb2 as resources
 from valve.kube import podresources_pb2_grpc as resources_rpc
 
-PATIENCE_S = 20.0  # ends only a hung test
+PATIENCE_S = 200.0  # ends only a hung test
 
 
 class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServicer):

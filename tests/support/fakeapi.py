@@ -107,7 +107,7 @@ class FakeApi:
         return True
 
 
-async def until(check: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def until(check: Callable[[], bool], deadline_s: float = 200.0) -> None:
     """Wait on a condition; the deadline only ends a hung test."""
     end = asyncio.get_running_loop().time() + deadline_s
     while not check():

@@ -68,7 +68,7 @@ class Engines:
         return self.summary(self.offline, "offline")
 
     def summary(self, process, name: str) -> dict[str, object]:
-        assert process.wait(60) == 0, (self.folder / f"{name}.out").read_text()[-500:]
+        assert process.wait(200) == 0, (self.folder / f"{name}.out").read_text()[-500:]
         return last_summary(self.folder / f"{name}.out")
 
     def nothing_is_left(self) -> None:

@@ -6,11 +6,13 @@ import mmap
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from valve_tools.demo.node import EmulatedNode
+from valve_tools.emulator.client import State
 
 WORKLOAD = Path(__file__).parent / "node_workload.py"
 
@@ -28,6 +30,7 @@ class Offline:
             self._map = mmap.mmap(file.fileno(), 4096)
         argv = [sys.executable, WORKLOAD, "offline", self.page]
         self.process = node.run(role, argv, name=name, env=env)
+        self._ran_ns = time.monotonic_ns()
 
     @property
     def beats(self) -> int:
@@ -41,17 +44,23 @@ class Offline:
         """It beats, and beats again: really running now, not a beat from before."""
         seen = self.beats
         self.node.wait_for(lambda: self.beats > seen + 2, "the offline heartbeat moves")
+        self._ran_ns = self.last_beat_ns
 
     def wait_stopped(self) -> None:
-        """Its channels are off at the card and no executor is active: no beat can follow."""
-        pid = self.process.pid
+        """Its channels are off at the card and no executor is active: no beat can follow. Or they were, since it was
+        last seen running, and are on again: on a busy machine a cooldown may be over before anybody looks."""
         self.node.emulator.wait(
-            lambda state: (
-                any(c.disabled for c in state.of(pid) if c.is_compute)
-                and not any(c.active for c in state.of(pid) if c.is_compute)
-            ),
-            "the offline channels are off and idle",
+            lambda state: self._is_off(state) or self._was_off(state), "the offline channels are off and idle"
         )
+
+    def _is_off(self, state: State) -> bool:
+        compute = [channel for channel in state.of(self.process.pid) if channel.is_compute]
+        return any(c.disabled for c in compute) and not any(c.active for c in compute)
+
+    def _was_off(self, state: State) -> bool:
+        done = [gate for gate in state.gates if gate.status == 0 and gate.channels]
+        stops = [gate.stopped_ns for gate in done if not gate.on and gate.stopped_ns > self._ran_ns]
+        return bool(stops) and any(gate.on and gate.done_ns > stops[0] for gate in done)
 
 
 class Online:
@@ -92,7 +101,7 @@ class Online:
         assert self.process.stdin is not None
         self.process.stdin.write("quit\n")
         self.process.stdin.flush()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(200) == 0
 
     def hint(self, open_requests: int) -> None:
         """What an engine says whenever the number of its open requests changes."""

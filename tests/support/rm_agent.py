@@ -16,6 +16,8 @@ import threading
 from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+ATOMIC = ctypes.CDLL("libatomic.so.1")  # comes with every gcc; the server writes the same words
+FETCH_ADD, FETCH_OR, SEQ_CST = ATOMIC["__atomic_fetch_add_4"], ATOMIC["__atomic_fetch_or_4"], 5
 SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1
 
 # emu.h: offsets of the board
@@ -119,7 +121,7 @@ class Agent:
         LIBC.syscall(SYS_FUTEX, ctypes.byref(word), operation, value, limit, None, 0)
 
     def _bump(self, word: Any) -> None:
-        word.value += 1
+        FETCH_ADD(ctypes.byref(word), 1, SEQ_CST)
         self._futex(word, FUTEX_WAKE, 1 << 30)
 
     def work(self, cid: int, gpu: int) -> None:
@@ -132,10 +134,10 @@ class Agent:
 
         def execute() -> None:
             pending.value = 1
-            work.value |= 1 << cid % 32
+            FETCH_OR(ctypes.byref(work), ctypes.c_uint32(1 << cid % 32), SEQ_CST)
             self._bump(kick)
             while True:
-                active.value = 1
+                FETCH_OR(ctypes.byref(active), 1, SEQ_CST)  # seen before the grant is read
                 while grant.value:
                     self.beats[cid] += 1
                     self._futex(grant, FUTEX_WAIT, 1)

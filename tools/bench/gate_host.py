@@ -22,7 +22,7 @@ from valved.mechanism.ports import Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)
-PATIENCE_S = 30  # only ends a run that hangs
+PATIENCE_S = 200  # only ends a run that hangs
 HANG_NS = 10_000_000_000  # a slow host is not a driver that hangs
 
 

@@ -23,7 +23,7 @@ from valved.cli.client import Node, is_running
 
 Seen = TypeVar("Seen")
 
-PATIENCE_S = 30.0  # only ends a hung run; nothing is judged by it
+PATIENCE_S = 200.0  # only ends a hung run; nothing is judged by it
 VALVE = Path(sys.executable).parent / "valve"
 
 

@@ -200,7 +200,7 @@ class Emulator:
             raw=raw,
         )
 
-    def wait(self, condition: Callable[[State], bool], what: str, deadline_s: float = 30.0) -> State:
+    def wait(self, condition: Callable[[State], bool], what: str, deadline_s: float = 200.0) -> State:
         """The first snapshot for which `condition` holds. The deadline only ends a hung test."""
         end = time.monotonic() + deadline_s
         while True:

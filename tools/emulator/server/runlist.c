@@ -207,11 +207,14 @@ static struct wait next_step(struct gpu *g)
 		return (struct wait){&g->board->ack, now + LOOK_AGAIN_NS};
 	g->running = next;
 	to_the_tail(next);
+	next->once_off = false; /* asked while it was off: it has been */
 	g->slice_start_ns = now;
 	g->slice_end_ns = 0;
 	give_all(next);
 	next = next_with_work(g);
-	keeps(g, next, now, &w);
+	if (!keeps(g, next, now, &w))
+		return (struct wait){&g->board->ack,
+		                     now}; /* look again at once: somebody waits for the rest */
 	return w;
 }
 
