@@ -18,10 +18,6 @@ from valve_scheduler.state import ClusterState
 
 log = logging.getLogger(__name__)
 
-METADATA_ONLY = (
-    "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,"
-    "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-)
 OFFLINE_PODS = {"labelSelector": f"{names.ROLE}={names.OFFLINE}"}
 
 
@@ -117,7 +113,7 @@ def labels_view(client: KubeClient, labels: dict[str, dict[str, str]]) -> Reflec
     def drop(item: Json) -> None:
         labels.pop(item["metadata"]["name"], None)
 
-    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), accept=METADATA_ONLY)
+    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), metadata_only=True)
 
 
 def policies_view(client: KubeClient, state: ClusterState) -> Reflector:

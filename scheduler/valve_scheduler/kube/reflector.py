@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 WATCH_S = 300
 # Bookmarks come about once a minute: a stream silent for longer is a connection that died unnoticed.
 SILENCE_S = 150.0
+# Objects without spec and status. A watch that also takes lists gets none of its events: the server tries that first.
+METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 5.0
 
 
@@ -36,13 +38,16 @@ class Reflector:
         sink: Sink,
         *,
         query: Mapping[str, str] | None = None,
-        accept: str = "application/json",
+        metadata_only: bool = False,
     ) -> None:
         self._client = client
         self.path = path
         self.sink = sink
         self.query = dict(query or {})
-        self._accept = accept
+        self._accept = "application/json"
+        self._watch_accept = "application/json"
+        if metadata_only:
+            self._accept, self._watch_accept = (METADATA.format(kind) for kind in ("List", ""))
         self._version = ""
         self._wanted = 0  # counts relists, so that a list begun before one does not answer it
         self._relisted = asyncio.Event()
@@ -121,7 +126,7 @@ class Reflector:
             "timeoutSeconds": str(WATCH_S),
         }
         wanted = self._wanted
-        async for event in self._client.watch(self.path, query, self._accept, silence_s=SILENCE_S):
+        async for event in self._client.watch(self.path, query, self._watch_accept, silence_s=SILENCE_S):
             if wanted != self._wanted:
                 return  # left behind by a relist: this event belongs to the old view
             self._alive()
