@@ -206,6 +206,15 @@ def test_the_scheduler_is_configured_as_the_extender_expects() -> None:
     assert found["profiles"] == [{"schedulerName": "valve-scheduler"}]
 
 
+def test_nvml_comes_into_the_daemon_s_container_with_the_driver() -> None:
+    """Without it no card has memory or processes, and every GPU is left out."""
+    (spec,) = (spec for owner, spec in pod_specs("default") if owner == "valve-daemon")
+
+    variables = {entry["name"]: entry.get("value") for entry in spec["containers"][0]["env"]}
+    assert spec["runtimeClassName"] == "nvidia"
+    assert (variables["NVIDIA_VISIBLE_DEVICES"], variables["NVIDIA_DRIVER_CAPABILITIES"]) == ("all", "utility")
+
+
 def test_an_update_of_the_daemon_never_leaves_a_node_without_one() -> None:
     (daemon,) = of_kind("DaemonSet")
 
