@@ -84,7 +84,7 @@ def ready() -> list[Json]:
 
 
 def report_windows(plane: ControlPlane, pod: Json, tokens_per_s: float) -> Iterator[None]:
-    """One window of 15 minutes of demand after another, each with the same throughput."""
+    """One window of demand after another, each with the same throughput."""
     path = f"{HARVEST_NODES}/{pod['spec']['nodeName']}/status"
     for window in itertools.count():
         demand_s = 901.0 * window

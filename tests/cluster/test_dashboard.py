@@ -1,5 +1,6 @@
 """Every query of the dashboard and every alert, asked of a real Prometheus that scrapes what really runs."""
 
+import itertools
 import json
 import shutil
 import socket
@@ -133,9 +134,15 @@ def place_and_refuse(plane: ControlPlane) -> None:
 
 
 @pytest.mark.parametrize(("title", "query"), queries(), ids=[title for title, _ in queries()])
-def test_a_panel_of_the_dashboard_has_data(prometheus: Prometheus, title: str, query: str) -> None:
+def test_a_panel_of_the_dashboard_has_data(
+    control_plane: ControlPlane, prometheus: Prometheus, title: str, query: str
+) -> None:
+    numbers = itertools.count()
+
     def has_data() -> list[str]:
-        prometheus.online.launch(us=200)  # what is averaged over time needs something to happen meanwhile
+        # What is averaged over time needs something to happen meanwhile: a stop, and a pod to be placed.
+        prometheus.online.launch(us=200)
+        control_plane.api.post(PODS, offline_pod(f"more-{next(numbers)}"))
         return prometheus.figures(query)
 
     assert wait_for(title, has_data, 60)
