@@ -1,11 +1,12 @@
 """Whether offline pods get the throughput they were promised, and which of them should move. Pure.
 
-A window is 15 minutes of time with offline demand, so a job that waits for its own input is never blamed. A pod misses
-its SLA when three windows in a row stay below it; it is evicted when the budget of the fleet and the back-off of its
+A window is ten minutes of time with offline demand, so a job that waits for its own input is never blamed. A pod misses
+its SLA when two windows in a row stay below it; it is evicted when the budget of the fleet and the back-off of its
 owner allow that, and its owner keeps away from the node for a while.
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,16 +16,18 @@ from typing import Any
 class MonitorSettings:
     """Defaults; `with_policy` overrides them."""
 
-    window_s: float = 900.0
-    windows: int = 3
+    window_s: float = 600.0
+    windows: int = 2
     warm_up_s: float = 300.0  # weights load and graphs compile: no fair measure before
     min_runtime_s: float = 600.0
     budget_share: float = 0.05  # of running offline pods, at least one pod
     budget_s: float = 600.0
-    backoff_s: float = 300.0  # doubles with each eviction of one owner
-    max_backoff_s: float = 3600.0
-    max_evictions: int = 5  # then the SLA is called unreachable and the job is left where it is
-    avoid_s: float = 3600.0
+    at_once: int = 8  # pods of one owner that one round may evict
+    backoff_s: float = 1200.0  # between two rounds of one owner; doubles with each up to the limit
+    max_backoff_s: float = 1200.0
+    max_rounds: int = 24  # within a day; then the SLA is called unreachable and the job is left where it is
+    avoid_s: float = 21600.0
+    forget_s: float = 86400.0  # of an owner's evictions
 
 
 # Keys of a HarvestPolicy's spec.
@@ -81,8 +84,12 @@ class Track:
 class Owner:
     """What survives of a job between its pods and between two runs of the monitor (OfflineWorkload status)."""
 
-    evicted_at_s: tuple[float, ...] = ()
+    evicted_at_s: tuple[float, ...] = ()  # one per pod; those of one round are equal
     avoid_until_s: Mapping[str, float] = field(default_factory=dict)
+
+    def rounds(self, now_s: float, settings: MonitorSettings) -> list[float]:
+        """When pods of it were evicted, as far as that is remembered."""
+        return sorted({at_s for at_s in self.evicted_at_s if now_s - at_s < settings.forget_s})
 
 
 def with_policy(base: MonitorSettings, spec: Mapping[str, Any]) -> MonitorSettings:
@@ -97,7 +104,9 @@ def with_policy(base: MonitorSettings, spec: Mapping[str, Any]) -> MonitorSettin
     if "budgetPercent" in eviction:
         numbers["budget_share"] = float(eviction["budgetPercent"]) / 100
     if "maxPerOwner" in eviction:
-        numbers["max_evictions"] = int(eviction["maxPerOwner"])
+        numbers["max_rounds"] = int(eviction["maxPerOwner"])
+    if "atOncePerOwner" in eviction:
+        numbers["at_once"] = int(eviction["atOncePerOwner"])
 
     return replace(base, **numbers)
 
@@ -133,42 +142,48 @@ def choose_evictions(
     now_s: float,
     settings: MonitorSettings,
 ) -> list[Track]:
-    """Who goes now: the worst first, one per owner, within what is left of the budget."""
+    """Who goes now: the worst first, a few per owner, within what is left of the budget."""
     recent = sum(1 for owner in owners.values() for at_s in owner.evicted_at_s if now_s - at_s < settings.budget_s)
     left = max(1, int(settings.budget_share * running)) - recent
     missing = [track for track in tracks if track.verdict is Verdict.PERSISTENTLY_MISSED]
     missing.sort(key=lambda track: ((track.achieved or 0.0) / track.sample.sla, track.sample.pod_uid))
-    chosen: dict[str, Track] = {}
+    chosen: list[Track] = []
+    of_owner: Counter[str] = Counter()
     for track in missing:
-        owner = owners.get(track.sample.owner_uid, Owner())
-        may_go = now_s >= backoff_until_s(owner, settings) and not is_unreachable(owner, settings)
-        if len(chosen) < left and may_go and track.sample.owner_uid not in chosen:
-            chosen[track.sample.owner_uid] = track
+        uid = track.sample.owner_uid
+        owner = owners.get(uid, Owner())
+        may_go = now_s >= backoff_until_s(owner, now_s, settings) and not is_unreachable(owner, now_s, settings)
+        if len(chosen) < left and may_go and of_owner[uid] < settings.at_once:
+            of_owner[uid] += 1
+            chosen.append(track)
 
-    return list(chosen.values())
+    return chosen
 
 
 def evicted(owner: Owner, node: str, now_s: float, settings: MonitorSettings) -> Owner:
     """The owner after one of its pods was evicted from a node."""
     avoid = {name: until_s for name, until_s in owner.avoid_until_s.items() if until_s > now_s}
 
+    kept = (at_s for at_s in owner.evicted_at_s if now_s - at_s < settings.forget_s)
+
     return Owner(
-        evicted_at_s=(*owner.evicted_at_s, now_s),
+        evicted_at_s=(*kept, now_s),
         avoid_until_s={**avoid, node: now_s + settings.avoid_s},
     )
 
 
-def backoff_until_s(owner: Owner, settings: MonitorSettings) -> float:
+def backoff_until_s(owner: Owner, now_s: float, settings: MonitorSettings) -> float:
     """Before this no other pod of the owner is evicted."""
-    if not owner.evicted_at_s:
+    rounds = owner.rounds(now_s, settings)
+    if not rounds:
         return 0.0
-    doublings = len(owner.evicted_at_s) - 1
 
-    return owner.evicted_at_s[-1] + min(settings.backoff_s * 2.0**doublings, settings.max_backoff_s)
+    longest_s = max(settings.backoff_s, settings.max_backoff_s)
+    return rounds[-1] + min(settings.backoff_s * 2.0 ** (len(rounds) - 1), longest_s)
 
 
-def is_unreachable(owner: Owner, settings: MonitorSettings) -> bool:
-    return len(owner.evicted_at_s) >= settings.max_evictions
+def is_unreachable(owner: Owner, now_s: float, settings: MonitorSettings) -> bool:
+    return len(owner.rounds(now_s, settings)) >= settings.max_rounds
 
 
 def _cannot_judge(sample: Sample, settings: MonitorSettings) -> Verdict | None:

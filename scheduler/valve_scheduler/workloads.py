@@ -8,7 +8,7 @@ from valve_scheduler import names
 from valve_scheduler.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
 from valve_scheduler.objects import Object, owner_uid
 
-KEPT_EVICTIONS = 16
+KEPT_EVICTIONS = 192  # a day of them, at the defaults
 
 _MESSAGES = {
     Verdict.WARMING_UP: "the pod has just started",
@@ -86,8 +86,9 @@ def status_of(
         message = f"{worst.sample.node}: {_MESSAGES[worst.verdict]}"
         condition = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
         conditions.append(_condition(*condition, old, now_s))
-    if is_unreachable(owner, settings):
-        message = f"evicted {len(owner.evicted_at_s)} times without reaching the SLA; it stays where it is"
+    if is_unreachable(owner, now_s, settings):
+        rounds = len(owner.rounds(now_s, settings))
+        message = f"evicted {rounds} times within a day without reaching the SLA; it stays where it is"
         conditions.append(_condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
     kept = owner.evicted_at_s[-KEPT_EVICTIONS:]
     avoid = sorted(owner.avoid_until_s.items())
@@ -99,8 +100,9 @@ def status_of(
     }
     if worst is not None and worst.achieved is not None:
         status["achieved"] = round(worst.achieved, 4)
-    if backoff_until_s(owner, settings) > now_s:
-        status["backoffUntil"] = _text(backoff_until_s(owner, settings))
+    backoff_s = backoff_until_s(owner, now_s, settings)
+    if backoff_s > now_s:
+        status["backoffUntil"] = _text(backoff_s)
 
     return status
 

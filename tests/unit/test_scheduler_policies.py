@@ -73,7 +73,7 @@ def test_sla_windows_follow_the_node_and_the_rest_stays_as_it_was() -> None:
 
     fleet, node = (with_policy(base, found.of_node(labels)) for labels in ({}, {"pool": "a"}))
 
-    assert (fleet.budget_share, fleet.max_evictions, fleet.avoid_s, fleet.window_s) == (0.1, 2, 60.0, base.window_s)
+    assert (fleet.budget_share, fleet.max_rounds, fleet.avoid_s, fleet.window_s) == (0.1, 2, 60.0, base.window_s)
     assert (node.window_s, node.windows, node.backoff_s) == (120.0, 2, base.backoff_s)
 
 

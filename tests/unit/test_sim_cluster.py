@@ -236,7 +236,11 @@ def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
     load = fleet([0.3] * 8)
     one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
     run = ClusterRun(
-        one, Truth(load, 0.0), jobs((0, EIGHT_B, 1, 0.6, 1e9)), 1, RunSettings(counted_from=0, warm_up_windows=1)
+        one,
+        Truth(load, 0.0),
+        jobs((0, EIGHT_B, 1, 0.6, 1e9)),
+        1,
+        RunSettings(counted_from=0, warm_up_windows=1, move_windows=5),
     )
     for window in range(6):
         run.step(window)

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from valve_scheduler.model import set_members
+from valve_scheduler.monitor import MonitorSettings
 from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, JobTable, Truth
 from valve_tools.sim.cluster_load import WINDOWS
 from valve_tools.sim.cluster_schedulers import PRODUCT, Scheduler
 
 WINDOW_H = 1 / 6
+DAY_WINDOWS = 144
+PRODUCT_RULE = MonitorSettings()
+
+
+def _windows(seconds: float) -> int:
+    return round(seconds / 600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +27,17 @@ class RunSettings:
     """How the cluster runs; windows are ten minutes."""
 
     violation_windows: int = 5
-    """45 minutes below the SLA, in whole windows; the product looks at three of 15 minutes."""
-    move_windows: int = 5
-    """Windows below the SLA after which instances move; the product moves at a violation."""
+    """45 minutes below the SLA, in whole windows: what counts as a miss here."""
+    move_windows: int = _windows(PRODUCT_RULE.window_s * PRODUCT_RULE.windows)
+    """Windows below the SLA after which instances move."""
     warm_up_windows: int = 1
-    backoff_windows: int = 6
-    """Between two evictions of one job: an hour."""
-    moves_at_once: int = 8
+    backoff_windows: int = _windows(PRODUCT_RULE.backoff_s)
+    """Between two evictions of one job."""
+    moves_a_day: int = PRODUCT_RULE.max_rounds
+    """Evictions of one job after which it stays where it is for the rest of the day."""
+    moves_at_once: int = PRODUCT_RULE.at_once
     """Instances of a job that one eviction may move."""
-    avoid_windows: int = 36
+    avoid_windows: int = _windows(PRODUCT_RULE.avoid_s)
     sla_margin: float = 1.0
     """The product asks for this multiple of the SLA, since a day's mean hides its busy hours."""
     searches_per_window: int = 60
@@ -102,7 +111,7 @@ class ClusterRun:
         self._done = np.zeros(count)
         self._age = np.zeros(count, dtype=np.int64)
         self._below = np.zeros(count, dtype=np.int64)
-        self._last_move = np.full(count, -(10**6))
+        self._moves: dict[int, list[int]] = {}  # windows of a job's evictions within a day
         self._avoid: dict[int, dict[str, int]] = {}
         self._queue: deque[int] = deque()
         self._arrived = 0
@@ -203,8 +212,15 @@ class ClusterRun:
             self.tally.missed_job_hours += float(violating.sum()) * WINDOW_H
             self.tally.violations += int((self._below == self._settings.violation_windows).sum())
         leaving = self._below >= self._settings.move_windows
-        for job in np.flatnonzero(leaving & (window - self._last_move >= self._settings.backoff_windows)):
-            self._move(window, int(job), share)
+        for job in np.flatnonzero(leaving).tolist():
+            if self._may_move(window, job):
+                self._move(window, job, share)
+
+    def _may_move(self, window: int, job: int) -> bool:
+        settings = self._settings
+        moves = self._moves[job] = [at for at in self._moves.get(job, []) if window - at < DAY_WINDOWS]
+        is_worn = len(moves) >= settings.moves_a_day
+        return not is_worn and (not moves or window - moves[-1] >= settings.backoff_windows)
 
     def _move(self, window: int, job: int, share: Floats) -> None:
         """Evict the instances that are themselves below the SLA, worst first, and avoid their nodes for a while."""
@@ -213,7 +229,7 @@ class ClusterRun:
         nodes = self._running.members[rows, 0] // 8
         until = window + self._settings.avoid_windows
         self._avoid.setdefault(job, {}).update((f"node-{node:04d}", until) for node in nodes)
-        self._last_move[job] = window
+        self._moves[job].append(window)
         self._to_move += rows.tolist()
         self._unplaced[job] += len(rows)
         if job not in self._queue:
