@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from valve_hook.ledger import Held, Ledger
 from valve_hook.link import Link, Session
-from valve_hook.losses import spread
+from valve_hook.losses import Verdict, spread
 from valve_hook.shared import Blocks, Change
 from valve_hook.wire import Mode
 
@@ -100,12 +100,17 @@ class Keeper:
         self._safely(session, session.table.read())
         return True
 
-    def is_threatened(self) -> bool:
-        """Whether something was lost that the next `sync` will act on."""
+    def peek(self) -> Blocks:
+        """What was lost that the next `sync` will act on."""
         session = self.session
         if session is None or not session.table.has_news or not self.is_alive or session.table.is_detached:
-            return False
-        return bool(np.any(session.table.changed() & ~self.withheld))
+            return np.zeros(0, dtype=np.uint32)
+        return np.flatnonzero(session.table.changed() & ~self.withheld).astype(np.uint32)
+
+    def hit(self, lost: Blocks) -> frozenset[str]:
+        """Whom this loss hits, those who have left among them. Nothing is done yet."""
+        holders, _, verdict = self._judge(lost)
+        return frozenset(holders[index].request for index in verdict.hit)
 
     def publish(self) -> None:
         """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some."""
@@ -210,7 +215,7 @@ class Keeper:
         self.withheld[release] = False
         self._backed = self.blocks - int(np.count_nonzero(self.withheld))
 
-    def _discard(self, lost: Blocks) -> None:
+    def _judge(self, lost: Blocks) -> tuple[list[Held], int, Verdict]:
         holders, present = self.ledger.holders()
         verdict = spread(
             lost,
@@ -219,6 +224,10 @@ class Keeper:
             self.ledger.copies(),
             self.blocks,
         )
+        return holders, present, verdict
+
+    def _discard(self, lost: Blocks) -> None:
+        holders, present, verdict = self._judge(lost)
         running = {holders[index].request: holders[index] for index in verdict.hit if index < present}
         left = {holders[index].request for index in verdict.hit if index >= present}
         computed = self.engine.discard(running.keys(), left)

@@ -1,22 +1,28 @@
-"""SGLang's scheduler in the hook's terms, the coarse way: a loss sends every request back and empties the
-radix cache, because its tree (in Rust by default) cannot drop chosen pages.
+"""SGLang's scheduler in the hook's terms: requests that lost something are retracted, the cache forgets what is spoilt.
 
 What is easily got wrong here:
 - the decode path skips retracted requests only with overlap on: without it the flag is set for the call;
-- a request whose last token is in flight stands in no queue any more: dropping that token would lose it, so it is
-  remembered and put back;
+- a request that was retracted may run again before the output of its last step comes in, which must not be believed:
+  each step knows whose output of it is dropped;
+- a request whose last token is in flight stands in no queue any more: dropping that token would lose it, so whoever
+  was dropped is retracted by name, wherever it stands;
 - the idle leak check compares with a constant, which falls by what is withheld;
+- a flush, by us or by a user, hands out all pages again, those without memory among them: they are filtered out again;
 - when the last running request finds no memory it is aborted, which with a pool made small by us would fail offline
-  work: it goes back to the queue instead.
+  work: it goes back to the queue instead (calls.spare).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from valve_hook.sglang.steps import Launched, StepLedger, launched
 from valve_hook.shared import Blocks
+
+LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
+OFFER_EVERY = 16  # steps between two looks for free columns: each reads the free list from the device
 
 
 class SglangEngine:
@@ -25,70 +31,88 @@ class SglangEngine:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.allocator = scheduler.token_to_kv_pool_allocator
+        self.tree = scheduler.tree_cache
         self.page_tokens = int(self.allocator.page_size)
         self.pages = int(self.allocator.size) // self.page_tokens + 1
+        self.ledger = StepLedger(
+            block_tokens=self.page_tokens,
+            requests=lambda: list(self._holding().values()),
+            page_table=scheduler.req_to_token_pool.req_to_token,
+        )
         self.withheld: set[int] = set()
-        self.dropped: list[Any] = []  # requests whose output was not believed, until they are queued again
-        self.is_dropping = False
+        self.drops_all = False
+        self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
+        self._column_of = np.zeros(self.pages, dtype=np.int64)
+        self._looks = 0
+        self._clear = self.allocator.clear
+        self.allocator.clear = self.clear
 
     # ---- what the keeper asks ----
 
     def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
-        raise NotImplementedError("SGLang is handled the coarse way")
+        names, found = {*running, *left}, self._holding()
+        hit = [found[name] for name in found if name in names]
+        computed = {each.rid: each.kv.kv_committed_len for each in hit if each.rid in running}
+        self._retract(hit)
+        self.settle(names)
+        return computed
 
     def forget(self, blocks: Blocks) -> int:
-        raise NotImplementedError("SGLang is handled the coarse way")
+        """Evict every leaf whose path has a spoilt page: nobody holds one, because who did has been retracted."""
+        if not self.tree.supports_prefix_sharing():
+            return 0
+        bad = np.zeros(self.pages, dtype=bool)
+        bad[blocks] = True
+        before = self._spoilt_in_tree(bad)
+        if before:
+            self._evict(bad)
+            if self._spoilt_in_tree(bad):
+                raise RuntimeError("the radix cache still holds a spoilt page")
+        return before
 
     def withhold(self, blocks: Blocks) -> None:
-        self.withheld |= set(blocks.tolist()) - {0}
-        self._filter_free_pages()
-        self._tell_leak_check()
+        new = set(blocks.tolist()) - self.withheld - {0}
+        self.withheld |= new
+        gone = self._filter_free_pages()
+        if gone != len(new):
+            self.withheld -= new
+            raise RuntimeError(f"{len(new) - gone} pages without memory are in use by nobody we know")
 
     def release(self, blocks: Blocks) -> None:
-        import torch
-
         back = sorted(set(blocks.tolist()) & self.withheld)
         self.withheld -= set(back)
-        pages = torch.tensor(back, dtype=torch.int64, device=self.allocator.device)
-        self.allocator.free_pages = torch.cat((self.allocator.free_pages, pages))
-        self._tell_leak_check()
+        self._hand_out(np.concatenate((self._free_pages(), np.array(back, dtype=np.int64))))
 
     def reset(self) -> int:
         """Retract everybody, the in-flight step's requests among them; empty the cache; go on."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-        from sglang.srt.managers.schedule_batch import retract_all
 
         scheduler = self.scheduler
-        self.is_dropping = True
+        self.drops_all = True
         try:
             scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         finally:
-            self.is_dropping = False
-        queued = {id(request) for request in scheduler.waiting_queue}
-        orphans = [each for each in self.dropped if id(each) not in queued and not each.finished()]
-        orphans = list({id(each): each for each in orphans}.values())
-        if orphans:
-            retract_all(
-                reqs=orphans,
-                req_to_token_pool=scheduler.req_to_token_pool,
-                token_to_kv_pool_allocator=self.allocator,
-                tree_cache=scheduler.tree_cache,
-                hisparse_coordinator=scheduler.hisparse_coordinator,
-                offload_kv=False,
-            )
-            for request in orphans:
-                scheduler._add_request_to_queue(request)
-        self.dropped = []
+            self.drops_all = False
+        self.retract_dropped()
+        self.ledger.flying.clear()
         if not scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the cache could not be flushed with everybody retracted")
         scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return len(scheduler.waiting_queue)
 
     def arrange(self, column_of: Blocks) -> None:
-        """Pages are handed out in order after each flush, which is by column already."""
+        """Free pages are sorted by number at each event, which is by column."""
+        self._column_of = column_of.astype(np.int64)
 
     def free_columns(self) -> Sequence[int]:
-        return []
+        """From the last to the first: the first are handed out first."""
+        self._looks += 1
+        if self._looks % OFFER_EVERY:
+            return []
+        free = self._free_pages()
+        sizes = np.bincount(self._column_of)
+        counts = np.bincount(self._column_of[free], minlength=len(sizes))
+        return [int(column) for column in np.flatnonzero((counts == sizes) & (sizes > 0))[::-1]]
 
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler = self.scheduler
@@ -96,15 +120,29 @@ class SglangEngine:
         used = self.pages - 1 - free - len(self.withheld)
         wanted = used + sum(
             -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
-            for each in scheduler.waiting_queue[:32]
+            for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
         )
         return used, wanted, len(scheduler.running_batch.reqs), len(scheduler.waiting_queue)
 
     # ---- what a step says ----
 
-    def disbelieve(self, batch: Any) -> Callable[[], None]:
-        """From here on SGLang skips the batch's unfinished requests like retracted ones; returns what undoes it."""
-        flags = [(each, each.is_retracted) for each in batch.reqs if not each.finished()]
+    def launch(self, batch: Any) -> None:
+        self.ledger.flying.append(launched(batch))
+
+    def come_in(self, batch: Any) -> Launched:
+        """The step whose output this is; it may still be found to have been spoilt, until the next look."""
+        step = next(each for each in self.ledger.flying if not each.is_in)
+        if [each.rid for each in step.requests] != [each.rid for each in batch.reqs]:
+            raise RuntimeError("output of a step that was not the next one launched")
+        step.is_in = True
+        return step
+
+    def look_done(self) -> None:
+        self.ledger.flying = [step for step in self.ledger.flying if not step.is_in]
+
+    def disbelieve(self, batch: Any, names: Collection[str]) -> Callable[[], None]:
+        """From here on SGLang skips these requests of the batch like retracted ones; returns what undoes it."""
+        flags = [(each, each.is_retracted) for each in batch.reqs if each.rid in names and not each.finished()]
         processor = self.scheduler.batch_result_processor
         overlap = processor.enable_overlap
 
@@ -116,33 +154,115 @@ class SglangEngine:
         object.__setattr__(processor, "enable_overlap", True)  # a frozen value, but the one place that is asked
         for each, _ in flags:
             each.is_retracted = True
-        self.dropped += [each for each, _ in flags]
         return undo
 
+    def drop(self, batch: Any, names: Collection[str]) -> None:
+        """Their output of this step is gone: they are to be retracted before anything else is chosen."""
+        self._dropped += [each for each in batch.reqs if each.rid in names]
+
+    def retract_dropped(self) -> set[str]:
+        dropped, self._dropped = self._dropped, []
+        self._retract({id(each): each for each in dropped if each.kv.holds_kv and not each.finished()}.values())
+        return {each.rid for each in dropped}
+
+    def settle(self, names: Collection[str]) -> None:
+        """What they wrote in steps in flight has been judged; output of theirs that still comes in is not believed."""
+        for step in self.ledger.flying:
+            step.dropped |= set(names)
+
     def open_requests(self) -> int:
-        scheduler = self.scheduler
-        batches = (scheduler.running_batch, scheduler.last_batch)
-        alive = {id(each) for batch in batches if batch is not None for each in batch.reqs if not each.finished()}
-        if scheduler.chunked_req is not None:
-            alive.add(id(scheduler.chunked_req))
-        return len(alive) + len(scheduler.waiting_queue)
+        return len(self._holding()) + len(self.scheduler.waiting_queue)
+
+    # ---- for the user ----
+
+    def clear(self) -> None:
+        """SGLang's own flush hands out all pages again."""
+        self._clear()
+        if self.withheld:
+            self._filter_free_pages()
 
     # ---- parts ----
 
-    def _filter_free_pages(self) -> None:
-        import torch
+    def _holding(self) -> dict[str, Any]:
+        """Who holds pages and is not done, by name; in the order in which they run."""
+        scheduler = self.scheduler
+        batches = [each.reqs for each in (scheduler.running_batch, scheduler.last_batch) if each is not None]
+        flying = [step.requests for step in self.ledger.flying]
+        chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+        everybody = [each for group in (*batches, *flying, chunked) for each in group]
+        return {each.rid: each for each in everybody if each.kv.holds_kv and not each.finished()}
 
-        held = torch.from_numpy(np.array(sorted(self.withheld), dtype=np.int64))
-        for name in ("free_pages", "release_pages"):
-            pages = getattr(self.allocator, name, None)
-            if pages is not None:
-                setattr(self.allocator, name, pages[~torch.isin(pages, held.to(pages.device))])
-        staged = getattr(self.allocator, "staged_pages", None)
-        if staged:
-            self.allocator.merge_and_sort_free()
-            self._filter_free_pages()
+    def _retract(self, requests: Iterable[Any]) -> None:
+        """Back to the queue, wherever they stand; a limit of the queue is for newcomers."""
+        from sglang.srt.managers.schedule_batch import retract_all
 
-    def _tell_leak_check(self) -> None:
+        requests, scheduler = list(requests), self.scheduler
+        if not requests:
+            return
+        retract_all(
+            reqs=requests,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            tree_cache=self.tree,
+            hisparse_coordinator=scheduler.hisparse_coordinator,
+            offload_kv=False,
+        )
+        gone = {id(each) for each in requests}
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            if batch is not None and any(id(each) in gone for each in batch.reqs):
+                batch.filter_batch(keep_indices=[at for at, each in enumerate(batch.reqs) if id(each) not in gone])
+                batch.batch_is_full = False
+        if id(scheduler.chunked_req) in gone:
+            scheduler.chunked_req = None
+        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+        for each in requests:
+            scheduler._add_request_to_queue(each, is_retracted=True)
+        scheduler.max_queued_requests = limit
+        scheduler.running_batch.batch_is_full = False
+
+    def _spoilt_in_tree(self, bad: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
+        slots = self.tree.all_values_flatten().cpu().numpy()
+        return int(np.count_nonzero(bad[slots // self.page_tokens])) // self.page_tokens
+
+    def _evict(self, bad: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
+        """SGLang's own eviction walk over the free leaves, of which those on a sound path are passed over.
+
+        A leaf that goes makes a leaf of its parent, which the walk comes to next. Both tree cores, Python and Rust,
+        offer these calls.
+        """
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        core, full = self.tree.tree_core, ComponentType.FULL
+        tracker = dict.fromkeys(self.tree.tree_components, 0)
+        core.evict_device_start(full, self.pages * self.page_tokens)
+        try:
+            while True:
+                node, has_moved = self.tree._evict_device_next_node(full, tracker)
+                if node is None and not has_moved:
+                    return
+                if node is not None and bad[self._path_pages(core, node)].any():
+                    self.tree._evict_device_leaf(node, tracker)
+        finally:
+            core.evict_device_end(full)
+
+    def _path_pages(self, core: Any, node: int) -> Any:
+        root = core.collect_path_info((node,))[0][0].parent_id
+        return core.collect_full_device_indices(node, root).cpu().numpy() // self.page_tokens
+
+    def _filter_free_pages(self) -> int:
+        """How many pages were taken off the free list."""
+        free = self._free_pages()
+        is_held = np.isin(free, np.array(sorted(self.withheld), dtype=np.int64))
+        self._hand_out(free[~is_held])
+        return int(is_held.sum())
+
+    def _free_pages(self) -> Any:
+        self.allocator.merge_and_sort_free()
+        return self.allocator.free_pages.cpu().numpy()
+
+    def _hand_out(self, pages: Any) -> None:
+        """From now on, lowest first; and the idle leak check is told how many there are."""
+        self.allocator.free_pages = self.allocator.free_pages.new_tensor(np.sort(pages))
         checker = getattr(self.scheduler, "invariant_checker", None)
         if checker is not None:
             checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - len(self.withheld) * self.page_tokens

@@ -26,6 +26,8 @@ class Injector:
         from kv_node import KvNode
 
         folder = Path(os.environ["VALVE_RUN_DIR"])
+        self.scheduler = scheduler
+        self.remove = os.environ.get("VALVE_TEST_REMOVE")  # a protection, by its name in sglang_ablations.py
         self.node = KvNode(folder, columns=16)
         self.plan_file, self.report = folder / "plan.json", folder / "report.json"
         self.runner = scheduler.tp_worker.model_runner
@@ -53,6 +55,12 @@ class Injector:
 
     def _begin_step(self) -> None:
         self.step += 1
+        hook = self.scheduler.__dict__.get("_valve")
+        if self.remove and hook is not None:
+            import sglang_ablations
+
+            getattr(sglang_ablations, self.remove)(hook.engine)
+            self.remove = None
         stamp = self.plan_file.stat().st_mtime if self.plan_file.exists() else 0.0
         if stamp != self.seen:
             self.seen, self.plan = stamp, json.loads(self.plan_file.read_text())
@@ -63,7 +71,8 @@ class Injector:
             self._give(pages)
         wants = self.plan.get("events", 0) and self.chance.randrange(self.plan.get("every", 8)) == 0
         self.at_layer = self.chance.randrange(self.layers) if wants else -1
-        self.report.write_text(json.dumps({"events": self.events, "attached": bool(self.node.attached)}))
+        receipts = self.node.book() if self.node.attached else {}
+        self.report.write_text(json.dumps({"events": self.events, "attached": bool(self.node.attached), **receipts}))
 
     def _take(self) -> None:
         out = {page for pages, _ in self.taken for page in pages}
@@ -83,11 +92,15 @@ class Injector:
             self.node.give(pages)
 
     def _fill(self, pages: list[int], *, garbage: bool) -> None:
-        rows = [page * self.page + slot for page in pages for slot in range(self.page)]
+        import torch
+
+        rows = (torch.tensor(pages)[:, None] * self.page + torch.arange(self.page)).flatten()
+        content = torch.zeros(self.pool.k_buffer[0].shape[1:])
+        if garbage:
+            content[:] = self.chance.uniform(-3, 3)
+            content[..., ::2] *= -1.7
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer[rows] = self.chance.uniform(-3, 3) if garbage else 0.0
-            if garbage:
-                buffer[rows, ..., ::2] *= -1.7
+            buffer[rows] = content
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+FULL = 2
 TRIALS = [{"seed": seed, "events": 6, "held": held} for seed, held in ((1, 4), (2, 2), (3, 0), (4, 8))]
 
 
@@ -21,9 +22,9 @@ def campaign(engines, tmp_path, plan):
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nvalve_test = sglang_campaign:register\n")
     paths = (mount, engines.folder / "stubs")
     plugins = "valve_test" if plan.get("handling") == "none" else "valve,valve_test"
-    out = engines.run(
-        "sglang_campaign.py", str(engines.model), str(node), json.dumps(plan), paths=paths, SGLANG_PLUGINS=plugins
-    )
+    variables = {"SGLANG_PLUGINS": plugins, "OMP_NUM_THREADS": "1", "VALVE_TEST_REMOVE": plan.get("remove", "")}
+    variables |= plan.get("variables", {})
+    out = engines.run("sglang_campaign.py", str(engines.model), str(node), json.dumps(plan), paths=paths, **variables)
     trials = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert len(trials) == len(plan["trials"])
     return trials
@@ -36,6 +37,25 @@ def test_tokens_are_identical_after_reclaims(engines, tmp_path, overlap, page):
 
     assert [trial["wrong"] for trial in results] == [0] * len(TRIALS)
     assert sum(trial["events"] for trial in results) >= len(TRIALS)
+    assert (results[-1]["mode"], results[-1]["failures"]) == (FULL, 0)
+
+
+def test_the_python_tree_forgets_chosen_pages_too(engines, tmp_path):
+    """Rust's is the default and the one of the other tests."""
+    variables = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+    results = campaign(engines, tmp_path, {"variables": variables, "trials": TRIALS[:2]})
+
+    assert [trial["wrong"] for trial in results] == [0, 0]
+    assert (results[-1]["mode"], results[-1]["failures"]) == (FULL, 0)
+
+
+@pytest.mark.parametrize(
+    ("remove", "overlap"), [("forgetting", True), ("withholding", True), ("skipping_without_overlap", False)]
+)
+def test_without_this_protection_answers_change(engines, tmp_path, remove, overlap):
+    results = campaign(engines, tmp_path, {"remove": remove, "overlap": overlap, "trials": TRIALS[:2]})
+
+    assert sum(trial["wrong"] for trial in results) > 0
 
 
 def test_without_the_plugin_the_same_reclaims_change_most_outputs(engines, tmp_path):

@@ -1,0 +1,62 @@
+"""May the hook attach to this SGLang, as it is configured, and how? A refusal is a sentence for an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from valve_hook import VERSION
+from valve_hook.wire import Mode
+
+SUPPORTED = ("0.5.23",)
+SCHEDULER_NAMES = (
+    "pause_generation",
+    "continue_generation",
+    "flush_cache",
+    "batch_result_processor",
+    "running_batch",
+    "last_batch",
+    "chunked_req",
+    "max_queued_requests",
+    "_add_request_to_queue",
+)
+TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "all_values_flatten", "tree_components")
+CORE_NAMES = ("evict_device_start", "evict_device_end", "collect_path_info", "collect_full_device_indices")
+
+
+class Refused(Exception):
+    """Valve stays away; the text says why."""
+
+
+def judge(version: str, scheduler: Any) -> Mode:
+    if version not in SUPPORTED:
+        raise Refused(f"SGLang {version}, and valve_hook {VERSION} knows {', '.join(SUPPORTED)}")
+    config = scheduler.server_args
+    reasons = {
+        "tensor parallelism (every rank schedules for itself)": config.tp_size > 1,
+        "pipeline parallelism": config.pp_size > 1,
+        "data parallelism": config.dp_size > 1,
+        "hierarchical cache": bool(getattr(scheduler, "enable_hierarchical_cache", False)),
+        "prefill and decode in different processes": config.disaggregation_mode != "null",
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "hybrid attention": any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm")),
+        "a diffusion language model": getattr(scheduler, "dllm_config", None) is not None,
+        "streaming sessions": bool(getattr(config, "enable_streaming_session", False)),
+        "HiSparse": bool(getattr(scheduler, "enable_hisparse", False)),
+        "unified memory": bool(getattr(scheduler, "enable_unified_memory", False)),
+        "prefill and decode multiplexed": bool(getattr(scheduler, "enable_pdmux", False)),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise Refused(f"{found[0]} is not supported with Valve's memory")
+    lacks = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
+    if lacks:
+        raise Refused(f"SGLang {version} lacks {', '.join(lacks)}")
+    return Mode.FULL if can_forget(scheduler.tree_cache) else Mode.COARSE
+
+
+def can_forget(tree: Any) -> bool:
+    """Whether chosen pages can be dropped from this prefix cache; one that shares nothing has none to drop."""
+    if not tree.supports_prefix_sharing():
+        return True
+    core = getattr(tree, "tree_core", None)
+    return all(hasattr(tree, name) for name in TREE_NAMES) and all(hasattr(core, name) for name in CORE_NAMES)

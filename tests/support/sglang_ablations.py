@@ -1,0 +1,80 @@
+"""Protections of the SGLang adapter, each taken out of a live engine: for the toy's tests and for a real SGLang's.
+
+Standard library and the hook only: it runs inside the engine's environment, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from valve_hook.sglang import calls
+from valve_hook.sglang.steps import StepLedger
+
+
+def forgetting(engine: Any) -> None:
+    """With the check that would notice: what is lost must be free when it is withheld."""
+    engine.forget = lambda blocks: 0
+    engine.withhold = lambda blocks: (engine.withheld.update(blocks.tolist()), engine._filter_free_pages())
+
+
+def withholding(engine: Any) -> None:
+    engine.withhold = engine.release = lambda blocks: None
+
+
+def taint(engine: Any) -> None:
+    """What a hit step wrote counts as sound."""
+    engine.ledger.__class__ = type("NoTaint", (StepLedger,), {"__slots__": (), "first_written": lambda *_: -1})
+
+
+def row_copies(engine: Any) -> None:
+    """The page table as it is when a loss is noticed, not as it was when the step was launched."""
+    engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_rows": lambda *_: ()})
+
+
+def settling(engine: Any) -> None:
+    """Output of a step is believed of a request that was retracted after the step's launch and runs again."""
+    engine.settle = lambda names: None
+
+
+def skipping_without_overlap(engine: Any) -> None:
+    disbelieve = engine.disbelieve
+
+    def half(batch: Any, names: Any) -> Any:
+        undo = disbelieve(batch, names)
+        processor = engine.scheduler.batch_result_processor
+        object.__setattr__(processor, "enable_overlap", engine.scheduler.enable_overlap)
+        return undo
+
+    engine.disbelieve = half
+
+
+def retracting_the_dropped(engine: Any) -> None:
+    engine.drop = lambda batch, names: None
+
+
+def telling_the_leak_check(engine: Any) -> None:
+    """It goes on comparing with the constant."""
+    hand_out, checker = engine._hand_out, engine.scheduler.invariant_checker
+
+    def in_silence(pages: Any) -> None:
+        hand_out(pages)
+        checker.max_total_num_tokens = engine.scheduler.max_total_num_tokens
+
+    engine._hand_out = in_silence
+
+
+def sparing_the_last(engine: Any) -> None:
+    calls.spare = lambda retracted, aborted: (retracted, aborted)
+
+
+def filtering_after_a_flush(engine: Any) -> None:
+    engine.allocator.clear = engine._clear
+
+
+def lifting_the_queue_limit(engine: Any) -> None:
+    """A property that does not let itself be set to None."""
+    kind = type(engine.scheduler)
+    limit = engine.scheduler.max_queued_requests
+    engine.scheduler.__class__ = type(
+        "Limited", (kind,), {"max_queued_requests": property(lambda _: limit, lambda *_: None)}
+    )
