@@ -187,6 +187,7 @@ static uint32_t control(int fd, struct nvos54_control *call)
 static void before_switch(const struct nvos54_control *call)
 {
 	const struct nv2080_fifo_disable_channels *lists = (const void *)(uintptr_t)call->params;
+	const uint32_t *hang = &fake_rules.hang;
 
 	if (call->cmd != NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS)
 		return;
@@ -195,11 +196,11 @@ static void before_switch(const struct nvos54_control *call)
 	if (load_relaxed(&fake_rules.work_us))
 		sleep_ns(1000ull * load_relaxed(&fake_rules.work_us));
 	if (!lists->bDisable)
-		return;
-	if (load_relaxed(&watched) && load_relaxed(load_relaxed(&watched)) % 2)
+		hang = &fake_rules.hang_enable;
+	else if (load_relaxed(&watched) && load_relaxed(load_relaxed(&watched)) % 2)
 		__atomic_add_fetch(&fake_counts.gate_words, 1, __ATOMIC_RELAXED);
 	__atomic_add_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
-	while (load_relaxed(&fake_rules.hang))
+	while (load_relaxed(hang))
 		sleep_ns(100000);
 	__atomic_sub_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
 }

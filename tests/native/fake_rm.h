@@ -16,6 +16,7 @@ struct fake_rules {
 	uint32_t fail_disable; /* status of every disable */
 	uint32_t interrupts;   /* that many ioctls come back with EINTR first */
 	uint32_t hang;         /* disables wait while this is 1 */
+	uint32_t hang_enable;  /* so do enables */
 	uint32_t work_us;      /* time that a switch takes */
 };
 
@@ -23,7 +24,7 @@ struct fake_counts {
 	uint64_t disables, enables, queries, open_files, clients;
 	uint64_t largest;    /* channels in one call */
 	uint64_t gate_words; /* disables that found the watched gate word open */
-	uint64_t hanging;    /* disables that wait now */
+	uint64_t hanging;    /* switches that wait now */
 };
 
 extern struct fake_rules fake_rules;

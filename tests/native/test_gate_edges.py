@@ -196,6 +196,53 @@ def test_a_ring_after_the_proof_keeps_the_gpu_closed_without_an_enable(rig: Rig)
     assert workload.on() == 1
 
 
+def test_a_gpu_that_is_being_enabled_is_stopped_no_longer(rig: Rig) -> None:
+    """Whoever holds it meanwhile must wait for a stop of its own: until then kernels run."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    online.finish()
+    rig.driver.rules.hang_enable = 1
+    woken(rig)
+    wait_until(lambda: rig.driver.counts.hanging == 1, "the enable hangs")
+
+    rig.gate.hold(SERVICE, 0)
+
+    assert not rig.gate.is_stopped(GpuIndex(0))
+    assert rig.gate.is_gated(GpuIndex(0))
+    assert rig.gate.is_turning()
+    disables = rig.driver.counts.disables
+    rig.driver.rules.hang_enable = 0
+    rig.wait_gated(0)
+    assert rig.driver.counts.disables == disables + 1
+    assert workload.on() == 0
+
+
+def test_a_hold_that_comes_just_before_the_enable_prevents_it(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    online.finish()
+    seen: list[bool] = []
+
+    @rig.driver.ffi.callback("void(int)")
+    def hold_again(point: int) -> None:
+        if point == 3 and not seen:
+            seen.append(rig.gate.is_stopped(GpuIndex(0)))
+            online.launch()
+            wait_until(lambda: online.control["gate_epoch"] % 2 == 0, "the ring is heard")
+
+    rig.driver.lib.fake_set_between(hold_again)
+    rig.gate.wake(SERVICE)
+    rig.settle()
+    rig.driver.lib.fake_set_between(rig.driver.ffi.NULL)
+
+    assert seen == [False]
+    assert rig.gate.is_stopped(GpuIndex(0))
+    assert rig.driver.counts.enables == 0
+    assert workload.on() == 0
+
+
 def test_a_gpu_added_to_a_service_is_held_and_one_taken_away_is_let_go(rig: Rig) -> None:
     zero, one = rig.offline(gpu=0), rig.offline(gpu=1)
     zero.add()

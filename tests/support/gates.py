@@ -196,7 +196,9 @@ class Rig:
 
     def wait_gated(self, gpu: int, gated: bool = True) -> None:
         """Until the issuer has done it, not only until it is due."""
-        wait_until(lambda: self.gate.is_stopped(GpuIndex(gpu)) is gated, f"GPU {gpu} gated={gated}")
+        index = GpuIndex(gpu)
+        done = self.gate.is_stopped if gated else lambda index: not self.gate.is_gated(index)
+        wait_until(lambda: done(index), f"GPU {gpu} gated={gated}")
 
     def settle(self) -> None:
         """Until every issuer has done what it should."""
@@ -214,7 +216,7 @@ def gate_rig(driver: FakeDriver, settings: GateSettings = SETTINGS) -> Iterator[
     try:
         yield rig
     finally:
-        driver.rules.hang = 0
+        driver.rules.hang = driver.rules.hang_enable = 0
         driver.lib.fake_set_between(driver.ffi.NULL)
         driver.lib.fake_watch_word(driver.ffi.NULL)
         rig.close()

@@ -153,7 +153,7 @@ uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns)
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu)
 {
-	return load_acquire(&gate->gpu[gpu].state);
+	return load_full(&gate->gpu[gpu].state); /* pairs with leave_stopped */
 }
 
 /* Stopped, or about to be, or not yet enabled again. */
@@ -171,7 +171,7 @@ uint32_t valve_gate_turning(struct valve_gate *gate)
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		struct gpu *gpu = &gate->gpu[i];
 
-		if (load_acquire(&gpu->state) == VALVE_GPU_STOPPING ||
+		if (load_acquire(&gpu->state) >= VALVE_GPU_STOPPING ||
 		    (gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED &&
 		     load_acquire(&gpu->state) == VALVE_GPU_RUNNING))
 			return 1;

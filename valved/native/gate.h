@@ -20,6 +20,7 @@ struct valve_os {
 enum valve_point {
 	VALVE_POINT_WAKE_OPENED = 1, /* wake: words are open, counters not yet re-read */
 	VALVE_POINT_WAKE_PROVEN = 2, /* wake: all clients were idle, the hold not yet dropped */
+	VALVE_POINT_ENABLING = 3,    /* issuer: about to enable, the driver not yet called */
 };
 
 struct valve_config {
@@ -87,6 +88,7 @@ enum valve_gpu_state {
 	VALVE_GPU_WATCHED = 1, /* held, but a brake (observe, drain) keeps the channels on */
 	VALVE_GPU_STOPPED = 2,
 	VALVE_GPU_STOPPING = 3, /* the issuer is walking */
+	VALVE_GPU_ENABLING = 4, /* the issuer walks back, or could not and will again: anything may run */
 };
 
 enum valve_brake {

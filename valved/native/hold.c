@@ -195,7 +195,7 @@ static bool all_idle(const struct service *service)
 	return true;
 }
 
-static void at_point(struct valve_gate *gate, enum valve_point point)
+void at_point(struct valve_gate *gate, enum valve_point point)
 {
 	if (gate->os.between)
 		gate->os.between((int)point);

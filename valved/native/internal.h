@@ -261,6 +261,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken);
 void service_owe(struct gpu *gpu);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
+void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
 void word_raise(uint32_t *word, uint32_t epoch);

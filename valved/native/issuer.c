@@ -78,8 +78,20 @@ static void stop(struct gpu *gpu, uint64_t holders)
 		land(gpu);
 	}
 	stamp.kind = stamp.status ? VALVE_STAMP_GATE_FAILED : VALVE_STAMP_GATE;
-	store_release(&gpu->state, VALVE_GPU_STOPPED);
 	stamp_push(&gpu->gate->stamps, &stamp);
+	store_release(&gpu->state, VALVE_GPU_STOPPED); /* last: who reads it finds the stamp, and how it went */
+}
+
+/* Say that the GPU is stopped no longer, before the first call. False if it is held again by now: either we see that
+ * hold, or whoever took it sees that nothing is proven any more (both sides store, then load, in full order). */
+static bool leave_stopped(struct gpu *gpu)
+{
+	store_full(&gpu->state, VALVE_GPU_ENABLING);
+	at_point(gpu->gate, VALVE_POINT_ENABLING);
+	if (gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED)
+		return true;
+	store_full(&gpu->state, VALVE_GPU_STOPPED);
+	return false;
 }
 
 static int run(struct gpu *gpu)
@@ -101,7 +113,9 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 		stop(gpu, holders);
 		return true;
 	}
-	if (state == VALVE_GPU_STOPPED && run(gpu) != 0)
+	if (state == VALVE_GPU_STOPPED && !leave_stopped(gpu))
+		return true;
+	if (state >= VALVE_GPU_STOPPED && run(gpu) != 0)
 		return false;
 	if (state == VALVE_GPU_RUNNING) { /* held, but a brake keeps the channels on: say so all the same */
 		struct valve_stamp stamp = service_stamp(gpu, holders);
@@ -134,10 +148,10 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 
 	switch (mail->kind) {
 	case MAIL_PLAN:
-		if (gpu->state == VALVE_GPU_STOPPED) {
+		if (gpu->state == VALVE_GPU_STOPPED)
 			status = walk(gpu, mail->stop_now, true);
+		if (gpu->state >= VALVE_GPU_STOPPED)
 			walk(gpu, mail->run_now, false);
-		}
 		return status;
 	case MAIL_OFF:
 		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);

@@ -147,7 +147,10 @@ class GateService:
 
     def is_proven_stopped(self, gpu: GpuIndex) -> bool:
         """Nothing of offline runs here: the disable came back, and came back well."""
-        return self._gate.is_stopped(gpu) and gpu not in self._unstopped
+        if not self._gate.is_stopped(gpu):
+            return False
+        self.drain()  # how it went lies there by now
+        return gpu not in self._unstopped and self._gate.is_stopped(gpu)
 
     def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """A service without clients holds these GPUs and no others, until told differently."""

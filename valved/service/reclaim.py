@@ -490,10 +490,13 @@ class Mover:
         meanwhile()
         deadline_ns = self._clock.now_ns() + GATE_NS
         while not all(self._keeper.is_proven_stopped(gpu) for gpu in gpus):
+            now_ns = self._clock.now_ns()
+            if now_ns >= deadline_ns:
+                return False
             change = Pause()
             self._watching.append(change)
-            if not await until(change, self._clock, deadline_ns):
-                return False
+            # A GPU that was held again before it was enabled stays stopped without a stamp: look from time to time, too.
+            await until(change, self._clock, min(deadline_ns, now_ns + TURNING_NS))
         return True
 
     def _may_have_stopped(self) -> None:
