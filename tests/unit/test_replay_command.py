@@ -11,6 +11,7 @@ from valve_tools.replay.command import main
 from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_most, markdown, text, write
 from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
+from valve_tools.replay.whatif import Question, machine_of
 from valve_tools.sim.traces import TraceError
 
 REQUESTS = "t_s,in_tok,out_tok\n" + "".join(f"{i * 2.0},{100 + i},8\n" for i in range(60))
@@ -113,6 +114,53 @@ def test_a_missing_sample_of_an_export_is_skipped(tmp_path):
     series["requests"][3][1] = "NaN"
 
     assert pytest.approx(prometheus_of(export(tmp_path, **series), seed=1).requests, rel=0.1) == 5.0 * 540
+
+
+def test_a_hole_in_an_export_is_no_idle_time(tmp_path):
+    series = rates(5.0, 5000.0, 500.0, steps=60)
+    for values in series.values():
+        del values[10:40]
+
+    assert prometheus_of(export(tmp_path, **series), seed=1).arrive_ns[-1] == pytest.approx(30 * 60e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"status": "error", "error": "parse error"}, "answered with an error: parse error"),
+        ({"data": {"resultType": "matrix", "result": [{"metric": None, "values": []}]}}, "without metric or values"),
+        ({"data": {"resultType": "matrix", "result": [{"metric": {}, "values": None}]}}, "without metric or values"),
+        ({"data": {"resultType": "vector", "result": []}}, "not the answer of /api/v1/query_range"),
+    ],
+)
+def test_what_is_no_range_of_rates_is_refused_with_the_reason(tmp_path, document, words):
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(TraceError, match=words):
+        prometheus_of(path, seed=1)
+
+
+def test_an_export_of_more_requests_than_can_be_drawn_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="export a shorter range"):
+        prometheus_of(export(tmp_path, **rates(1e6, 1e9, 1e8, steps=60)), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1]", "not a JSON object"),
+        ('{"name": 5}', "it must be a word"),
+        ('{"linear_efficiency": 7}', "at most 1"),
+        ('{"flops": Infinity}', "above zero"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(tmp_path, content, words):
+    path = tmp_path / "card.json"
+    path.write_text(content)
+
+    with pytest.raises(TraceError, match=words):
+        machine_of(Question(machine=path))
 
 
 def test_a_page_stands_alone_and_escapes_what_it_shows(tmp_path):

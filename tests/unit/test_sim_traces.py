@@ -45,6 +45,27 @@ def test_a_row_with_a_blank_cell_is_a_missing_sample(tmp_path):
     assert (found.requests, found.skipped) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "read"),
+    [
+        (1_700_000_000, 1_700_000_060, [0, 60]),
+        (2_100, 3_600, [0, 1_500]),
+        (500, 501, [500, 501]),
+        (4_000, 21_600, [4_000, 21_600]),
+    ],
+)
+def test_times_since_1970_or_of_a_longer_trace_count_from_the_first_request(tmp_path, first, then, read):
+    """Idle time at the start of a slice stays: below a quarter of the slice, or ten minutes."""
+    found = read_file(write(tmp_path, "a.csv", f"t_s,in_tok,out_tok\n{first},1,1\n{then},1,1\n"))
+
+    assert isinstance(found, Trace)
+    assert found.arrive_ns.tolist() == [one * NS for one in read]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_header(tmp_path):
+    assert isinstance(read_file(write(tmp_path, "a.csv", "\ufeff" + GOOD)), Trace)
+
+
 def test_lengths_without_times_are_a_batch_job(tmp_path):
     found = read_file(write(tmp_path, "a.csv", "in_tok,out_tok\n100,5\n"))
 
@@ -56,6 +77,7 @@ def test_lengths_without_times_are_a_batch_job(tmp_path):
     ("row", "words"),
     [
         ("x,1,1", "t_s is 'x', not a number"),
+        ("1.7e12,1,1", "milliseconds"),
         ("1,1.5,1", "in_tok is 1.5, it must be a whole number"),
         ("1,0,1", "in_tok is 0, it must be a whole number"),
         ("1,1,-4", "out_tok is -4, it must be finite and not negative"),

@@ -21,6 +21,7 @@ from valve_tools.sim.traces import NS, Trace, TraceError, read_file
 
 BURSTINESS = (0.25, 0.5, 1.0)
 """Gamma shapes of the gaps, swept by seed: 1 is Poisson, 0.25 has four times its variance."""
+MOST_REQUESTS = 2e7
 LENGTH_SIGMA = 0.8
 """Spread of lognormal lengths around the mean that the rates imply; public traces have 0.5 to 1.2."""
 
@@ -38,6 +39,12 @@ def requests_of(path: Path) -> Trace:
 def prometheus_of(path: Path, seed: int) -> Trace:
     """Requests drawn from the rates of an export."""
     steps = _steps(path)
+    expected = sum(seconds * rate for _, seconds, rate, _, _ in steps)
+    if expected > MOST_REQUESTS:
+        raise TraceError(
+            f"{path}: {expected:.3g} requests, at most {MOST_REQUESTS:.0e} are drawn; export a shorter range, or the "
+            "rates of one replica"
+        )
     rng = np.random.default_rng(seed)
     shape = BURSTINESS[seed % len(BURSTINESS)]
     times: list[np.ndarray] = []
@@ -67,11 +74,16 @@ def _lengths(rng: np.random.Generator, mean: float, count: int) -> np.ndarray:
 
 
 def _steps(path: Path) -> list[tuple[float, float, float, float, float]]:
-    """(start, seconds, requests/s, prompt tokens/s, answer tokens/s) of every step."""
+    """(start, seconds, requests/s, prompt tokens/s, answer tokens/s) of every step.
+
+    A hole in the export is cut out: time of which nothing is known is no idle time."""
     rates: dict[str, dict[float, float]] = defaultdict(dict)
     for series in _series(path):
-        kind = _kind(str(series.get("metric", {}).get("__name__", "")))
-        for sample in series.get("values", []):
+        metric, values = series.get("metric"), series.get("values")
+        if not isinstance(metric, dict) or not isinstance(values, list):
+            raise TraceError(f"{path}: a series without metric or values; export with query_range, not query")
+        kind = _kind(str(metric.get("__name__", "")))
+        for sample in values:
             at, value = _sample(path, sample)
             if value is not None:
                 rates[kind][at] = rates[kind].get(at, 0.0) + value
@@ -81,10 +93,10 @@ def _steps(path: Path) -> list[tuple[float, float, float, float, float]]:
     moments = sorted(rates["requests"])
     if len(moments) < 2:
         raise TraceError(f"{path}: one sample is no range; export with query_range over an hour or more")
-    first, step = moments[0], min(b - a for a, b in itertools.pairwise(moments))
+    step = min(b - a for a, b in itertools.pairwise(moments))
     return [
-        (at - first, step, rates["requests"][at], rates["prompt"].get(at, 0.0), rates["generation"].get(at, 0.0))
-        for at in moments
+        (i * step, step, rates["requests"][at], rates["prompt"].get(at, 0.0), rates["generation"].get(at, 0.0))
+        for i, at in enumerate(moments)
     ]
 
 
@@ -93,6 +105,8 @@ def _series(path: Path) -> list[dict[str, Any]]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TraceError(f"{path}: not readable as JSON: {error}") from error
+    if isinstance(document, dict) and document.get("status") == "error":
+        raise TraceError(f"{path}: Prometheus answered with an error: {document.get('error')}")
     data = document.get("data") if isinstance(document, dict) else None
     if not isinstance(data, dict) or data.get("resultType") != "matrix" or not isinstance(data.get("result"), list):
         raise TraceError(f"{path}: not the answer of /api/v1/query_range (resultType matrix)")

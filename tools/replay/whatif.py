@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -67,13 +68,24 @@ def machine_of(question: Question) -> Settings:
         changes = json.loads(question.machine.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TraceError(f"{question.machine}: not readable as JSON: {error}") from error
-    known = {field.name: field.type for field in fields(Gpu)}
-    for name, value in changes.items() if isinstance(changes, dict) else [("", None)]:
-        if name not in known:
-            raise TraceError(f"{question.machine}: unknown field {name!r}; known are {', '.join(known)}")
-        if name != "name" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise TraceError(f"{question.machine}: {name} is {value!r}, it must be a number above zero")
+    if not isinstance(changes, dict):
+        raise TraceError(f'{question.machine}: not a JSON object of figures, such as {{"memory_gib": 44}}')
+    for name, value in changes.items():
+        _check_figure(f"{question.machine}: {name}", name, value)
     return Settings(gpu=replace(gpu, **changes))
+
+
+def _check_figure(place: str, name: str, value: object) -> None:
+    known = [field.name for field in fields(Gpu)]
+    if name not in known:
+        raise TraceError(f"{place}: unknown field {name!r}; known are {', '.join(known)}")
+    if name == "name":
+        if not isinstance(value, str):
+            raise TraceError(f"{place} is {value!r}, it must be a word")
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise TraceError(f"{place} is {value!r}, it must be a number above zero")
+    elif name.endswith("_efficiency") and value > 1:
+        raise TraceError(f"{place} is {value!r}, a share of the peak is at most 1")
 
 
 def trace_of(question: Question, seed: int) -> Trace:

@@ -21,7 +21,10 @@ import numpy.typing as npt
 TIMED = ("t_s", "in_tok", "out_tok")
 LENGTHS = ("in_tok", "out_tok")
 MAX_TOKENS = 10_000_000
+MOST_S = 4e9
+"""Seconds since 1970 until the year 2096; more than that is in another unit."""
 NS = 1_000_000_000
+LEAST_OFFSET_NS = 600 * NS
 
 IntArray = npt.NDArray[np.int64]
 
@@ -127,7 +130,9 @@ def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells), blank lines left out; unreadable bytes are refused by name."""
     number = 0
     try:
-        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as stream:
+        # utf-8-sig: spreadsheets begin a file with a byte order mark.
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8-sig") as stream:
             for number, cells in enumerate(csv.reader(stream), 1):
                 if cells:
                     yield number, cells
@@ -139,11 +144,22 @@ def _read_trace(file: Path, name: str, lines: Iterator[tuple[int, list[str]]], c
     rows, skipped = _read_rows(file, lines, columns, TIMED)
     return Trace(
         name=name,
-        arrive_ns=np.asarray([round(row[0] * NS) for row in rows], dtype=np.int64),
+        arrive_ns=_from_the_start(np.asarray([round(row[0] * NS) for row in rows], dtype=np.int64)),
         in_tok=_tokens(rows, 1),
         out_tok=_tokens(rows, 2),
         skipped=skipped,
     )
+
+
+def _from_the_start(arrive_ns: IntArray) -> IntArray:
+    """Times since 1970, or since a longer trace began, count from the first request: nobody was idle before it.
+
+    Idle time at the start of a slice is real and stays; more than a quarter of the slice is taken for an offset.
+    """
+    if arrive_ns.size == 0:
+        return arrive_ns
+    first, span = int(arrive_ns[0]), int(arrive_ns[-1] - arrive_ns[0])
+    return arrive_ns - first if first > max(span // 4, LEAST_OFFSET_NS) else arrive_ns
 
 
 def _tokens(rows: list[tuple[float, ...]], index: int) -> IntArray:
@@ -181,6 +197,8 @@ def _value(file: Path, number: int, column: str, text: str) -> float:
         raise TraceError(f"{file}:{number}: {column} is {text!r}, not a number") from None
     if not math.isfinite(value) or value < 0:
         raise TraceError(f"{file}:{number}: {column} is {text}, it must be finite and not negative")
+    if column == "t_s" and value > MOST_S:
+        raise TraceError(f"{file}:{number}: t_s is {text}, a time in seconds is at most {MOST_S:.0f}: milliseconds?")
     if column != "t_s" and (value != int(value) or not 1 <= value <= MAX_TOKENS):
         raise TraceError(f"{file}:{number}: {column} is {text}, it must be a whole number from 1 to {MAX_TOKENS}")
     return value
