@@ -79,7 +79,8 @@ static void stop(struct gpu *gpu, uint64_t holders)
 	}
 	stamp.kind = stamp.status ? VALVE_STAMP_GATE_FAILED : VALVE_STAMP_GATE;
 	stamp_push(&gpu->gate->stamps, &stamp);
-	store_release(&gpu->state, VALVE_GPU_STOPPED); /* last: who reads it finds the stamp, and how it went */
+	store_release(&gpu->state,
+	              VALVE_GPU_STOPPED); /* last: who reads it finds the stamp, and how it went */
 }
 
 /* Say that the GPU is stopped no longer, before the first call. False if it is held again by now: either we see that

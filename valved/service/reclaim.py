@@ -495,7 +495,7 @@ class Mover:
                 return False
             change = Pause()
             self._watching.append(change)
-            # A GPU that was held again before it was enabled stays stopped without a stamp: look from time to time, too.
+            # Held again before it was enabled, a GPU stays stopped without a stamp: look from time to time, too.
             await until(change, self._clock, min(deadline_ns, now_ns + TURNING_NS))
         return True
 
