@@ -37,8 +37,8 @@ fmt: venv ## format C and Python
 check: build ## lint, types, import rules, sizes, formatting
 	@$(BIN)/python -m valve_tools.check.run
 
-test: build ## everything that needs no GPU and no Kubernetes binaries
-	@$(BIN)/pytest -q -p no:cacheprovider $(PYTEST_ARGS)
+test: build ## everything that needs no GPU and no Kubernetes binaries; EXPLORE=1: another order, other examples
+	@$(BIN)/pytest -q -p no:cacheprovider $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
 
 ENGINES ?= .venv-engines
 test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run them under reclaim; MATRIX=1: older releases too
