@@ -36,7 +36,7 @@ class FakeProcesses:
     def __init__(self, reactor):
         self.table = {1: (0, 0, "/", "init")}
         self._reactor = reactor
-        self._fds = {}
+        self._pid_of = {}  # by descriptor; one that was closed may have become another process's
 
     def add(self, pid, parent=1, start=None, cgroup="/login", comm="work"):
         self.table[pid] = (start if start is not None else pid * 10, parent, cgroup, comm)
@@ -45,9 +45,9 @@ class FakeProcesses:
     def end(self, pid):
         """The process ends: its pidfds become readable."""
         self.table.pop(pid, None)
-        for fd in self._fds.pop(pid, []):
+        for fd in [fd for fd, owner in self._pid_of.items() if owner == pid]:  # callbacks close and open some
             callback = self._reactor.readers.get(fd)
-            if callback is not None:
+            if callback is not None and self._pid_of.get(fd) == pid:
                 callback()
 
     def start_time(self, pid):
@@ -70,7 +70,7 @@ class FakeProcesses:
         if pid not in self.table:
             return -1
         fd = lend()
-        self._fds.setdefault(pid, []).append(fd)
+        self._pid_of[fd] = pid
         return fd
 
 
