@@ -13,6 +13,8 @@ from valve_hook.keeper import Keeper
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
+from valve_hook.sglang.memory import layout_of
+from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
@@ -30,6 +32,8 @@ class SchedulerHook:
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.engine.ledger, blocks=pages, mode=mode)
         self.useful_tokens = 0
         self.ended = 0
+        self._between_steps = shim_call("valve_kv_step")
+        link.register_layout(layout_of(self.engine.allocator.get_kvcache(), pages, tokens))
         wanted = Attach(
             engine=f"sglang {version}",
             mode=mode,
@@ -44,6 +48,8 @@ class SchedulerHook:
         log.warning("valve: sglang %s, hook %s, mode %s, %d pages: %s", version, VERSION, mode.name, pages, state)
 
     def before_choose(self) -> None:
+        if self._between_steps is not None:
+            self._between_steps()  # the shim carries out orders that wait for this place
         dropped = self.engine.retract_dropped()
         self.keeper.sync()
         self.engine.settle(dropped)

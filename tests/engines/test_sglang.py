@@ -42,7 +42,7 @@ def test_tokens_are_identical_after_reclaims(engines, tmp_path, overlap, page):
 
     assert [trial["wrong"] for trial in results] == [0] * len(TRIALS)
     assert sum(trial["events"] for trial in results) >= len(TRIALS)
-    assert (results[-1]["mode"], results[-1]["failures"]) == (FULL, 0)
+    assert (results[-1]["mode"], results[-1]["failures"], results[-1]["layout"]) == (FULL, 0, True)
 
 
 def test_the_python_tree_forgets_chosen_pages_too(engines, tmp_path):
