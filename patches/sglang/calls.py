@@ -58,6 +58,11 @@ class SchedulerHook:
         if self.link.region is not None:
             self.link.region.write(self.engine.open_requests(), self.ended, self.useful_tokens)
 
+    def after_choose(self, batch: Any) -> None:
+        if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
+            self.keeper.give_up("a request asks for beam search")
+        self.engine.launch(batch)
+
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
         if result.copy_done is not None:
@@ -133,7 +138,7 @@ def after_choose(scheduler: Any, batch: Any) -> None:
     """Last thing in it: note what this step reads and writes."""
     hook = _hook(scheduler)
     if hook is not None and batch is not None and batch.reqs:
-        hook.keeper.guard(lambda: hook.engine.launch(batch))
+        hook.keeper.guard(lambda: hook.after_choose(batch))
 
 
 def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]:

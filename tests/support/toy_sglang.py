@@ -51,7 +51,7 @@ class Req:
     is_retracted: bool = False
     is_done: bool = False
     to_finish: str | None = None
-    beam_group: None = None
+    beam_group: object = None
     prefix_len: int = 0
     extend_end: int = 0
     inflight_middle_chunks: int = 0

@@ -335,6 +335,15 @@ def test_a_page_in_hands_we_do_not_know_sends_everybody_back(world):
     assert node.book()["failures"] == 1
 
 
+def test_beam_search_ends_reclaiming_before_it_begins(world):
+    scheduler, node = world()
+    scheduler.add("a", range(10), 4)
+    scheduler.waiting_queue[0].beam_group = object()
+    scheduler.turn()
+
+    assert node.book()["mode"] == Mode.NONE
+
+
 def test_free_columns_are_offered_last_first_and_handed_out_again(world):
     """An engine that does not need its pages gives them back without a loss."""
     scheduler, node = world(pages=60, columns=10)
