@@ -138,6 +138,14 @@ class Keeper:
             self._asked = wanted
             self.link.need(wanted)
 
+    def give_up(self, why: str) -> None:
+        """The engine began what the hook cannot follow: nothing is reclaimed from it any more."""
+        if self.is_alive:
+            log.warning("valve: nothing is reclaimed from this engine any more: %s", why)
+            self.mode = Mode.NONE
+            if self.session is not None:
+                self._let_go(self.session)
+
     def guard(self, action: Callable[[], None]) -> None:
         """Run a part of the hook; the engine never sees what it raises."""
         try:

@@ -13,6 +13,8 @@ from valve_hook.keeper import Keeper
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
+from valve_hook.sglang.memory import layout_of
+from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
@@ -30,6 +32,8 @@ class SchedulerHook:
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.engine.ledger, blocks=pages, mode=mode)
         self.useful_tokens = 0
         self.ended = 0
+        self._between_steps = shim_call("valve_kv_step")
+        link.register_layout(layout_of(self.engine.allocator.get_kvcache(), pages, tokens))
         wanted = Attach(
             engine=f"sglang {version}",
             mode=mode,
@@ -44,6 +48,8 @@ class SchedulerHook:
         log.warning("valve: sglang %s, hook %s, mode %s, %d pages: %s", version, VERSION, mode.name, pages, state)
 
     def before_choose(self) -> None:
+        if self._between_steps is not None:
+            self._between_steps()  # the shim carries out orders that wait for this place
         dropped = self.engine.retract_dropped()
         self.keeper.sync()
         self.engine.settle(dropped)
@@ -51,6 +57,11 @@ class SchedulerHook:
         self.keeper.publish()
         if self.link.region is not None:
             self.link.region.write(self.engine.open_requests(), self.ended, self.useful_tokens)
+
+    def after_choose(self, batch: Any) -> None:
+        if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
+            self.keeper.give_up("a request asks for beam search")
+        self.engine.launch(batch)
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
@@ -127,7 +138,7 @@ def after_choose(scheduler: Any, batch: Any) -> None:
     """Last thing in it: note what this step reads and writes."""
     hook = _hook(scheduler)
     if hook is not None and batch is not None and batch.reqs:
-        hook.keeper.guard(lambda: hook.engine.launch(batch))
+        hook.keeper.guard(lambda: hook.after_choose(batch))
 
 
 def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]:

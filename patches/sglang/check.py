@@ -28,30 +28,48 @@ class Refused(Exception):
 
 
 def judge(version: str, scheduler: Any) -> Mode:
-    if version not in SUPPORTED:
-        raise Refused(f"SGLang {version}, and valve_hook {VERSION} knows {', '.join(SUPPORTED)}")
-    config = scheduler.server_args
-    reasons = {
-        "tensor parallelism (every rank schedules for itself)": config.tp_size > 1,
-        "pipeline parallelism": config.pp_size > 1,
-        "data parallelism": config.dp_size > 1,
-        "hierarchical cache": bool(getattr(scheduler, "enable_hierarchical_cache", False)),
-        "prefill and decode in different processes": config.disaggregation_mode != "null",
-        "speculative decoding": not scheduler.spec_algorithm.is_none(),
-        "hybrid attention": any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm")),
-        "a diffusion language model": getattr(scheduler, "dllm_config", None) is not None,
-        "streaming sessions": bool(getattr(config, "enable_streaming_session", False)),
-        "HiSparse": bool(getattr(scheduler, "enable_hisparse", False)),
-        "unified memory": bool(getattr(scheduler, "enable_unified_memory", False)),
-        "prefill and decode multiplexed": bool(getattr(scheduler, "enable_pdmux", False)),
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise Refused(f"{found[0]} is not supported with Valve's memory")
+    refuse_version(version)
+    refuse_configuration(scheduler.server_args)
+    _refuse(
+        {
+            "speculative decoding": not scheduler.spec_algorithm.is_none(),
+            "hybrid attention": any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm")),
+            "a diffusion language model": getattr(scheduler, "dllm_config", None) is not None,
+            "HiSparse": bool(getattr(scheduler, "enable_hisparse", False)),
+            "unified memory": bool(getattr(scheduler, "enable_unified_memory", False)),
+            "prefill and decode multiplexed": bool(getattr(scheduler, "enable_pdmux", False)),
+        }
+    )
     lacks = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
     if lacks:
         raise Refused(f"SGLang {version} lacks {', '.join(lacks)}")
     return Mode.FULL if can_forget(scheduler.tree_cache) else Mode.COARSE
+
+
+def refuse_version(version: str) -> None:
+    if version not in SUPPORTED:
+        raise Refused(f"SGLang {version}, and valve_hook {VERSION} knows {', '.join(SUPPORTED)}")
+
+
+def refuse_configuration(config: Any) -> None:
+    """What its arguments say, which is known before there is a scheduler."""
+    _refuse(
+        {
+            "tensor parallelism (every rank schedules for itself)": config.tp_size > 1,
+            "pipeline parallelism": config.pp_size > 1,
+            "data parallelism": config.dp_size > 1,
+            "hierarchical cache": config.enable_hierarchical_cache,
+            "prefill and decode in different processes": config.disaggregation_mode != "null",
+            "speculative decoding": config.speculative_algorithm is not None,
+            "streaming sessions": config.enable_streaming_session,
+        }
+    )
+
+
+def _refuse(reasons: dict[str, bool]) -> None:
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise Refused(f"{found[0]} is not supported with Valve's memory")
 
 
 def can_forget(tree: Any) -> bool:

@@ -1,7 +1,7 @@
 """The zero-line form: SGLang loads `register` through the entry point `sglang.srt.plugins` in each of its processes.
 
-Three hooks on its own registry put the calls of calls.py around three methods. Where there is no valved, or where the
-source patch makes the calls, nothing is hooked.
+Four hooks on its own registry: the calls of calls.py around three methods of the scheduler, unless the source patch
+makes them, and the shim's bracket around the one that allocates the KV buffers. Without a valved nothing is hooked.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from valve_hook.link import socket_path
-from valve_hook.sglang import calls
+from valve_hook.sglang import calls, memory
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+CREATE = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers"
 RETRACT = "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode"
 
 
@@ -55,4 +56,5 @@ def register() -> None:
 
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", around_result, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.get_next_batch_to_run", around_choose, HookType.AROUND)
+    HookRegistry.register(CREATE, memory.around_create, HookType.AROUND)
     HookRegistry.register(RETRACT, around_retract, HookType.AROUND)

@@ -14,6 +14,7 @@ from valve_hook import VERSION
 from valve_hook.link import Link, process_link
 
 log = logging.getLogger("valve")
+_has_failed = False
 _counted: weakref.WeakKeyDictionary[Any, Counter] = weakref.WeakKeyDictionary()
 
 
@@ -35,18 +36,34 @@ class Counter:
         now = {id(request) for request in list(executor.active_requests)}
         self._ended += len(self._known - now)
         self._known = now
-        region.write(len(now) + executor.request_queue.qsize(), self._ended, 0)
+        region.write(len(now) + queued(executor), self._ended, 0)
+
+
+def queued(executor: Any) -> int:
+    """Requests that no step has taken up. Three shapes of three releases: the queue stands in the executor (to 1.0), in
+    an object of its own beside what waits (to 1.2), or there with what waits in the executor (since).
+    """
+    queue = getattr(executor, "executor_request_queue", None)
+    if queue is None:
+        return int(executor.request_queue.qsize())
+    waiting = queue if hasattr(queue, "waiting_queue") else executor
+    return int(queue.get_request_queue_size()) + len(waiting.waiting_queue)
 
 
 def count(executor: Any) -> None:
-    """First thing in PyExecutor._schedule. Without a daemon, and on any failure, nothing."""
+    """First thing in PyExecutor._schedule. Without a daemon, and after any failure, nothing."""
+    global _has_failed  # noqa: PLW0603 - said once, not in every step
+    if _has_failed:
+        return
     try:
         counter = _counted.get(executor)
         if counter is None:
             link = process_link()
             if link is None:
                 return
+            queued(executor)
             counter = _counted[executor] = Counter(executor, link)
         counter.write()
     except Exception:
-        log.exception("valve: counting requests failed; the engine goes on")
+        _has_failed = True
+        log.exception("valve: requests are not counted in this release; the engine goes on")

@@ -16,25 +16,16 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from valve_hook.link import Layout, Tensor, process_link
+from valve_hook.shim import shim_call
 from valve_hook.vllm import check
 from valve_hook.wire import KV_ELASTIC, Mode
 
 log = logging.getLogger("valve")
 MARK = "_valve_wrapped"
-
-
-def shim_call(name: str) -> Callable[..., None] | None:
-    """A function that the preloaded shim exports; None without the shim."""
-    try:
-        function = ctypes.CDLL(None)[name]
-    except AttributeError:
-        return None
-    function.restype = None
-    return function  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -30,11 +30,9 @@ def lab(*arguments, out, node_dir=None):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Built once, with every warning an error."""
-    made = build.build(tmp_path_factory.mktemp("lab") / "bin", emulated=True, strict=True)
-    os.environ["VALVE_LAB_BUILD"] = str(made.folder)
-    yield made
+def programs(lab_programs):
+    os.environ["VALVE_LAB_BUILD"] = str(lab_programs.folder)
+    yield lab_programs
     del os.environ["VALVE_LAB_BUILD"]
 
 

@@ -10,24 +10,22 @@ import pytest
 import valve_tools.gpu
 from jsonschema import Draft202012Validator
 from valve_tools.emulator.node import NO_LATENCY, Options, environment, node
-from valve_tools.gpu import build
 
 DEADLINE_S = 200  # only ends a hung test
 
 
 @pytest.fixture(scope="module", params=["535.98", "580.159.04", "590.48.01"])
-def trace(request, tmp_path_factory):
+def trace(request, tmp_path_factory, lab_programs):
     """(driver, lines) of a small workload from start to end."""
     folder = tmp_path_factory.mktemp("trace")
-    programs = build.build(folder / "bin", emulated=True)
     options = Options(seed=7, knobs={**NO_LATENCY, "driver": request.param})  # another card than the one that replays
     with node(options, folder / "node") as emulator:
         env = environment(emulator.directory, os.environ)
-        env["LD_PRELOAD"] = f"{programs.path('libtrace.so')}:{env['LD_PRELOAD']}"
+        env["LD_PRELOAD"] = f"{lab_programs.path('libtrace.so')}:{env['LD_PRELOAD']}"
         env["VALVE_LAB_TRACE"] = str(folder / "trace.jsonl")
         env["VALVE_LAB_BRANCH"] = request.param.split(".", maxsplit=1)[0]
-        argv = [programs.path("spin"), "--mode", "one", "--ms", "20", "--beat", str(folder / "beat")]
-        subprocess.run([*argv, "--image", str(programs.image)], env=env, check=True, timeout=DEADLINE_S)
+        argv = [lab_programs.path("spin"), "--mode", "one", "--ms", "20", "--beat", str(folder / "beat")]
+        subprocess.run([*argv, "--image", str(lab_programs.image)], env=env, check=True, timeout=DEADLINE_S)
     return request.param, [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
 
 

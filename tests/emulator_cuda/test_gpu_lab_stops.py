@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from valve_tools.emulator.node import Options, environment, node
-from valve_tools.gpu import build
 
 DEADLINE_S = 200  # only ends a hung test
 pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
@@ -16,10 +15,9 @@ OK, STOPPED = 0, 3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lab") / "bin"
-    os.environ["VALVE_LAB_BUILD"] = str(folder)
-    yield build.build(folder, emulated=True)
+def programs(lab_programs):
+    os.environ["VALVE_LAB_BUILD"] = str(lab_programs.folder)
+    yield lab_programs
     del os.environ["VALVE_LAB_BUILD"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 import sys
 import time
 from pathlib import Path
@@ -72,7 +73,15 @@ class Injector:
         wants = self.plan.get("events", 0) and self.chance.randrange(self.plan.get("every", 8)) == 0
         self.at_layer = self.chance.randrange(self.layers) if wants else -1
         receipts = self.node.book() if self.node.attached else {}
+        receipts |= {"layout": self._layout_is_told()} if self.node.attached else {}
         self.report.write_text(json.dumps({"events": self.events, "attached": bool(self.node.attached), **receipts}))
+
+    def _layout_is_told(self) -> bool:
+        """Every buffer's first page stands where the hook said."""
+        buffers = (*self.pool.k_buffer, *self.pool.v_buffer)
+        expected = [(buffer[0].data_ptr(), buffer[: self.page].numel() * 4) for buffer in buffers]
+        told = [struct.unpack_from("<QQ", body, 56 + 72 * run) for body in self.node.layouts for run in range(16)]
+        return told[: len(expected)] == expected
 
     def _take(self) -> None:
         out = {page for pages, _ in self.taken for page in pages}

@@ -51,7 +51,7 @@ class Req:
     is_retracted: bool = False
     is_done: bool = False
     to_finish: str | None = None
-    beam_group: None = None
+    beam_group: object = None
     prefix_len: int = 0
     extend_end: int = 0
     inflight_middle_chunks: int = 0
@@ -105,6 +105,19 @@ class Batch:
         self.reqs = [self.reqs[at] for at in keep_indices]
 
 
+class MHATokenToKVPool:
+    """Two layers; 8 bytes a token in each of four buffers, 4096 bytes apart."""
+
+    kv_cache_layout = "nhd"
+
+    def __init__(self, slots):
+        bases = [
+            SimpleNamespace(data_ptr=lambda at=at: 4096 * at, stride=lambda _: 4, element_size=lambda: 2)
+            for at in range(4)
+        ]
+        self.slots, self.k_buffer, self.v_buffer = slots, bases[:2], bases[2:]
+
+
 class Allocator:
     def __init__(self, pages, page_size):
         self.size, self.page_size = (pages - 1) * page_size, page_size
@@ -113,8 +126,8 @@ class Allocator:
     def clear(self):
         self.free_pages = tensor(range(1, self.size // self.page_size + 1))
 
-    def get_all_free_pages(self):
-        return self.free_pages
+    def get_kvcache(self):
+        return MHATokenToKVPool(self.size + self.page_size)
 
     def merge_and_sort_free(self):
         pass

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sglang_ablations as without
 from kv_node import KvNode
 from toy_sglang import Scheduler, sglang_modules
 from valve_hook.link import Link
-from valve_hook.sglang import calls
-from valve_hook.sglang.check import can_forget
+from valve_hook.sglang import calls, memory
+from valve_hook.sglang.check import Refused, can_forget
+from valve_hook.sglang.memory import layout_of
 from valve_hook.wire import Mode
 
 ALL = 400
@@ -332,6 +335,15 @@ def test_a_page_in_hands_we_do_not_know_sends_everybody_back(world):
     assert node.book()["failures"] == 1
 
 
+def test_beam_search_ends_reclaiming_before_it_begins(world):
+    scheduler, node = world()
+    scheduler.add("a", range(10), 4)
+    scheduler.waiting_queue[0].beam_group = object()
+    scheduler.turn()
+
+    assert node.book()["mode"] == Mode.NONE
+
+
 def test_free_columns_are_offered_last_first_and_handed_out_again(world):
     """An engine that does not need its pages gives them back without a loss."""
     scheduler, node = world(pages=60, columns=10)
@@ -346,6 +358,31 @@ def test_free_columns_are_offered_last_first_and_handed_out_again(world):
     assert min(offered) > 15
     assert scheduler._valve.keeper.receipts.lost_blocks == 0
     assert run(scheduler, [("a", list(range(10)), 8)]) == undisturbed([("a", list(range(10)), 8)])
+
+
+def test_where_the_pages_lie_is_told(world):
+    _, node = world(page_size=4, pages=60)
+    blocks, tokens, total, first, count = struct.unpack_from("<IIIII", node.layouts[0])
+    at = struct.calcsize("<IIIIII8I")
+    runs = [struct.unpack_from("<QQQ", node.layouts[0], at + number * 72) for number in range(count)]
+
+    assert (blocks, tokens, total, first) == (60, 4, 4, 0)
+    assert runs == [(4096 * number, 32, 32) for number in range(4)]
+
+
+def test_a_pool_that_keeps_something_else_is_refused():
+    with pytest.raises(Refused, match="MLATokenToKVPool"):
+        layout_of(type("MLATokenToKVPool", (), {})(), 60, 4)
+
+
+def test_buffers_are_made_between_begin_and_end(monkeypatch):
+    said = []
+    names = {"valve_kv_begin": lambda flags: said.append(flags.value), "valve_kv_end": lambda: said.append("end")}
+    monkeypatch.setattr(memory, "shim_call", names.get)
+    monkeypatch.setattr(memory, "range_flags", lambda: 1)
+    memory.around_create(lambda pool: said.append(pool.device), SimpleNamespace(device="cpu"))
+
+    assert said == [1, "cpu", "end"]
 
 
 def test_a_tree_without_the_walk_is_handled_the_coarse_way():

@@ -13,11 +13,12 @@ from valve_hook import link
 from valve_hook.tensorrt_llm import calls
 
 PATCH = Path(__file__).resolve().parents[3] / "patches" / "tensorrt_llm" / "executor.patch"
+RELEASES = ("garbage collection profiling", "PyTorch profiler tracing")  # what follows the first anchor: 1.1, newest
 ANCHORS = """\
 # Format: "start1-stop1,start2-stop2,..." or single iterations "iter1,iter2,..."
 PROFILE_START_STOP_ENV_VAR_NAME = "TLLM_PROFILE_START_STOP"
 
-# Environment variable to enable garbage collection profiling.
+# Environment variable to enable {}.
 
 
 def nvtx_range(_):
@@ -75,19 +76,44 @@ def test_an_executor_that_ran_dry_is_seen_without_a_call(node):
     assert node.region()["ended"] == 1
 
 
-def test_an_executor_of_another_shape_goes_on(node, caplog):
-    calls.count(SimpleNamespace)
-    calls.count(Executor)
+class Queue:
+    """ExecutorRequestQueue of 1.1 and 1.2 keeps what waits, too; the newest leaves it to the executor."""
 
-    assert "the engine goes on" in caplog.text or node.hellos is not None
+    def __init__(self, size, waiting=None):
+        self.get_request_queue_size = lambda: size
+        if waiting is not None:
+            self.waiting_queue = waiting
 
 
-def test_the_patch_adds_six_lines_and_what_it_makes_calls_the_hook(tmp_path):
+@pytest.mark.parametrize(
+    ("executor", "expected"),
+    [
+        (SimpleNamespace(request_queue=SimpleNamespace(qsize=lambda: 2)), 2),
+        (SimpleNamespace(executor_request_queue=Queue(2, waiting=[1, 2, 3])), 5),
+        (SimpleNamespace(executor_request_queue=Queue(2), waiting_queue=[1]), 3),
+    ],
+)
+def test_requests_that_wait_are_found_where_each_release_keeps_them(executor, expected):
+    assert calls.queued(executor) == expected
+
+
+def test_an_executor_of_another_shape_goes_on_and_says_so_once(node, monkeypatch, caplog):
+    monkeypatch.setattr(calls, "_has_failed", False)
+    other = type("Other", (), {"active_requests": []})()
+    for _ in range(3):
+        calls.count(other)
+
+    assert caplog.text.count("the engine goes on") == 1
+    assert [each.on_tick for each in link._links.values()] == [None]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_patch_adds_six_lines_and_what_it_makes_calls_the_hook(tmp_path, release):
     """Against lines of the same text as the sources have; the sources themselves cannot be installed here."""
     added = [line for line in PATCH.read_text().splitlines() if line.startswith("+") and not line.startswith("+++")]
     target = tmp_path / "tensorrt_llm/_torch/pyexecutor/py_executor.py"
     target.parent.mkdir(parents=True)
-    target.write_text(ANCHORS)
+    target.write_text(ANCHORS.format(release))
     subprocess.run(["patch", "-p1", "-s", "-i", str(PATCH)], cwd=tmp_path, check=True)
     names: dict[str, object] = {}
     exec(target.read_text(), names)

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+from valve_tools.gpu import build
+from valve_tools.gpu.build import Programs
+
+
+@pytest.fixture(scope="session")
+def lab_programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Built once, with every warning an error."""
+    return build.build(tmp_path_factory.mktemp("lab") / "bin", emulated=True, strict=True)
