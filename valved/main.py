@@ -257,9 +257,10 @@ def raise_fd_limit() -> int:
 
 
 def _leave(daemon: Daemon, run_dir: Path, by: str) -> None:
-    if not daemon.brake.is_draining and not state.has_successor(run_dir):
-        daemon.brake.drain(by)
-    daemon.stop.set()
+    if daemon.brake.is_draining or state.has_successor(run_dir):
+        daemon.stop.set()
+    else:
+        daemon.brake.drain(by, daemon.stop.set)
 
 
 def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:
@@ -287,10 +288,13 @@ def _end_unreachable(daemon: Daemon) -> None:
 
     At once: whatever ends in good order removes sockets by their names, and those are our successor's.
     """
-    daemon.brake.drain("the run folder was removed")
-    daemon.gate.close()
-    log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
-    os._exit(EXIT_FAILED)
+
+    def leave() -> None:
+        daemon.gate.close()
+        log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
+        os._exit(EXIT_FAILED)
+
+    daemon.brake.drain("the run folder was removed", leave)
 
 
 async def _read_cards(kv: Kv) -> None:

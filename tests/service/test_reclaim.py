@@ -14,7 +14,7 @@ from valved.mechanism import state
 from valved.mechanism.kv_link import KvHow, KvMode, KvOp
 from valved.mechanism.link import LinkType
 from valved.model.events import EventKind
-from valved.model.ids import Remap
+from valved.model.ids import Mode, Remap
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision
 from valved.service.reserve import says_the_same
 
@@ -350,6 +350,42 @@ def test_nothing_is_taken_while_harvesting_is_off(world):
 
     assert len(offline.backed()) == 64
     world.node.resume()
+
+
+def under_the_gate(world, offline, online):
+    """A reclaim whose mapping work is under way."""
+    offline.hold(0, list(range(8, 60)))
+    online.want(used=4, wanted=48)
+    for _ in range(1000):
+        world.clock.advance(10_000)
+        if world.gate.is_stopped(0) and not world.kv.memory.orders.is_idle:
+            return
+    raise AssertionError("no reclaim began")
+
+
+def test_draining_waits_until_no_mapping_is_under_way(world):
+    offline, online = both(world)
+    under_the_gate(world, offline, online)
+
+    world.node.drain("me", stop=True)
+
+    assert world.gate.is_stopped(0)
+    assert not world.stopped
+    world.run(50)
+    assert world.stopped
+    assert not world.gate.off
+
+
+def test_observing_begins_when_no_mapping_is_under_way(world):
+    offline, online = both(world)
+    under_the_gate(world, offline, online)
+
+    world.node.set_policy(Mode.OBSERVE, {}, 0)
+
+    assert world.gate.is_stopped(0)
+    world.run(50)
+    assert world.gate.observe
+    assert not world.gate.off
 
 
 def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):

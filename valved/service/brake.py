@@ -17,7 +17,7 @@ from pathlib import Path
 
 from valved.mechanism.ports import GatePort
 from valved.model.events import EventKind
-from valved.model.ids import ChannelRef, Mode
+from valved.model.ids import Mode
 from valved.service.gate import GateService
 from valved.service.journal import Journal
 from valved.service.ladder import Ladder
@@ -39,6 +39,7 @@ class Brake:
         self.paused_by = ""
         self.is_draining = False
         self.allow_reclaim: Callable[[bool], None] = lambda on: None
+        self.when_still: Callable[[Callable[[], None]], None] = lambda call: call()
         self._gate = gate
         self._keeper = keeper
         self._register = register
@@ -49,8 +50,8 @@ class Brake:
     def set_mode(self, mode: Mode, by: str) -> None:
         changed = mode is not self.mode
         self.mode = mode
-        self._gate.set_observe(mode is not Mode.HARVEST)
         self._apply()
+        self.when_still(lambda: self._gate.set_observe(self.mode is not Mode.HARVEST))
         if changed:
             self._journal.emit(EventKind.POLICY, reason=f"mode {mode.value}", by=by)
 
@@ -82,16 +83,21 @@ class Brake:
         kind = EventKind.PAUSED if is_paused else EventKind.RESUMED
         self._journal.emit(kind, reason=f"by {by}" if by else "pause file removed")
 
-    def drain(self, by: str) -> tuple[ChannelRef, ...]:
-        """Enable everything and gate nothing from here on. Returns channels that could not be enabled."""
+    def drain(self, by: str, then: Callable[[], None] = lambda: None) -> None:
+        """Enable everything and gate nothing from here on. No reclaim begins; one under way ends first, for its pages
+        have holes: some milliseconds."""
         self.is_draining = True
         self._apply()
-        self._gate.set_draining(True)
-        left = self._gate.enable_all()
-        self._keeper.drain()
-        self._register.channels.release_schedules()
-        self._journal.emit(EventKind.DRAINED, reason=f"by {by}", channels_left_off=len(left))
-        return left
+        self.when_still(lambda: self._let_go(by, then))
+
+    def _let_go(self, by: str, then: Callable[[], None]) -> None:
+        if self.is_draining:
+            self._gate.set_draining(True)
+            left = self._gate.enable_all()
+            self._keeper.drain()
+            self._register.channels.release_schedules()
+            self._journal.emit(EventKind.DRAINED, reason=f"by {by}", channels_left_off=len(left))
+        then()
 
     def _apply(self) -> None:
         self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF

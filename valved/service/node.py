@@ -128,11 +128,8 @@ class Node:
         return self.status()
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
-        self._brake.drain(by or "somebody")
-        status = self.status()
-        if stop:
-            self._stop()
-        return status
+        self._brake.drain(by or "somebody", self._stop if stop else lambda: None)
+        return self.status()
 
     def explain(self, subject: str, number: int) -> Explanation:
         explainers = {

@@ -479,6 +479,13 @@ class Mover:
             await self._turn
         self._turn = Pause()
 
+    def when_still(self, call: Callable[[], None]) -> None:
+        """At once, or when no mapping is being changed under the gate any more."""
+        if self._turn is None:
+            call()
+        else:
+            self._turn.then(lambda: self.when_still(call))
+
     def _pass_turn(self) -> None:
         turn, self._turn = self._turn, None
         if turn is not None:
