@@ -32,6 +32,7 @@ class SchedulerHook:
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.engine.ledger, blocks=pages, mode=mode)
         self.useful_tokens = 0
         self.ended = 0
+        self._done: set[int] = set()  # who was done after the last step
         self._between_steps = shim_call("valve_kv_step")
         link.register_layout(layout_of(self.engine.allocator.get_kvcache(), pages, tokens))
         wanted = Attach(
@@ -67,33 +68,45 @@ class SchedulerHook:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
         if result.copy_done is not None:
             result.copy_done.synchronize()
-        alive = [each for each in batch.reqs if not each.finished()]
         names = self._disbelieved(batch)
         undo = self.engine.disbelieve(batch, names) if names else None
-        before = sum(len(each.output_ids) for each in alive)
+        is_prompt = batch.forward_mode.is_extend()
+        before = sum(len(each.output_ids) for each in batch.reqs) if is_prompt else 0
 
         def after_result() -> None:
             if undo is not None:
                 undo()
-            self.useful_tokens += max(0, sum(len(each.output_ids) for each in alive) - before)
-            self.ended += sum(each.finished() for each in alive)
+            done = {id(each) for each in batch.reqs if each.finished()}
+            again = len(done & self._done)  # with overlap a request is in one more step after its last
+            self.ended += len(done) - again
+            self._done = done
+            if is_prompt:
+                self.useful_tokens += max(0, sum(len(each.output_ids) for each in batch.reqs) - before)
+            else:
+                self.useful_tokens += max(0, len(batch.reqs) - again - len(names))
 
         return after_result
 
     def _disbelieved(self, batch: Any) -> Collection[str]:
-        everybody = {each.rid for each in batch.reqs}
+        """Whose output of this step is dropped; mostly nobody's, and then nobody is looked at one by one."""
         try:
             step = self.engine.come_in(batch)
+            if not (step.dropped or self._is_threatened()):
+                return ()
+            everybody = {each.rid for each in batch.reqs}
             hit = (everybody & self._hit(everybody)) - step.dropped
             if hit and batch.return_logprob and batch.forward_mode.is_extend():
                 hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
             names = hit | step.dropped
         except Exception:
             self.keeper.fail("looking for losses failed")
-            hit = names = everybody if len(self.keeper.peek()) else set()
+            hit = names = {each.rid for each in batch.reqs} if self._is_threatened() else set()
         self.engine.drop(batch, hit)
         self.keeper.receipts.dropped_tokens += len(names)
         return names
+
+    def _is_threatened(self) -> bool:
+        return self.engine.drops_all or self.link.session is not self.keeper.session or len(self.keeper.peek()) > 0
 
     def _hit(self, everybody: set[str]) -> set[str]:
         keeper = self.keeper

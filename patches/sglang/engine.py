@@ -22,6 +22,7 @@ from valve_hook.sglang.steps import Launched, StepLedger, launched
 from valve_hook.shared import Blocks
 
 LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
+MANY = 32  # running requests, beyond which they are not looked at one by one
 OFFER_EVERY = 16  # steps between two looks for free columns: each reads the free list from the device
 
 
@@ -132,7 +133,7 @@ class SglangEngine:
     def come_in(self, batch: Any) -> Launched:
         """The step whose output this is; it may still be found to have been spoilt, until the next look."""
         step = next(each for each in self.ledger.flying if not each.is_in)
-        if [each.rid for each in step.requests] != [each.rid for each in batch.reqs]:
+        if step.requests != batch.reqs:
             raise RuntimeError("output of a step that was not the next one launched")
         step.is_in = True
         return step
@@ -171,7 +172,10 @@ class SglangEngine:
             step.dropped |= set(names)
 
     def open_requests(self) -> int:
-        return len(self._holding()) + len(self.scheduler.waiting_queue)
+        """Exact where it matters, near none: beyond, who has just finished may be among them."""
+        scheduler = self.scheduler
+        running = len(scheduler.running_batch.reqs)
+        return len(scheduler.waiting_queue) + (running if running > MANY else len(self._holding()))
 
     # ---- for the user ----
 
@@ -194,11 +198,11 @@ class SglangEngine:
 
     def _retract(self, requests: Iterable[Any]) -> None:
         """Back to the queue, wherever they stand; a limit of the queue is for newcomers."""
-        from sglang.srt.managers.schedule_batch import retract_all
-
         requests, scheduler = list(requests), self.scheduler
         if not requests:
             return
+        from sglang.srt.managers.schedule_batch import retract_all
+
         retract_all(
             reqs=requests,
             req_to_token_pool=scheduler.req_to_token_pool,

@@ -66,20 +66,20 @@ class StepLedger(Ledger):
         requests = self.requests()
         if not requests:
             return
-        longest = max(each.kv.kv_allocated_len for each in requests)
-        slots = self.page_table[[each.kv.req_pool_idx for each in requests], :longest].cpu().numpy()
-        for each, row in zip(requests, slots, strict=True):
-            yield Row(request=each.rid, blocks=self._pages(row[: each.kv.kv_allocated_len]), row=-1)
+        lengths = [each.kv.kv_allocated_len for each in requests]
+        slots = self.page_table[[each.kv.req_pool_idx for each in requests], : max(lengths)]
+        for each, blocks in zip(requests, self._pages(slots, lengths), strict=True):
+            yield Row(request=each.rid, blocks=blocks, row=-1)
 
     def _rows(self, step: Launched) -> Iterable[Row]:
-        slots, lengths = step.slots.cpu().numpy(), step.lengths.tolist()
-        for index, request in enumerate(step.requests):
-            if request.rid in step.dropped:
-                continue
-            last = lengths[index] - 1
-            start = last if step.starts is None else min(step.starts[index], last)
-            blocks = self._pages(slots[index, : lengths[index]])
-            yield Row(request=request.rid, blocks=blocks, row=-1, first=start // self.block_tokens)
+        lengths = step.lengths.tolist()
+        starts = step.starts if step.starts is not None else lengths
+        rows = zip(step.requests, self._pages(step.slots, lengths), starts, lengths, strict=True)
+        for request, blocks, start, length in rows:
+            if request.rid not in step.dropped:
+                yield Row(request=request.rid, blocks=blocks, row=-1, first=min(start, length - 1) // self.block_tokens)
 
-    def _pages(self, slots: Any) -> array[int]:
-        return array("I", (slots[:: self.block_tokens] // self.block_tokens).astype(np.uint32).tobytes())
+    def _pages(self, slots: Any, lengths: Sequence[int]) -> Iterator[array[int]]:
+        tokens = self.block_tokens
+        pages = (slots[:, ::tokens].cpu().numpy() // tokens).astype(np.uint32)
+        return (array("I", row[: -(-length // tokens)].tobytes()) for row, length in zip(pages, lengths, strict=True))

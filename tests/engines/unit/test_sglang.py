@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang_ablations as without
-from kv_node import KvNode
+from kv_node import KvNode, wait_for
 from toy_sglang import Scheduler, sglang_modules
 from valve_hook.link import Link
 from valve_hook.sglang import calls, memory
@@ -33,6 +33,7 @@ def world(tmp_path, monkeypatch):
         link = Link(build="test", path=nodes[-1].path, retry_s=0.02, gone_s=0.0)
         link.start()
         scheduler._valve = calls._current = calls.SchedulerHook(scheduler, link, "toy", mode)
+        wait_for(lambda: link.session is not None, "attached")
         return scheduler, nodes[-1]
 
     monkeypatch.setattr(calls, "spare", calls.spare)  # what a test may replace is put back
@@ -148,7 +149,7 @@ def campaign(world, seed, remove=None, **knobs):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("page_size", "pages"), [(1, 200), (4, 60)])
 def test_tokens_are_identical_whatever_is_taken(world, mode, overlap, page_size, pages):
-    for seed in range(2):
+    for seed in range(2 if page_size > 1 else 1):
         campaign(world, seed, mode=mode, overlap=overlap, page_size=page_size, pages=pages)
 
 
