@@ -36,11 +36,11 @@ def test_status_lists_every_node_with_what_it_offers(control_plane: ControlPlane
 
 
 def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:
-    submit(scheduling.api, 1)
+    [name] = submit(scheduling.api, 1)
     wait_bound(scheduling.api, 1)
     scheduling.api.post(PODS, offline_pod("wishful", sla="0.5", profile="missing"))
 
-    placed, waiting = shown(scheduling, "explain", "p0"), shown(scheduling, "explain", "default/wishful")
+    placed, waiting = shown(scheduling, "explain", name), shown(scheduling, "explain", "default/wishful")
 
     assert (placed["state"], len(placed["gpus"])) == ("placed", 1)
     assert waiting["state"] == "unplaceable"
@@ -49,27 +49,27 @@ def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:
 
 
 def test_top_shows_every_offline_pod_beside_the_fleet(scheduling: ControlPlane, nodes: int) -> None:
-    submit(scheduling.api, 2)
+    submitted = submit(scheduling.api, 2)
     wait_bound(scheduling.api, 2)
 
     found = shown(scheduling, "top")
 
-    assert {row["pod"] for row in found["pods"]} == {"default/p0", "default/p1"}
+    assert {row["pod"] for row in found["pods"]} == {f"default/{name}" for name in submitted}
     assert all(row["node"].startswith("gpu-") and float(row["predicted"]) > 0 for row in found["pods"])
     assert found["fleet"]["gpus"] == nodes * 8
-    assert "default/p1" in valve(scheduling, "top", "--once").stdout
+    assert f"default/{submitted[1]}" in valve(scheduling, "top", "--once").stdout
 
 
 def test_explain_pod_is_the_same_by_either_name(scheduling: ControlPlane) -> None:
-    submit(scheduling.api, 1)
+    [name] = submit(scheduling.api, 1)
     wait_bound(scheduling.api, 1)
-    command = [str(Path(sys.executable).parent / "valve"), "explain", "pod", "p0"]
+    command = [str(Path(sys.executable).parent / "valve"), "explain", "pod", name]
     access = f"--kubeconfig={scheduling.kubeconfig}"
 
     done = subprocess.run([*command, access], capture_output=True, text=True, check=False)
 
-    assert done.stdout == valve(scheduling, "explain", "p0").stdout
-    assert "default/p0 is placed on gpu-" in done.stdout
+    assert done.stdout == valve(scheduling, "explain", name).stdout
+    assert f"default/{name} is placed on gpu-" in done.stdout
 
 
 def test_pods_without_a_shim_fail_the_check_before_an_upgrade(control_plane: ControlPlane) -> None:

@@ -191,12 +191,12 @@ def test_a_better_report_alone_brings_a_refused_pod_back(watched: ControlPlane) 
     kind = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": {"name": "only-l4"}}
     api.post(f"{GROUP}/offlineprofiles", kind | {"spec": spec})
     api.patch(f"{GROUP}/offlineprofiles/only-l4/status", {"status": {"phase": "Ready"}})
-    submit(api, 1, sla="0.5", profile="only-l4")
-    wait_for("the refusal", lambda: api.get(f"{PODS}/p0")["status"].get("conditions"))
+    [name] = submit(api, 1, sla="0.5", profile="only-l4")
+    wait_for("the refusal", lambda: api.get(f"{PODS}/{name}")["status"].get("conditions"))
 
     api.patch(path, {"status": report(950, random, idle=0.95) | {"gpuModel": "L4"}})
 
-    (pod,) = (pod for pod in wait_bound(api, 1) if pod["metadata"]["name"] == "p0")
+    (pod,) = (pod for pod in wait_bound(api, 1) if pod["metadata"]["name"] == name)
     assert pod["spec"]["nodeName"] == node_name(950)
     assert names.EPOCH in api.get(f"/api/v1/nodes/{node_name(950)}")["metadata"]["annotations"]
     assert len(list(bound_pods(api))) == 1

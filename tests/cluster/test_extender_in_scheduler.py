@@ -112,10 +112,10 @@ def test_gang_sized_pods_get_aligned_sets_of_one_node(scheduling: ControlPlane) 
 def test_a_pod_that_cannot_be_placed_says_why_in_its_condition(
     scheduling: ControlPlane, options: dict[str, str], text: str
 ) -> None:
-    submit(scheduling.api, 1, **options)
+    [name] = submit(scheduling.api, 1, **options)
 
     def explained() -> bool:
-        conditions = scheduling.api.get(f"{PODS}/p0")["status"].get("conditions") or []
+        conditions = scheduling.api.get(f"{PODS}/{name}")["status"].get("conditions") or []
         return any(text in condition.get("message", "") for condition in conditions)
 
     wait_for("the explanation", explained, 30)
@@ -145,8 +145,8 @@ def test_a_capacity_epoch_on_a_node_brings_a_refused_pod_back(scheduling: Contro
     profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
     api.post(profiles, profile)
     api.patch(f"{profiles}/small/status", {"status": {"phase": "Ready"}})
-    submit(api, 1, sla="0.5", profile="small")
-    wait_for("the refusal", lambda: REASON_TEXT[Reason.SLA] in json.dumps(api.get(f"{PODS}/p0")["status"]))
+    [name] = submit(api, 1, sla="0.5", profile="small")
+    wait_for("the refusal", lambda: REASON_TEXT[Reason.SLA] in json.dumps(api.get(f"{PODS}/{name}")["status"]))
 
     api.patch(path, {"status": report(900, random, idle=0.95) | {"gpuModel": "L40S"}})
     api.patch(f"/api/v1/nodes/{node_name(900)}", {"metadata": {"annotations": {names.EPOCH: "2"}}})

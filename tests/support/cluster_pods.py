@@ -1,5 +1,6 @@
 """Pods on the real control plane: submit, wait, and who holds which GPU."""
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,8 +13,15 @@ PODS = "/api/v1/namespaces/default/pods"
 Json = dict[str, Any]
 
 
-def submit(api: Api, count: int, **options: Any) -> None:
-    api.each(("POST", PODS, offline_pod(f"p{index}", **options)) for index in range(count))
+_numbers = itertools.count()
+
+
+def submit(api: Api, count: int, **options: Any) -> list[str]:
+    """Their names. None is used twice: kube-scheduler 1.36 gives up and exits when a pod that it knows comes back from
+    a new list as another of its name on another node."""
+    found = [f"p{next(_numbers)}" for _ in range(count)]
+    api.each(("POST", PODS, offline_pod(name, **options)) for name in found)
+    return found
 
 
 def wait_bound(api: Api, count: int) -> list[Json]:

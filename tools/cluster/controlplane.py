@@ -254,7 +254,7 @@ class ControlPlane:
                     "bindVerb": "bind",
                     "weight": 10,
                     "nodeCacheCapable": True,
-                    "httpTimeout": "2s",
+                    "httpTimeout": "12s",
                     "ignorable": False,
                     "managedResources": [{"name": "valve.gpu/harvested-gpu", "ignoredByScheduler": False}],
                 }
