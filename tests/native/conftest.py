@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gates import FakeDriver, Rig, compile_c, gate_rig
+from gates import HASTY, FakeDriver, Rig, compile_c, gate_rig
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +24,11 @@ def driver(fake_library: Path) -> FakeDriver:
 @pytest.fixture
 def rig(driver: FakeDriver) -> Iterator[Rig]:
     with gate_rig(driver) as rig:
+        yield rig
+
+
+@pytest.fixture
+def hasty(driver: FakeDriver) -> Iterator[Rig]:
+    """A gate that soon gives up waiting for its driver."""
+    with gate_rig(driver, HASTY) as rig:
         yield rig

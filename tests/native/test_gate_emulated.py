@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from emulated import on_gpu
-from gates import SETTINGS, Launcher, wait_until
+from gates import HASTY, SETTINGS, Launcher, wait_until
 from rm_process import RmProcess, Tree, grow_tree
 from valve_tools.emulator.client import Emulator
 
 from valved.mechanism import region
-from valved.mechanism.gate import NativeGate
+from valved.mechanism.gate import GateSettings, NativeGate
 from valved.mechanism.ports import ArmResult, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 
@@ -26,11 +26,11 @@ OFFLINE = ClientId(1)
 class World:
     """The gate in this process, a workload in another, both on the node that this process was started on."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: GateSettings) -> None:
         directory = Path(os.environ["VALVE_EMU_DIR"])
         self.emulator = Emulator(directory)
         self.process = RmProcess(directory)
-        self.gate = NativeGate(SETTINGS)
+        self.gate = NativeGate(settings)
         self.fds = self.gate.create_client(OFFLINE, Role.OFFLINE, ServiceId(0))
         self.control = region.control_page(self.fds.control)
         self.stamps: list[Stamp] = []
@@ -85,11 +85,12 @@ class World:
 
 
 @contextmanager
-def world() -> Iterator[World]:
-    one = World()
+def world(settings: GateSettings = SETTINGS) -> Iterator[World]:
+    one = World(settings)
     try:
         yield one
     finally:
+        one.emulator.release()
         one.close()
 
 
@@ -186,15 +187,16 @@ def test_a_freed_channel_does_not_save_its_neighbours_where_a_bad_pair_voids_the
 
 @on_gpu()
 def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> None:
-    with world() as here:
+    with world(HASTY) as here:
         here.workload(channels=2)
         online = here.online({0})
         here.wake(0)
-        here.emulator.fault("on disable 1: hang 400ms")
+        here.emulator.fault("on disable 1: hold")
 
         online.launch()
         failed = here.stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
         assert here.control["order"] == region.ORDER_HOLD
+        here.emulator.release()
         here.stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.epoch == failed.epoch)
         online.finish()
         here.wake(0)
@@ -216,7 +218,7 @@ def test_a_gpu_whose_driver_hangs_delays_no_ring_for_another(cuda: Any) -> None:
         here.wake(0)
         assert here.gate.wake(ServiceId(8)) is WakeOutcome.WOKEN
         wait_until(lambda: not here.gate.is_gated(GpuIndex(1)), "GPU 1 runs")
-        here.emulator.fault("on disable 1 gpu 0: hang 1s")
+        here.emulator.fault("on disable 1 gpu 0: hold")
 
         first.launch()
         wait_until(lambda: here.gate.is_gated(GpuIndex(0)), "the first ring is heard")

@@ -155,67 +155,67 @@ def test_a_disable_that_fails_is_stamped_and_holds_the_launches(rig: Rig) -> Non
     assert workload.on() == 3
 
 
-def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(rig: Rig) -> None:
-    workload, online = rig.offline(), rig.online(7, {0})
-    running(rig)
+def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(hasty: Rig) -> None:
+    workload, online = hasty.offline(), hasty.online(7, {0})
+    running(hasty)
     workload.add(2)
-    rig.driver.rules.hang = 1
+    hasty.driver.rules.hang = 1
 
     online.launch()
-    stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    stamp = hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
     assert (stamp.status, stamp.client) == (-110, online.client)
     wait_until(lambda: workload.control["order"] == region.ORDER_HOLD, "the next rung")
-    assert rig.driver.counts.hanging == 1
+    assert hasty.driver.counts.hanging == 1
     assert not online.launch()  # the word is closed: online goes on without a call
 
-    rig.driver.rules.hang = 0
-    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
+    hasty.driver.rules.hang = 0
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
     assert workload.on() == 0
 
     online.finish()
-    running(rig)
+    running(hasty)
     assert workload.control["order"] == region.ORDER_RUN
     assert workload.on() == 2
 
 
-def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stops_later(rig: Rig) -> None:
-    workload, late, online = rig.offline(), rig.offline(), rig.online(7, {0})
-    running(rig)
+def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stops_later(hasty: Rig) -> None:
+    workload, late, online = hasty.offline(), hasty.offline(), hasty.online(7, {0})
+    running(hasty)
     workload.add()
-    rig.driver.rules.hang = 1
+    hasty.driver.rules.hang = 1
     online.launch()
-    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
     ref = late.allocate()
-    rig.gate.add_channel(late.client, ref)
+    hasty.gate.add_channel(late.client, ref)
     assert late.control["order"] == region.ORDER_HOLD
 
-    rig.driver.rules.hang = 0
+    hasty.driver.rules.hang = 0
     wait_until(lambda: late.on() == 0, "the mail is read when the ioctl comes back")
     online.finish()
-    running(rig)
+    running(hasty)
 
     assert (workload.on(), late.on()) == (1, 1)
     assert late.control["order"] == region.ORDER_RUN
 
 
-def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once(rig: Rig) -> None:
-    rig.driver.rules.deny_foreign = DENIED
-    workload, online = rig.offline(), rig.online(7, {0})
-    running(rig)
+def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once(hasty: Rig) -> None:
+    hasty.driver.rules.deny_foreign = DENIED
+    workload, online = hasty.offline(), hasty.online(7, {0})
+    running(hasty)
     workload.add()
     workload.pass_fd()
     inode = os.fstat(workload.fd).st_ino
-    rig.driver.rules.hang = 1
+    hasty.driver.rules.hang = 1
     online.launch()
-    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
-    rig.gate.remove_client(workload.client)
+    hasty.gate.remove_client(workload.client)
 
     assert sum(inode == held for held in _open_inodes()) == 1
-    rig.driver.rules.hang = 0
-    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
+    hasty.driver.rules.hang = 0
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.client == online.client)
 
 
 def test_an_interrupted_call_is_made_again(rig: Rig) -> None:
