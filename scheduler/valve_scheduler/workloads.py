@@ -54,7 +54,8 @@ def event(pod: Object, reason: str, note: str, now_s: float) -> dict[str, Any]:
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{metadata['name'][:200]}.", "namespace": metadata["namespace"]},
+        # A name of our own, as kubelets make them: the API server takes no generateName that ends in a dot.
+        "metadata": {"name": f"{metadata['name'][:200]}.{int(now_s * 1e6):x}", "namespace": metadata["namespace"]},
         "eventTime": at,
         "reportingController": f"{names.DOMAIN}/controller",
         "reportingInstance": "valve-controller",

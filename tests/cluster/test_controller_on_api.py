@@ -124,6 +124,13 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
     watched.api.delete(f"{PODS}/{first['metadata']['name']}", {"gracePeriodSeconds": 0})
 
     second = placed(watched, "slow")
+
+    def told() -> list[Json]:
+        events = watched.api.get("/api/v1/namespaces/default/events")["items"]
+        return [one for one in events if one["reason"] == "SLAMissed"]
+
+    (said,) = wait_for("an event that says why", told)
+    assert said["involvedObject"]["uid"] == first["metadata"]["uid"]
     status = wait_for("the owner's record", lambda: workload(watched, owner)["status"].get("avoidNodes"))
     assert [entry["node"] for entry in status] == [first["spec"]["nodeName"]]
     assert second["spec"]["nodeName"] != first["spec"]["nodeName"]

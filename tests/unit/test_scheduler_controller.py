@@ -1,6 +1,7 @@
 """The controller's rounds: what it writes for which view of the cluster, and what it leaves alone."""
 
 import asyncio
+import re
 from datetime import datetime, timezone
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_a_pod_that_misses_is_evicted_with_its_uid_and_the_owner_remembers() -> 
     eviction, event, status = world.calls[0][2], world.calls[1][2], world.calls[2][2]["status"]
     assert event["note"] == "reached 0.10 of standalone on n1, promised 0.30; moved"
     assert (event["regarding"]["uid"], event["reason"]) == ("uid-p1", "SLAMissed")
+    assert re.fullmatch(r"p1\.[0-9a-f]+", event["metadata"]["name"])  # a name that the API server takes
     assert eviction["deleteOptions"] == {"preconditions": {"uid": "uid-p1"}}
     assert [entry["node"] for entry in status["avoidNodes"]] == ["n1"]
     assert (status["evictions"], status["achieved"]) == (1, 0.1)
