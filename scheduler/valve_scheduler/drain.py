@@ -1,4 +1,4 @@
-"""Before an uninstall: no webhook in anyone's way, every node off, no offline pod running; then the chart may go."""
+"""Before an uninstall: webhooks gone, nodes off and unmarked, no offline pod running; then the chart may go."""
 
 import asyncio
 import contextlib
@@ -43,12 +43,23 @@ async def drain(client: KubeClient, settings: DrainSettings) -> None:
         for pod in running:
             await _evict(client, pod)
         await asyncio.sleep(_LOOK_EVERY_S)
+    await _unmark(client)
     log.info("drained", extra={"nodes": len(nodes)})
 
 
 async def _off(client: KubeClient, node: Json) -> None:
     path = f"{names.API_PATH}/gpuharvestnodes/{node['metadata']['name']}"
     await client.request("PATCH", path, body={"spec": {"mode": "off"}}, content_type=MERGE_PATCH)
+
+
+async def _unmark(client: KubeClient) -> None:
+    """Last: with every node off the controller marks none any more."""
+    nodes, _ = await client.list("/api/v1/nodes")
+    gone = {"metadata": {"annotations": {names.EPOCH: None}}}
+    for node in nodes:
+        if names.EPOCH in (node["metadata"].get("annotations") or {}):
+            path = f"/api/v1/nodes/{node['metadata']['name']}"
+            await client.request("PATCH", path, body=gone, content_type=MERGE_PATCH)
 
 
 async def _running(client: KubeClient) -> list[Json]:

@@ -126,11 +126,13 @@ def test_an_upgrade_from_a_former_release_and_the_rollback_keep_nodes_profiles_a
     assert any(crd["metadata"]["name"].startswith("harvestaccounts") for crd in api.get(CRDS)["items"])
 
 
-def test_a_drain_removes_the_webhooks_switches_nodes_off_and_names_pods_that_stay(
+def test_a_drain_removes_webhooks_and_marks_switches_nodes_off_and_names_pods_that_stay(
     control_plane: ControlPlane, release: Helm
 ) -> None:
     api = control_plane.api
     api.post(f"{names.API_PATH}/gpuharvestnodes", harvest_node())
+    marked = {"name": "n", "annotations": {names.EPOCH: "7", "example.com/kept": "yes"}}
+    api.post("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": marked})
     hooks = api.get(f"{WEBHOOKS}/valve")["webhooks"]
     for hook in hooks:  # no server stands behind them here
         hook["failurePolicy"] = "Ignore"
@@ -153,7 +155,11 @@ def test_a_drain_removes_the_webhooks_switches_nodes_off_and_names_pods_that_sta
     assert done.returncode == 0
     assert api.get(WEBHOOKS)["items"] == []
     assert api.get(f"{names.API_PATH}/gpuharvestnodes/n")["spec"]["mode"] == "off"
+    kept = api.get("/api/v1/nodes/n")["metadata"]["annotations"]
+    assert names.EPOCH not in kept
+    assert kept["example.com/kept"] == "yes"
     api.delete(f"{names.API_PATH}/gpuharvestnodes/n")
+    api.delete("/api/v1/nodes/n")
 
 
 def harvest_node() -> dict[str, object]:
