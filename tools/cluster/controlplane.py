@@ -23,6 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from valve_tools.cluster.api import Api, Refused
 
 TOKEN = "administrator-of-a-test"
+# Services live in the block set aside for benchmarks (RFC 2544), which nobody routes; the first is the API server's.
+SERVICES, API_ADDRESS = "198.18.0.0/24", "198.18.0.1"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 # As the chart sets it.
 SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
@@ -98,6 +100,7 @@ class ControlPlane:
             f"--kubeconfig={self.kubeconfig}",
             "--use-service-account-credentials",
             f"--service-account-private-key-file={self.folder}/accounts.key",
+            f"--root-ca-file={self.folder}/apiserver/apiserver.crt",  # what pods know the API server by
             "--leader-elect=false",
             # Nobody renews the leases of made-up nodes.
             "--controllers=*,-nodelifecycle,-taint-eviction-controller",
@@ -229,6 +232,12 @@ class ControlPlane:
 
         return port
 
+    def start_default_scheduler(self) -> None:
+        """The scheduler that every cluster has, for pods that are not Valve's."""
+        flags = (f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", f"--secure-port={free_port()}")
+        own = ("--bind-address=127.0.0.1", f"--cert-dir={self.folder}/default-scheduler")
+        self.spawn("default-scheduler", *flags, *own, program=str(self.programs / "kube-scheduler"))
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
@@ -287,7 +296,9 @@ class ControlPlane:
             f"--token-auth-file={self.folder}/tokens.csv",
             "--endpoint-reconciler-type=none",
             "--allow-privileged",
-            "--service-cluster-ip-range=10.0.0.0/24",
+            f"--service-cluster-ip-range={SERVICES}",
+            # Webhooks are called at their pods: nobody forwards the addresses of services here.
+            "--enable-aggregator-routing",
         ]
 
     def _write_identity(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+SEARCH = "PATH=/usr/local/bin:/usr/bin:/bin"
 
 
 def write(
@@ -24,40 +25,58 @@ def write(
     env: Sequence[str] = (),
 ) -> None:
     """An archive that `ctr images import` takes. `files` are copied under their path in the image, all executable."""
-    layer = _layer(files, folders)
+    layer = path.with_suffix(".layer")
+    _write_layer(layer, files, folders)
+    try:
+        _write_archive(path, name, layer, {"Entrypoint": list(command), "Env": [SEARCH, *env]})
+    finally:
+        layer.unlink()
+
+
+def _write_archive(path: Path, name: str, layer: Path, settings: Mapping[str, object]) -> None:
+    digest = _digest_of(layer)
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Entrypoint": list(command), "Env": ["PATH=/usr/local/bin:/usr/bin:/bin", *env]},
-        "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
+        "config": settings,
+        "rootfs": {"type": "layers", "diff_ids": [digest]},
     }
-    blobs = [layer, json.dumps(config).encode()]
+    blobs = [json.dumps(config).encode()]
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST,
-        "config": _described(CONFIG, blobs[1]),
-        "layers": [_described(LAYER, layer)],
+        "config": _described(CONFIG, blobs[0]),
+        "layers": [{"mediaType": LAYER, "digest": digest, "size": layer.stat().st_size}],
     }
     blobs.append(json.dumps(manifest).encode())
-    entry = {**_described(MANIFEST, blobs[2]), "annotations": {"io.containerd.image.name": name}}
+    entry = {**_described(MANIFEST, blobs[1]), "annotations": {"io.containerd.image.name": name}}
     index = {"schemaVersion": 2, "manifests": [entry]}
     with tarfile.open(path, "w") as archive:
         _add(archive, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
         _add(archive, "index.json", json.dumps(index).encode())
+        archive.add(layer, "blobs/sha256/" + digest.partition(":")[2])
         for blob in blobs:
             _add(archive, "blobs/sha256/" + _digest(blob).partition(":")[2], blob)
 
 
-def _layer(files: Mapping[str, Path], folders: Sequence[str]) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as layer:
+def _write_layer(path: Path, files: Mapping[str, Path], folders: Sequence[str]) -> None:
+    with tarfile.open(path, "w") as layer:
         for folder in folders:
             entry = tarfile.TarInfo(folder.strip("/") + "/")
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             layer.addfile(entry)
-        for path, source in files.items():
-            _add(layer, path.lstrip("/"), source.read_bytes())
-    return made.getvalue()
+        for inside, source in files.items():
+            # A link stays one where it lies where it did.
+            kept = source if str(source) == inside else source.resolve()
+            layer.add(kept, inside.lstrip("/"), filter=_for_everyone)
+
+
+def _for_everyone(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Root's, and readable. The time stays: compiled Python names that of its source."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mode = 0o755
+    return entry
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -72,3 +91,11 @@ def _described(kind: str, data: bytes) -> dict[str, str | int]:
 
 def _digest(data: bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            found.update(data)
+    return "sha256:" + found.hexdigest()

@@ -7,6 +7,8 @@ Needs root, runc and what `make cluster-tools` builds. The kubelet's device plug
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -15,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from valve_tools.cluster import image
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
+from valve_tools.cluster.network import PodNetwork
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import is_running
@@ -31,6 +34,7 @@ Json = dict[str, Any]
 NAME = "real-0"
 PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+CGROUPS = Path("/sys/fs/cgroup")
 IMAGE, PAUSE = "valve.test/work:1", "valve.test/pause:1"
 # What a program of this machine needs to run in a container without an image of its own.
 HOST_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc")
@@ -55,7 +59,7 @@ def missing(programs: Path) -> str:
 class RealNode:
     """Use as a context manager. Processes are the control plane's, so that they end with it at the latest."""
 
-    def __init__(self, plane: ControlPlane, *, gpus: int = 1) -> None:
+    def __init__(self, plane: ControlPlane, *, gpus: int = 1, pod_network: bool = False) -> None:
         problem = missing(plane.programs)
         if problem:
             raise NotBuilt(problem)
@@ -69,6 +73,8 @@ class RealNode:
         self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
         self.uuids: list[str] = []
         self._gpus = gpus
+        self._network = PodNetwork(plane, self.folder) if pod_network else None
+        self._alone = contextlib.ExitStack()
         self._emulator: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> RealNode:
@@ -80,9 +86,8 @@ class RealNode:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError, Refused, TimeoutError):
-            self.plane.api.delete(PODS, {"gracePeriodSeconds": 1})
-            wait_for("the pods to go", lambda: not self.plane.api.get(PODS)["items"], 30)
+        with contextlib.suppress(OSError, http.client.HTTPException, Refused, TimeoutError):
+            self._delete_pods()
         for name in ("kubelet", "valved", "valved-next", "gpuplugin", "containerd"):
             if name in self.plane.processes:
                 self.plane.kill(name)
@@ -90,15 +95,15 @@ class RealNode:
         if self._emulator is not None:
             emulated.stop(self._emulator)
         self._unmount()
-        with contextlib.suppress(OSError, Refused):
+        with contextlib.suppress(OSError, http.client.HTTPException, Refused):
             self.plane.api.delete(f"/api/v1/nodes/{NAME}")
-        for path in DEVICE_PLUGINS.glob("*") if DEVICE_PLUGINS.is_dir() else ():
-            path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._alone.close()
 
     # Coming up
 
     def _start(self) -> None:
+        self._alone.enter_context(the_only_node())
         self.run_dir.mkdir()
         self._emulator = emulated.start(self.folder / "emu", emulated.Options(gpus=self._gpus))
         self.uuids = _uuids(self.folder / "emu")
@@ -114,8 +119,12 @@ class RealNode:
     def _start_containerd(self) -> None:
         cni = self.folder / "cni"
         cni.mkdir()
-        loopback = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}
-        (cni / "10-none.conflist").write_text(json.dumps(loopback))  # pods use the host's network
+        network = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}  # pods use the host's
+        if self._network is not None:
+            self._alone.callback(self._network.stop)
+            self._network.start()
+            network = self._network.configuration()
+        (cni / "10-pods.conflist").write_text(json.dumps(network))
         runtime = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes"
         configuration = f"""
             version = 3
@@ -128,6 +137,7 @@ class RealNode:
             [plugins.'io.containerd.cri.v1.runtime']
             disable_apparmor = true
             restrict_oom_score_adj = true
+            netns_mounts_under_state_dir = true
             cdi_spec_dirs = ['{self.folder}/cdi']
             [plugins.'io.containerd.cri.v1.runtime'.cni]
             bin_dirs = ['/usr/lib/cni']
@@ -152,10 +162,16 @@ class RealNode:
         busybox = {"/box/sh": Path("/bin/busybox"), "/box/sleep": Path("/bin/busybox")}
         folders = ["/tmp", *HOST_FOLDERS]
         for name, command in ((PAUSE, ["/box/sleep", "1000000000"]), (IMAGE, ["/box/sh"])):
-            archive = self.folder / "image.tar"
-            image.write(archive, name, busybox, folders=folders, command=command)
-            self.ctr("images", "import", str(archive))
-            archive.unlink()
+            with self.importing() as archive:
+                image.write(archive, name, busybox, folders=folders, command=command)
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[Path]:
+        """An archive to be written, which containerd then takes."""
+        archive = self.folder / "image.tar"
+        yield archive
+        self.ctr("images", "import", str(archive))
+        archive.unlink()
 
     def _start_kubelet(self) -> None:
         configuration = {
@@ -183,7 +199,9 @@ class RealNode:
         }
         path = self.folder / "kubelet.json"
         path.write_text(json.dumps(configuration))
-        DEVICE_PLUGINS.mkdir(parents=True, exist_ok=True)
+        # As on any node, where both are one folder: whoever is told the kubelet's folder finds the plugins in it.
+        (self.folder / "kubelet").mkdir()
+        (self.folder / "kubelet/device-plugins").symlink_to(DEVICE_PLUGINS)
         self.plane.spawn(
             "kubelet",
             f"--config={path}",
@@ -337,6 +355,16 @@ class RealNode:
 
     # Going down
 
+    def _delete_pods(self) -> None:
+        """Of every namespace: containers whose pods stay outlive their node."""
+        mine = f"/api/v1/pods?fieldSelector=spec.nodeName%3D{NAME}"
+        for pod in self.plane.api.get(mine)["items"]:
+            metadata = pod["metadata"]
+            path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+            with contextlib.suppress(Refused):
+                self.plane.api.delete(path, {"gracePeriodSeconds": 1})
+        wait_for("the pods to go", lambda: not self.plane.api.get(mine)["items"], 30)
+
     def _is_ready(self) -> bool:
         conditions = self.plane.api.get(f"/api/v1/nodes/{NAME}")["status"].get("conditions") or []
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
@@ -358,6 +386,24 @@ class RealNode:
         inside = [line.split()[1] for line in mounts if line.split()[1].startswith(str(self.folder))]
         for path in sorted(inside, reverse=True):
             subprocess.run(["umount", "-l", path], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def the_only_node(*, wait: bool = True) -> Iterator[None]:
+    """What of a kubelet is the whole machine's, for one at a time; clean afterwards. BlockingIOError: it is taken."""
+    DEVICE_PLUGINS.mkdir(parents=True, exist_ok=True)
+    lock = os.open(DEVICE_PLUGINS, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+        for path in DEVICE_PLUGINS.glob("*"):
+            path.unlink(missing_ok=True)
+        for root in (*CGROUPS.glob("*/kubepods"), CGROUPS / "kubepods"):
+            for folder, _, _ in os.walk(root, topdown=False):
+                with contextlib.suppress(OSError):  # somebody is in it
+                    os.rmdir(folder)
+    finally:
+        os.close(lock)
 
 
 def _uuids(directory: Path) -> list[str]:

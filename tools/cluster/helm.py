@@ -1,0 +1,63 @@
+"""Real helm against a control plane."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from valve_scheduler import names
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import offline_pod
+
+NAMESPACE = "valve-system"
+
+
+class HelmError(Exception):
+    """What helm said."""
+
+
+class Helm:
+    """One release, `valve`. Each flag that a method is given goes to helm as it is."""
+
+    def __init__(self, plane: ControlPlane, chart: Path) -> None:
+        self._plane = plane
+        self.chart = chart
+
+    def run(self, *arguments: str) -> str:
+        command = [str(self._plane.programs / "helm"), f"--kubeconfig={self._plane.kubeconfig}", *arguments]
+        own = {f"HELM_{kind}_HOME": str(self._plane.folder / "helm") for kind in ("CACHE", "CONFIG", "DATA")}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=self._plane.folder, env={**os.environ, **own}
+        )
+        if done.returncode != 0:
+            raise HelmError(f"helm {arguments[0]}: {done.stderr.strip()}")
+
+        return done.stdout
+
+    def install(self, *flags: str) -> str:
+        told = self.run("install", "valve", str(self.chart), f"--namespace={NAMESPACE}", "--create-namespace", *flags)
+        wait_for("the admission policies", self._are_enforced)
+
+        return told
+
+    def _are_enforced(self) -> bool:
+        """The API server compiles them a moment after they are stored."""
+        forged = offline_pod("forged")
+        forged["metadata"]["annotations"] = {names.GPUS: "x"}
+        try:
+            self._plane.api.post("/api/v1/namespaces/default/pods?dryRun=All", forged)
+        except Refused as refused:
+            return "Valve" in str(refused) or "webhook" in str(refused)
+
+        return False
+
+    def revision(self) -> int:
+        """Of the release as it stands."""
+        history = json.loads(self.run("history", "valve", f"--namespace={NAMESPACE}", "--output=json"))
+        return int(history[-1]["revision"])
+
+    def uninstall(self, *flags: str) -> str:
+        return self.run("uninstall", "valve", f"--namespace={NAMESPACE}", "--wait", *flags)
