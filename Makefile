@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory gpu wheel clean
+.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -76,6 +76,9 @@ demo: build ## an online service and an offline job share one emulated GPU
 
 demo-memory: build ## five minutes in which KV memory moves between the two
 	@$(BIN)/valve demo memory
+
+demo-cluster: build cluster-tools ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
+	@$(BIN)/valve demo cluster
 
 wheel: venv ## build the wheel into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

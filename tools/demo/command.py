@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_tools.bench.row import percentile
-from valve_tools.demo import memory
+from valve_tools.demo import cluster, memory
 from valve_tools.demo.figures import Run, harvested_share, pooled, spread
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import Demo, Plan
@@ -26,7 +26,10 @@ CONDITIONS = {"alone": "alone", "ungated": "ungated", "valve": "with Valve"}
 def main(argv: list[str]) -> int:
     if argv[:1] == ["memory"]:
         return memory.main(argv[1:])
-    parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog="See also: valve demo memory")
+    if argv[:1] == ["cluster"]:
+        return cluster.main(argv[1:])
+    others = "See also: valve demo memory, valve demo cluster"
+    parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog=others)
     parser.add_argument("--seconds", type=float, default=USUAL.seconds, help="of arrivals in each run")
     parser.add_argument("--rounds", type=int, default=USUAL.rounds, help="of (alone, with Valve)")
     parser.add_argument("--trace", type=Path, help="CSV of arrivals: t_s,in_tok,out_tok (default: drawn from --seed)")
