@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import pairs, sensitivity, tp8, validate, whatif
+from valve_tools.replay import machine, pairs, sensitivity, tp8, validate, whatif
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
@@ -69,6 +69,10 @@ def _validate(options: argparse.Namespace, progress: Progress) -> Report:
     return validate.run_validation(options.seconds, seeds_of(options), progress)
 
 
+def _machine(options: argparse.Namespace, progress: Progress) -> Report:
+    return machine.run(options.traces)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     "pairs": _pairs,
     "tp8": _tp8,
@@ -77,7 +81,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sensitivity": _sensitivity,
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS |= {"validate": _validate, "whatif": _whatif}
+EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine}
 HELP = {
     "pairs": "ten online/offline pairs under every combination of policies",
     "tp8": "an eight-GPU service on the stock driver and on the patched one",
@@ -86,7 +90,8 @@ HELP = {
     "sensitivity": "one setting at a time, as tornado charts",
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
-    "all": "every experiment but validate and whatif",
+    "machine": "the machine model against tables of measured layer times, and a refit",
+    "all": "every experiment but validate, whatif and machine",
 }
 
 

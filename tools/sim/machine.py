@@ -30,6 +30,8 @@ class Gpu:
     seq_ns: float
     """Per decoding sequence and iteration: sampling, norms, small kernels."""
     all_reduce_ns: float = 15_000.0
+    layer_ns: float = 0.0
+    """Per layer and iteration: norms, rotary embedding, the start of small kernels. Zero: the efficiencies hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,7 @@ def timing(model: Model, tp: int, settings: Settings, *, budget_tokens: int, max
         context_token_ns=model.kv_kib_per_token * 1024 / (tp * gpu.bandwidth_bytes_s * gpu.kv_efficiency) * 1e9,
         prefill_token_ns=2 * model.params / (tp * gpu.flops * gpu.linear_efficiency) * 1e9,
         attention_pair_ns=4 * model.layers * model.hidden / (tp * gpu.flops * gpu.attention_efficiency) * 1e9,
-        fixed_ns=settings.lm_head_ns + all_reduce_ns,
+        fixed_ns=settings.lm_head_ns + all_reduce_ns + model.layers * gpu.layer_ns,
         budget_tokens=budget_tokens,
         max_seqs=max_seqs,
     )
