@@ -180,7 +180,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
             f"alone leaves {100 * answers[0].idle_share:.0f} % of the GPU idle.",
             f"With the recommended settings a GPU of this service saves {saved.mean:.2f} of a GPU of offline work "
             f"(95 % interval {saved.low:.2f} to {saved.high:.2f} over {len(seeds)} seeds). The interval covers draws "
-            "of gaps, stops and lengths, not an error of the machine model: expect 20 % either way before a pilot.",
+            "of gaps, stops and lengths, not an error of the machine model: expect a quarter either way in a pilot.",
         ),
         tables=(
             Table(title="Recommended settings", columns=("setting", "value", "why"),

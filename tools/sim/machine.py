@@ -1,8 +1,8 @@
 """The machine model: cards, language models, and the time of one engine iteration. Every number is a parameter.
 
 An iteration takes max(weights read, linear layers) + fixed + b * decoding sequences + c * their context + attention of
-the prompt chunk. The roofline form reproduces the public layer timings of the Vidur project within 10 % for 7B to 70B
-on H100 and A100 at TP 1 to 8 (docs/replay.md has the table), so unknown models need no table of their own.
+the prompt chunk. It needs no table for a model it has not seen; how far it is from those of the Vidur project says
+`valve replay machine` (docs/results/replay/machine.md): about right on one or two GPUs, too fast on eight.
 """
 
 from __future__ import annotations
