@@ -24,7 +24,7 @@ SOURCES = "vllm==0.33.0"  # no wheel for CPUs yet: the patch is applied to its s
 SGLANG = "sglang==0.5.23"
 SGLANG_NEEDS = ["orjson", "ipython", "traitlets", "easydict", "gguf"]
 SKIPPED = {"torch", "torchvision", "torchaudio", "torchcodec"}
-OURS = ["pytest", "pytest-timeout", "cffi", "grpcio", "protobuf", "msgspec", "prometheus-client", "pyroute2", "rich"]
+OURS = ["pytest", "pytest-timeout", "cffi", "grpcio", "protobuf", "msgspec", "prometheus-client", "rich"]
 
 
 def pip(folder: Path, *arguments: str) -> None:

@@ -199,11 +199,11 @@ def check_glibc() -> Finding:
 
 def check_privileges() -> Finding:
     if os.geteuid() == 0:
-        return fine("privileges", "root: real-time priority for the gate, exit notices of every process")
+        return fine("privileges", "root: real-time priority for the gate, processes of every user")
     return Finding(
         check="privileges",
         verdict=Verdict.NOTE,
-        what="not root: no real-time priority for the gate, only this user's processes, no netlink notices",
+        what="not root: no real-time priority for the gate, only this user's processes",
         fix="for a serving machine: sudo valve service install",
     )
 
