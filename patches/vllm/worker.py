@@ -132,10 +132,13 @@ def forget_chunks(runner: Any, output: Any) -> None:
     """Token-wise pooling gathers the hidden states of a prompt chunk by chunk. A request that was sent back to waiting
     begins again, and vLLM's V1 runner would put the new chunks behind the old ones.
     """
-    for name in getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()):
-        state = getattr(getattr(runner, "requests", {}).get(name, None), "pooling_states", None)
-        if state is not None:
-            state.clean()
+    try:
+        for name in getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()):
+            state = getattr(getattr(runner, "requests", {}).get(name), "pooling_states", None)
+            if state is not None:
+                state.clean()
+    except Exception:
+        log.exception("valve: this runner keeps its requests in another way; the engine goes on")
 
 
 def register_layout(runner: Any, config: Any) -> None:

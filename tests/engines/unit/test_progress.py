@@ -91,5 +91,7 @@ def test_a_runner_without_pooling_is_left_alone_and_one_with_it_begins_a_prompt_
 
     forget_chunks(runner, output)
     forget_chunks(SimpleNamespace(), output)
+    forget_chunks(SimpleNamespace(requests=["another kind"]), output)
+    forget_chunks(runner, None)
 
     assert cleaned == ["c"]
