@@ -66,8 +66,7 @@ class SchedulerHook:
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
-        if result.copy_done is not None:
-            result.copy_done.synchronize()
+        self.engine.wait(result)
         names = self._disbelieved(batch)
         undo = self.engine.disbelieve(batch, names) if names else None
         is_prompt = batch.forward_mode.is_extend()

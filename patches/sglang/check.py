@@ -18,6 +18,7 @@ SCHEDULER_NAMES = (
     "chunked_req",
     "max_queued_requests",
     "_add_request_to_queue",
+    "device_module",
 )
 TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "all_values_flatten", "tree_components")
 CORE_NAMES = ("evict_device_start", "evict_device_end", "collect_path_info", "collect_full_device_indices")

@@ -1,6 +1,7 @@
 """SGLang's scheduler in the hook's terms: requests that lost something are retracted, the cache forgets what is spoilt.
 
 What is easily got wrong here:
+- without overlap the step may still run when its output is handed over: it is waited for before the table is read;
 - the decode path skips retracted requests only with overlap on: without it the flag is set for the call;
 - a request that was retracted may run again before the output of its last step comes in, which must not be believed:
   each step knows whose output of it is dropped;
@@ -14,7 +15,8 @@ What is easily got wrong here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,8 @@ class SglangEngine:
         scheduler = self.scheduler
         self.drops_all = True
         try:
-            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            with self._unlimited_queue():
+                scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         finally:
             self.drops_all = False
         self.retract_dropped()
@@ -128,7 +131,17 @@ class SglangEngine:
     # ---- what a step says ----
 
     def launch(self, batch: Any) -> None:
-        self.ledger.flying.append(launched(batch))
+        """Two steps are in flight at most; should one's output never come, its rows are not kept for ever."""
+        self.ledger.flying = [*self.ledger.flying[-3:], launched(batch)]
+
+    def wait(self, result: Any) -> None:
+        """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only
+        when it reads the tokens, which is after our look.
+        """
+        if result.copy_done is not None:
+            result.copy_done.synchronize()
+        else:
+            self.scheduler.device_module.synchronize()
 
     def come_in(self, batch: Any) -> Launched:
         """The step whose output this is; it may still be found to have been spoilt, until the next look."""
@@ -218,11 +231,18 @@ class SglangEngine:
                 batch.batch_is_full = False
         if id(scheduler.chunked_req) in gone:
             scheduler.chunked_req = None
-        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
-        for each in requests:
-            scheduler._add_request_to_queue(each, is_retracted=True)
-        scheduler.max_queued_requests = limit
+        with self._unlimited_queue():
+            for each in requests:
+                scheduler._add_request_to_queue(each, is_retracted=True)
         scheduler.running_batch.batch_is_full = False
+
+    @contextlib.contextmanager
+    def _unlimited_queue(self) -> Iterator[None]:
+        limit, self.scheduler.max_queued_requests = self.scheduler.max_queued_requests, None
+        try:
+            yield
+        finally:
+            self.scheduler.max_queued_requests = limit
 
     def _spoilt_in_tree(self, bad: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
         slots = self.tree.all_values_flatten().cpu().numpy()

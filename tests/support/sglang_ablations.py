@@ -31,6 +31,10 @@ def row_copies(engine: Any) -> None:
     engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_rows": lambda *_: ()})
 
 
+def waiting_for_the_step(engine: Any) -> None:
+    engine.wait = lambda result: None
+
+
 def settling(engine: Any) -> None:
     """Output of a step is believed of a request that was retracted after the step's launch and runs again."""
     engine.settle = lambda names: None

@@ -224,6 +224,29 @@ def test_what_a_step_wrote_from_a_page_that_was_replaced_meanwhile_is_spoilt(wor
     assert broken(a_page_is_lost_that_the_cache_has_replaced, world, remove)
 
 
+def a_step_still_runs_when_its_output_is_handed_over(world, remove=None):
+    """Without overlap: the loss is told when the step is waited for, by us or by SGLang."""
+    scheduler, node = world(overlap=False)
+    if remove is not None:
+        remove(scheduler._valve.engine)
+    scheduler.add("a", range(10), 8)
+    for _ in range(4):
+        scheduler.turn()
+    lost = scheduler.pages_of(request_of(scheduler, "a"))[:1]
+    scheduler.device_module.synchronize = lambda: node.take(lost)
+    scheduler.turn(lambda: scheduler.poison(lost))
+    scheduler.device_module.synchronize = lambda: None
+    if remove is not None:
+        node.take(lost)
+    assert finish(scheduler, "a") == undisturbed([("a", list(range(10)), 8)])
+
+
+def test_a_step_is_waited_for_before_the_table_is_read(world):
+    a_step_still_runs_when_its_output_is_handed_over(world)
+
+    assert broken(a_step_still_runs_when_its_output_is_handed_over, world, without.waiting_for_the_step)
+
+
 def the_last_token_is_in_flight(world, mode, remove=None):
     """Then the request stands in no queue and no batch any more, and its output is dropped."""
     scheduler, node = world(mode=mode)
