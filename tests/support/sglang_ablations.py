@@ -13,8 +13,13 @@ from valve_hook.sglang.steps import StepLedger
 
 def forgetting(engine: Any) -> None:
     """With the check that would notice: what is lost must be free when it is withheld."""
-    engine.forget = lambda blocks: 0
-    engine.withhold = lambda blocks: (engine.withheld.update(blocks.tolist()), engine._filter_free_pages())
+    withhold = engine.withhold
+
+    def what_is_free(blocks: Any) -> None:
+        free = set(engine._free_pages().tolist())
+        withhold(blocks[[int(block) in free for block in blocks]])
+
+    engine.forget, engine.withhold = lambda blocks: 0, what_is_free
 
 
 def withholding(engine: Any) -> None:
