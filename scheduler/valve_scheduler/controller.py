@@ -346,7 +346,7 @@ class Controller:
     async def _create_workload(self, pod: Json) -> None:
         workload = new_workload(pod, sla_of(pod))
         path = f"/apis/{names.API_VERSION}/namespaces/{workload['metadata']['namespace']}/offlineworkloads"
-        with contextlib.suppress(ApiError):  # made by the round before and not in our view yet
+        with contextlib.suppress(ApiError, Unreachable):  # made by the round before and not in our view yet, or later
             created = await self._client.request("POST", path, body=workload)
             self.workloads.items[key_of(created)] = created
 

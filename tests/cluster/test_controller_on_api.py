@@ -120,6 +120,7 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
 
     gone = reported_until(watched, first, 10.0, evicted)
     assert any(c["type"] == "DisruptionTarget" for c in gone["status"]["conditions"])
+    wait_for("an event that says why", lambda: told(watched, first["metadata"]["name"]))
     watched.api.patch(f"{PODS}/{first['metadata']['name']}/status", {"status": {"phase": "Failed"}})
     watched.api.delete(f"{PODS}/{first['metadata']['name']}", {"gracePeriodSeconds": 0})
 
@@ -136,6 +137,11 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
     assert second["spec"]["nodeName"] != first["spec"]["nodeName"]
     watched.api.delete(f"{JOBS}/slow", {"propagationPolicy": "Background"})
     wait_for("the workload to go with its job", lambda: is_gone(watched, owner))
+
+
+def told(plane: ControlPlane, pod: str) -> list[Json]:
+    events = plane.api.get("/api/v1/namespaces/default/events")["items"]
+    return [one for one in events if (one["reason"], one["involvedObject"]["name"]) == ("SLAMissed", pod)]
 
 
 def is_gone(plane: ControlPlane, owner_uid: str) -> bool:

@@ -223,6 +223,27 @@ def test_no_answer_is_told_from_a_refusal() -> None:
     assert len(api.seen) == 1  # a write is never repeated on its own
 
 
+def test_a_connection_that_the_server_closed_in_a_quiet_time_is_not_written_to() -> None:
+    """API servers do so after 90 s: a Binding sent into it would be undecided, and its GPUs held for nothing."""
+
+    async def run() -> None:
+        api = FakeApi()
+        async with api as access:
+            client = KubeClient(access)
+            await asyncio.gather(*(client.request("GET", "/things") for _ in range(3)))
+            kept = list(client._idle)
+            for task in list(api._tasks):
+                task.cancel()
+            await until(lambda: all(reader.at_eof() for reader, _ in kept))
+
+            assert await client.request("POST", "/things", body={})
+            client.close()
+
+        assert [verb for verb, _ in api.seen].count("POST /things") == 1
+
+    asyncio.run(run())
+
+
 def test_a_kept_connection_that_was_closed_is_replaced_for_reads() -> None:
     async def run() -> None:
         api = FakeApi()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
@@ -13,6 +14,7 @@ from urllib.parse import quote
 
 Json = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
+KEPT_S = 45.0  # the API server closes a connection after 90 s without a request
 
 
 class Refused(Exception):
@@ -70,6 +72,8 @@ class Api:
         return dict(answer)
 
     def _exchange(self, method: str, path: str, data: str | None, content_type: str) -> tuple[int, bytes]:
+        if time.monotonic() - getattr(self._local, "used_s", 0.0) > KEPT_S:
+            self._local.connection = None
         connection = self._connection()
         connection.putrequest(method, path)
         connection.putheader("Authorization", f"Bearer {self._token}")
@@ -84,8 +88,10 @@ class Api:
             connection.putheader("Content-Length", str(len(data.encode())))
         connection.endheaders(data.encode() if data is not None else None)
         response = connection.getresponse()
+        raw = response.read()
+        self._local.used_s = time.monotonic()
 
-        return response.status, response.read()
+        return response.status, raw
 
     def get(self, path: str) -> Json:
         return self.call("GET", path)

@@ -128,8 +128,9 @@ class KubeClient:
     async def _exchange(
         self, method: str, target: str, headers: Mapping[str, str], data: bytes
     ) -> tuple[int, wire.Head, bytes]:
-        kept = bool(self._idle)
-        reader, writer = self._idle.pop() if kept else await self._connect()
+        found = self._kept()
+        kept = found is not None
+        reader, writer = found or await self._connect()
         try:
             writer.write(self._message(method, target, headers, data))
             head = await wire.read_head(reader)
@@ -148,6 +149,17 @@ class KubeClient:
             writer.close()
 
         return int(head.start[1]), head, raw
+
+    def _kept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """One that the server has not closed meanwhile, as it does after a minute or two without a request: what is
+        written to such a one is lost, and of a Binding nobody would know."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof() and not writer.is_closing():
+                return reader, writer
+            writer.close()
+
+        return None
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         access = self._access
