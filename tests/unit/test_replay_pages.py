@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from valve_tools.replay import cluster as cluster_page
 from valve_tools.replay import eviction as eviction_page
-from valve_tools.replay import fleet_sensitivity
+from valve_tools.replay import fleet as fleet_page
 from valve_tools.replay.report import write
 from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
@@ -34,16 +34,15 @@ def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
     assert (tmp_path / "cluster.html").read_text().count("<svg") == 3
 
 
-def test_the_fleet_part_of_the_sensitivity_page_varies_theta_and_the_rules_for_slas():
-    base = fleet_sensitivity.base_plan(nodes=1)
-    everything = fleet_sensitivity.settings(base)
+def test_the_fleet_page_varies_theta_and_the_rules_for_slas():
+    base = fleet_page.base_plan(nodes=1)
+    everything = fleet_page.settings(base)
     tried = tuple(everything[:2])
-    found = fleet_sensitivity.run_task(
-        fleet_sensitivity.Task(part=part_of(None, 1, fleet_sensitivity.DEMAND, base), settings=tried)
-    )
-    table, charts = fleet_sensitivity.shown(tried, [found, found], 1)
+    task = fleet_page.Task(part=part_of(None, 1, fleet_page.DEMAND, base), settings=tried)
+    found = fleet_page.run_task(task)
+    report = fleet_page.report(tried, [task, task], [found, found])
 
     assert {"default", "theta", "SLA asked for", "moves after"} <= {one.parameter for one in everything}
-    assert [row[:2] for row in table.rows] == [("default", "default"), ("theta", "0.5")]
-    assert len(charts) == len(fleet_sensitivity.FIGURES)
-    assert "theta = 0.5" in charts[0].svg
+    assert [row[:2] for row in report.tables[0].rows] == [("default", "default"), ("theta", "0.5")]
+    assert len(report.charts) == len(fleet_page.FIGURES)
+    assert "theta = 0.5" in report.charts[0].svg

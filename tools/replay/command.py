@@ -24,6 +24,8 @@ from valve_tools.sim.traces import Folder, TraceError, read_folder
 EXIT_MISSED = 3
 EXIT_BAD_INPUT = 2
 GENERATOR_SEED = 1
+NODES = 100
+"""Of the small fleet."""
 Experiment = Callable[[argparse.Namespace, Progress], Report]
 
 
@@ -36,7 +38,7 @@ def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
-    return sensitivity.run(folder_of(options), options.traces, seeds_of(options), progress, workers_of(options))
+    return sensitivity.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
@@ -69,6 +71,12 @@ def _validate(options: argparse.Namespace, progress: Progress) -> Report:
     return validate.run_validation(options.seconds, seeds_of(options), progress)
 
 
+def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
+    from valve_tools.replay import fleet
+
+    return fleet.run(options.traces, seeds_of(options), progress, workers_of(options), getattr(options, "nodes", NODES))
+
+
 def _machine(options: argparse.Namespace, progress: Progress) -> Report:
     return machine.run(options.traces)
 
@@ -79,6 +87,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "eviction": _eviction,
     "cluster": _cluster,
     "sensitivity": _sensitivity,
+    "fleet": _fleet,
 }
 ALL = tuple(EXPERIMENTS)
 EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine}
@@ -87,7 +96,8 @@ HELP = {
     "tp8": "an eight-GPU service on the stock driver and on the patched one",
     "eviction": "which KV columns to take: policies over reclaim rate and size",
     "cluster": "a week of 8,000 GPUs under five schedulers",
-    "sensitivity": "one setting at a time, as tornado charts",
+    "sensitivity": "one setting of a node at a time, as tornado charts",
+    "fleet": "theta and the rules for SLAs on a small fleet, as tornado charts",
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
     "machine": "the machine model against tables of measured layer times, and a refit",
@@ -132,6 +142,10 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
         if name == "validate":
             command.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of arrivals (default 60)")
+        if name == "fleet":
+            command.add_argument(
+                "--nodes", type=_positive, default=NODES, metavar="N", help="of 8 GPUs (default %(default)s)"
+            )
         if name == "whatif":
             _whatif_options(command)
     return top

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from valve_tools.replay import fleet_sensitivity, svg
+from valve_tools.replay import svg
 from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
@@ -121,11 +120,7 @@ def run_task(task: Task) -> dict[tuple[str, str, str], Summary]:
     return found
 
 
-def run(
-    folder: Folder, traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None
-) -> Report:
-    """`traces` is where the rate files of the fleet's services are, if anywhere."""
-    workers = workers or Workers()
+def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     bounds = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     tried = (
         Setting(parameter=DEFAULT, label=DEFAULT, tuning=Tuning()),
@@ -133,15 +128,14 @@ def run(
         *settings(),
     )
     tasks = [Task(bound=bound, seed=seed, settings=tried) for seed in seeds for bound in bounds]
-    runs = spread(run_task, tasks, progress, workers, label="sensitivity")
-    return _report(tried, tasks, runs, fleet_sensitivity.run(traces, seeds, progress, workers))
+    return _report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="sensitivity"))
 
 
 Runs = list[dict[tuple[str, str, str], Summary]]
 Figure = Callable[[Summary], float]
 
 
-def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, fleet: tuple[Table, list[Chart]]) -> Report:
+def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs) -> Report:
     figures = _figures(tasks, runs)
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (setting.parameter, setting.label, setting.combination,
@@ -155,18 +149,17 @@ def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs, fleet: 
         if combination == OURS or "reclaims" not in name
     ]
     columns = ("parameter", "value", "combination", *figures)
-    fleet_table, fleet_charts = fleet
     return Report(
         name="sensitivity",
         title="Sensitivity: what each setting does",
         summary=(
             "One setting at a time on five shapes of load, two hours each; everything else at the product's defaults. "
-            "Cooldown only matters for a service without a lifecycle hint, so it is varied there. Theta and the rules "
-            "for SLAs are varied on a small fleet. ± is half the 95 % interval over the seeds.",
+            "Cooldown only matters for a service without a lifecycle hint, so it is varied there. ± is half the 95 % "
+            "interval over the seeds.",
         ),
-        tables=(Table(title="All settings of a node", columns=columns, rows=rows), fleet_table),
-        charts=(*charts, *fleet_charts),
-        data={"rows": [list(row) for row in rows], "fleet": [list(row) for row in fleet_table.rows]},
+        tables=(Table(title="All settings", columns=columns, rows=rows),),
+        charts=tuple(charts),
+        data={"rows": [list(row) for row in rows]},
         seeds=tuple(sorted({task.seed for task in tasks})),
     )
 

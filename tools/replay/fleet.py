@@ -1,20 +1,19 @@
-"""The fleet's part of `valve replay sensitivity`: theta and the rules for SLAs, on a small cluster experiment."""
+"""`valve replay fleet`: what theta and the rules for SLAs do, as tornado charts, on a small cluster experiment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from valve_tools.replay import svg
-from valve_tools.replay.report import Chart, Table, plus_minus
+from valve_tools.replay.report import Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.cluster import ClusterPlan, Part, WeekResult, Weeks, part_of
 from valve_tools.sim.cluster_load import LoadSettings
 from valve_tools.sim.cluster_schedulers import PRODUCT
 from valve_tools.sim.metrics import Interval, interval
 
-NODES = 100
 DEMAND = 1.5
 DEFAULT = "default"
 FIGURES: dict[str, Callable[[WeekResult], float]] = {
@@ -34,7 +33,7 @@ class Setting:
     plan: ClusterPlan
 
 
-def base_plan(nodes: int = NODES) -> ClusterPlan:
+def base_plan(nodes: int) -> ClusterPlan:
     return ClusterPlan(demands=(DEMAND,), judged_demand=DEMAND, schedulers=(PRODUCT,), load=LoadSettings(nodes=nodes))
 
 
@@ -73,31 +72,39 @@ def run_task(task: Task) -> dict[tuple[str, str], WeekResult]:
 
 
 def run(
-    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers, nodes: int = NODES
-) -> tuple[Table, list[Chart]]:
+    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, nodes: int = 100
+) -> Report:
     base = base_plan(nodes)
     tried = tuple(settings(base))
     tasks = [Task(part=part_of(traces, seed, DEMAND, base), settings=tried) for seed in seeds]
-    return shown(tried, spread(run_task, tasks, progress, workers, label="fleet"), nodes)
+    return report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="fleet"))
 
 
-def shown(
-    tried: Sequence[Setting], runs: Sequence[dict[tuple[str, str], WeekResult]], nodes: int
-) -> tuple[Table, list[Chart]]:
+def report(
+    tried: Sequence[Setting], tasks: Sequence[Task], runs: Sequence[dict[tuple[str, str], WeekResult]]
+) -> Report:
     def over(setting: Setting, figure: str) -> Interval:
         return interval([FIGURES[figure](run[setting.parameter, setting.label]) for run in runs])
 
-    table = Table(
-        title=f"A fleet of {8 * nodes} GPUs, a week, demand {DEMAND:g} of supply",
-        columns=("parameter", "value", *FIGURES),
-        rows=tuple((one.parameter, one.label, *(plus_minus(over(one, figure)) for figure in FIGURES)) for one in tried),
-        note="± is half the 95 % interval over the seeds.",
-    )
+    rows = tuple((one.parameter, one.label, *(plus_minus(over(one, figure)) for figure in FIGURES)) for one in tried)
     charts = []
     for figure in FIGURES:
         bars: dict[str, list[tuple[str, float]]] = {}
         for one in tried[1:]:
             bars.setdefault(one.parameter, []).append((one.label, over(one, figure).mean))
         drawn = svg.tornado(list(bars.items()), centre=over(tried[0], figure).mean, unit=figure)
-        charts.append(Chart(title=f"Fleet: {figure}", svg=drawn))
-    return table, charts
+        charts.append(Chart(title=figure, svg=drawn))
+    gpus = 8 * tried[0].plan.load.nodes
+    return Report(
+        name="fleet",
+        title="Fleet: theta and the rules for SLAs",
+        summary=(
+            f"A week of {gpus} GPUs beside {tasks[0].part.source}, demand {DEMAND:g} of supply, placed by the full "
+            "model; one setting at a time, everything else as in the cluster experiment. ± is half the 95 % interval "
+            "over the seeds.",
+        ),
+        tables=(Table(title="All settings", columns=("parameter", "value", *FIGURES), rows=rows),),
+        charts=tuple(charts),
+        data={"weeks": [[*key, asdict(week)] for run in runs for key, week in run.items()]},
+        seeds=tuple(task.part.seed for task in tasks),
+    )
