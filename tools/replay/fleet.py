@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from valve_tools.replay import svg
-from valve_tools.replay.report import Chart, Report, Table, plus_minus
+from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.cluster import ClusterPlan, Part, WeekResult, Weeks, part_of
 from valve_tools.sim.cluster_load import LoadSettings
@@ -86,24 +86,32 @@ def report(
     def over(setting: Setting, figure: str) -> Interval:
         return interval([FIGURES[figure](run[setting.parameter, setting.label]) for run in runs])
 
-    rows = tuple((one.parameter, one.label, *(plus_minus(over(one, figure)) for figure in FIGURES)) for one in tried)
+    def change(setting: Setting, figure: str) -> Cell:
+        """Against the default, seed by seed: fleets differ far more from each other than settings do."""
+        keys = ((setting.parameter, setting.label), (DEFAULT, DEFAULT))
+        found = interval([FIGURES[figure](run[keys[0]]) - FIGURES[figure](run[keys[1]]) for run in runs])
+        return f"{'+' if found.mean >= 0 else ''}{plus_minus(found)}"
+
+    default, *others = tried
+    rows = [(default.parameter, default.label, *(plus_minus(over(default, figure)) for figure in FIGURES))]
+    rows += [(one.parameter, one.label, *(change(one, figure) for figure in FIGURES)) for one in others]
     charts = []
     for figure in FIGURES:
         bars: dict[str, list[tuple[str, float]]] = {}
-        for one in tried[1:]:
+        for one in others:
             bars.setdefault(one.parameter, []).append((one.label, over(one, figure).mean))
-        drawn = svg.tornado(list(bars.items()), centre=over(tried[0], figure).mean, unit=figure)
+        drawn = svg.tornado(list(bars.items()), centre=over(default, figure).mean, unit=figure)
         charts.append(Chart(title=figure, svg=drawn))
-    gpus = 8 * tried[0].plan.load.nodes
+    gpus = 8 * default.plan.load.nodes
     return Report(
         name="fleet",
         title="Fleet: theta and the rules for SLAs",
         summary=(
             f"A week of {gpus} GPUs beside {tasks[0].part.source}, demand {DEMAND:g} of supply, placed by the full "
-            "model; one setting at a time, everything else as in the cluster experiment. ± is half the 95 % interval "
-            "over the seeds.",
+            "model; one setting at a time, everything else as in the cluster experiment. The table has the default's "
+            "figures and the change that each setting brings, seed by seed; ± is half the 95 % interval.",
         ),
-        tables=(Table(title="All settings", columns=("parameter", "value", *FIGURES), rows=rows),),
+        tables=(Table(title="Default, and changes", columns=("parameter", "value", *FIGURES), rows=tuple(rows)),),
         charts=tuple(charts),
         data={"weeks": [[*key, asdict(week)] for run in runs for key, week in run.items()]},
         seeds=tuple(task.part.seed for task in tasks),
