@@ -216,6 +216,26 @@ def test_a_frozen_process_is_let_go_when_its_gpu_opens(world):
     assert world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
 
 
+def test_a_frozen_process_is_let_go_when_its_channels_are_off_after_all(world):
+    """It cannot run then, and must be able to carry out what a reclaim orders."""
+    offline = world.offline()
+    online = world.online()
+    pid = world.books.clients[offline].process.pid
+    world.run(100)
+    world.gate.launch(online)
+    world.gate.fail(gpu=0, service=world.service_of(online))
+    world.run(1)
+    frozen = list(world.signals)
+
+    world.gate.come_back(gpu=0, service=world.service_of(online))
+    world.run(1)
+
+    assert (frozen, world.signals[1:]) == ([(pid, "SIGSTOP")], [(pid, "SIGCONT")])
+    assert world.gate.off, "online still holds the GPU"
+    world.run(31_000)
+    assert (pid, "SIGKILL") not in world.signals
+
+
 def test_a_process_frozen_for_too_long_is_enabled_and_then_killed(world):
     offline = world.offline()
     online = world.online()

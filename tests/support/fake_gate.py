@@ -348,3 +348,7 @@ class FakeGate:
     def fail(self, gpu, service=0, status=0x65):
         """The driver refused a disable."""
         self._stamp(StampKind.GATE_FAILED, service, 0, gpu=gpu, status=status)
+
+    def come_back(self, gpu, service=0):
+        """A disable that had been given up is carried out after all."""
+        self._stamp(StampKind.GATE, service, 0, gpu=gpu)

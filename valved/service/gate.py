@@ -150,6 +150,10 @@ class GateService:
         if not self._gate.is_stopped(gpu):
             return False
         self.drain()  # how it went lies there by now
+        return self.is_known_stopped(gpu)
+
+    def is_known_stopped(self, gpu: GpuIndex) -> bool:
+        """As far as the stamps that were taken in say."""
         return gpu not in self._unstopped and self._gate.is_stopped(gpu)
 
     def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:

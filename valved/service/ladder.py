@@ -1,8 +1,9 @@
 """When a gate call fails: the offline processes of that GPU are frozen while online holds it, and killed in the end.
 
 A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
-hand. Nobody is killed while its channels are off: they are enabled first, or the driver would wait for them in the
-teardown under locks that online work needs.
+hand. It ends when the gate call comes back well after all: what is off needs no freezing, and a process that stands
+still cannot carry out what a reclaim orders. Nobody is killed while its channels are off: they are enabled first, or
+the driver would wait for them in the teardown under locks that online work needs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Ladder:
         self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
         keeper.on_failure = self.gate_failed
         keeper.after_wake.append(self.thaw)
+        keeper.after_drain.append(self.thaw)
 
     def frozen(self) -> list[ProcessId]:
         return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
@@ -69,16 +71,19 @@ class Ladder:
                 self.changed()
 
     def thaw(self) -> None:
-        """A GPU may have opened: let those run that no service holds back any more."""
+        """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
         for client, (_, gpus) in list(self._frozen.items()):
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not (self._is_active and any(self._keeper.gpus[gpu].holders for gpu in gpus)):
+            elif not (self._is_active and any(map(self._is_needed, gpus))):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
-                self._record(EventKind.THAWED, entry, "nothing holds it back any more")
+                self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
                 self.changed()
+
+    def _is_needed(self, gpu: GpuIndex) -> bool:
+        return bool(self._keeper.gpus[gpu].holders) and not self._keeper.is_known_stopped(gpu)
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:
