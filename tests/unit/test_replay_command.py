@@ -14,6 +14,8 @@ from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
 from valve_tools.replay.whatif import Question, machine_of
 from valve_tools.sim.traces import TraceError
 
+from valved.config import Config
+
 REQUESTS = "t_s,in_tok,out_tok\n" + "".join(f"{i * 2.0},{100 + i},8\n" for i in range(60))
 
 
@@ -69,7 +71,11 @@ def test_whatif_answers_from_a_csv_with_an_estimate_and_settings(tmp_path, capsy
     document = json.loads((tmp_path / "whatif.json").read_text())
 
     assert code == 0
-    assert "reservation.target_per_hour" in shown
+    advised = re.findall(r"(?:memory|cooldown)\.\w+", shown)
+    known = {
+        f"{table}.{field}" for table in ("memory", "cooldown") for field in getattr(Config(), table).__struct_fields__
+    }
+    assert {"memory.target_per_hour", "memory.headroom_max_mib", "cooldown.start_ms"} <= set(advised) <= known
     assert document["data"]["recommended"] in document["data"]["answers"][0]["summaries"]
 
 

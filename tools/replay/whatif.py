@@ -202,9 +202,12 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
 
 
 def recommend(answers: Sequence[Answer]) -> str:
-    """The most offline work among candidates that keep the latency marks by the worse end; of equals (within 2 %) the
-    one with fewest reclaims, since a reclaim on hardware has costs that no model has."""
-    names = [name for name in answers[0].summaries if name not in ("defaults", "defaults without a hint")]
+    """The most offline work among candidates that keep the latency marks by the worse end.
+
+    Of equals (within 2 %) the one with fewest reclaims, since a reclaim on hardware has costs that no model has; the
+    defaults where they are level in that too.
+    """
+    names = [name for name in answers[0].summaries if name != "defaults without a hint"]
     fair = [name for name in names if _keeps(answers, name)] or names
     most = max(_over(answers, name, "share_of_alone").mean for name in fair)
     good = [name for name in fair if _over(answers, name, "share_of_alone").mean >= 0.98 * most]
@@ -245,12 +248,12 @@ def _advice(tuning: Tuning, answers: Sequence[Answer], best: str, handles: int) 
     mib = tuning.settings.handle_mib
     return (
         ("lifecycle hint", "on", f"saves {hinted:.2f} GPUs per GPU with it and {blind:.2f} without"),
-        ("reservation.target_per_hour", reservation.target_per_hour, f"worst hour seen: {_reclaims(answers, best)}"),
-        ("reservation.headroom_max_handles", reservation.headroom_max_handles,
-         f"{100 * reservation.headroom_max_handles / handles:.0f} % of the {handles} handles of {mib} MiB"),
-        ("cooldown.start_ns", int(max(cooldown.start_ns, 1e6 * gap_ms)),
+        ("memory.target_per_hour", reservation.target_per_hour, f"worst hour seen: {_reclaims(answers, best)}"),
+        ("memory.headroom_max_mib", reservation.headroom_max_handles * mib,
+         f"{100 * reservation.headroom_max_handles / handles:.0f} % of the KV pool of {handles * mib // 1024} GiB"),
+        ("cooldown.start_ms", max(cooldown.start_ns / 1e6, gap_ms),
          f"without a hint: the largest decode gap of the model is {gap_ms:g} ms"),
-        ("cooldown.ceiling_ns", cooldown.ceiling_ns, "without a hint: the default"),
+        ("cooldown.ceiling_ms", cooldown.ceiling_ns / 1e6, "without a hint: the default"),
     )  # fmt: skip
 
 
