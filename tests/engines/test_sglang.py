@@ -45,6 +45,17 @@ def test_tokens_are_identical_after_reclaims(engines, tmp_path, overlap, page):
     assert (results[-1]["mode"], results[-1]["failures"], results[-1]["layout"]) == (FULL, 0, True)
 
 
+def test_both_tree_cores_forget_chosen_pages_and_nothing_else(engines):
+    """Of a, b and c one page of b's own: 64 slots, less what a, c and the common beginning hold, less the lost one."""
+    if not (engines.folder / "stubs").is_dir():
+        pytest.skip("SGLang is not installed: make test-engines")
+    out = engines.run("sglang_trees.py", paths=(engines.folder / "stubs",), OMP_NUM_THREADS="1")
+    told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    expected = {"forgotten": 1, "cached": {"a": 16, "b": 10, "c": 12}, "free": 35}
+
+    assert told == [{"core": core, **expected} for core in ("RustUnifiedTreeCore", "UnifiedTreeCore")]
+
+
 def test_the_python_tree_forgets_chosen_pages_too(engines, tmp_path):
     """Rust's is the default and the one of the other tests."""
     variables = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
