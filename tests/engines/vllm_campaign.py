@@ -113,6 +113,9 @@ def force_async() -> None:
             self._output.sampled_token_ids = [[token for token in row if token >= 0] for row in tokens]
             return self._output
 
+        def get_kv_connector_output(self) -> Any:  # asked for since 0.33
+            return None
+
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     gpu_model_runner.AsyncGPUModelRunnerOutput = HostOutput
     gpu_model_runner.GPUModelRunner._get_or_create_async_output_copy_stream = lambda self: None
