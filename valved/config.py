@@ -100,7 +100,7 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pool_mib: int = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
     spare_mib: int = 1024  # device memory that the pool leaves to everything else
     size_rule_mib: int = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
-    remap: Remap = Remap.AUTO  # helper, cooperative, or auto: cooperative until hardware has shown that helper is safe
+    remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: cooperative until hardware has shown what is safe
     target_per_hour: float = 30.0  # reclaims an hour and GPU that the operator accepts
     pressure_ratio: float = 1.0  # pressure when used >= this share of what is mapped
     headroom_min_mib: int = 128  # at least this much beyond what is used stays mapped for online

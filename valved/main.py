@@ -32,6 +32,7 @@ from valved.errors import ValveError
 from valved.mechanism import signals, state, turn
 from valved.mechanism.cards import CardReader
 from valved.mechanism.clock import LoopClock
+from valved.mechanism.outside import UvmDoors
 from valved.mechanism.ports import GatePort, ProcessPort
 from valved.mechanism.stats import NodeCounters
 from valved.mechanism.trace import LineFile
@@ -106,6 +107,7 @@ def build(
             loop,
             config,
             fd_limit=raise_fd_limit(),
+            outside_port=UvmDoors(loop),
         )
     ladder = Ladder(
         books,

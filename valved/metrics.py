@@ -195,6 +195,7 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
         "valve_kv_lent_bytes": ("KV memory lent to offline work", memory.lent_bytes),
         "valve_kv_returned_bytes": ("KV memory that online services gave back", memory.returned_bytes),
         "valve_kv_late_orders": ("Mapping orders that did not come back in time", memory.late_orders),
+        "valve_kv_demotions": ("Processes from which memory cannot be taken as set", memory.demotions),
         "valve_kv_lost_tokens": ("Tokens that offline engines computed again for it", memory.lost_tokens),
     }
     for name, (text, value) in totals.items():

@@ -66,6 +66,7 @@ static int announce(struct valve_range *range)
 	int err;
 
 	valve_range_told(range, generation);
+	range->stays = valve_scratch_is_wanted();
 	valve_announce_describe(range, 0, &message);
 	err = valve_link_request_fds(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, 0,
 	                             is_offline() ? OFFLINE_SILENCE_MS : ONLINE_SILENCE_MS, &range->progress);
@@ -111,7 +112,9 @@ static void destroy(struct valve_range *range)
 	valve_vmm_empty(range);
 	valve_cu.cuCtxSetCurrent(before);
 	valve_unlock(&range->lock);
-	if (valve_cu.cuMemAddressFree(range->base, (uint64_t)range->slots * range->handle_bytes))
+	/* Where valved changes memory from outside it may be about to: addresses it knows never mean something else. */
+	if (!range->stays &&
+	    valve_cu.cuMemAddressFree(range->base, (uint64_t)range->slots * range->handle_bytes))
 		valve_say("a KV range could not be unmapped; its memory is lost until this process ends");
 	if (valve_announce_end(range))
 		return;

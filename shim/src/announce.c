@@ -107,8 +107,7 @@ bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, 
 	for (uint64_t i = offset / range->handle_bytes; i <= last && i < range->slots; i++)
 		if (range->slot[i] == SLOT_SPARSE)
 			return false;
-	if (!is_linked() || !(valve_shim.daemon_features & VALVE_FEATURE_SPARSE) ||
-	    load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
+	if (!valve_scratch_is_wanted())
 		return true;
 	err = valve_link_request_fds(&span, sizeof(span), VALVE_LINK_KV_PIN, NULL, 0, ANSWER_MS, NULL);
 	return !err || err == -ENOTCONN || err == -EPIPE; /* no valved: it cannot take anything either */
@@ -133,6 +132,7 @@ static void announce(uint32_t id)
 	if (!range)
 		return;
 	valve_range_told(range, generation);
+	range->stays |= valve_scratch_is_wanted();
 	valve_announce_describe(range, valve_range_backed(range), &message);
 	valve_unlock(&range->lock);
 	if (tell(&message, sizeof(message), VALVE_LINK_KV_RANGE, generation))

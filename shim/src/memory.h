@@ -120,6 +120,7 @@ struct valve_range {
 	uint32_t clearing; /* orders whose zeroing is under way. Futex word */
 	uint32_t progress; /* orders carried out, for the thread that waits for the ACK */
 	uint64_t base, bytes, handle_bytes;
+	bool stays; /* its addresses are not given back: a valved that takes memory from outside knows them */
 	struct valve_place *place;
 	uint64_t *handle; /* valved's name of what backs the slot */
 	uint8_t *slot;    /* valve_kv_slot */
@@ -194,6 +195,7 @@ bool valve_announce_ends(void);                     /* true when some are still 
 bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, uint64_t bytes);
 
 /* scratch.c */
+bool valve_scratch_is_wanted(void); /* this valved takes memory of this process from outside */
 void valve_scratch_make(struct valve_place *place);
 void valve_scratch_forget(struct valve_place *place);
 void valve_scratch_reset(void);

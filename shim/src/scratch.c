@@ -42,7 +42,7 @@ static bool load_calls(void)
 	return all;
 }
 
-static bool is_wanted(void)
+bool valve_scratch_is_wanted(void)
 {
 	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED &&
 	       load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE &&
@@ -105,7 +105,8 @@ static void unmake(struct valve_place *place)
 		valve_cu.cuMemUnmap(scratch->at, place->handle_bytes);
 		valve_cu.cuMemRelease(scratch->handle);
 	}
-	if (scratch->at)
+	if (scratch->at &&
+	    !scratch->generation) /* else valved knows the address: it never means something else */
 		valve_cu.cuMemAddressFree(scratch->at, place->handle_bytes);
 	*scratch = (struct valve_scratch){.state = SCRATCH_NONE};
 }
@@ -114,7 +115,7 @@ static void unmake(struct valve_place *place)
 void valve_scratch_make(struct valve_place *place)
 {
 	if (load_acquire(&place->scratch.state) != SCRATCH_NONE || place->handle_bytes < SAMPLE ||
-	    !is_wanted())
+	    !valve_scratch_is_wanted())
 		return;
 	valve_lock(&lock);
 	if (place->scratch.state == SCRATCH_NONE && load_calls()) {
@@ -162,7 +163,7 @@ bool valve_scratch_announce(void)
 	struct valve_place *place;
 	bool due = false;
 
-	if (!is_wanted())
+	if (!valve_scratch_is_wanted())
 		return false;
 	valve_lock(&lock);
 	for (uint32_t i = 0; (place = valve_place_at(i)); i++)

@@ -30,15 +30,18 @@ from valved.mechanism.kv_link import (
     KvNeed,
     KvOp,
     KvRangeMessage,
+    KvScratch,
     KvSpan,
     KvTableMessage,
 )
 from valved.mechanism.link import Feature, LinkType
-from valved.model.ids import Role
+from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor
 
 MAP_NS = 60_000  # one handle by the public calls
+STEP_NS = 5_000_000  # of an engine
 BASE = 0x7EA000000000
+SCRATCH = BASE - (1 << 40)
 
 
 class Card:
@@ -80,12 +83,20 @@ class Shim:
         self.fails = deque()  # (done, status) for the next orders
         self.at_step = []
         self.held_back = []
+        self.thought_gone = {}  # (range, slot) -> (name, Physical): what valved said it makes sparse
+        self.read_zero = set()  # (range, slot) that it did make sparse
+        self.scratch_zero = set()  # GPUs
+        self.trials = {KvHow.OUTSIDE: 0, KvHow.AT_ONCE: 0}  # what the shim finds in a trial
+        self.coming = []  # orders that its thread has not come to
+        self.before_steps = set()  # orders that came before its first step
         self.free_ns = 0
         self.launching_held = False
         self._heard = len(self.connection.sent)
         self.connection.on_send = self._hear
         self.is_alive = True
-        self.has_stepped = True  # kernels may be running whenever its channels are on
+        is_sparse = world.config.memory.remap is Remap.SPARSE
+        self.has_stepped = not is_sparse  # kernels may be running whenever its channels are on
+        self.steps = is_sparse  # it makes steps of its own
 
     @property
     def is_offline(self):
@@ -119,18 +130,37 @@ class Shim:
         return next((status for number, status in self.connection.acks() if number == seq), None)
 
     def _hear(self, kind, body, seq, fds):
+        if kind is LinkType.KV_ORDER and not self.has_stepped:
+            self.before_steps.add(body.order)
         if kind is not LinkType.KV_ORDER or not self.answers or not self.is_alive:
             self.held_back += [(kind, body, fds)] if kind is LinkType.KV_ORDER else []
             return
         if body.how == KvHow.AT_STEP:
             self.at_step.append((body, fds))
+            self._step_soon()
             return
         self._later(body, fds)
 
     def _later(self, body, fds):
         """One after the other, as the helper thread does."""
         self.free_ns = max(self.free_ns, self.world.clock.now_ns()) + MAP_NS * len(body.entries)
-        self.world.clock.call_at_ns(self.free_ns, lambda: self._do(body, fds))
+        self.coming.append(body)
+        self.world.clock.call_at_ns(self.free_ns, lambda: body in self.coming and self._come_to(body, fds))
+
+    def _come_to(self, body, fds):
+        self.coming.remove(body)
+        self._do(body, fds)
+
+    def _step_soon(self):
+        if self.steps:
+            self.world.clock.call_at_ns(self.world.clock.now_ns() + STEP_NS, self._step_if_it_runs)
+
+    def _step_if_it_runs(self):
+        gate = self.world.gate
+        if any(gate.is_gated(gpu) for gpu in self.gpus.values()) or self.client in gate.launches_held:
+            self._step_soon()
+        else:
+            self.step()
 
     def step(self):
         """valve_kv_step(): between two steps, with the context drained."""
@@ -146,7 +176,13 @@ class Shim:
             self._do(body, fds)
 
     def _do(self, body, fds):
+        if self.is_alive and body.op == KvOp.QUARANTINE and body.how == KvHow.OUTSIDE:
+            self._hear_of(body)
+            return
         if not self.is_alive or self.client not in self.world.books.clients:
+            return
+        if body.op == KvOp.TRY:
+            self._try(body)
             return
         slots = self.ranges.get(body.range)
         most, status = self.fails.popleft() if self.fails else (len(body.entries), 0)
@@ -161,7 +197,10 @@ class Shim:
                     status = errno.ENOMEM
                     break
                 made += [fd] if flags & CREATE else []
+                self._let_go(body.range, slot)
                 self._map(slots, slot, name, self.card.by_fd[fd], flags)
+            elif (body.range, slot) in self.thought_gone:
+                self._let_go(body.range, slot)
             else:
                 self._unmap(slots, slot)
             done += 1
@@ -172,8 +211,9 @@ class Shim:
         """Zeroing goes on beside later orders, and needs channels that are on."""
         if not self.is_alive or self.client not in self.world.books.clients:
             return
-        is_zeroing = body.op == KvOp.BACK and len(body.entries)
-        if is_zeroing and self.is_offline and self.world.gate.is_gated(self.gpus[body.range]):
+        is_zeroing = body.op == KvOp.TRY or (body.op == KvOp.BACK and len(body.entries))
+        gpu = body.range if body.op == KvOp.TRY else self.gpus.get(body.range, 0)
+        if is_zeroing and self.is_offline and self.world.gate.is_gated(gpu):
             again_ns = self.world.clock.now_ns() + 1_000_000
             self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made))
             return
@@ -193,14 +233,71 @@ class Shim:
         _, physical = slots.pop(slot)
         physical.mapped_by = None
 
+    # What valved does from outside
+
+    def offer_scratch(self, gpu):
+        fd = lend()
+        self.world.outside.memory[fd] = self._become_sparse
+        body = KvScratch(
+            gpu_uuid=bytes([gpu + 1]) * 16, device_instance=gpu, place=gpu, base=SCRATCH + (gpu << 32), bytes=2 * MIB
+        )
+        self.say(LinkType.KV_SCRATCH, body, [fd])
+
+    def _become_sparse(self, address, size, is_real):
+        gate, client = self.world.gate, self.client
+        if address < BASE:
+            assert gate.is_stopped((address - SCRATCH) >> 32) or self.world.outside.hung, (
+                "a trial beside running kernels"
+            )
+            self.scratch_zero |= {(address - SCRATCH) >> 32} if is_real else set()
+            return
+        if not self.is_alive:
+            return
+        number, slots = (address - BASE) >> 40, self.ranges[(address - BASE) >> 40]
+        is_safe = gate.is_stopped(self.gpus[number]) or client in gate.launches_held or not self.has_stepped
+        assert is_safe or client not in gate.clients, "memory made sparse under running kernels"
+        _, handle_bytes, _ = self.ranges_of[number]
+        first = (address - BASE - (number << 40)) // handle_bytes
+        for slot in range(first, first + size // handle_bytes):
+            assert self._was_told(number, slot), "made sparse before the shim was told"
+            _, physical = slots.get(slot) or self.thought_gone[number, slot]
+            physical.mapped_by = None
+            self.read_zero.add((number, slot))
+
+    def _was_told(self, number, slot):
+        sent = [body for kind, body, _, _ in self.connection.sent if kind is LinkType.KV_ORDER]
+        return any(b.how == KvHow.OUTSIDE and b.range == number and slot in b.entries["slot"] for b in sent)
+
+    def _hear_of(self, body):
+        slots = self.ranges.get(body.range, {})
+        for slot in body.entries["slot"].tolist():
+            if slot in slots:
+                self.thought_gone[body.range, slot] = slots.pop(slot)
+        if self.client in self.world.books.clients:
+            done = KvDone(order=body.order, done=len(body.entries), status=0, cu_result=0)
+            self.say(LinkType.KV_DONE, done)
+
+    def _let_go(self, number, slot):
+        _, physical = self.thought_gone.pop((number, slot), (0, None))
+        self.read_zero.discard((number, slot))
+        if physical is not None and physical.mapped_by is self:
+            physical.mapped_by = None  # valved never came to it
+
+    def _try(self, body):
+        status = self.trials[body.how]
+        if body.how == KvHow.OUTSIDE and body.range not in self.scratch_zero:
+            status = status or errno.ENODATA
+        self.scratch_zero.discard(body.range)
+        self._answer(body, KvDone(order=body.order, done=0, status=status, cu_result=0), [])
+
     def _check_stopped(self, body):
         """A change of mapping in an offline process happens between steps or under a closed gate."""
         if not self.is_offline or body.how == KvHow.AT_STEP or not len(body.entries):
             return
         gate, gpu = self.world.gate, self.gpus[body.range]
         has_channels = any(ref.gpu == gpu for ref in gate.clients[self.client].channels.values())
-        is_safe = gate.is_stopped(gpu) or self.client in gate.launches_held or not self.has_stepped
-        assert is_safe or not has_channels, "mapping work under running kernels"
+        is_safe = gate.is_stopped(gpu) or self.client in gate.launches_held or body.order in self.before_steps
+        assert is_safe or not self.has_stepped or not has_channels, "mapping work under running kernels"
 
     def free_range(self, number):
         for _, physical in self.ranges.pop(number).values():
@@ -209,8 +306,9 @@ class Shim:
 
     def die(self):
         self.is_alive = False
-        for slots in self.ranges.values():
-            for _, physical in slots.values():
+        mine = [one for slots in self.ranges.values() for one in slots.values()]
+        for _, physical in [*mine, *self.thought_gone.values()]:
+            if physical.mapped_by is self:
                 physical.mapped_by = None
         self.world.processes.end(self.entry.process.pid)
 
@@ -218,6 +316,11 @@ class Shim:
         """The link breaks, the process lives and keeps what it has mapped."""
         self.world.register.leave(self.client, "link closed")
         self.connection.on_send = lambda *_: None
+        late, self.held_back = [body for _, body, _ in self.held_back], []
+        late, self.coming = [*self.coming, *late], []
+        for body in late:  # read to the end of the file
+            if body.how == KvHow.OUTSIDE and body.op == KvOp.QUARANTINE:
+                self._hear_of(body)
 
     def retell(self, successor_client, world=None):
         """Say to a new connection, or a new valved, what is mapped."""
@@ -323,6 +426,7 @@ class Hook:
         self.cells[row, : len(blocks)] = blocks
         self.heads["tokens"][row], self.heads["blocks"][row] = tokens, len(blocks)
         self.book["steps"] += 1
+        self.shim.has_stepped = True
 
     def obey_target(self):
         """Offer whole columns, the last ones first, until no more than the target are in use."""
@@ -355,6 +459,9 @@ class KvWorld(World):
     def engine(self, role, *, columns=16, blocks_per_column=4, gpus=(0,), layers=1, pinned=(0,), mode=KvMode.FULL, **m):
         """A process with one range per layer and GPU, and its hook, attached. Block 0 is the null block."""
         shim = self.shim(role, gpus=gpus, **m)
+        if role == "offline" and self.config.memory.remap is Remap.SPARSE:
+            for gpu in gpus:
+                shim.offer_scratch(gpu)
         size = self.config.memory.handle_mib * MIB
         blocks, stride = columns * blocks_per_column, size // blocks_per_column
         tensors = []
@@ -376,6 +483,10 @@ class KvWorld(World):
 
     def check_memory(self):
         self.kv.check_integrity()
+        for shim in self.shims:
+            believed = {(number, slot) for number, slots in shim.ranges.items() for slot in slots}
+            waiting = shim.free_ns > self.clock.now_ns() or not shim.answers
+            assert waiting or not shim.is_alive or believed.isdisjoint(shim.read_zero), "it believes what reads zero"
         for hook in self.hooks:
             engine = self.kv.memory.engines.get(hook.shim.entry.service)
             if engine is None or engine.hook != hook.client or not engine.is_complete:

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from fake_gate import FakeGate
+from fake_outside import FakeOutside
 from lent_fds import lend
 from virtual import VirtualClock
 
@@ -93,8 +94,11 @@ class FakeConnection:
         self.on_send = lambda kind, body, seq, fds: None  # the peer hears at once
 
     def send(self, kind, body, seq, fds=()):
+        if not self.is_open:
+            return False
         self.sent.append((kind, body, seq, fds))
         self.on_send(kind, body, seq, fds)
+        return True
 
     def close(self):
         self.is_open = False
@@ -138,6 +142,7 @@ class World:
             self.config.quota,
             self.config.link,
         )
+        self.outside = FakeOutside(self.clock)
         self.kv = self._memory()
         self.signals = []
         self.ladder = Ladder(
@@ -198,6 +203,7 @@ class World:
             self.reactor,
             self.config,
             fd_limit=65536,
+            outside_port=self.outside,
         )
 
     def _signal(self, process, number):

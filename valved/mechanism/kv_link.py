@@ -32,11 +32,13 @@ class KvOp(enum.IntEnum):
     BACK = 1
     QUARANTINE = 2
     UNBACK = 3
+    TRY = 4
 
 
 class KvHow(enum.IntEnum):
     AT_ONCE = 0
     AT_STEP = 1
+    OUTSIDE = 2
 
 
 class KvMode(enum.IntEnum):
@@ -124,6 +126,15 @@ class KvNeed:
     wanted_blocks: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvScratch:
+    gpu_uuid: bytes
+    device_instance: int
+    place: int
+    base: int
+    bytes: int
+
+
 class _Entries:
     _head = struct.Struct("<QIHHI4x")
     size = _head.size + MAX_ENTRIES * ENTRY.itemsize
@@ -191,3 +202,4 @@ LAYOUT = _Layout()
 ATTACH = Plain(KvAttach, "<HHIIIIII4x47sx")
 TABLE = Plain(KvTableMessage, "<H2xII4x")
 NEED = Plain(KvNeed, "<I4x")
+SCRATCH = Plain(KvScratch, "<16sIIQQ")

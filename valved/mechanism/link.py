@@ -45,6 +45,7 @@ class LinkType(enum.IntEnum):
     KV_ATTACH = 23
     KV_TABLE = 24
     KV_NEED = 25
+    KV_SCRATCH = 26
 
 
 class Refusal(enum.IntEnum):
@@ -75,6 +76,7 @@ class Feature(enum.IntFlag):
     SCHEDULE_DONE = 16
     PLAIN_COUNT = 32
     MEMORY = 64
+    SPARSE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,4 +225,5 @@ CODECS: dict[int, Codec] = {
     LinkType.KV_ATTACH: kv_link.ATTACH,
     LinkType.KV_TABLE: kv_link.TABLE,
     LinkType.KV_NEED: kv_link.NEED,
+    LinkType.KV_SCRATCH: kv_link.SCRATCH,
 }

@@ -13,7 +13,7 @@ Services hold from birth, so that no launch precedes its gate.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -227,6 +227,39 @@ class GatePort(Protocol):
     def drain_stamps(self) -> list[Stamp]: ...
 
     def close(self) -> None: ...
+
+
+Runs = Sequence[tuple[int, int]]
+"""(address, bytes) of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseResult:
+    status: int  # 0, an RM status, or -errno
+    runs: int  # done before that
+    took_ns: int
+
+
+class Door(Protocol):
+    """The way into the memory of one process on one GPU: its uvm descriptor."""
+
+    def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:
+        """One driver call for each run, in a thread; `then` is called in the loop."""
+        ...
+
+    def close(self) -> None:
+        """Once what was begun is done."""
+        ...
+
+
+class OutsidePort(Protocol):
+    def is_uvm(self, fd: int) -> bool:
+        """Whether that is what its sender says."""
+        ...
+
+    def open(self, fd: int, uuid: bytes) -> Door:
+        """Takes the descriptor over."""
+        ...
 
 
 class ProcessPort(Protocol):

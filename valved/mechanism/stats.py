@@ -82,6 +82,7 @@ class MemoryCounters:
     lent_handles: int = 0
     returned_handles: int = 0
     late_orders: int = 0
+    demotions: int = 0  # processes whose memory is not taken in the way that the setting names
     lost_tokens: int = 0  # told by engines that have left
 
 

@@ -32,6 +32,7 @@ class Remap(enum.Enum):
     """How memory is taken from an offline process."""
 
     AUTO = "auto"  # cooperative, until experiments on hardware say that helper is safe there
+    SPARSE = "sparse"  # channels off, valved makes the memory sparse itself, channels on
     HELPER = "helper"  # channels off, a thread of the shim maps, channels on
     COOPERATIVE = "cooperative"  # between two steps of the engine, channels on
 

@@ -153,6 +153,7 @@ class MemoryState:
     lent_bytes: int = 0
     returned_bytes: int = 0
     late_orders: int = 0
+    demotions: int = 0
     lost_tokens: int = 0
 
 

@@ -135,6 +135,12 @@ int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint
                   uint32_t *cid);
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);
 int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel);
+/*
+ * The exceptions to "one thread": called on threads that may wait in the driver, knows no gate. Makes `count` runs (pairs of
+ * address and bytes) of the process behind `fd` sparse; *done: how many were.
+ */
+int valve_uvm_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32_t count, uint32_t *done,
+                     uint64_t *took_ns);
 int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count);

@@ -26,7 +26,7 @@ from valved.service.leftovers import Leftovers
 
 SECOND_NS = 1_000_000_000
 NO_UUID = bytes(16)
-Send = Callable[[ClientId, LinkType, Body, int], None]  # to a client, if it is still connected
+Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
 
 
 @dataclass(slots=True, kw_only=True)

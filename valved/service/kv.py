@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from valved.config import Config
 from valved.mechanism.clock import Clock
-from valved.mechanism.ports import GatePort, ProcessPort
+from valved.mechanism.ports import GatePort, OutsidePort, ProcessPort
 from valved.service.books import Books
 from valved.service.brake import Brake
 from valved.service.gate import GateService
@@ -15,6 +15,7 @@ from valved.service.journal import Journal
 from valved.service.memory import Memory
 from valved.service.memory_report import MemoryReport
 from valved.service.node import Node
+from valved.service.outside import Outside
 from valved.service.reclaim import Mover
 from valved.service.register import Reactor, Register
 from valved.service.report import Reporter
@@ -25,6 +26,7 @@ from valved.service.reserve import Reserve
 class Kv:
     memory: Memory
     mover: Mover
+    outside: Outside
     reserve: Reserve
     report: MemoryReport
 
@@ -32,6 +34,7 @@ class Kv:
         self.memory.check_integrity()
 
     def close(self) -> None:
+        self.outside.close()
         self.memory.close()
 
 
@@ -56,11 +59,14 @@ def put_together(
     config: Config,
     *,
     fd_limit: int,
+    outside_port: OutsidePort,
 ) -> Kv:
     memory = Memory(gate, books, keeper, journal, clock, processes, reactor, config, register.send, fd_limit)
-    mover = Mover(memory, gate, keeper, journal, clock, config.eviction_settings())
+    outside = Outside(memory.orders, journal, clock, outside_port, config.memory)
+    mover = Mover(memory, outside, gate, keeper, journal, clock, config.eviction_settings())
     uuids = {info.index: info.uuid for info in gate.gpus()}
     reserve = Reserve(memory, mover, journal, clock, config, uuids)
     report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))
     register.memory = memory
-    return Kv(memory=memory, mover=mover, reserve=reserve, report=report)
+    memory.offer, memory.shim_left = outside.offer, outside.forget
+    return Kv(memory=memory, mover=mover, outside=outside, reserve=reserve, report=report)

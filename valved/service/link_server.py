@@ -25,7 +25,12 @@ BACKLOG = 512
 PACKETS_AT_ONCE = 32  # per readiness of one peer
 ACCEPTS_AT_ONCE = 64
 PENDING_PER_UID = 64  # connections that have not said HELLO yet
-FDS_MOST = {LinkType.RM_CLIENT: 1, LinkType.KV_HELD: MAX_FDS, LinkType.KV_DONE: MAX_FDS}  # else none
+FDS_MOST = {
+    LinkType.RM_CLIENT: 1,
+    LinkType.KV_HELD: MAX_FDS,
+    LinkType.KV_DONE: MAX_FDS,
+    LinkType.KV_SCRATCH: 1,
+}  # else none
 FROM_CLIENT = frozenset(
     {
         LinkType.RM_CLIENT,
@@ -42,6 +47,7 @@ FROM_CLIENT = frozenset(
         LinkType.KV_LAYOUT,
         LinkType.KV_ATTACH,
         LinkType.KV_NEED,
+        LinkType.KV_SCRATCH,
     }
 )
 
@@ -60,16 +66,18 @@ class LinkConnection:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None:
-        """Never waits. A peer that does not read is dropped from the next turn of the loop on."""
+    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
+        """Whether it is on its way. Never waits: a peer that does not read is dropped in the next turn of the loop."""
         if not self.is_open:
-            return
+            return False
         packet = build(kind, body, seq=seq, sent_ns=time.monotonic_ns())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             self._server.drop_later(self)
+            return False
+        return True
 
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""

@@ -27,13 +27,14 @@ from valved.mechanism.kv_link import (
     KvLayoutPart,
     KvNeed,
     KvRangeMessage,
+    KvScratch,
     KvSpan,
     KvTableMessage,
 )
-from valved.mechanism.link import Ack, LinkType, Malformed, Packet
+from valved.mechanism.link import Ack, Feature, LinkType, Malformed, Packet
 from valved.mechanism.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.ids import ClientId, GpuIndex, Remap, Role, ServiceId
 from valved.model.memory import LayoutRefused
 from valved.service.books import Books, ClientEntry
 from valved.service.engines import Engine, LayoutParts, Rank
@@ -49,6 +50,10 @@ LAYOUT_NS = 500_000_000  # hooks wait a second or more for an answer
 TABLE_NS = 4_000_000_000  # a hook waits five seconds; its ranks look for a new valved every two
 YOUNG_NS = 10_000_000_000  # shims of a predecessor may still be on their way back
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
+
+
+Offer = Callable[[ClientEntry, GpuIndex, bytes, KvScratch, int], None]
+"""Takes the descriptor over."""
 
 
 class Memory:
@@ -74,6 +79,8 @@ class Memory:
         self.wants_whole: Callable[[KvRangeBook, int], None] = lambda book, seq: None  # back it, then `ack` it
         self.budget_bytes: Callable[[ClientEntry], int] = lambda entry: 0  # what it may hope for; 0: no limit is told
         self.engine_left: Callable[[Engine], None] = lambda engine: None
+        self.offer: Offer = lambda entry, gpu, uuid, body, fd: os.close(fd)
+        self.shim_left: Callable[[ClientId], None] = lambda client: None
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -88,6 +95,7 @@ class Memory:
         self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach]] = {}  # attached, and waiting for their table
         self._held_left: dict[RangeKey, int] = {}  # slots that a client of a predecessor has still to tell
         self._gpu_of_uuid = {info.uuid: info.index for info in gate.gpus()}
+        self._uuid_of_gpu = {info.index: info.uuid for info in gate.gpus()}
         self._gpu_of_instance = {info.device_instance: info.index for info in gate.gpus()}
 
     # Messages
@@ -105,11 +113,13 @@ class Memory:
                 self.orders.answered(entry.id, body, fds)
                 self.changed()
             case KvSpan() if packet.type is LinkType.KV_PIN:
-                self._pin(entry, body)
+                self._pin(entry, seq, body)
             case KvSpan():
                 self._range_del(entry, body)
             case KvLayoutPart():
                 self._layout(entry, seq, body)
+            case KvScratch():
+                self._scratch(entry, body, fds)
             case KvAttach():
                 self._attach(entry, seq, body)
             case KvNeed():
@@ -118,11 +128,15 @@ class Memory:
     def ack(self, client: ClientId, seq: int, status: int = 0) -> None:
         self._send(client, LinkType.ACK, Ack(status=status), seq, ())
 
+    @property
+    def features(self) -> Feature:
+        """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
+        return Feature.MEMORY | Feature.SPARSE if self.settings.remap is Remap.SPARSE else Feature.MEMORY
+
     # Ranges
 
     def _range(self, entry: ClientEntry, seq: int, body: KvRangeMessage) -> None:
-        uuid, instance = body.gpu_uuid, body.device_instance
-        gpu = self._gpu_of_instance.get(instance) if uuid == NO_UUID else self._gpu_of_uuid.get(uuid)
+        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
         status = errno.ENODEV if gpu is None else self._why_not(entry, body)
         if gpu is None or status:
             self._journal.emit(
@@ -155,6 +169,9 @@ class Memory:
             self._expect_engine(book)
         else:
             self.wants_whole(book, seq)
+
+    def _find_gpu(self, uuid: bytes, instance: int) -> GpuIndex | None:
+        return self._gpu_of_instance.get(instance) if uuid == NO_UUID else self._gpu_of_uuid.get(uuid)
 
     def _why_not(self, entry: ClientEntry, body: KvRangeMessage) -> int:
         """An errno value, 0 if the range can be."""
@@ -206,14 +223,29 @@ class Memory:
             self._drop_rank(entry)
         self.changed()
 
-    def _pin(self, entry: ClientEntry, body: KvSpan) -> None:
+    def _pin(self, entry: ClientEntry, seq: int, body: KvSpan) -> None:
+        """Where memory is taken from outside, nothing leaves the process before this is answered."""
         book = self._find(entry, body.range)
         if body.offset + body.bytes > book.slots * book.handle_bytes or not body.bytes:
             raise Malformed(f"a pin of {body.bytes} bytes at {body.offset} lies outside range {body.range}")
+        if Feature.SPARSE in self.features:
+            first, last = body.offset // book.handle_bytes, (body.offset + body.bytes - 1) // book.handle_bytes
+            is_going = self.orders.is_unheard(book, first, last)
+            self.ack(entry.id, seq, errno.EBUSY if is_going else 0)
+            if is_going:
+                return
         book.pins.append((body.offset, body.bytes))
         rank = self._ranks.get(entry.id)
         if rank is not None and book in rank.books:
             self._put_rank(entry, rank.again())
+
+    def _scratch(self, entry: ClientEntry, body: KvScratch, fds: list[int]) -> None:
+        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
+        if Feature.SPARSE not in self.features or entry.role is not Role.OFFLINE or not fds:
+            raise Malformed("KV_SCRATCH that nobody asked for, or without a descriptor")
+        if not 0 < body.bytes <= 1 << 40 or body.base + body.bytes >> 64 or gpu is None:
+            raise Malformed(f"KV_SCRATCH of {body.bytes} bytes at {body.base:#x}, device {body.device_instance}")
+        self.offer(entry, gpu, self._uuid_of_gpu[gpu], body, fds.pop())
 
     def _held(self, entry: ClientEntry, seq: int, body: KvEntries, fds: list[int]) -> None:
         """A client of a predecessor, or one whose link broke, says what it has mapped."""
@@ -440,6 +472,7 @@ class Memory:
             self.changed()
             return
         self._drop_rank(entry)
+        self.shim_left(entry.id)
         for key in [key for key in self._held_left if key.client == entry.id]:
             del self._held_left[key]
         self.orders.client_gone(entry.id, entry.process, is_alive=not is_dead)

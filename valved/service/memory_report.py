@@ -66,6 +66,7 @@ class MemoryReport:
             lent_bytes=counters.lent_handles * pool.handle_bytes,
             returned_bytes=counters.returned_handles * pool.handle_bytes,
             late_orders=counters.late_orders,
+            demotions=counters.demotions,
             lost_tokens=counters.lost_tokens + sum(one.view().lost_tokens for one in self._memory.engines.values()),
         )
 
@@ -115,6 +116,9 @@ class MemoryReport:
             return "growing" if online.growing else (online.decision.reason if online.decision else "just attached")
         if not engine.can_lose:
             return "its hook cannot recompute: never reclaimed from"
+        why = self._mover.why_demoted(engine)
+        if why:
+            return why
         unsafe = engine.clients & self._mover.unsafe
         return "asked between its steps: a mapping order hung" if unsafe else "lends and borrows"
 

@@ -19,7 +19,8 @@ from valved.model.ids import ClientId, GpuIndex, ProcessId
 from valved.service.journey import Pause
 from valved.service.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool
 
-Send = Callable[[ClientId, LinkType, Body, int, tuple[int, ...]], None]
+Send = Callable[[ClientId, LinkType, Body, int, tuple[int, ...]], bool]
+"""False: it will not arrive, and the client is about to be dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +35,9 @@ class Order:
     sent_ns: int = 0
     done: int = 0  # slots carried out
     status: int = 0
-    settled: Pause = field(default_factory=Pause)
+    is_sent: bool = True
+    settled: Pause = field(default_factory=Pause)  # nobody waits for it under a closed gate any more
+    through: Pause = field(default_factory=Pause)  # its slots are what the books say
 
     @property
     def client(self) -> ClientId:
@@ -48,7 +51,6 @@ class Order:
 class Orders:
     def __init__(self, pool: Pool, send: Send, clock: Clock) -> None:
         self.pool = pool
-        self.late: Callable[[Order], None] = lambda order: None  # an answer that nobody waits for any more
         self._send = send
         self._clock = clock
         self._next = 1
@@ -87,6 +89,10 @@ class Orders:
         """An order without slots: its answer says that the mapping work of all before it is done."""
         return self._order(KvOp.BACK, KvHow.AT_ONCE, book, NOTHING, NOTHING, 0)
 
+    def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
+        """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
+        return self._order(KvOp.TRY, how, scratch, NOTHING, NOTHING, 0)
+
     def _order(
         self, op: KvOp, how: KvHow, book: KvRangeBook, slots: Ints, names: Ints, flags: int, fds: tuple[int, ...] = ()
     ) -> Order:
@@ -99,7 +105,7 @@ class Orders:
         self._next += 1
         self._under_way[order.number] = order
         body = KvEntries(order=order.number, range=book.key.number, op=op, how=how, raw=entries.tobytes())
-        self._send(order.client, LinkType.KV_ORDER, body, 0, fds)
+        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds)
         return order
 
     # Hearing of them
@@ -113,11 +119,40 @@ class Orders:
             raise Malformed(f"KV_DONE of {body.done} of {len(order.slots)} slots with {len(fds)} descriptors")
         del self._under_way[order.number]
         order.done, order.status = body.done, body.status
+        if order.how is KvHow.OUTSIDE and order.op is KvOp.QUARANTINE:
+            return  # it has heard; what became of the memory is told by `taken`
         if order.op is KvOp.BACK:
             self._backed(order, fds)
         else:
             self.pool.lift(order.book, order.slots[: order.done])
         self._settle(order)
+
+    def taken(self, order: Order) -> None:
+        """valved has made the slots of this order sparse."""
+        if order.settled.is_set:
+            return  # its client left first, and what it had is free, or kept until its process ends
+        if self.pool.ranges.get(order.book.key) is order.book:
+            self.pool.lift(order.book, order.slots)
+        order.done = len(order.slots)
+        self._settle(order)
+
+    def refused(self, order: Order, instead: Order) -> None:
+        """Or it could not, and the client is asked otherwise: who waits under the gate goes on without them."""
+        if order.settled.is_set:
+            return
+        order.status = errno.EIO
+        instead.through.then(order.through.set)
+        order.settled.set()
+
+    def unheard(self, client: ClientId) -> int:
+        return sum(order.how is KvHow.OUTSIDE for order in self.under_way(client))
+
+    def is_unheard(self, book: KvRangeBook, first: int, last: int) -> bool:
+        """Its client does not know yet that some of these slots are taken from outside."""
+        return any(
+            order.book is book and order.how is KvHow.OUTSIDE and ((order.slots >= first) & (order.slots <= last)).any()
+            for order in self._under_way.values()
+        )
 
     def _backed(self, order: Order, fds: list[int]) -> None:
         done, left = order.slots[: order.done], order.slots[order.done :]
@@ -152,7 +187,7 @@ class Orders:
 
     def _settle(self, order: Order) -> None:
         order.settled.set()
-        self.late(order)
+        order.through.set()
 
     # Questions
 

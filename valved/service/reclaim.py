@@ -8,7 +8,8 @@
     give      who asked maps the handles, zeroes them, and reads in its own table that they are there
     open      the hold is dropped
 
-A cooperative reclaim has no gate: the same orders wait for the next step of the engine, channels on.
+A cooperative reclaim has no gate: the same orders wait for the next step of the engine, channels on. Where it was tried
+(service/outside.py) valved makes the memory sparse itself instead of asking for it.
 
 An order that does not come back in time: its columns stay lost, its process launches nothing more until the order has
 come back after all (a half-done mapping must meet no kernel), the GPUs open so that it can, and that client is asked
@@ -36,6 +37,7 @@ from valved.service.journal import Journal
 from valved.service.journey import Pause, all_of, start, until
 from valved.service.memory import Memory
 from valved.service.orders import Order
+from valved.service.outside import Outside
 from valved.service.pool import Ints, KvRangeBook
 from valved.service.victims import Victims, choose
 
@@ -43,6 +45,7 @@ SECOND_NS = 1_000_000_000
 GATE_NS = SECOND_NS  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
 TURNING_NS = 1_000_000  # look again whether a gate is through
+RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
 STOPS = frozenset({Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF})  # ways that really stop a kernel
 
 
@@ -81,6 +84,7 @@ class Mover:
     def __init__(
         self,
         memory: Memory,
+        outside: Outside,
         gate: GatePort,
         keeper: GateService,
         journal: Journal,
@@ -91,10 +95,11 @@ class Mover:
         self.room: dict[GpuIndex, int] = {info.index: 1 << 30 for info in gate.gpus()}  # handles that may be made
         self.full: Callable[[GpuIndex], None] = lambda gpu: None  # the driver has no more
         self.finished: Callable[[Reclaim, Event], None] = lambda reclaim, event: None
-        self.counters = MemoryCounters()
+        self.counters = outside.counters = MemoryCounters()
         self.unsafe: set[ClientId] = set()
         self.costs = costs
         self._memory = memory
+        self._outside = outside
         self._gate = gate
         self._keeper = keeper
         self._journal = journal
@@ -104,9 +109,12 @@ class Mover:
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
         self._is_running = False
         keeper.after_drain.append(self._may_have_stopped)
+        outside.stopper = self
 
     def allow(self, on: bool) -> None:
-        self.is_allowed = on
+        is_new, self.is_allowed = on and not self.is_allowed, on
+        if is_new:
+            self._outside.try_again()
 
     @property
     def is_pressed(self) -> bool:
@@ -304,7 +312,10 @@ class Mover:
     def take(self, engine: Engine, columns: Ints, op: KvOp, how: KvHow) -> list[Order]:
         orders: list[Order] = []
         for book, slots in engine.cells(columns, backed=True):
-            orders += self._memory.orders.take_away(op, book, slots, how)
+            if how is KvHow.AT_ONCE and self._best(book) is Remap.SPARSE and op is KvOp.QUARANTINE:
+                orders += self._outside.take(book, slots)
+            else:
+                orders += self._memory.orders.take_away(op, book, slots, how)
         return orders
 
     # Taking from offline work
@@ -340,7 +351,7 @@ class Mover:
             reclaim.reason = "nothing is missing any more" if not missing else self._why_nobody()
             self._end(reclaim)
             self._pass_turn()
-        elif how is Remap.HELPER:
+        elif how is not Remap.COOPERATIVE:
             await self._gated(reclaim, engines)
         else:
             self._pass_turn()
@@ -423,8 +434,8 @@ class Mover:
         for need in reclaim.needs:
             need.ready.set()  # who waits comes first
         for victims in reclaim.victims:
-            settled = all_of([order.settled for order in victims.orders])
-            settled.then(lambda victims=victims: self._lost(victims.engine, victims.columns))  # type: ignore[misc]
+            through = all_of([order.through for order in victims.orders])
+            through.then(lambda victims=victims: self._lost(victims.engine, victims.columns))  # type: ignore[misc]
 
     async def _wait_given(self, reclaim: Reclaim) -> None:
         deadline_ns = self._clock.now_ns() + self._order_ns(reclaim.how)
@@ -515,6 +526,13 @@ class Mover:
         self._keeper.set_moving(frozenset())
         self._pass_turn()
 
+    async def stop_for(self, gpu: GpuIndex) -> bool:
+        await self._my_turn()
+        return self.is_allowed and await self._stop(frozenset({gpu}))
+
+    def open(self) -> None:
+        self._open()
+
     async def _while_turning(self) -> None:
         """Mapping work takes the driver's locks in write mode: it waits for gates that are being closed."""
         while self._gate.is_turning():
@@ -527,20 +545,35 @@ class Mover:
     @property
     def usual(self) -> Remap:
         """The way where nothing speaks against it."""
-        return Remap.HELPER if self._memory.settings.remap is Remap.HELPER else Remap.COOPERATIVE
+        setting = self._memory.settings.remap
+        return setting if setting in (Remap.SPARSE, Remap.HELPER) else Remap.COOPERATIVE
 
     def _how(self, engines: list[Engine]) -> Remap:
         """The way for these engines: what the setting allows, and what is known to work with each of them."""
-        if self.usual is not Remap.HELPER:
+        if self.usual is Remap.COOPERATIVE:
             return Remap.COOPERATIVE
         clients = frozenset().union(*(engine.clients for engine in engines))
         gpus = frozenset().union(*(engine.gpus for engine in engines))
         stops = all(self._gate.reach(gpu)[0] in STOPS for gpu in gpus)
-        return Remap.HELPER if stops and self.unsafe.isdisjoint(clients) else Remap.COOPERATIVE
+        if not stops or not self.unsafe.isdisjoint(clients):
+            return Remap.COOPERATIVE
+        ways = {self._best(book) for engine in engines for rank in engine.ranks.values() for book in rank.books}
+        return max(ways, key=RUNGS.index, default=self.usual)
+
+    def _best(self, book: KvRangeBook) -> Remap:
+        return self._outside.best(book.key.client, book.gpu) if self.usual is Remap.SPARSE else self.usual
+
+    def why_demoted(self, engine: Engine) -> str:
+        """Why memory is not taken from it as the setting says; empty if it is."""
+        if self.usual is not Remap.SPARSE:
+            return ""
+        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
+        whys = sorted(filter(None, (self._outside.why_not(client, gpu) for client, gpu in places)))
+        return f"{self._how([engine]).value}: {whys[0]}" if whys else ""
 
     def _order_ns(self, how: Remap) -> int:
         settings = self._memory.settings
-        return round((settings.order_s if how is Remap.HELPER else settings.step_s) * SECOND_NS)
+        return round((settings.step_s if how is Remap.COOPERATIVE else settings.order_s) * SECOND_NS)
 
     def _lose(self, engine: Engine, columns: Ints) -> None:
         """Tell first, then do."""

@@ -59,13 +59,16 @@ class Connection(Protocol):
     @property
     def uid(self) -> int: ...
 
-    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None: ...
+    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool: ...
 
     def close(self) -> None: ...
 
 
 class KvMemory(Protocol):
     """Who keeps the books of KV memory, if anybody does (service/memory.py)."""
+
+    @property
+    def features(self) -> Feature: ...
 
     def handle(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None: ...
 
@@ -263,7 +266,7 @@ class Register:
             self.memory.client_joined(entry)
         welcome = Welcome(
             role=role,
-            features=DAEMON_FEATURES if self.memory is None else DAEMON_FEATURES | Feature.MEMORY,
+            features=DAEMON_FEATURES if self.memory is None else DAEMON_FEATURES | self.memory.features,
             service=service,
             client=client,
             control_bytes=CONTROL_BYTES,
@@ -373,11 +376,10 @@ class Register:
         else:
             self.memory.handle(self._books.clients[client], packet, fds)
 
-    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> None:
+    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
         """To a client, if it is still connected."""
         connection = self._connections.get(client)
-        if connection is not None:
-            connection.send(kind, body, seq, fds)
+        return connection is not None and connection.send(kind, body, seq, fds)
 
     def malformed(self, pid: int, uid: int, why: str) -> None:
         self._keeper.counters.malformed += 1

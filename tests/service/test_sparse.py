@@ -1,0 +1,349 @@
+"""Memory taken from outside its process, on virtual time: tried first, told first, and right whoever fails or dies."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from lent_fds import lend
+from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
+from memory_world import BASE, MIB, Hook, KvWorld
+
+from valved.config import Config, MemoryTable, QuotaTable
+from valved.mechanism.kv_link import KvHow, KvOp, KvScratch, KvSpan
+from valved.mechanism.link import LinkType, Malformed
+from valved.model.events import EventKind
+from valved.model.ids import Mode, Reach, Remap
+from valved.model.memory import KvTensor
+from valved.service.outside import UNHEARD, runs_of
+from valved.service.pool import KvRangeBook, RangeKey
+
+MEMORY = MemoryTable(
+    handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
+)
+CONFIG = Config(memory=MEMORY, quota=QuotaTable(clients_per_uid=1000))
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = KvWorld(tmp_path, config=CONFIG, handles=20)
+    yield world
+    world.check()
+
+
+def reclaims(world):
+    return [event for event in world.events(EventKind.RECLAIMED) if event.detail["freed"]]
+
+
+def demotions(world):
+    return [event.reason for event in world.events(EventKind.REMAP_UNSAFE)]
+
+
+def state_of(world, hook):
+    return next(one.state for one in world.node.status().memory.engines if one.service == hook.shim.entry.service)
+
+
+def test_what_is_missing_is_taken_without_the_processes_help(world):
+    offline, online = under_pressure(world)
+    offline.shim.answers = False  # as it would with its thread stuck, or not scheduled
+    world.run(100)
+
+    assert len(online.backed()) >= 40
+    assert {event.detail["how"] for event in reclaims(world)} == {"sparse"}
+    assert not world.gate.off
+    assert world.node.status().memory.remap == "sparse"
+    offline.shim.catch_up()
+    world.run(100)
+
+
+def test_neighbours_are_taken_in_one_call():
+    book = KvRangeBook(
+        key=RangeKey(1, 1), gpu=0, base=BASE, handle_bytes=2 * MIB, is_elastic=True, at=np.zeros(9, np.int64)
+    )
+
+    runs = runs_of(book, np.array([8, 1, 2, 0, 5]))
+
+    assert runs == [(BASE, 6 * MIB), (BASE + 10 * MIB, 2 * MIB), (BASE + 16 * MIB, 2 * MIB)]
+
+
+def test_memory_comes_back_between_two_steps(world):
+    offline, online = under_pressure(world)
+    offline.shim.steps = False
+    world.run(100)
+    online.shim.die()
+    world.run(1000)
+    assert {body.how for body, _ in offline.shim.at_step} == {KvHow.AT_STEP}
+    while offline.shim.at_step:
+        offline.shim.step()
+        world.run(100)
+
+    assert len(offline.backed()) == 64
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (lambda world: world.outside.fails.append(0x1F), "refused with status 0x1f"),
+        (lambda world: world.outside.fails.append(-errno.ENOTTY), "refused with status -0x19"),
+        (lambda world: setattr(world.outside, "is_real", False), "did not read as zero"),
+        (lambda world: setattr(world.outside, "hangs", True), "took longer than 0.05 s"),
+    ],
+    ids=["refused", "no such call", "does nothing", "hangs"],
+)
+def test_who_fails_the_trial_is_treated_the_next_best_way(world, fail, words):
+    fail(world)
+    offline, online = under_pressure(world)
+    world.outside.go_on()
+    world.run(200)
+
+    assert words in demotions(world)[0]
+    assert words in state_of(world, offline)
+    assert state_of(world, offline).startswith("helper: ")
+    assert world.node.status().memory.demotions == 1
+    assert {event.detail["how"] for event in reclaims(world)} == {"helper"}
+    assert len(online.backed()) >= 40
+
+
+def test_who_fails_both_trials_is_asked_between_its_steps(world):
+    world.outside.fails.append(0x1F)
+    shim = world.shim("offline")
+    shim.trials[KvHow.AT_ONCE] = errno.EBADMSG
+    shim.offer_scratch(0)
+    world.run(100)
+
+    assert demotions(world) == [
+        "making memory sparse was refused with status 0x1f; its own thread: the bytes did not come back when "
+        "mapped again: cooperative from now on"
+    ]
+    shim.die()
+
+
+def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world):
+    world.shim("offline", name="older")
+    world.register.memory.settings = MEMORY
+    offline = world.shim("offline").world  # the world itself: engines below offer nothing
+
+    assert offline.kv.mover.usual is Remap.SPARSE
+    assert world.kv.outside.why_not(1, 0) == "its shim passed no uvm descriptor"
+    for shim in world.shims:
+        shim.die()
+
+
+def test_a_card_whose_kernels_are_not_stopped_takes_nothing_from_outside(world):
+    world.gate.reaches = {0: Reach.LAUNCH_GATE}
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    engine = world.kv.memory.engines[offline.shim.entry.service]
+    how = world.kv.mover._how([engine])
+
+    assert how is Remap.COOPERATIVE or world.gate.reach(0)[0] is not Reach.LAUNCH_GATE
+
+
+def test_a_trial_waits_until_gpus_may_be_stopped(world):
+    world.brake.set_mode(Mode.OBSERVE, "test")
+    shim = world.shim("offline")
+    shim.offer_scratch(0)
+    world.run(2000)
+    assert world.kv.outside.best(shim.client, 0) is Remap.COOPERATIVE
+
+    world.brake.set_mode(Mode.HARVEST, "test")
+    world.run(100)
+
+    assert world.kv.outside.best(shim.client, 0) is Remap.SPARSE
+    shim.die()
+
+
+def test_a_call_that_hangs_gives_up_the_gate_and_holds_the_launches(world):
+    offline, online = under_pressure(world)
+    world.outside.hangs = True
+    world.run(70)
+
+    assert not world.gate.off
+    assert offline.shim.client in world.gate.launches_held
+    assert len(np.setdiff1d(np.arange(64), offline.backed()))
+    assert demotions(world) == ["a mapping order took longer than 0.05 s"]
+    world.outside.go_on()
+    world.run(2000)
+
+    assert offline.shim.client not in world.gate.launches_held
+    assert len(online.backed()) > 16  # the late memory arrived after all
+
+
+def test_a_call_that_hangs_and_then_fails_ends_between_two_steps(world):
+    offline, _ = under_pressure(world)
+    offline.shim.steps = False
+    world.outside.hangs = True
+    world.run(70)
+    world.outside.fails.append(0x1F)
+    world.outside.go_on()
+    world.run(100)
+    lost = 64 - len(offline.backed())
+    assert lost
+    assert offline.shim.client not in world.gate.launches_held  # or it would never come to its step
+    offline.shim.step()
+    world.run(100)
+
+    assert world.kv.memory.orders.is_idle or offline.shim.at_step
+    for _ in range(10):
+        offline.shim.step()
+        world.run(500)
+
+
+@pytest.mark.parametrize("status", [0x1F, 0x65, -errno.EBADF])
+def test_a_refusal_at_work_is_made_good_between_two_steps(world, status):
+    offline, online = under_pressure(world)
+    world.outside.fails.append(status)
+    world.run(100)
+
+    assert not world.gate.off
+    assert demotions(world)
+    assert state_of(world, offline).startswith("cooperative: the driver refused")
+    world.run(5000)
+    assert len(online.backed()) >= 40
+
+
+@pytest.mark.parametrize("moment_us", MOMENTS_US)
+@pytest.mark.parametrize("victim", ["offline", "online", "hook"])
+def test_whoever_dies_at_any_moment(world, victim, moment_us):
+    offline, online = under_pressure(world)
+    world.clock.advance(moment_us * 1000)
+
+    if victim == "hook":
+        world.register.leave(offline.client, "link closed")
+    else:
+        {"offline": offline, "online": online}[victim].shim.die()
+    world.run(3000)
+
+    assert not world.gate.off
+    if victim == "offline":
+        assert len(online.backed()) >= 40
+        assert len(world.outside.open_fds) == 0
+    if victim == "online":
+        assert len(offline.backed()) == 64
+
+
+@pytest.mark.parametrize("moment_us", MOMENTS_US)
+def test_a_link_that_breaks_at_any_moment_keeps_what_was_not_taken(world, moment_us):
+    offline, online = under_pressure(world)
+    world.clock.advance(moment_us * 1000)
+    shim, pid = offline.shim, offline.shim.entry.process.pid
+    shim.hang_up()
+    world.run(2000)
+
+    shim.retell(world.offline(pid=pid, gpus=(0,)))
+    world.run(1000)
+    world.check_memory()
+    shim.die()
+    world.run(3000)
+
+    assert len(online.backed()) >= 40
+
+
+@pytest.mark.parametrize("moment_us", MOMENTS_US)
+def test_a_successor_is_never_told_of_memory_that_reads_zero(tmp_path, moment_us):
+    """valved dies at any moment of a reclaim: the shim reads what it said to the end."""
+    first = KvWorld(tmp_path, config=CONFIG, handles=20)
+    offline, online = under_pressure(first)
+    first.clock.advance(moment_us * 1000)
+    first.outside.is_dead = True
+    shims = [offline.shim, online.shim]
+    second = KvWorld(tmp_path, config=CONFIG, clock=first.clock, processes=first.processes)
+    second.card, second.shims = first.card, shims
+    for shim in shims:
+        shim.hang_up()
+        role = second.offline if shim is offline.shim else second.online
+        shim.retell(role(pid=shim.entry.process.pid, gpus=(0,)), second)
+    second.run(1000)
+
+    believed = set(offline.shim.ranges[0])
+    assert believed.isdisjoint(slot for _, slot in offline.shim.read_zero)
+    hook = Hook(offline.shim, 64)
+    assert hook.register([KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)], (0,)) == 0
+    assert hook.attach() == 0
+    told = {int(block) // 4 for block in hook.backed()}
+    assert told <= set(offline.shim.ranges[0])
+    second.kv.check_integrity()
+
+
+def test_what_leaves_the_process_while_it_is_taken_is_refused(world):
+    offline, _ = under_pressure(world)
+    offline.shim.answers = False
+    world.run(20)
+    [slot, *_] = sorted(offline.shim.read_zero)[:1]
+    taken, kept = slot[1], min(set(range(16)) - {at for _, at in offline.shim.read_zero})
+
+    seqs = [
+        offline.shim.say(LinkType.KV_PIN, KvSpan(range=0, offset=at * 2 * MIB, bytes=2 * MIB)) for at in (taken, kept)
+    ]
+
+    assert [offline.shim.acked(seq) for seq in seqs] == [errno.EBUSY, 0]
+    offline.shim.catch_up()
+    world.run(100)
+
+
+def test_what_has_left_the_process_is_never_taken(world):
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    offline.shim.say(LinkType.KV_PIN, KvSpan(range=0, offset=0, bytes=32 * MIB))
+    online = world.engine("online", columns=16)
+    world.run(500)
+    online.want(used=4, wanted=40)
+    world.run(2000)
+
+    assert len(offline.backed()) == 64
+
+
+def test_a_client_that_hears_nothing_is_not_taken_from_without_end(world):
+    offline, _ = under_pressure(world)
+    book = offline.shim.world.kv.memory.engines[offline.shim.entry.service].ranks[offline.shim.client].books[0]
+    orders = world.kv.memory.orders
+    offline.shim.answers = False
+    for _ in range(UNHEARD):
+        orders.take_away(KvOp.QUARANTINE, book, np.array([0]), KvHow.OUTSIDE)
+
+    assert world.kv.outside.take(book, np.array([1])) == []
+    offline.shim.die()
+
+
+SCRATCH = {"gpu_uuid": bytes([1]) * 16, "device_instance": 0, "place": 0, "base": 1 << 32, "bytes": 2 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("change", "role", "fds"),
+    [
+        ({"bytes": 0}, "offline", 1),
+        ({"bytes": 1 << 50}, "offline", 1),
+        ({"base": (1 << 64) - 1}, "offline", 1),
+        ({"gpu_uuid": bytes(15) + b"x"}, "offline", 1),
+        ({}, "offline", 0),
+        ({}, "online", 1),
+        ({}, "offline", 1),
+    ],
+    ids=["nothing", "too much", "wraps", "no such GPU", "no descriptor", "online", "another file"],
+)
+def test_a_lie_about_scratch_memory_ends_the_connection(world, change, role, fds):
+    shim = world.shim(role)
+
+    with pytest.raises(Malformed):
+        shim.say(LinkType.KV_SCRATCH, KvScratch(**{**SCRATCH, **change}), [lend() for _ in range(fds)])
+
+    assert not world.outside.open_fds
+    shim.die()
+
+
+def test_nobody_passes_scratch_memory_where_it_was_not_asked_for(tmp_path):
+    helper = Config(memory=MemoryTable(handle_mib=2, remap=Remap.HELPER))
+    world = KvWorld(tmp_path, config=helper)
+    shim = world.shim("offline")
+
+    with pytest.raises(Malformed):
+        shim.offer_scratch(0)
+
+
+class SparseWalk(Node):
+    config = CONFIG
+
+
+SparseWalk.TestCase.settings = WALKS
+TestSparseWalk = SparseWalk.TestCase
