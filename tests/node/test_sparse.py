@@ -1,0 +1,104 @@
+"""Memory taken from outside its process, between real engines on the emulated GPU: the answers stay right, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from kv_rig import BLOCKS, Engines, config
+
+BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
+
+
+@pytest.fixture
+def engines(make_node):
+    return Engines(make_node(config=config(remap="sparse")))
+
+
+def check_offline(summary):
+    assert summary["ok"], summary
+    assert summary["wrong_words"] == 0
+
+
+def check_online(summary):
+    assert summary["kv"]["wrong_words"] == 0
+    assert summary["kv"]["taken"] == 0
+    assert summary["finished"] == summary["requests"]
+
+
+def is_trusted(engines):
+    return engines.engine("offline").state == "lends and borrows"
+
+
+def ways(engines):
+    """How memory was taken, in each reclaim that took some. Lines are written within a second."""
+    path = engines.node.run_dir / "audit.jsonl"
+    reclaims = engines.node.status().memory.reclaims
+
+    def told():
+        events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found = [event["detail"] for event in events if event["kind"] == "reclaimed"]
+        return found if len(found) >= reclaims else None
+
+    return {detail["how"] for detail in engines.node.wait_for(told, "the audit file is written") if detail["freed"]}
+
+
+def test_online_gets_what_it_needs_and_offline_answers_as_if_nothing_had_happened(engines):
+    engines.start_offline()
+    engines.node.wait_for(lambda: is_trusted(engines), "it has passed the trial")
+    engines.start_online([*BURST, (1.6, 1500, 40), (1.7, 800, 80)])
+
+    check_online(engines.summary(engines.online, "online"))
+    engines.node.wait_for(lambda: engines.engine("offline").backed_blocks == BLOCKS, "the memory is lent again")
+    offline = engines.stop_offline()
+
+    check_offline(offline)
+    assert offline["lost_blocks"] > 0
+    memory = engines.node.status().memory
+    assert (memory.remap, memory.demotions, memory.late_orders) == ("sparse", 0, 0)
+    assert ways(engines) == {"sparse"}
+    engines.nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["valved", "offline", "online"])
+def test_whoever_is_killed_while_memory_is_made_sparse_the_others_go_on(engines, victim):
+    engines.start_offline()
+    engines.node.wait_for(lambda: is_trusted(engines), "it has passed the trial")
+    engines.start_online(BURST)
+    node = engines.node
+    node.emulator.fault("on sparse 1: hold")
+    node.emulator.wait_held()
+
+    if victim == "valved":
+        node.valved.kill()
+        node.valved.wait()
+    else:
+        getattr(engines, victim).send_signal(signal.SIGKILL)
+    node.emulator.release()
+    node.emulator.clear_faults()
+    if victim == "valved":
+        node.start_valved()
+
+    if victim == "online":
+        engines.node.wait_for(lambda: engines.engine("offline").backed_blocks == BLOCKS, "the memory is lent again")
+    else:
+        check_online(engines.summary(engines.online, "online"))
+    if victim != "offline":
+        check_offline(engines.stop_offline())
+    engines.nothing_is_left()
+
+
+def test_a_card_that_says_yes_and_does_nothing_is_found_out(engines):
+    engines.node.emulator.fault("on sparse always: silent")
+    engines.start_offline()
+    why = "helper: what was taken did not read as zero"
+    engines.node.wait_for(lambda: engines.engine("offline").state == why, "the trial has failed")
+    engines.start_online(BURST)
+
+    check_online(engines.summary(engines.online, "online"))
+    check_offline(engines.stop_offline())
+
+    assert engines.node.status().memory.demotions == 1
+    assert ways(engines) <= {"helper"}
+    engines.nothing_is_left()
