@@ -23,9 +23,10 @@
 
 #pragma GCC visibility push(hidden)
 
-#define VALVE_RANGES   1024u
-#define VALVE_PLACES   16u
-#define VALVE_ZEROINGS 16u /* orders whose memory is being cleared at a time */
+#define VALVE_RANGES 1024u
+#define VALVE_PLACES 16u
+#define VALVE_ZEROINGS \
+	256u /* orders whose memory is being cleared at a time: one for each range of an engine that is lent to */
 
 /* X(name, parameters): what we ask of the driver */
 #define VALVE_KV_CALLS(X)                                                              \

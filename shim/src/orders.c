@@ -225,7 +225,7 @@ static bool next_order(void)
 	struct valve_kv_order *order = head();
 
 	if (!order || (waits_for_step(order) && !load_acquire(&orders.step_granted)) ||
-	    (orders.zeroings == VALVE_ZEROINGS && order->op == VALVE_KV_BACK))
+	    (orders.zeroings == VALVE_ZEROINGS && order->op == VALVE_KV_BACK && order->count))
 		return false;
 	if (is_due(order) && !carry_out(order))
 		return false;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import KV_RANGE_DEL, OFFLINE
+from fake_daemon import KV_RANGE_DEL, OFFLINE, RUN, STOP, until
 from kv_pool import BACK, CREATE, EEXIST, EINVAL, ELASTIC, ESTALE, MIB, QUARANTINE, UNBACK, ZERO, Entry
 
 H = 2 * MIB  # a handle
@@ -157,3 +157,25 @@ def test_an_order_for_a_range_that_is_gone_is_stale(four):
 
     assert (done.done, done.status, done.fds) == (0, ESTALE, ())
     client.expect(KV_RANGE_DEL, range=number)
+
+
+def test_the_mapping_of_many_ranges_ends_while_the_channels_are_off(kv_world):
+    """Memory is lent to all layers of an engine while it is stopped: what is to be zeroed waits, the mapping does not."""
+    made = kv_world(OFFLINE)
+    pool = made.begin(limit=40, initial=0)
+    engine, client = made.engine()
+    for _ in range(33):
+        engine.alloc(H, ELASTIC)
+    numbers = [made.range_of(pool).range for _ in range(33)]
+    stop = client.give_order(STOP)
+    until(lambda: client.region.order_done == stop, "stopped")
+
+    orders = [pool.send(client, BACK, number, [Entry(0, 500 + number, CREATE | ZERO)]) for number in numbers]
+    fence = pool.send(client, BACK, numbers[0], [])
+
+    assert pool.answer().order == fence
+    client.give_order(RUN)
+    answers = [pool.answer() for _ in orders]
+    assert {answer.order for answer in answers} == set(orders)
+    for answer in answers:
+        answer.close()
