@@ -1,4 +1,4 @@
-"""Memory taken from outside its process, between real engines on the emulated GPU: the answers stay right, whoever dies."""
+"""Memory taken from outside its process, between real engines on the emulated GPU: answers stay right, whoever dies."""
 
 from __future__ import annotations
 

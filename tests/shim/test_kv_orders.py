@@ -160,7 +160,7 @@ def test_an_order_for_a_range_that_is_gone_is_stale(four):
 
 
 def test_the_mapping_of_many_ranges_ends_while_the_channels_are_off(kv_world):
-    """Memory is lent to all layers of an engine while it is stopped: what is to be zeroed waits, the mapping does not."""
+    """Memory is lent to all layers of an engine while it stands: zeroing waits, mapping does not."""
     made = kv_world(OFFLINE)
     pool = made.begin(limit=40, initial=0)
     engine, client = made.engine()

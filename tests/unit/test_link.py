@@ -121,6 +121,9 @@ BODIES |= {
     ),
     LinkType.KV_TABLE: st.builds(kv_link.KvTableMessage, abi=u16, table_bytes=u32, book_bytes=u32),
     LinkType.KV_NEED: st.builds(kv_link.KvNeed, wanted_blocks=u32),
+    LinkType.KV_SCRATCH: st.builds(
+        kv_link.KvScratch, gpu_uuid=uuids, device_instance=u32, place=u32, base=u64, bytes=u64
+    ),
 }
 BODIES[LinkType.CHANNEL_DEL] = BODIES[LinkType.CHANNEL_ADD]
 BODIES[LinkType.SCHEDULE_DONE] = BODIES[LinkType.SCHEDULE_WAIT]
@@ -187,6 +190,7 @@ STRUCTS = {
     LinkType.KV_ATTACH: "valve_link_kv_attach",
     LinkType.KV_TABLE: "valve_link_kv_table",
     LinkType.KV_NEED: "valve_link_kv_need",
+    LinkType.KV_SCRATCH: "valve_link_kv_scratch",
 }
 
 
@@ -236,6 +240,9 @@ def test_python_and_c_agree_on_every_byte(tmp_path):
     )
     assert read[LinkType.KV_TABLE] == kv_link.KvTableMessage(abi=1, table_bytes=2, book_bytes=3)
     assert read[LinkType.KV_NEED] == kv_link.KvNeed(wanted_blocks=1)
+    assert read[LinkType.KV_SCRATCH] == kv_link.KvScratch(
+        gpu_uuid=bytes([7, *bytes(14), 9]), device_instance=1, place=2, base=3, bytes=4
+    )
     assert read[LinkType.HELLO] == link.Hello(
         abi_min=1, abi_max=2, features=3, wanted_role=4, driver=5, build="six", comm="seven"
     )
@@ -322,6 +329,8 @@ int main(void) {
 	SHOW((struct valve_link_kv_table){HEAD(valve_link_kv_table, VALVE_LINK_KV_TABLE), .abi = 1, .table_bytes = 2,
 		.book_bytes = 3});
 	SHOW((struct valve_link_kv_need){HEAD(valve_link_kv_need, VALVE_LINK_KV_NEED), .wanted_blocks = 1});
+	SHOW((struct valve_link_kv_scratch){HEAD(valve_link_kv_scratch, VALVE_LINK_KV_SCRATCH),
+		.gpu_uuid = {7, [15] = 9}, .device_instance = 1, .place = 2, .base = 3, .bytes = 4});
 	return 0;
 }
 """

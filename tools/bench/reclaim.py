@@ -8,7 +8,8 @@ driver takes is what the choice of a handle size is about: `model` is the cost m
 adds.
 
 Layouts: `packed`, all layers of a block side by side, one handle holds whole blocks; `layers`, sixteen planes (8
-layers, K and V), so that a column is sixteen handles.
+layers, K and V), so that a column is sixteen handles. `helper`, the default here, has the offline process's own thread
+map; `sparse` takes the memory from outside it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ trace_file = "{trace}"
 [memory]
 handle_mib = {handle_mib}
 pool_mib = {pool_mib}
-remap = "helper"
+remap = "{remap}"
 headroom_min_mib = 1
 headroom_max_mib = 1
 tau_s = 0.2
@@ -53,7 +54,12 @@ class Case:
     layout: str
     handle_mib: int
     planes: int
+    remap: str = "helper"
     gib: float = 1.0  # that one reclaim moves
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}-{self.handle_mib}mib" + ("" if self.remap == "helper" else f"-{self.remap}")
 
     @property
     def column_mib(self) -> int:
@@ -72,6 +78,9 @@ CASES = (
     Case(layout="layers", handle_mib=2, planes=16),
     Case(layout="layers", handle_mib=16, planes=16),
     Case(layout="layers", handle_mib=64, planes=16),
+    Case(layout="layers", handle_mib=2, planes=16, remap="sparse"),
+    Case(layout="layers", handle_mib=16, planes=16, remap="sparse"),
+    Case(layout="layers", handle_mib=64, planes=16, remap="sparse"),
 )
 
 
@@ -92,7 +101,7 @@ class Sample:
 def run(case: Case, folder: Path) -> list[Sample]:
     trace, requests = folder / "trace.jsonl", folder / "requests.csv"
     pool_mib = case.blocks * BLOCK_MIB + case.column_mib
-    config = CONFIG.format(trace=trace, handle_mib=case.handle_mib, pool_mib=pool_mib)
+    config = CONFIG.format(trace=trace, handle_mib=case.handle_mib, pool_mib=pool_mib, remap=case.remap)
     tokens = int(case.gib * 1024) // BLOCK_MIB * 16 - 64
     lines = [f"{3 + 4 * i},{tokens},20" for i in range(SAMPLES)]
     requests.write_text("\n".join(["t_s,in_tokens,out_tokens", *lines, ""]))
@@ -123,13 +132,16 @@ def run(case: Case, folder: Path) -> list[Sample]:
 
 def _is_full(node: EmulatedNode, case: Case) -> bool:
     engines = node.status().memory.engines
-    return bool(engines) and engines[0].backed_blocks == case.blocks
+    return bool(engines) and engines[0].backed_blocks == case.blocks and engines[0].state == "lends and borrows"
 
 
 def model_ms(handles: float, case: Case) -> float:
     """What the H100-like model asks for: unmap and map one after the other on the offline side, map on the other, with
-    one call of cuMemUnmap and cuMemSetAccess for each run of neighbours (tools/emulator/README.md has the costs)."""
+    one call of cuMemUnmap and cuMemSetAccess for each run of neighbours (tools/emulator/README.md has the costs). Made
+    sparse, the offline side costs a call for each run."""
     out = 25.2 + 0.2 * case.handle_mib + 1.45 + 35 + 0.5 * case.handle_mib
+    if case.remap == "sparse":  # one call for neighbours: no less than one for each plane
+        out = case.planes * 24 / max(handles, 1) + 0.05 * case.handle_mib
     back = 25.2 + 0.2 * case.handle_mib + 1.45 + 35 + 0.5 * case.handle_mib
     return handles * (out + back) / 1e3
 
@@ -171,7 +183,7 @@ def bench_reclaim() -> Iterator[Row]:
     for case in CASES:
         with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
             samples = run(case, Path(folder))
-        name = f"{case.layout}-{case.handle_mib}mib"
+        name = case.name
         if not samples:
             note = f"no reclaim of {case.gib:g} GiB: a column is {case.column_mib} MiB"
             yield row_of("reclaim", f"{name}-own", "ms", [float("nan")], OWN_BUDGET_MS, judged="p50", note=note)
@@ -192,11 +204,11 @@ BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"reclaim": bench_reclaim}
 
 
 def main() -> None:
-    """One case for a look at its samples: python -m valve_tools.bench.reclaim LAYOUT HANDLE_MIB."""
+    """One case for a look at its samples: python -m valve_tools.bench.reclaim NAME, such as layers-16mib-sparse."""
     import sys
     from dataclasses import asdict
 
-    case = next(one for one in CASES if (one.layout, one.handle_mib) == (sys.argv[1], int(sys.argv[2])))
+    case = next(one for one in CASES if one.name == sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
         for sample in run(case, Path(folder)):
             print(json.dumps(asdict(sample)))
