@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
-from memory_world import BASE, MIB, Hook, KvWorld
+from memory_world import BASE, MIB, Hook, KvWorld, Shim
 
 from valved.config import Config, MemoryTable, QuotaTable
 from valved.mechanism.kv_link import KvHow, KvOp, KvScratch, KvSpan
@@ -119,25 +119,24 @@ def test_who_fails_both_trials_is_asked_between_its_steps(world):
     shim.die()
 
 
-def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world):
-    world.shim("offline", name="older")
-    world.register.memory.settings = MEMORY
-    offline = world.shim("offline").world  # the world itself: engines below offer nothing
+def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world, monkeypatch):
+    monkeypatch.setattr(Shim, "offer_scratch", lambda shim, gpu: None)
 
-    assert offline.kv.mover.usual is Remap.SPARSE
-    assert world.kv.outside.why_not(1, 0) == "its shim passed no uvm descriptor"
-    for shim in world.shims:
-        shim.die()
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+
+    assert state_of(world, offline) == "cooperative: its shim passed no uvm descriptor"
 
 
-def test_a_card_whose_kernels_are_not_stopped_takes_nothing_from_outside(world):
-    world.gate.reaches = {0: Reach.LAUNCH_GATE}
+def test_where_kernels_are_not_really_stopped_nothing_is_taken_from_outside(world, monkeypatch):
     offline = world.engine("offline", columns=16)
     world.run(500)
     engine = world.kv.memory.engines[offline.shim.entry.service]
-    how = world.kv.mover._how([engine])
+    before = world.kv.mover.way_of([engine])
 
-    assert how is Remap.COOPERATIVE or world.gate.reach(0)[0] is not Reach.LAUNCH_GATE
+    monkeypatch.setattr(world.gate, "reach", lambda gpu: (Reach.LAUNCH_GATE, ""))
+
+    assert (before, world.kv.mover.way_of([engine])) == (Remap.SPARSE, Remap.COOPERATIVE)
 
 
 def test_a_trial_waits_until_gpus_may_be_stopped(world):
@@ -148,7 +147,7 @@ def test_a_trial_waits_until_gpus_may_be_stopped(world):
     assert world.kv.outside.best(shim.client, 0) is Remap.COOPERATIVE
 
     world.brake.set_mode(Mode.HARVEST, "test")
-    world.run(100)
+    world.run(6000)
 
     assert world.kv.outside.best(shim.client, 0) is Remap.SPARSE
     shim.die()

@@ -34,6 +34,7 @@ from valved.service.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
 
 UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps room for twice as many
 UNTRIED = "not tried yet"
+RETRY_NS = 5_000_000_000
 NOT_STOPPED = "its GPU could not be stopped for the trial"
 
 
@@ -95,13 +96,6 @@ class Outside:
         self._ways[entry.id, gpu] = way
         start(self._try(way))
 
-    def try_again(self) -> None:
-        """Those whose GPU could not be stopped: a brake was on, or the gate failed."""
-        for way in self._ways.values():
-            if way.reason == NOT_STOPPED:
-                way.reason = UNTRIED
-                start(self._try(way))
-
     def forget(self, client: ClientId) -> None:
         """Never holds a descriptor longer than its process has a link."""
         for key in [key for key in self._ways if key[0] == client]:
@@ -130,13 +124,21 @@ class Outside:
             worse = await self._try_helper(way)
             best = Remap.COOPERATIVE if worse else Remap.HELPER
             why += f"; its own thread: {worse}" if worse else ""
-        if not way.is_open or way.reason != UNTRIED:
+        if not way.is_open or way.reason not in (UNTRIED, NOT_STOPPED):
             return
-        way.best, way.reason = Remap.COOPERATIVE if why == NOT_STOPPED else best, why
+        if why == NOT_STOPPED:  # a brake is on, or the gate failed: that says nothing about this way
+            way.reason = why
+            self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: start(self._retry(way)))
+            return
+        way.best, way.reason = best, why
         if way.reason:
             self._note_demotion(way)
         else:
             self._note(way, EventKind.NOTED, "its memory can be taken from outside")
+
+    async def _retry(self, way: Way) -> None:
+        if way.is_open:
+            await self._try(way)
 
     async def _try_sparse(self, way: Way) -> str:
         """Empty if it works. The driver is called under a closed gate; looking at the outcome needs an open one."""

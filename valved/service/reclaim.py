@@ -112,9 +112,7 @@ class Mover:
         outside.stopper = self
 
     def allow(self, on: bool) -> None:
-        is_new, self.is_allowed = on and not self.is_allowed, on
-        if is_new:
-            self._outside.try_again()
+        self.is_allowed = on
 
     @property
     def is_pressed(self) -> bool:
@@ -265,7 +263,7 @@ class Mover:
         the mapping is done (zeroing needs the channels again and follows), or it happens between two steps.
         """
         engine.going[columns] = True
-        if self._how([engine]) is Remap.HELPER:
+        if self.way_of([engine]) is Remap.HELPER:
             await self._my_turn()
             try:
                 orders = await self._give_gated(engine, columns)
@@ -345,7 +343,7 @@ class Mover:
     async def _serve_batch(self, batch: list[Need]) -> None:
         missing = self._missing(batch)
         engines = self._losers(missing)
-        how = self._how(engines)
+        how = self.way_of(engines)
         reclaim = Reclaim(needs=batch, missing=missing, how=how, began_ns=batch[0].asked_ns)
         if not missing or not engines:
             reclaim.reason = "nothing is missing any more" if not missing else self._why_nobody()
@@ -548,7 +546,7 @@ class Mover:
         setting = self._memory.settings.remap
         return setting if setting in (Remap.SPARSE, Remap.HELPER) else Remap.COOPERATIVE
 
-    def _how(self, engines: list[Engine]) -> Remap:
+    def way_of(self, engines: list[Engine]) -> Remap:
         """The way for these engines: what the setting allows, and what is known to work with each of them."""
         if self.usual is Remap.COOPERATIVE:
             return Remap.COOPERATIVE
@@ -569,7 +567,7 @@ class Mover:
             return ""
         places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
         whys = sorted(filter(None, (self._outside.why_not(client, gpu) for client, gpu in places)))
-        return f"{self._how([engine]).value}: {whys[0]}" if whys else ""
+        return f"{self.way_of([engine]).value}: {whys[0]}" if whys else ""
 
     def _order_ns(self, how: Remap) -> int:
         settings = self._memory.settings

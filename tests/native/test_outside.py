@@ -1,0 +1,41 @@
+"""The way into another process's memory: a call on a thread, a descriptor that goes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+
+from gates import wait_until
+
+from valved.mechanism.outside import UvmDoor, is_uvm
+from valved.mechanism.ports import SparseResult
+
+
+def is_closed(fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") != os.devnull
+    except FileNotFoundError:
+        return True
+
+
+def test_a_file_that_is_no_drivers_is_not_taken_for_one() -> None:
+    fd = os.open(os.devnull, os.O_RDWR)
+
+    assert not is_uvm(fd)
+    os.close(fd)
+
+
+def test_a_refusal_comes_back_through_the_loop_and_the_descriptor_goes_last() -> None:
+    async def ask() -> tuple[SparseResult, int]:
+        loop = asyncio.get_running_loop()
+        fd, answer = os.open(os.devnull, os.O_RDWR), loop.create_future()
+        door = UvmDoor(loop, fd, bytes(16))
+        door.make_sparse([(1 << 30, 1 << 21), (1 << 31, 1 << 21)], answer.set_result)
+        door.close()
+        return await answer, fd
+
+    result, fd = asyncio.run(ask())
+
+    assert (result.status, result.runs) == (-errno.ENOTTY, 0)
+    wait_until(lambda: is_closed(fd), "the descriptor is closed")
