@@ -9,7 +9,7 @@ from valved.config import MemoryTable
 from valved.mechanism.state import SavedHistogram, SavedMemory
 from valved.mechanism.stats import Histogram, MemoryCounters
 from valved.model.events import Event
-from valved.model.ids import GpuIndex, Role
+from valved.model.ids import GpuIndex, Remap, Role
 from valved.model.states import EngineState, Explanation, GpuMemoryState, MemoryState, PhaseState
 from valved.service.engines import Engine
 from valved.service.journal import Journal
@@ -116,9 +116,9 @@ class MemoryReport:
             return "growing" if online.growing else (online.decision.reason if online.decision else "just attached")
         if not engine.can_lose:
             return "its hook cannot recompute: never reclaimed from"
-        why = self._mover.why_demoted(engine)
+        why = self._mover.outside.why_not(engine) if self._mover.usual is Remap.SPARSE else ""
         if why:
-            return why
+            return f"{self._mover.way_of([engine]).value}: {why}"
         unsafe = engine.clients & self._mover.unsafe
         return "asked between its steps: a mapping order hung" if unsafe else "lends and borrows"
 

@@ -27,6 +27,7 @@ from valved.mechanism.stats import MemoryCounters
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, Remap
 from valved.service.books import ClientEntry
+from valved.service.engines import Engine
 from valved.service.journal import Journal
 from valved.service.journey import Pause, start, until
 from valved.service.orders import Order, Orders
@@ -109,8 +110,12 @@ class Outside:
         way = self._ways.get((client, gpu))
         return way.best if way is not None else Remap.COOPERATIVE
 
-    def why_not(self, client: ClientId, gpu: GpuIndex) -> str:
-        """Why it is not SPARSE; empty if it is."""
+    def why_not(self, engine: Engine) -> str:
+        """Why memory is not taken from it so; empty if it is."""
+        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
+        return min(filter(None, (self._why_not(client, gpu) for client, gpu in places)), default="")
+
+    def _why_not(self, client: ClientId, gpu: GpuIndex) -> str:
         way = self._ways.get((client, gpu))
         if way is None:
             return "its shim passed no uvm descriptor"

@@ -99,7 +99,7 @@ class Mover:
         self.unsafe: set[ClientId] = set()
         self.costs = costs
         self._memory = memory
-        self._outside = outside
+        self.outside = outside
         self._gate = gate
         self._keeper = keeper
         self._journal = journal
@@ -311,7 +311,7 @@ class Mover:
         orders: list[Order] = []
         for book, slots in engine.cells(columns, backed=True):
             if how is KvHow.AT_ONCE and self._best(book) is Remap.SPARSE and op is KvOp.QUARANTINE:
-                orders += self._outside.take(book, slots)
+                orders += self.outside.take(book, slots)
             else:
                 orders += self._memory.orders.take_away(op, book, slots, how)
         return orders
@@ -559,15 +559,7 @@ class Mover:
         return max(ways, key=RUNGS.index, default=self.usual)
 
     def _best(self, book: KvRangeBook) -> Remap:
-        return self._outside.best(book.key.client, book.gpu) if self.usual is Remap.SPARSE else self.usual
-
-    def why_demoted(self, engine: Engine) -> str:
-        """Why memory is not taken from it as the setting says; empty if it is."""
-        if self.usual is not Remap.SPARSE:
-            return ""
-        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
-        whys = sorted(filter(None, (self._outside.why_not(client, gpu) for client, gpu in places)))
-        return f"{self.way_of([engine]).value}: {whys[0]}" if whys else ""
+        return self.outside.best(book.key.client, book.gpu) if self.usual is Remap.SPARSE else self.usual
 
     def _order_ns(self, how: Remap) -> int:
         settings = self._memory.settings
