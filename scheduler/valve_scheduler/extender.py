@@ -176,11 +176,13 @@ class Extender:
         return pod
 
     def _namespace_full(self, pod: OfflinePod) -> str:
-        """Why the policies let the namespace have no more GPUs; empty when they do.
+        """Why the policies let the namespace have no GPUs, or no more; empty when they do.
 
         An error, not a refusal: kube-scheduler then tries again by itself, as no event tells that a pod of the
         namespace ended elsewhere.
         """
+        if self._state.policies.paused({}):  # the brake of the fleet: each node's own word takes its time
+            return "a HarvestPolicy pauses harvesting on every node"
         rule = self._state.policies.rule(pod.namespace)
         if rule.mode in ("off", "observe"):
             return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"

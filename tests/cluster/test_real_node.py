@@ -22,7 +22,7 @@ from valve_tools.emulator import node as emulated
 
 from valved.cli.client import Node
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ONLINE = {names.ROLE: names.ONLINE}
 
@@ -134,8 +134,8 @@ def test_nothing_is_lost_when_a_process_of_the_node_is_killed_under_running_pods
     online.launch()  # nobody of the node is asked
     valved.plane.restart(victim)
     for name, count in counts.items():
-        wait_for(f"{name} registers again", lambda name=name, count=count: registrations(valved, name) > count, 60)
-    wait_for("the slots are back", lambda: valved.allocatable(names.RESOURCE) == 1, 60)
+        wait_for(f"{name} registers again", lambda name=name, count=count: registrations(valved, name) > count, 240)
+    wait_for("the slots are back", lambda: valved.allocatable(names.RESOURCE) == 1, 240)
 
     assert gates(valved, online, offline)
     assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before

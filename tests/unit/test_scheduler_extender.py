@@ -278,6 +278,19 @@ def test_a_namespace_that_is_off_is_told_so() -> None:
     assert "sets mode off for namespace default" in world.filter()["Error"]
 
 
+def test_a_pause_of_the_fleet_holds_before_any_node_was_told() -> None:
+    world = World()
+    world.submit()
+    world.filter()
+    world.state.policies = read_policies([{"metadata": {"name": "valve-pause"}, "spec": {"paused": True}}])
+
+    assert "pauses harvesting on every node" in world.bind("p1")
+    assert "pauses harvesting on every node" in world.filter()["Error"]
+    selected = {"paused": True, "nodeSelector": {"pool": "a"}}
+    world.state.policies = read_policies([{"metadata": {"name": "pool"}, "spec": selected}])
+    assert world.bind("p1") == ""
+
+
 def _filter(world: World) -> None:
     world.filter()
 
