@@ -111,9 +111,9 @@ class Extender:
             return  # the answer to an earlier call was lost; the Binding was not
         if held is None and (full := self._namespace_full(pod)):
             raise NoPlace(full)
-        gpus, share = (held.gpu_uuids, 0.0) if held else self._choose(pod, node)
+        gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
-        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace)
+        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace, share)
         await self._post(pod, node, gpus, share)
         self._pods.pop(uid, None)
 

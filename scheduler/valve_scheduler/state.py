@@ -6,7 +6,7 @@ bind for it is under way (assumed: ours, for a bounded time)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 import numpy as np
@@ -26,13 +26,14 @@ ASSUMED_FOR_S = 70.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """GPUs of a node that belong to one pod. assumed_until_s 0: the API server says so."""
+    """GPUs of a node that belong to one pod, and what was promised. assumed_until_s 0: the API server says so."""
 
     pod_uid: str
     node: str
     gpu_uuids: tuple[str, ...]
     assumed_until_s: float = 0.0
     namespace: str = ""
+    share: float = field(default=0.0, compare=False)  # known only to the extender that chose, until it is bound
 
 
 class ClusterState:
@@ -142,10 +143,24 @@ class ClusterState:
         for pod in listed.values():
             self.put_pod(pod)
 
-    def assume(self, pod_uid: str, node: str, gpu_uuids: tuple[str, ...], now_s: float, namespace: str = "") -> None:
-        until_s = now_s + ASSUMED_FOR_S
+    def assume(
+        self,
+        pod_uid: str,
+        node: str,
+        gpu_uuids: tuple[str, ...],
+        now_s: float,
+        namespace: str = "",
+        share: float = 0.0,
+    ) -> None:
         self._hold(
-            Holding(pod_uid=pod_uid, node=node, gpu_uuids=gpu_uuids, assumed_until_s=until_s, namespace=namespace)
+            Holding(
+                pod_uid=pod_uid,
+                node=node,
+                gpu_uuids=gpu_uuids,
+                assumed_until_s=now_s + ASSUMED_FOR_S,
+                namespace=namespace,
+                share=share,
+            )
         )
 
     def confirm(self, pod_uid: str) -> None:

@@ -199,6 +199,7 @@ def test_an_undecided_binding_keeps_its_gpus_and_is_repeated_with_the_same(failu
 
     assert world.bind() == ""
     assert world.gpus() == uuids("n1")[0]
+    assert float(world.pods["p1"]["metadata"]["annotations"][names.PREDICTED]) > 0  # and the same promise
     assert [holding.assumed_until_s for holding in world.state.holdings()] == [0.0]
     world.state.check_integrity()
 
