@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo cluster", description=__doc__)
     parser.add_argument("--nodes", type=int, default=20, help="made-up nodes of eight GPUs")
     parser.add_argument("--seconds", type=float, default=12.0, help="for which gating is shown")
-    parser.add_argument("--pairs", type=int, default=5, help="of pod starts, with and without injection")
+    parser.add_argument("--pairs", type=int, default=8, help="of pod starts, with and without injection")
     options = parser.parse_args(argv)
     problem, programs = _programs(Path.cwd())
     if programs is None:
@@ -127,7 +127,8 @@ def play(options: argparse.Namespace, stage: Stage) -> None:
     batch = cluster_node.start_offline(stage, began)
     screen.step("Offline work stands while the online pod has requests")
     cluster_node.show_gating(stage, chat, batch, options.seconds)
-    screen.step("What injection costs a pod's start")
+    screen.step("helm test, and what injection costs a pod's start")
+    cluster_node.run_helm_test(stage)
     cluster_node.measure_pod_starts(stage, options.pairs)
     screen.step(f"A fleet: {options.nodes} made-up nodes of 8 GPUs join")
     fleet = cluster_fleet.Fleet(stage, options.nodes)

@@ -278,6 +278,12 @@ def show_gating(stage: Stage, chat: Chat, batch: Batch, seconds: float) -> None:
     screen.command("valve status", stage.valve("status", run_dir=True))
 
 
+def run_helm_test(stage: Stage) -> None:
+    with stage.screen.waiting("helm test valve: rights and CRDs, from inside the cluster"):
+        told = stage.helm.run("test", "valve", f"--namespace={NAMESPACE}", "--timeout=5m")
+    stage.screen.check("helm test passes", "Succeeded" in told)
+
+
 def measure_pod_starts(stage: Stage, pairs: int) -> None:
     """On the node's other GPU, with and without injection in turn."""
     with_ms: list[float] = []
