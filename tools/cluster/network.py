@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-from pyroute2 import IPRoute
 from valve_tools.cluster.controlplane import API_ADDRESS, ControlPlane
 
 Json = dict[str, Any]
@@ -26,6 +26,8 @@ SUBNET, GATEWAY = "198.18.1.0/24", "198.18.1.1"
 
 def missing() -> str:
     """Why pods can have no network here; empty when they can."""
+    if importlib.util.find_spec("pyroute2") is None:
+        return "no pyroute2: pip install pyroute2"
     absent = [name for name in ("bridge", "host-local", "loopback") if not (PLUGINS / name).exists()]
     return f"no {', '.join(absent)} in {PLUGINS}: apt-get install containernetworking-plugins" if absent else ""
 
@@ -37,7 +39,7 @@ class PodNetwork:
 
     def start(self) -> None:
         self.stop()  # of a run that was killed
-        with IPRoute() as ip:
+        with _netlink() as ip:
             ip.link("add", ifname=BRIDGE, kind="bridge")
             index = ip.link_lookup(ifname=BRIDGE)[0]
             ip.addr("add", index=index, address=GATEWAY, prefixlen=24)
@@ -49,7 +51,7 @@ class PodNetwork:
     def stop(self) -> None:
         if "relay" in self._plane.processes:
             self._plane.kill("relay")
-        with IPRoute() as ip:
+        with _netlink() as ip:
             for index in ip.link_lookup(ifname=BRIDGE):
                 ip.link("del", index=index)
 
@@ -59,6 +61,13 @@ class PodNetwork:
         addresses = {"type": "host-local", "dataDir": str(self._folder / "addresses"), "ranges": ranges}
         plugin = {"type": "bridge", "bridge": BRIDGE, "ipam": addresses | {"routes": [{"dst": "0.0.0.0/0"}]}}
         return {"cniVersion": "1.0.0", "name": BRIDGE, "plugins": [plugin]}
+
+
+def _netlink() -> Any:
+    """Of those who test clusters: an installation without them has the other commands of these tools."""
+    from pyroute2 import IPRoute
+
+    return IPRoute()
 
 
 async def _relay(address: str, port: int) -> None:
