@@ -66,6 +66,20 @@ def test_between_its_steps_an_engine_gives_what_is_asked_of_it(make_node):
     engines.nothing_is_left()
 
 
+def test_after_valved_slept_longer_than_its_lease_memory_moves_again(engines):
+    """Its clients left it and came back, their hooks did not notice: the engines must become whole again."""
+    engines.start_offline()
+    engines.start_online(BURST)
+    node = engines.node
+    node.valved.send_signal(signal.SIGSTOP)
+    node.wait_for(lambda: "valved is gone" in (engines.folder / "offline.out").read_text(), "its lease ends")
+    node.valved.send_signal(signal.SIGCONT)
+
+    check_online(engines.summary(engines.online, "online"))
+    check_offline(engines.stop_offline())
+    engines.nothing_is_left()
+
+
 EVERYWHERE = [(step, victim) for step in STEPS for victim in ("offline", "online", "valved")]
 # Each takes some seconds: a run has the corners, VALVE_ALL_STEPS=1 all of them. Virtual time has every moment.
 CORNERS = [

@@ -8,13 +8,12 @@ import signal
 import pytest
 from kv_rig import BLOCKS, Engines, config
 
-PATIENCE = "order_s = 20.0\n"  # a loaded machine is no driver that hangs
 BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
 
 
 @pytest.fixture
 def engines(make_node):
-    return Engines(make_node(config=config(remap="sparse", more=PATIENCE)))
+    return Engines(make_node(config=config(remap="sparse")))
 
 
 def check_offline(summary):

@@ -6,7 +6,7 @@ import errno
 
 import numpy as np
 import pytest
-from memory_world import KvWorld
+from memory_world import BASE, Hook, KvWorld
 
 from valved.config import Config, MemoryTable
 from valved.errors import NotFound
@@ -15,7 +15,7 @@ from valved.mechanism.kv_link import KvHow, KvMode, KvOp
 from valved.mechanism.link import LinkType
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Remap
-from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision
+from valved.model.memory import KvTensor, OnlineMemory, ReservationAction, ReservationDecision
 from valved.service.reserve import says_the_same
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2)
@@ -350,6 +350,26 @@ def test_nothing_is_taken_while_harvesting_is_off(world):
 
     assert len(offline.backed()) == 64
     world.node.resume()
+
+
+def test_an_engine_whose_shim_lost_its_link_comes_anew_and_can_lose_memory_again(world):
+    """Both links are of one process, and only one of them broke: valved was late with its heartbeat, say."""
+    offline, online = both(world)
+    shim = offline.shim
+    shim.hang_up()
+    world.run(1)
+    assert not offline.connection.is_open
+
+    shim.retell(world.offline(pid=shim.entry.process.pid, gpus=(0,)))
+    again = Hook(shim, 64)
+    tensor = KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)
+    assert again.register([tensor], (0,)) == 0
+    assert again.attach() == 0
+    world.hooks = [online, again]
+    online.want(used=4, wanted=48)
+    world.run(2000)
+
+    assert len(online.backed()) >= 48
 
 
 def under_the_gate(world, offline, online):

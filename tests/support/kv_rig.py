@@ -10,6 +10,7 @@ from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE
 
 BLOCKS, PLANES, BLOCK_KIB = 256, 2, 64  # 8 columns of two 2 MiB handles
+# A loaded machine is no driver that hangs: order_s.
 CONFIG = """
 [memory]
 handle_mib = 2
@@ -18,6 +19,7 @@ remap = "{remap}"
 headroom_min_mib = 4
 headroom_max_mib = 8
 spare_mib = 0
+order_s = 20.0
 tick_ms = 10
 tau_s = 1.0
 tau_min_s = 0.2

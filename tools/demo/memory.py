@@ -44,6 +44,7 @@ trace_file = "{trace}"
 handle_mib = 2
 pool_mib = {pool_mib}
 remap = "helper"
+order_s = 10.0
 spare_mib = 0
 headroom_min_mib = 4
 headroom_max_mib = 16

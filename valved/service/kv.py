@@ -68,5 +68,6 @@ def put_together(
     reserve = Reserve(memory, mover, journal, clock, config, uuids)
     report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))
     register.memory = memory
+    memory.hang_up = register.leave
     memory.offer, memory.shim_left = outside.offer, outside.forget
     return Kv(memory=memory, mover=mover, outside=outside, reserve=reserve, report=report)

@@ -81,6 +81,7 @@ class Memory:
         self.engine_left: Callable[[Engine], None] = lambda engine: None
         self.offer: Offer = lambda entry, gpu, uuid, body, fd: os.close(fd)
         self.shim_left: Callable[[ClientId], None] = lambda client: None
+        self.hang_up: Callable[[ClientId, str], None] = lambda client, reason: None
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -352,10 +353,20 @@ class Memory:
         self.changed()
 
     def _drop_rank(self, shim: ClientEntry) -> None:
-        self._ranks.pop(shim.id, None)
+        rank = self._ranks.pop(shim.id, None)
         engine = self.engines.get(shim.service)
         if engine is not None:
             engine.leave(shim.id)
+        if rank is not None:
+            self._ask_again({rank.hook} | ({engine.hook} if engine is not None else set()))
+
+    def _ask_again(self, hooks: set[ClientId]) -> None:
+        """A shim's link broke, its process may live: when it is back its ranges are new ones, and only a hook that comes
+        anew tells where its tensors lie. Else its engine could lose nothing, and who needs memory would wait.
+        """
+        now_ns = self._clock.now_ns()
+        for hook in hooks:
+            self._clock.call_at_ns(now_ns, lambda hook=hook: self.hang_up(hook, "its shim left"))  # type: ignore[misc]
 
     def _attach(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
         why = check_sizes(body.blocks, body.block_tokens, body.rows, body.row_blocks)
