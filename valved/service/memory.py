@@ -361,8 +361,8 @@ class Memory:
             self._ask_again({rank.hook} | ({engine.hook} if engine is not None else set()))
 
     def _ask_again(self, hooks: set[ClientId]) -> None:
-        """A shim's link broke, its process may live. When it is back its ranges are new ones, and only a hook that comes
-        anew tells where its tensors lie; else its engine could lose nothing, and who needs memory would wait."""
+        """A shim's link broke, its process may live. When it is back its ranges are new ones, and only a hook that
+        comes anew tells where its tensors lie; else its engine could lose nothing, and who needs memory would wait."""
         now_ns = self._clock.now_ns()
         for hook in hooks:
             self._clock.call_at_ns(now_ns, lambda hook=hook: self.hang_up(hook, "its shim left"))  # type: ignore[misc]
