@@ -133,7 +133,7 @@ def place_and_refuse(plane: ControlPlane) -> None:
         plane.api.post(PODS, offline_pod("wrong", sla="2"))
 
 
-@pytest.mark.parametrize(("title", "query"), queries(), ids=[title for title, _ in queries()])
+@pytest.mark.parametrize(("title", "query"), list(queries()), ids=[title for title, _ in queries()])
 def test_a_panel_of_the_dashboard_has_data(
     control_plane: ControlPlane, prometheus: Prometheus, title: str, query: str
 ) -> None:
