@@ -11,9 +11,8 @@ import os
 import signal
 
 import pytest
-from kv_rig import BLOCKS, Engines, config
+from kv_rig import BLOCKS, BURST, Engines, check_offline, check_online, config
 
-BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
 STEPS = {
     "gate": "on disable 1: hold",
     "unmap": "on unmap 1: hold",
@@ -25,17 +24,6 @@ STEPS = {
 @pytest.fixture
 def engines(make_node):
     return Engines(make_node(config=config()))
-
-
-def check_offline(summary):
-    assert summary["ok"], summary
-    assert summary["wrong_words"] == 0
-
-
-def check_online(summary):
-    assert summary["kv"]["wrong_words"] == 0
-    assert summary["kv"]["taken"] == 0
-    assert summary["finished"] == summary["requests"]
 
 
 def test_online_gets_what_it_needs_and_offline_answers_as_if_nothing_had_happened(engines):

@@ -6,25 +6,12 @@ import json
 import signal
 
 import pytest
-from kv_rig import BLOCKS, Engines, config
-
-BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
+from kv_rig import BLOCKS, BURST, Engines, check_offline, check_online, config
 
 
 @pytest.fixture
 def engines(make_node):
     return Engines(make_node(config=config(remap="sparse")))
-
-
-def check_offline(summary):
-    assert summary["ok"], summary
-    assert summary["wrong_words"] == 0
-
-
-def check_online(summary):
-    assert summary["kv"]["wrong_words"] == 0
-    assert summary["kv"]["taken"] == 0
-    assert summary["finished"] == summary["requests"]
 
 
 def is_trusted(engines):

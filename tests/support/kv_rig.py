@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, ONLINE
@@ -24,6 +25,7 @@ tick_ms = 10
 tau_s = 1.0
 tau_min_s = 0.2
 """
+BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
 CACHE = ["--kv-blocks", str(BLOCKS), "--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB)]
 
 
@@ -78,6 +80,17 @@ class Engines:
         self.node.wait_for(lambda: not self.node.status().clients, "every client is forgotten")
         self.node.wait_for(lambda: self.pool().free == self.pool().handles, "every handle is free")
         self.node.wait_for(lambda: not self.node.emulator.state().disabled, "no channel is off")
+
+
+def check_offline(summary: Any) -> None:
+    assert summary["ok"], summary
+    assert summary["wrong_words"] == 0
+
+
+def check_online(summary: Any) -> None:
+    assert summary["kv"]["wrong_words"] == 0
+    assert summary["kv"]["taken"] == 0
+    assert summary["finished"] == summary["requests"]
 
 
 def last_summary(path: Path) -> dict[str, object]:

@@ -11,6 +11,7 @@ import pytest
 import sglang_ablations as without
 from kv_node import KvNode, wait_for
 from toy_sglang import Scheduler, sglang_modules
+from toy_world import prompts
 from valve_hook.link import Link
 from valve_hook.sglang import calls, memory
 from valve_hook.sglang.check import Refused, can_forget
@@ -45,21 +46,6 @@ def world(tmp_path, monkeypatch):
         scheduler._valve.link.close()
     for node in nodes:
         node.stop()
-
-
-def prompts(seed, count):
-    """Two in three share one of three beginnings."""
-    chance = random.Random(seed)
-    heads = [[chance.randrange(1000) for _ in range(14)] for _ in range(3)]
-    return [
-        (
-            f"r{number}",
-            (heads[number % 3] if number % 9 < 6 else [])
-            + [chance.randrange(1000) for _ in range(chance.randrange(2, 18))],
-            chance.randrange(6, 20),
-        )
-        for number in range(count)
-    ]
 
 
 def run(scheduler, work, reclaim=None, max_turns=3000):
