@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from cuda_driver import Cuda, word
@@ -62,3 +64,18 @@ def test_freed_memory_goes_back_to_the_card(cuda: Cuda) -> None:
     assert (held, cuda.emulator.state().used_bytes()) == (8 * PAGE, before)
     with pytest.raises(DeviceError, match=r"cuMemFree_v2: CUDA_ERROR_INVALID_VALUE \(1\)"):
         device.free(memory)
+
+
+@on_gpu()
+def test_a_step_takes_the_cards_time_that_it_is_said_to_take(cuda: Cuda) -> None:
+    """Twice: the kernel that only lasts is made once."""
+    cuda.start()
+    device = Device()
+    took_ms = []
+    for _ in range(2):
+        began = time.monotonic()
+        with device.step(least_us=20_000):
+            pass
+        took_ms.append((time.monotonic() - began) * 1e3)
+
+    assert min(took_ms) >= 20.0

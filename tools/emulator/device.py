@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_void_p
 
+NON_BLOCKING = 1  # a stream that does not wait for the default one
+
 
 class DeviceError(Exception):
     """A call of the driver failed."""
@@ -30,6 +32,7 @@ class Device:
         self._launch = ctypes.cast(self._cuda.cuLaunchKernel, c_void_p)
         self._context = c_void_p()
         self._threads = threading.local()
+        self._timer, self._beside = c_void_p(), c_void_p()  # a kernel that only lasts, and a stream for it
         self._call("cuInit", 0)
         self._call("cuDevicePrimaryCtxRetain", byref(self._context), c_int(ordinal))
 
@@ -59,14 +62,32 @@ class Device:
         self._call("cuMemFree_v2", c_uint64(address_of(array)))
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The block is one kernel: this thread and its OpenMP threads run it, while the card lets them."""
+    def step(self, least_us: int = 0) -> Iterator[None]:
+        """The block is one kernel: this thread and its OpenMP threads run it, while the card lets them. It takes
+        `least_us` of the card's time where the processor is done sooner: as long as a card would for a larger model.
+        """
         self.use()
+        if least_us:
+            self._occupy(least_us)
         self._call("valve_emu_step_begin", self._launch)
         try:
             yield
         finally:
             self._call("valve_emu_step_end")
+            if least_us:  # out of the step: its threads must not be stopped inside the driver
+                self._call("cuStreamSynchronize", self._beside)
+
+    def _occupy(self, us: int) -> None:
+        """Beside what is launched next, on a channel of its own: both run, and are stopped, together."""
+        if not self._beside:
+            module = c_void_p()
+            self._call("cuModuleLoadData", byref(module), c_char_p(b"// valve-emu\n"))
+            self._call("cuModuleGetFunction", byref(self._timer), module, c_char_p(b"emu_spin"))
+            self._call("cuStreamCreate", byref(self._beside), c_int(NON_BLOCKING))
+        value = c_uint64(us)
+        arguments = (c_void_p * 1)(ctypes.addressof(value))
+        grid = [c_int(1)] * 6
+        self._call("cuLaunchKernel", self._timer, *grid, c_int(0), self._beside, arguments, c_void_p())
 
     def synchronize(self) -> None:
         self.use()

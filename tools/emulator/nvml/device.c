@@ -185,3 +185,20 @@ DEVICE_CALL(nvmlDeviceGetTemperature, int sensor, unsigned *celsius)
 	(void)sensor;
 	return NVML_NOT_SUPPORTED;
 }
+
+/* Cards behind one bridge, without NVLink. */
+DEVICE_CALL(nvmlDeviceGetTopologyCommonAncestor, nvml_device_t other, unsigned *level)
+{
+	CHECK(level);
+	if (board_check(other))
+		return board_check(other);
+	*level = other == device ? 0 : 30;
+	return NVML_SUCCESS;
+}
+
+DEVICE_CALL(nvmlDeviceGetNvLinkState, unsigned link, unsigned *active)
+{
+	CHECK(active);
+	(void)link;
+	return NVML_NOT_SUPPORTED;
+}

@@ -19,6 +19,7 @@ DECLARE(nvmlDeviceGetCount_v2, unsigned *count)
 DECLARE(nvmlDeviceGetHandleByIndex_v2, unsigned index, nvml_device_t *device)
 DECLARE(nvmlDeviceGetHandleByUUID, const char *uuid, nvml_device_t *device)
 DECLARE(nvmlDeviceGetHandleByPciBusId_v2, const char *bus_id, nvml_device_t *device)
+DECLARE(nvmlEventSetCreate, void **set)
 NVML_API const char *nvmlErrorString(nvml_return_t code);
 
 static nvml_return_t copy_text(char *out, unsigned size, const char *text)
@@ -152,6 +153,12 @@ nvml_return_t nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, nvml_device_t
 			return nvmlDeviceGetHandleByIndex_v2(i, device);
 	}
 	return bus_id && device ? NVML_NOT_FOUND : NVML_INVALID_ARGUMENT;
+}
+
+/* Who watches for faults, as NVIDIA's device plugin does, goes on without. */
+nvml_return_t nvmlEventSetCreate(void **set)
+{
+	return set ? NVML_NOT_SUPPORTED : NVML_INVALID_ARGUMENT;
 }
 
 const char *nvmlErrorString(nvml_return_t code)
