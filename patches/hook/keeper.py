@@ -1,8 +1,9 @@
 """The hook's one state machine, the same for every engine: read the table, act on losses, keep the book.
 
 An engine's adapter (`Engine`) carries out what is decided here in the engine's own terms. Nothing raised inside reaches
-the engine: a failure while acting on a loss falls back to the coarse way once, and then lets go of valved for good
-(mode NONE: nothing is reclaimed from this engine any more).
+the engine: a failure while acting on a loss falls back to the coarse way once. After a second one nothing is reclaimed
+from this engine any more (mode NONE); what valved had begun to take by then ends requests with an error, for nobody can
+vouch for their tokens, and blocks without memory stay withheld.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_hook.ledger import Held, Ledger
-from valve_hook.link import Link, Session
-from valve_hook.losses import Verdict, spread
+from valve_hook.ledger import Ledger
+from valve_hook.link import Session
 from valve_hook.shared import Blocks, Change
 from valve_hook.wire import Mode
 
@@ -40,7 +40,10 @@ class Engine(Protocol):
         """They may be handed out again."""
 
     def reset(self) -> int:
-        """The coarse way: everybody back to waiting, the prefix cache emptied. Nothing is withheld then."""
+        """The coarse way: everybody back to waiting, the prefix cache emptied."""
+
+    def abandon(self) -> int:
+        """The last way: whoever holds blocks ends with an error, its output in flight dropped. How many requests."""
 
     def arrange(self, column_of: Blocks) -> None:
         """Hand out free blocks column by column from now on."""
@@ -50,6 +53,15 @@ class Engine(Protocol):
 
     def gauges(self) -> tuple[int, int, int, int]:
         """(blocks in use, blocks wanted, requests running, requests waiting)."""
+
+
+class Linked(Protocol):
+    """The link, or what stands for it where several schedulers decide alike."""
+
+    @property
+    def session(self) -> Session | None: ...
+
+    def need(self, wanted_blocks: int) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,17 +77,18 @@ class Receipts:
 
 @dataclass(slots=True, kw_only=True)
 class Keeper:
-    link: Link
+    link: Linked
     engine: Engine
     ledger: Ledger
     blocks: int
     mode: Mode
+    agree: Callable[[bool], bool] = bool  # whether all went well for everybody who decides alike; alone: for us
+    lends: bool = True  # False: valved is told NONE; what it had begun by then is acted on in `mode` all the same
     receipts: Receipts = field(default_factory=Receipts)
     withheld: Mask = field(init=False)
     offered: Mask = field(init=False)
     session: Session | None = None
     steps: int = 0
-    events: int = 0
     _asked: int = 0
     _backed: int = 0
     _column_blocks: list[Blocks] = field(default_factory=list)
@@ -86,16 +99,16 @@ class Keeper:
         self._backed = self.blocks
 
     @property
-    def is_alive(self) -> bool:
-        return self.mode is not Mode.NONE
+    def told_mode(self) -> Mode:
+        return self.mode if self.lends else Mode.NONE
 
     def sync(self) -> bool:
         """Act on what valved has changed since the last call; whether anything was. Costs two loads if nothing was."""
-        if self.link.session is not self.session and self.is_alive:
+        if self.link.session is not self.session:
             self._adopt(self.link.session)
             return True
         session = self.session
-        if session is None or not session.table.has_news or not self.is_alive or session.table.is_detached:
+        if session is None or not session.table.has_news or session.table.is_detached:
             return False
         self._safely(session, session.table.read())
         return True
@@ -103,14 +116,14 @@ class Keeper:
     def peek(self) -> Blocks:
         """What was lost that the next `sync` will act on."""
         session = self.session
-        if session is None or not session.table.has_news or not self.is_alive or session.table.is_detached:
+        if session is None or not session.table.has_news or session.table.is_detached:
             return np.zeros(0, dtype=np.uint32)
         return np.flatnonzero(session.table.changed() & ~self.withheld).astype(np.uint32)
 
     def hit(self, lost: Blocks) -> frozenset[str]:
         """Whom this loss hits, those who have left among them. Nothing is done yet."""
-        holders, _, verdict = self._judge(lost)
-        return frozenset(holders[index].request for index in verdict.hit)
+        judgement = self.ledger.judge(lost, self.blocks)
+        return judgement.left.union(judgement.running)
 
     def publish(self) -> None:
         """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some."""
@@ -119,7 +132,7 @@ class Keeper:
         if session is None:
             return
         used, wanted, running, waiting = self.engine.gauges()
-        session.book.write_gauges(self.mode, used, wanted, self.steps)
+        session.book.write_gauges(self.told_mode, used, wanted, self.steps)
         receipts = self.receipts
         session.book.write_receipts(
             receipts.lost_blocks,
@@ -130,7 +143,7 @@ class Keeper:
             running,
             waiting,
         )
-        if not self.is_alive or session.table.is_detached:
+        if self.told_mode is Mode.NONE or session.table.is_detached:
             return
         if self._backed > session.table.target_blocks:
             self._offer(session)
@@ -140,18 +153,20 @@ class Keeper:
 
     def give_up(self, why: str) -> None:
         """The engine began what the hook cannot follow: nothing is reclaimed from it any more."""
-        if self.is_alive:
+        if self.told_mode is not Mode.NONE:
             log.warning("valve: nothing is reclaimed from this engine any more: %s", why)
-            self.mode = Mode.NONE
+            self.lends = False
             if self.session is not None:
                 self._let_go(self.session)
 
-    def guard(self, action: Callable[[], None]) -> None:
-        """Run a part of the hook; the engine never sees what it raises."""
+    def guard(self, action: Callable[[], None]) -> bool:
+        """Run a part of the hook, and whether it went well; the engine never sees what it raises."""
         try:
             action()
+            return True
         except Exception:
             self.fail(f"{getattr(action, '__name__', action)} failed")
+            return False
 
     def fail(self, what: str) -> None:
         self.receipts.failures += 1
@@ -176,44 +191,41 @@ class Keeper:
             self.engine.arrange(column_of)
         except Exception:
             self.fail("attaching failed")
-            self._let_go(session)
-            return
+            self.mode = Mode.NONE
         had = ~(self.withheld & ~self.offered)
         self.offered[:] = False
         self._safely(session, session.table.begin(had))
 
     def _safely(self, session: Session, change: Change) -> None:
-        """Act, if need be the coarse way; on a second failure let go."""
-        for mode in (Mode.FULL, Mode.COARSE):
+        """Act, if need be the coarse way; on a second failure let go, and act the last way."""
+        lost = change.lost[~self.withheld[change.lost]]  # what is withheld holds nothing
+        for mode in (Mode.FULL, Mode.COARSE, Mode.NONE):
             if self.mode < mode:
                 continue
             try:
-                self._act(change, mode)
-                break
+                self._act(change, lost, mode)
+                has_acted = True
             except Exception:
                 self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
-                self.mode = Mode(mode - 1)
-        if not self.is_alive:
+                has_acted = False
+            if self.agree(has_acted):
+                break
+            self.mode = Mode(max(mode - 1, Mode.NONE))
+        if self.mode is Mode.NONE:
             self._let_go(session)
-            return
         self._asked = 0
         session.book.acknowledge(change.epoch)
 
     def _let_go(self, session: Session) -> None:
-        self.mode = Mode.NONE
         session.book.write_gauges(Mode.NONE, 0, 0, self.steps)
 
-    def _act(self, change: Change, mode: Mode) -> None:
+    def _act(self, change: Change, lost: Blocks, mode: Mode) -> None:
         """The order matters: preempt, so that blocks come free; forget, so that nobody finds them; then withhold."""
-        self.events += 1
-        lost = change.lost[~self.withheld[change.lost]]  # what is withheld holds nothing
-        if mode is Mode.COARSE and len(lost):
-            self.engine.release(np.flatnonzero(self.withheld).astype(np.uint32))
-            self.withheld[:] = False
-            self.receipts.hit_requests += self.engine.reset()
-            self.receipts.lost_blocks += len(lost)
-        elif len(lost):
+        if len(lost) and mode is Mode.FULL:
             self._discard(lost)
+        elif len(lost):
+            self.receipts.lost_blocks += len(lost)
+            self.receipts.hit_requests += self.engine.reset() if mode is Mode.COARSE else self._abandon()
         self._unoffer(change.lost)
         should = ~change.backed | self.offered
         withhold, release = np.flatnonzero(should & ~self.withheld), np.flatnonzero(~should & self.withheld)
@@ -223,34 +235,22 @@ class Keeper:
         self.withheld[release] = False
         self._backed = self.blocks - int(np.count_nonzero(self.withheld))
 
-    def _judge(self, lost: Blocks) -> tuple[list[Held], int, Verdict]:
-        holders, present = self.ledger.holders()
-        verdict = spread(
-            lost,
-            [held.blocks for held in holders],
-            lambda index: self.ledger.first_written(holders[index]),
-            self.ledger.copies(),
-            self.blocks,
-        )
-        return holders, present, verdict
+    def _abandon(self) -> int:
+        """Even if it fails: what has no memory is to be withheld."""
+        try:
+            return self.engine.abandon()
+        except Exception:
+            self.fail("ending requests with an error failed")
+            return 0
 
     def _discard(self, lost: Blocks) -> None:
-        holders, present, verdict = self._judge(lost)
-        running = {holders[index].request: holders[index] for index in verdict.hit if index < present}
-        left = {holders[index].request for index in verdict.hit if index >= present}
-        computed = self.engine.discard(running.keys(), left)
-        self.receipts.lost_blocks += self.engine.forget(verdict.bad)
+        judgement = self.ledger.judge(lost, self.blocks)
+        computed = self.engine.discard(judgement.running.keys(), judgement.left)
+        self.receipts.lost_blocks += self.engine.forget(judgement.bad)
         self.receipts.hit_requests += len(computed)
-        bad = np.zeros(self.blocks + 1, dtype=bool)
-        bad[verdict.bad] = True
-        for request, tokens in computed.items():
+        for request, tokens in computed.items():  # what has to be computed again: everything behind the first bad block
             self.ledger.dismiss(request)
-            self.receipts.lost_tokens += self._lost_tokens(running[request], bad, tokens)
-
-    def _lost_tokens(self, held: Held, bad: Mask, computed: int) -> int:
-        """What has to be computed again: everything behind the first bad block."""
-        sound = int(np.argmax(bad[np.minimum(np.array(held.blocks, dtype=np.uint32), self.blocks)]))
-        return max(0, computed - sound * self.ledger.block_tokens)
+            self.receipts.lost_tokens += max(0, tokens - judgement.running[request] * self.ledger.block_tokens)
 
     # ---- parts of publish ----
 

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from valve_hook.losses import NOTHING_WRITTEN
-from valve_hook.shared import Book
+import numpy as np
+from numpy.typing import NDArray
+from valve_hook.losses import NOTHING_WRITTEN, spread
+from valve_hook.shared import Blocks, Book
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +26,15 @@ class Held:
     request: str
     blocks: array[int]
     row: int  # in the book; -1: there was no room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Whom a loss hits."""
+
+    running: dict[str, int]  # who holds blocks now: how many of them, from the first, are sound
+    left: frozenset[str]  # who held them when a step in flight was launched
+    bad: Blocks  # every block whose content must not be used
 
 
 @dataclass(kw_only=True)
@@ -115,6 +126,18 @@ class Ledger:
             while self.steps and self.steps.popleft().key is not key:
                 pass
 
+    def judge(self, lost: Blocks, blocks: int) -> Judgement:
+        holders, present = self.holders()
+        tables = [held.blocks for held in holders]
+        verdict = spread(lost, tables, lambda index: self.first_written(holders[index]), self.copies(), blocks)
+        bad = np.zeros(blocks + 1, dtype=bool)
+        bad[verdict.bad] = True
+        return Judgement(
+            running={holders[at].request: _sound(tables[at], bad) for at in verdict.hit if at < present},
+            left=frozenset(holders[at].request for at in verdict.hit if at >= present),
+            bad=verdict.bad,
+        )
+
     def holders(self) -> tuple[list[Held], int]:
         """Everybody a loss can hit: those who hold blocks now, and from the returned index on those who have left."""
         now = list(self.held.values())
@@ -139,3 +162,7 @@ class Ledger:
         held.row = self._free_rows.pop() if self._free_rows else -1
         if self.book is not None and held.row >= 0:
             self.book.open_row(held.row, hash(held.request) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
+
+
+def _sound(table: array[int], bad: NDArray[np.bool_]) -> int:
+    return int(np.argmax(bad[np.minimum(np.array(table, dtype=np.uint32), len(bad) - 1)]))

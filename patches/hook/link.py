@@ -22,10 +22,13 @@ from pathlib import Path
 
 from valve_hook import VERSION, wire
 from valve_hook.shared import Book, Foreign, Region, Table
+from valve_hook.shim import shim_call
 
 log = logging.getLogger("valve")
+ENV_RUN_DIR = "VALVE_RUN_DIR"
 ENV_ROLE = "VALVE_ROLE"  # what `valve run` was asked for: a hint how long to wait, nothing else
 RETRY_S = 2.0
+REFUSED_S = 60.0  # until a layout that was refused is told again
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
 LOOK_S = 0.1
 GONE_S = 30.0  # so long a first step waits for a valved that is being started again, or for its ranks
@@ -109,7 +112,7 @@ class Session:
 
 def socket_path() -> Path | None:
     """The order of the shim: VALVE_RUN_DIR, /run/valve, the user's run folder. None: there is no valved here."""
-    asked = os.environ.get("VALVE_RUN_DIR")
+    asked = os.environ.get(ENV_RUN_DIR)
     if asked:
         return Path(asked, "link.sock")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -125,6 +128,7 @@ class Link:
     path: Path
     retry_s: float = RETRY_S
     gone_s: float = GONE_S
+    is_preloaded: bool = True  # the shim is here: the engine's cache may have no memory yet
     region: Region | None = None
     session: Session | None = None
     role: int = 0
@@ -138,6 +142,8 @@ class Link:
     _seq: int = 0
     _renew_s: float = RENEW_S
     _has_memory: bool = False
+    _again_at: float | None = None  # when to tell a refused layout again
+    _refused: Layout | None = None  # and said so, once
     _has_failed: bool = False  # and said so, once
     _is_waiting: bool = False  # somebody waits for `_answered`
     _poke: threading.Event = field(default_factory=threading.Event)
@@ -153,13 +159,14 @@ class Link:
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
         """Ask for the table and wait for valved's answer, once: a cache whose memory is valved's may have none until
         then, and what a step computes from it would be believed. A valved that died comes back; one that waits for
-        the engine's ranks will have heard of them.
+        the engine's ranks will have heard of them. Not so long for a valved that was never there.
         """
         self.wanted = wanted
         self._answered.clear()
         self._is_waiting = True
         self._poke.set()
-        self._answered.wait(max(wait_s, self.gone_s))
+        if not self._answered.wait(wait_s) and (self.is_preloaded or self.connections):
+            self._answered.wait(self.gone_s)
         self._is_waiting = False
         return self.session
 
@@ -234,8 +241,9 @@ class Link:
     def _serve(self, link: socket.socket) -> None:
         """Tell what is new, renew the hint, and notice that valved is gone."""
         while not self._stop:
-            if self._told != (self.layout, self.wanted):
+            if self._told != (self.layout, self.wanted) or self._is_due():
                 told = self.layout, self.wanted
+                self._again_at = None
                 if self._has_memory:
                     self._tell(*told)
                 self._told = told
@@ -271,9 +279,20 @@ class Link:
             close(fds)
             status = wire.ACK.unpack(answer)[0] if kind == wire.Message.ACK else -1
             if status:
-                raise NoDaemon(f"KV_LAYOUT was refused: {os.strerror(status)}")
+                self._stay_out(layout, f"KV_LAYOUT was refused: {os.strerror(status)}")
+                return
         if wanted is not None:
             self._attach(wanted)
+
+    def _is_due(self) -> bool:
+        return self._again_at is not None and time.monotonic() >= self._again_at
+
+    def _stay_out(self, layout: Layout | None, why: str) -> None:
+        """valved would say the same in two seconds. Requests are counted on; and it is asked again in a while."""
+        self.said, self._again_at = why, time.monotonic() + REFUSED_S
+        if layout is not self._refused:
+            log.warning("valve: %s; nothing is reclaimed from this process", why)
+        self._refused = layout
 
     def _attach(self, wanted: Attach) -> None:
         body = wire.KV_ATTACH.pack(
@@ -354,6 +373,7 @@ def process_link() -> Link | None:
     pid = os.getpid()
     if pid not in _links:
         patience_s = OFFLINE_GONE_S if os.environ.get(ENV_ROLE) == "offline" else GONE_S
-        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path, gone_s=patience_s)
+        is_preloaded = shim_call("valve_kv_begin") is not None
+        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path, gone_s=patience_s, is_preloaded=is_preloaded)
         _links[pid].start()
     return _links[pid]

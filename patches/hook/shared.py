@@ -45,25 +45,30 @@ class Table:
     """Which blocks have memory. Nothing happened costs one word."""
 
     def __init__(self, fd: int, size: int) -> None:
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        head = wire.TABLE_HEAD.unpack_from(self._map)
+        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        head = wire.TABLE_HEAD.unpack_from(self.map)
         magic, abi, stated, self.blocks, self.block_tokens, self.columns, entries_at, columns_at = head
         end = max(entries_at, columns_at) + 4 * self.blocks
         if magic != wire.TABLE_MAGIC or abi != wire.KV_ABI or stated > size or end > stated:
             raise Foreign(f"table: magic {magic:#x}, abi {abi}, {self.blocks} blocks in {stated} of {size} bytes")
-        self._words = np.frombuffer(self._map, dtype=np.uint64, count=2, offset=wire.TABLE_EPOCH)
-        self._entries = np.frombuffer(self._map, dtype=np.uint32, count=self.blocks, offset=entries_at)
-        self.column_of = np.frombuffer(self._map, dtype=np.uint32, count=self.blocks, offset=columns_at).copy()
+        self._words = np.frombuffer(self.map, dtype=np.uint64, count=2, offset=wire.TABLE_EPOCH)
+        self._entries = np.frombuffer(self.map, dtype=np.uint32, count=self.blocks, offset=entries_at)
+        self.column_of = np.frombuffer(self.map, dtype=np.uint32, count=self.blocks, offset=columns_at).copy()
         if self.blocks and int(self.column_of.max()) >= max(1, self.columns):
             raise Foreign(f"table: a block in column {int(self.column_of.max())} of {self.columns}")
-        self._epoch = memoryview(self._map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
-        self._slow = memoryview(self._map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_DETACHED + 4].cast("I")
+        self._epoch = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
+        self._slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_DETACHED + 4].cast("I")
         self.seen_epoch = -1
         self.seen = np.zeros(self.blocks, dtype=np.uint32)
 
     @property
     def has_news(self) -> bool:
         return self._epoch[0] != self.seen_epoch
+
+    @property
+    def slow_words(self) -> tuple[int, int, int]:
+        """Backed and target blocks, and whether valved has let go."""
+        return self._slow[0], self._slow[1], self._slow[2]
 
     @property
     def backed_blocks(self) -> int:

@@ -1,1 +1,1 @@
-"""SGLang: a plugin on its hook registry (plugin.py), and its scheduler in the hook's terms (engine.py). Coarse."""
+"""SGLang: a plugin on its hook registry (plugin.py), and its scheduler in the hook's terms (engine.py)."""

@@ -14,6 +14,7 @@ from valve_hook.link import Attach, Link, process_link
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
+from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
 from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
@@ -25,38 +26,51 @@ _current: SchedulerHook | None = None  # one scheduler per process
 class SchedulerHook:
     """One per Scheduler."""
 
-    def __init__(self, scheduler: Any, link: Link, version: str, mode: Mode) -> None:
-        self.link = link
-        self.engine = SglangEngine(scheduler)
-        pages, tokens = self.engine.pages, self.engine.page_tokens
-        self.keeper = Keeper(link=link, engine=self.engine, ledger=self.engine.ledger, blocks=pages, mode=mode)
+    def __init__(self, scheduler: Any, ranks: Alone | Ranks, mode: Mode) -> None:
+        self.ranks, self.link = ranks, ranks.link
+        self.engine = engine = SglangEngine(scheduler, ranks.size)
+        self.keeper = Keeper(
+            link=ranks, engine=engine, ledger=engine.ledger, blocks=engine.pages, mode=mode, agree=ranks.agree
+        )
         self.useful_tokens = 0
         self.ended = 0
         self._done: set[int] = set()  # who was done after the last step
+        self._has_looked = False  # since a batch was chosen
+        self._is_well = True
         self._between_steps = shim_call("valve_kv_step")
-        link.register_layout(layout_of(self.engine.allocator.get_kvcache(), pages, tokens))
+        self._layout = layout_of(engine.allocator.get_kvcache(), engine.pages, engine.page_tokens)
+
+    def attach(self, version: str) -> None:
+        """Every rank tells where its pages lie; one asks for the table."""
+        self.link.register_layout(self._layout)
+        if not self.ranks.is_first:
+            return
+        mode, pages = self.keeper.mode, self.engine.pages
         wanted = Attach(
             engine=f"sglang {version}",
             mode=mode,
             blocks=pages,
-            block_tokens=tokens,
+            block_tokens=self.engine.page_tokens,
             rows=1,  # tables of requests are on the device: told to nobody, read only after a loss
             row_blocks=1,
-            ranks=1,
+            ranks=self.ranks.size,
         )
-        session = link.attach(wanted, ATTACH_WAIT_S)
-        state = "attached" if session is not None else f"not attached yet ({link.said or 'no answer'})"
+        session = self.link.attach(wanted, ATTACH_WAIT_S)
+        state = "attached" if session is not None else f"not attached yet ({self.link.said or 'no answer'})"
         log.warning("valve: sglang %s, hook %s, mode %s, %d pages: %s", version, VERSION, mode.name, pages, state)
 
     def before_choose(self) -> None:
         if self._between_steps is not None:
             self._between_steps()  # the shim carries out orders that wait for this place
+        if not self._has_looked:
+            self._look()
+        self._has_looked = False
         dropped = self.engine.retract_dropped()
         self.keeper.sync()
         self.engine.settle(dropped)
         self.engine.look_done()
         self.keeper.publish()
-        if self.link.region is not None:
+        if self.link.region is not None and self.ranks.is_first:
             self.link.region.write(self.engine.open_requests(), self.ended, self.useful_tokens)
 
     def after_choose(self, batch: Any) -> None:
@@ -67,6 +81,7 @@ class SchedulerHook:
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
         self.engine.wait(result)
+        self.guard(self._look)
         names = self._disbelieved(batch)
         undo = self.engine.disbelieve(batch, names) if names else None
         is_prompt = batch.forward_mode.is_extend()
@@ -86,30 +101,46 @@ class SchedulerHook:
 
         return after_result
 
+    def guard(self, action: Callable[[], None]) -> None:
+        self._is_well &= self.keeper.guard(action)
+
+    def _look(self) -> None:
+        """Once between two choices: all ranks see the same until the next."""
+        self._has_looked = True
+        if not self.ranks.look(self._is_well and self.keeper.told_mode is not Mode.NONE):
+            self.keeper.give_up("the hook failed on one of the ranks")
+            self.keeper.mode = Mode.NONE  # what the ranks know may differ by now
+
     def _disbelieved(self, batch: Any) -> Collection[str]:
         """Whose output of this step is dropped; mostly nobody's, and then nobody is looked at one by one."""
+        is_threatened, has_judged = self._is_threatened(), False
+        hit: set[str] = set()
+        names: set[str] = set()
         try:
             step = self.engine.come_in(batch)
-            if not (step.dropped or self._is_threatened()):
+            if not (step.dropped or is_threatened):
                 return ()
             everybody = {each.rid for each in batch.reqs}
             hit = (everybody & self._hit(everybody)) - step.dropped
             if hit and batch.return_logprob and batch.forward_mode.is_extend():
                 hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
             names = hit | step.dropped
+            has_judged = True
         except Exception:
             self.keeper.fail("looking for losses failed")
-            hit = names = {each.rid for each in batch.reqs} if self._is_threatened() else set()
+            self._is_well = False
+        if is_threatened and not self.ranks.agree(has_judged):
+            hit = names = {each.rid for each in batch.reqs}
         self.engine.drop(batch, hit)
         self.keeper.receipts.dropped_tokens += len(names)
         return names
 
     def _is_threatened(self) -> bool:
-        return self.engine.drops_all or self.link.session is not self.keeper.session or len(self.keeper.peek()) > 0
+        return self.engine.drops_all or self.ranks.session is not self.keeper.session or len(self.keeper.peek()) > 0
 
     def _hit(self, everybody: set[str]) -> set[str]:
         keeper = self.keeper
-        if self.engine.drops_all or self.link.session is not keeper.session:
+        if self.engine.drops_all or self.ranks.session is not keeper.session:
             return everybody
         lost = keeper.peek()
         if not len(lost):
@@ -128,12 +159,25 @@ def _hook(scheduler: Any) -> SchedulerHook | None:
 
         link = process_link()
         if link is not None:
-            mode = judge(sglang.__version__, scheduler)
-            hook = scheduler._valve = _current = SchedulerHook(scheduler, link, sglang.__version__, mode)
+            hook = scheduler._valve = _current = _make(scheduler, link, sglang.__version__)
     except Refused as refused:
         log.warning("valve: not attached, nothing is reclaimed from this engine: %s", refused)
     except Exception:
         log.exception("valve: not attached, nothing is reclaimed from this engine")
+    return hook
+
+
+def _make(scheduler: Any, link: Link, version: str) -> SchedulerHook:
+    """All ranks attach or none."""
+    mode, ranks = judge(version, scheduler), ranks_of(scheduler, link)
+    hook = None
+    try:
+        hook = SchedulerHook(scheduler, ranks, mode)
+    finally:
+        is_well = ranks.agree(hook is not None)
+    if not is_well:
+        raise Refused("another rank of this engine could not attach")
+    hook.attach(version)
     return hook
 
 
@@ -142,7 +186,7 @@ def before_choose(scheduler: Any, running_batch: Any, last_batch: Any) -> tuple[
     hook = _hook(scheduler)
     if hook is None:
         return running_batch, last_batch
-    hook.keeper.guard(hook.before_choose)
+    hook.guard(hook.before_choose)
     return scheduler.running_batch, scheduler.last_batch
 
 
@@ -150,7 +194,7 @@ def after_choose(scheduler: Any, batch: Any) -> None:
     """Last thing in it: note what this step reads and writes."""
     hook = _hook(scheduler)
     if hook is not None and batch is not None and batch.reqs:
-        hook.keeper.guard(lambda: hook.after_choose(batch))
+        hook.guard(lambda: hook.after_choose(batch))
 
 
 def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]:
@@ -163,7 +207,7 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
     """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
-    if _current is None or not _current.engine.withheld:
+    if _current is None or not _current.engine.withheld_pages:
         return retracted, aborted
     kept = [each for each in aborted if each.beam_group is None]
     for request in kept:

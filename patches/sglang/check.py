@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from valve_hook import VERSION
+from valve_hook.link import ENV_RUN_DIR
 from valve_hook.wire import Mode
 
 SUPPORTED = ("0.5.23",)
@@ -56,7 +58,11 @@ def refuse_configuration(config: Any) -> None:
     """What its arguments say, which is known before there is a scheduler."""
     _refuse(
         {
-            "tensor parallelism (every rank schedules for itself)": config.tp_size > 1,
+            "an engine over several nodes": config.nnodes > 1,
+            f"tensor parallelism without {ENV_RUN_DIR} (ranks could find a valved or none, each for itself)": (
+                config.tp_size > 1 and not os.environ.get(ENV_RUN_DIR)
+            ),
+            "expert or context parallelism": max(config.ep_size, config.attn_cp_size, config.dcp_size) > 1,
             "pipeline parallelism": config.pp_size > 1,
             "data parallelism": config.dp_size > 1,
             "hierarchical cache": config.enable_hierarchical_cache,

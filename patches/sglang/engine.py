@@ -31,8 +31,9 @@ OFFER_EVERY = 16  # steps between two looks for free columns: each reads the fre
 class SglangEngine:
     """`valve_hook.keeper.Engine` over a Scheduler. Blocks are pages; page 0 is padding."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, ranks: int = 1) -> None:
         self.scheduler = scheduler
+        self.ranks = ranks
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.tree = scheduler.tree_cache
         self.page_tokens = int(self.allocator.page_size)
@@ -42,7 +43,8 @@ class SglangEngine:
             requests=lambda: list(self._holding().values()),
             page_table=scheduler.req_to_token_pool.req_to_token,
         )
-        self.withheld: set[int] = set()
+        self.withheld = np.zeros(self.pages, dtype=bool)
+        self.withheld_pages = 0
         self.drops_all = False
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self._column_of = np.zeros(self.pages, dtype=np.int64)
@@ -74,17 +76,20 @@ class SglangEngine:
         return before
 
     def withhold(self, blocks: Blocks) -> None:
-        new = set(blocks.tolist()) - self.withheld - {0}
-        self.withheld |= new
+        new = blocks[(blocks != 0) & ~self.withheld[blocks]]
+        if not len(new):
+            return
+        self._note(new, is_withheld=True)
         gone = self._filter_free_pages()
         if gone != len(new):
-            self.withheld -= new
+            self._note(new, is_withheld=False)
             raise RuntimeError(f"{len(new) - gone} pages without memory are in use by nobody we know")
 
     def release(self, blocks: Blocks) -> None:
-        back = sorted(set(blocks.tolist()) & self.withheld)
-        self.withheld -= set(back)
-        self._hand_out(np.concatenate((self._free_pages(), np.array(back, dtype=np.int64))))
+        back = blocks[self.withheld[blocks]]
+        if len(back):
+            self._note(back, is_withheld=False)
+            self._hand_out(np.concatenate((self._free_pages(), back.astype(np.int64))))
 
     def reset(self) -> int:
         """Retract everybody, the in-flight step's requests among them; empty the cache; go on."""
@@ -99,10 +104,20 @@ class SglangEngine:
             self.drops_all = False
         self.retract_dropped()
         self.ledger.flying.clear()
+        if self.ranks > 1:  # one of them may have failed half way: all queues are alike again
+            scheduler.waiting_queue.sort(key=lambda each: each.rid)
         if not scheduler.flush_cache(empty_cache=False):
             raise RuntimeError("the cache could not be flushed with everybody retracted")
         scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return len(scheduler.waiting_queue)
+
+    def abandon(self) -> int:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        holding = list(self._holding().values())
+        for each in holding:
+            each.to_finish = FINISH_ABORT("its KV memory was taken, and could not be computed again")
+        return len(holding)
 
     def arrange(self, column_of: Blocks) -> None:
         """Free pages are sorted by number at each event, which is by column."""
@@ -121,7 +136,7 @@ class SglangEngine:
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler = self.scheduler
         free = self.allocator.available_size() // self.page_tokens
-        used = self.pages - 1 - free - len(self.withheld)
+        used = self.pages - 1 - free - self.withheld_pages
         wanted = used + sum(
             -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
             for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
@@ -132,7 +147,7 @@ class SglangEngine:
 
     def launch(self, batch: Any) -> None:
         """Two steps are in flight at most; should one's output never come, its rows are not kept for ever."""
-        self.ledger.flying = [*self.ledger.flying[-3:], launched(batch)]
+        self.ledger.flying = [*self.ledger.flying[-3:], launched(batch, self.page_tokens)]
 
     def wait(self, result: Any) -> None:
         """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only
@@ -195,10 +210,14 @@ class SglangEngine:
     def clear(self) -> None:
         """SGLang's own flush hands out all pages again."""
         self._clear()
-        if self.withheld:
+        if self.withheld_pages:
             self._filter_free_pages()
 
     # ---- parts ----
+
+    def _note(self, pages: Blocks, *, is_withheld: bool) -> None:
+        self.withheld[pages] = is_withheld
+        self.withheld_pages += len(pages) if is_withheld else -len(pages)
 
     def _holding(self) -> dict[str, Any]:
         """Who holds pages and is not done, by name; in the order in which they run."""
@@ -276,7 +295,7 @@ class SglangEngine:
     def _filter_free_pages(self) -> int:
         """How many pages were taken off the free list."""
         free = self._free_pages()
-        is_held = np.isin(free, np.array(sorted(self.withheld), dtype=np.int64))
+        is_held = self.withheld[free]
         self._hand_out(free[~is_held])
         return int(is_held.sum())
 
@@ -286,7 +305,7 @@ class SglangEngine:
 
     def _hand_out(self, pages: Any) -> None:
         """From now on, lowest first; and the idle leak check is told how many there are."""
-        self.allocator.free_pages = self.allocator.free_pages.new_tensor(np.sort(pages))
+        self.allocator.free_pages = self.allocator.free_pages.new_tensor(np.sort(pages, kind="stable"))
         checker = getattr(self.scheduler, "invariant_checker", None)
         if checker is not None:
-            checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - len(self.withheld) * self.page_tokens
+            checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - self.withheld_pages * self.page_tokens

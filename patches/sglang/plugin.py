@@ -6,11 +6,12 @@ makes them, and the shim's bracket around the one that allocates the KV buffers.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from valve_hook.link import socket_path
+from valve_hook.link import ENV_RUN_DIR, socket_path
 from valve_hook.sglang import calls, memory
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -50,8 +51,10 @@ def around_retract(original: Callable[..., Any], batch: Any) -> Any:
 
 
 def register() -> None:
-    if socket_path() is None:
+    path = socket_path()
+    if path is None:
         return
+    os.environ.setdefault(ENV_RUN_DIR, str(path.parent))  # the ranks that this process starts find the same
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", around_result, HookType.AROUND)

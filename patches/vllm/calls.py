@@ -5,7 +5,6 @@ source patch calls them by name.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +34,7 @@ class SchedulerHook:
         )
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
-        self._idle = threading.Lock()
-        self._is_idle = False  # written under the lock; the engine's thread touches no block while it is True
+        self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
         row_blocks = min(MAX_ROW, blocks, -(-int(scheduler.max_model_len) // self.engine.block_tokens) + 1)
@@ -56,14 +54,14 @@ class SchedulerHook:
         log.warning("valve: %s, hook %s, mode %s, %d blocks: %s", engine, VERSION, mode.name, blocks, state)
 
     def before_schedule(self) -> None:
-        with self._idle:
+        with self.engine.lock:
             self._is_idle = False
         if self.keeper.sync():
             self._dropping = len(self.ledger.steps)
 
     def while_idle(self) -> None:
         """On the link's thread: an engine without requests takes no step, but gives back what valved asks for."""
-        with self._idle:
+        with self.engine.lock:
             if self._is_idle and not self.scheduler.requests:
                 self.keeper.guard(self._look)
 
@@ -73,14 +71,23 @@ class SchedulerHook:
 
     def after_schedule(self, output: Any) -> None:
         self.engine.record(self.ledger, output)
+        if any(self.scheduler.requests[new.req_id].resumable for new in output.scheduled_new_reqs):
+            self.keeper.give_up("a streaming-input session keeps its blocks while it waits for input")
         self.keeper.publish()
-        self._is_idle = not self.scheduler.requests and not self.ledger.steps
+        self._note_idle()
         self.progress.after_schedule(output)
 
+    def _note_idle(self) -> None:
+        """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
+        with self.engine.lock:
+            self._is_idle = not self.scheduler.requests and not self.ledger.steps
+
     def before_update(self, output: Any, result: Any) -> None:
-        if self.keeper.sync():
-            self._dropping = len(self.ledger.steps)
+        with self.engine.lock:  # an empty step is believed while the engine counts as idle
+            if self.keeper.sync():
+                self._dropping = len(self.ledger.steps)
         self.ledger.believe(output)
+        self._note_idle()
         dropped: list[str] = []
         if self._dropping:
             self._dropping -= 1
@@ -119,11 +126,11 @@ def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | Progress | None:
 
 def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
     try:
-        engine, mode = check.judge(scheduler)
+        engine = check.judge(scheduler)
     except check.MemoryRefused as refused:
         log.warning("valve: requests and tokens are reported, nothing is reclaimed from this engine: %s", refused)
         return Progress(scheduler, link)
-    return SchedulerHook(scheduler, link, mode, engine)
+    return SchedulerHook(scheduler, link, Mode.FULL, engine)
 
 
 def _run(hook: SchedulerHook | Progress, what: str, action: Callable[..., None], *arguments: Any) -> None:

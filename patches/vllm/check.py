@@ -13,20 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from valve_hook import VERSION
-from valve_hook.wire import Mode
 
-OLDEST = (0, 14)  # reset_prefix_cache(reset_running_requests=True)
-FULL_FROM = (0, 29)  # num_stale_output_tokens and drop_stale_output
+OLDEST = (0, 29)  # num_stale_output_tokens and drop_stale_output; one backing tensor with strides
 NEWEST = (0, 33)
 ENV_UNTESTED = "VALVE_HOOK_UNTESTED"  # set to 1: try a release newer than NEWEST
 
-SCHEDULER_NAMES = ("requests", "running", "waiting", "kv_cache_manager", "block_size", "max_num_running_reqs")
-FULL_NAMES = ("prev_step_scheduled_req_ids", "reset_preempted_req_ids", "_preempt_request")
+SCHEDULER_NAMES = (
+    *("requests", "running", "waiting", "kv_cache_manager", "block_size", "max_num_running_reqs"),
+    *("prev_step_scheduled_req_ids", "reset_preempted_req_ids", "_preempt_request", "grammar_compile_error_reqs"),
+)
 POOL_NAMES = ("blocks", "null_block", "free_block_queue", "num_gpu_blocks", "touch", "free_blocks", "evict_blocks")
-OUTPUT_FIELDS = {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"}
-FULL_OUTPUT_FIELDS = {"preempted_req_ids", "kv_cache_block_copies"}
+OUTPUT_FIELDS = {
+    *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "finished_req_ids"),
+    *("preempted_req_ids", "kv_cache_block_copies"),
+}
 CACHED_FIELDS = {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}
-REQUEST_FIELDS = {"request_id", "num_computed_tokens", "num_stale_output_tokens", "drop_stale_output"}
+REQUEST_FIELDS = {"request_id", "num_computed_tokens", "num_stale_output_tokens", "drop_stale_output", "resumable"}
 
 
 class Refused(Exception):
@@ -49,28 +51,34 @@ def _range() -> str:
     return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
-def mode_of(version: str) -> Mode:
-    """What this release offers, by its number alone."""
+def refuse_version(version: str) -> None:
+    """By its number alone."""
     release = parse(version)
     if release < OLDEST or (release > NEWEST and os.environ.get(ENV_UNTESTED) != "1"):
         step = f"; {ENV_UNTESTED}=1 tries all the same" if release > NEWEST else ""
         raise Refused(f"vLLM {version}, and valve_hook {VERSION} knows {_range()}{step}")
-    return Mode.FULL if release >= FULL_FROM else Mode.COARSE
 
 
-def judge(scheduler: Any) -> tuple[str, Mode]:
-    """(engine in words, mode), or Refused."""
+def judge(scheduler: Any) -> str:
+    """The engine in words, or Refused."""
     import vllm
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    mode = mode_of(vllm.__version__)
+    refuse_version(vllm.__version__)
     refuse_configuration(scheduler)
-    missing = missing_names(scheduler, mode)
-    if missing and mode is Mode.FULL:
-        mode, missing = Mode.COARSE, missing_names(scheduler, Mode.COARSE)
+    refuse_scheduler_class(type(scheduler), Scheduler)
+    missing = missing_names(scheduler)
     if missing:
         raise Refused(f"vLLM {vllm.__version__} lacks {', '.join(missing)} (valve_hook {VERSION})")
     toy_pool()
-    return f"vllm {vllm.__version__}", mode
+    return f"vllm {vllm.__version__}"
+
+
+def refuse_scheduler_class(given: type, known: type) -> None:
+    """One that replaces what the hook sits in may never call it, and then nobody heeds the table."""
+    replaced = [name for name in ("schedule", "update_from_output") if getattr(given, name) is not getattr(known, name)]
+    if replaced:
+        raise MemoryRefused(f"a scheduler class with a {replaced[0]} of its own ({given.__name__}) is not supported")
 
 
 def refuse_configuration(scheduler: Any) -> None:
@@ -82,6 +90,7 @@ def refuse_configuration(scheduler: Any) -> None:
         has_connector=getattr(scheduler, "connector", None) is not None,
         has_encoder_connector=getattr(scheduler, "ec_connector", None) is not None,
         is_encoder_decoder=bool(getattr(scheduler, "is_encoder_decoder", False)),
+        can_sleep=can_sleep(scheduler.vllm_config),
     )
 
 
@@ -98,7 +107,14 @@ def refuse_for_worker(config: Any, groups: Sequence[Any]) -> None:
         has_connector=config.kv_transfer_config is not None,
         has_encoder_connector=getattr(config, "ec_transfer_config", None) is not None,
         is_encoder_decoder=bool(getattr(config.model_config, "is_encoder_decoder", False)),
+        can_sleep=can_sleep(config),
     )
+
+
+def can_sleep(config: Any) -> bool:
+    """vLLM then makes and unmaps its memory itself, with the same driver calls as Valve."""
+    names = ("enable_sleep_mode", "enable_cumem_allocator")
+    return any(getattr(getattr(config, "model_config", None), name, False) is True for name in names)
 
 
 def refuse(
@@ -109,6 +125,7 @@ def refuse(
     has_connector: bool,
     has_encoder_connector: bool,
     is_encoder_decoder: bool,
+    can_sleep: bool,
 ) -> None:
     """What cannot be recomputed from a block boundary, or was never tried."""
     reasons = {
@@ -121,6 +138,7 @@ def refuse(
         "a KV connector (transfer or offload)": has_connector,
         "an encoder-cache connector": has_encoder_connector,
         "an encoder-decoder model": is_encoder_decoder,
+        "sleep mode": can_sleep,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
@@ -136,7 +154,7 @@ def is_full_attention(spec: Any) -> bool:
     return "FullAttentionSpec" in names and "MambaSpec" not in names
 
 
-def missing_names(scheduler: Any, mode: Mode) -> list[str]:
+def missing_names(scheduler: Any) -> list[str]:
     from vllm.v1.core.sched import output
     from vllm.v1.request import Request
 
@@ -146,15 +164,13 @@ def missing_names(scheduler: Any, mode: Mode) -> list[str]:
     fields = {field.name for field in dataclasses.fields(output.SchedulerOutput)}
     cached = {field.name for field in dataclasses.fields(output.CachedRequestData)}
     missing += [f"SchedulerOutput.{name}" for name in sorted(OUTPUT_FIELDS - fields)]
+    missing += [f"CachedRequestData.{name}" for name in sorted(CACHED_FIELDS - cached)]
+    missing += [f"Request.{name}" for name in sorted(REQUEST_FIELDS - set(Request.__init__.__code__.co_names))]
     if "reset_running_requests" not in inspect.signature(scheduler.reset_prefix_cache).parameters:
         missing.append("reset_prefix_cache(reset_running_requests)")
-    if mode is Mode.FULL:
-        missing += [name for name in FULL_NAMES if not hasattr(scheduler, name)]
-        missing += [f"SchedulerOutput.{name}" for name in sorted(FULL_OUTPUT_FIELDS - fields)]
-        missing += [f"CachedRequestData.{name}" for name in sorted(CACHED_FIELDS - cached)]
-        missing += [f"Request.{name}" for name in sorted(REQUEST_FIELDS - set(Request.__init__.__code__.co_names))]
-        if "drop_stale_output" not in inspect.signature(scheduler._preempt_request).parameters:
-            missing.append("_preempt_request(drop_stale_output)")
+    preempt = getattr(scheduler, "_preempt_request", None)
+    if preempt is not None and "drop_stale_output" not in inspect.signature(preempt).parameters:
+        missing.append("_preempt_request(drop_stale_output)")
     return missing
 
 

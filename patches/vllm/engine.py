@@ -13,6 +13,7 @@ The eight hazards of a remap under a running scheduler, and where each is handle
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Sequence
 from itertools import compress
@@ -34,7 +35,7 @@ class VllmEngine:
         self.pool = self.manager.block_pool
         self.block_tokens = int(scheduler.block_size)
         self.withheld: set[int] = set()
-        self.keeps_free_queue = False  # test of what columns are worth
+        self.lock = threading.RLock()  # the engine's thread beside the one that looks while it is idle
         self._columns: ColumnQueue | None = None
         self._column_blocks: list[int] = []
         self._reset_prefix_cache = self.pool.reset_prefix_cache
@@ -80,9 +81,19 @@ class VllmEngine:
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         return running
 
+    def abandon(self) -> int:
+        """With the error of a grammar that does not compile: vLLM tells the client with the next output. Back in the
+        queue until then, so that they publish nothing; whoever waits without blocks computes all anew anyway.
+        """
+        holding = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens > 0}
+        self.scheduler.grammar_compile_error_reqs |= holding
+        try:
+            self.discard(holding, set(self.scheduler.requests))
+        finally:
+            self.pool.evict_blocks({block.block_id for block in self.pool.blocks if not block.is_null})
+        return len(holding)
+
     def arrange(self, column_of: Blocks) -> None:
-        if self.keeps_free_queue:
-            return
         free = self.pool.free_block_queue.get_all_free_blocks()
         self._columns = self.pool.free_block_queue = ColumnQueue(column_of.tolist(), free)
         sizes = [0] * (max(column_of.tolist(), default=0) + 1)
@@ -113,13 +124,14 @@ class VllmEngine:
 
     def reset_prefix_cache(self) -> bool:
         """vLLM refuses while blocks are held, and ours are held for ever: step aside for the call."""
-        held = sorted(self.withheld)
-        self.pool.free_blocks([self.pool.blocks[block] for block in held])
-        try:
-            done: bool = self._reset_prefix_cache()
-        finally:
-            self.pool.touch([self.pool.blocks[block] for block in held])
-        return done
+        with self.lock:
+            held = [self.pool.blocks[block] for block in sorted(self.withheld)]
+            self.pool.free_blocks(held)
+            try:
+                done: bool = self._reset_prefix_cache()
+            finally:
+                self.pool.touch(held)
+            return done
 
     # ---- what a step says ----
 

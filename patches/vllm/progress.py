@@ -25,6 +25,7 @@ class Progress:
         self._link = link
         self.useful_tokens = 0
         self.ended = 0
+        self._gone: set[str] = set()  # ended, and may be in a step in flight
         self._failures = 0
 
     def before_schedule(self) -> None:
@@ -32,6 +33,7 @@ class Progress:
 
     def after_schedule(self, output: Any) -> None:
         self.ended += len(output.finished_req_ids)
+        self._gone |= output.finished_req_ids
         region = self._link.region
         if region is not None:
             region.write(len(self._scheduler.requests), self.ended, self.useful_tokens)
@@ -41,14 +43,18 @@ class Progress:
 
     def count(self, output: Any, result: Any, dropped: Collection[str] = ()) -> int:
         """Take a step's output into the sum. Returns the tokens of requests whose output is `dropped`."""
-        sampled, wasted = result.sampled_token_ids, 0
+        sampled, wasted, requests = result.sampled_token_ids, 0, self._scheduler.requests
+        self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
+        late = [name for name in self._gone if name in output.num_scheduled_tokens and name not in requests]
         if sampled:  # without drafts a row holds one token or none
-            drafts = output.scheduled_spec_decode_tokens
-            wasted = sum(len(sampled[result.req_id_to_index[name]]) for name in dropped)
-            self.useful_tokens += (sum(map(len, sampled)) if drafts else len(sampled) - sampled.count([])) - wasted
+            drafts, row_of = output.scheduled_spec_decode_tokens, result.req_id_to_index
+            wasted = sum(len(sampled[row_of[name]]) for name in dropped)
+            unread = sum(len(sampled[row_of[name]]) for name in late if name not in dropped)
+            tokens = sum(map(len, sampled)) if drafts else len(sampled) - sampled.count([])
+            self.useful_tokens += tokens - wasted - unread
         pooled = getattr(result, "pooler_output", None)
         if pooled:
-            requests, index = self._scheduler.requests, result.req_id_to_index
+            index = result.req_id_to_index
             answered = [name for name in output.num_scheduled_tokens if pooled[index[name]] is not None]
             self.useful_tokens += sum(
                 requests[name].num_prompt_tokens for name in answered if name in requests and name not in dropped

@@ -22,7 +22,7 @@ from typing import Any
 from valve_hook.link import Layout, Tensor, process_link
 from valve_hook.shim import shim_call
 from valve_hook.vllm import check
-from valve_hook.wire import KV_ELASTIC, Mode
+from valve_hook.wire import KV_ELASTIC
 
 log = logging.getLogger("valve")
 MARK = "_valve_wrapped"
@@ -56,14 +56,17 @@ def _fresh_pool() -> contextlib.AbstractContextManager[Any] | None:
 def range_flags(config: Any, groups: Sequence[Any] | None) -> int:
     """Elastic where the scheduler's hook will heed the table: the same judgement, before there is a scheduler."""
     import vllm
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     try:
-        is_known = check.mode_of(vllm.__version__) is not Mode.NONE
+        check.refuse_version(vllm.__version__)
         check.refuse_for_worker(config, groups or ())
+        check.refuse_scheduler_class(config.scheduler_config.get_scheduler_cls(), Scheduler)
         check.toy_pool()
-    except check.Refused:
+    except check.Refused as refused:
+        log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0
-    return KV_ELASTIC if is_known else 0
+    return KV_ELASTIC
 
 
 def tensor_of(base: int, tensor: Any) -> Tensor:

@@ -1,12 +1,13 @@
 """Random reclaims under a real SGLang on CPU: `sglang_campaign.py MODEL FOLDER '{"trials": [...]}'`.
 
-The scheduler lives in a process of its own: this file installs the injector there by SGLang's own plugin registry
-(entry point in the folder that the test mounts), and the fake node runs there too. One JSON line per trial on standard
-output.
+The scheduler lives in a process of its own (each rank in one): this file installs the injector there by SGLang's own
+plugin registry (entry point in the folder that the test mounts), and the fake node runs beside rank 0. One JSON line
+per trial on standard output; a trial may take a protection out of the live engine first.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -16,26 +17,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+IDLE_TURNS = 200  # without memory, until a starved request gets it back
 
 
 class Injector:
-    """In the scheduler's process: takes pages between two layers, fills them with garbage, gives them back later."""
+    """In a scheduler's process: takes pages between two layers, fills them with garbage, gives them back later.
+
+    Every rank draws the same lots and spoils its share of the pages; the node beside rank 0 tells all of them.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         from kv_node import KvNode
 
         folder = Path(os.environ["VALVE_RUN_DIR"])
         self.scheduler = scheduler
-        self.remove = os.environ.get("VALVE_TEST_REMOVE")  # a protection, by its name in sglang_ablations.py
-        self.node = KvNode(folder, columns=16)
+        self.rank, self.ranks = scheduler.tp_group.rank_in_group, scheduler.tp_group.world_size
+        self.node = KvNode(folder, columns=16) if self.rank == 0 else None
         self.plan_file, self.report = folder / "plan.json", folder / "report.json"
+        self.idle_report = folder / "idle.json"
         self.runner = scheduler.tp_worker.model_runner
-        self.pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        self.page = scheduler.token_to_kv_pool_allocator.page_size
-        self.pages = scheduler.token_to_kv_pool_allocator.size // self.page + 1
-        self.calls = self.step = self.events = 0
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.pool = self.allocator.get_kvcache()
+        self.page = self.allocator.page_size
+        self.pages = self.allocator.size // self.page + 1
+        self.calls = self.step = self.began = self.events = self.idle_turns = self.starved = 0
         self.taken: list[tuple[list[int], int]] = []
         self.plan: dict[str, Any] = {}
         self.seen = 0.0
@@ -43,6 +49,9 @@ class Injector:
         self.layers = len(layers)
         for layer in layers:
             layer.register_forward_pre_hook(self._before_layer)
+        self.on_idle, scheduler.on_idle = scheduler.on_idle, self._idle
+
+    # ---- between two layers ----
 
     def _before_layer(self, _module: Any, _arguments: Any) -> None:
         layer = self.calls % self.layers
@@ -50,66 +59,119 @@ class Injector:
         if layer == 0:
             self._begin_step()
         if layer == self.at_layer and self.events < int(self.plan.get("events", 0)):
-            self._take()
+            self._take(self._starving() if self.plan.get("starve") else self._some())
         for pages, _ in self.taken:
             self._fill(pages, garbage=True)
 
     def _begin_step(self) -> None:
         self.step += 1
-        hook = self.scheduler.__dict__.get("_valve")
-        if self.remove and hook is not None:
-            import sglang_ablations
-
-            getattr(sglang_ablations, self.remove)(hook.engine)
-            self.remove = None
         stamp = self.plan_file.stat().st_mtime if self.plan_file.exists() else 0.0
         if stamp != self.seen:
             self.seen, self.plan = stamp, json.loads(self.plan_file.read_text())
-            self.chance, self.events = random.Random(self.plan["seed"]), 0
-        due = [pages for pages, until in self.taken if until <= self.step]
-        self.taken = [entry for entry in self.taken if entry[1] > self.step]
-        for pages in due:
-            self._give(pages)
-        wants = self.plan.get("events", 0) and self.chance.randrange(self.plan.get("every", 8)) == 0
+            self.chance, self.events, self.began = random.Random(self.plan["seed"]), 0, self.step
+            self._remove(self.plan.get("remove"))
+        self._give([pages for pages, until in self.taken if until <= self.step])
+        is_time = self.step - self.began >= self.plan.get("after", 0)
+        wants = is_time and self.plan.get("events", 0) and self.chance.randrange(self.plan.get("every", 4)) == 0
         self.at_layer = self.chance.randrange(self.layers) if wants else -1
-        receipts = self.node.book() if self.node.attached else {}
-        receipts |= {"layout": self._layout_is_told()} if self.node.attached else {}
-        self.report.write_text(json.dumps({"events": self.events, "attached": bool(self.node.attached), **receipts}))
+        if self.node is not None:
+            receipts = self.node.book() if self.node.attached else {}
+            receipts |= {"layout": self._layout_is_told()} if self.node.attached else {}
+            report = {"events": self.events, "attached": bool(self.node.attached), "starved": self.starved, **receipts}
+            self.report.write_text(json.dumps(report))
+
+    def _remove(self, name: str | None) -> None:
+        if name == "everything":
+            self.scheduler._valve = None
+        elif name:
+            import sglang_ablations
+
+            getattr(sglang_ablations, name)(self.scheduler._valve.engine)
 
     def _layout_is_told(self) -> bool:
-        """Every buffer's first page stands where the hook said."""
+        """Every buffer's first page of this rank stands where a hook said."""
         buffers = (*self.pool.k_buffer, *self.pool.v_buffer)
-        expected = [(buffer[0].data_ptr(), buffer[: self.page].numel() * 4) for buffer in buffers]
-        told = [struct.unpack_from("<QQ", body, 56 + 72 * run) for body in self.node.layouts for run in range(16)]
-        return told[: len(expected)] == expected
+        expected = [(buffer[0].data_ptr(), buffer[: self.page].nbytes) for buffer in buffers]
+        told = {struct.unpack_from("<QQ", body, 56 + 72 * run) for body in self.node.layouts for run in range(16)}
+        return set(expected) <= told
 
-    def _take(self) -> None:
+    def _some(self) -> list[int]:
         out = {page for pages, _ in self.taken for page in pages}
         rest = [page for page in range(1, self.pages) if page not in out]
-        most = max(1, len(rest) // 5)
-        pages = self.chance.sample(rest, self.chance.randrange(1, most + 1)) if rest else []
-        if pages:
-            self.events += 1
-            if self.node.attached:  # the control run has no hook
-                self.node.take(pages)
-            self._fill(pages, garbage=True)
-            self.taken.append((pages, self.step + self.plan.get("held", 4)))
+        most = max(1, len(rest) // self.plan.get("share", 40))
+        return self.chance.sample(rest, self.chance.randrange(1, most + 1)) if rest else []
 
-    def _give(self, pages: list[int]) -> None:
-        self._fill(pages, garbage=False)
-        if self.node.attached:
-            self.node.give(pages)
+    def _starving(self) -> list[int]:
+        """All but what the running request holds."""
+        slots = [
+            self.scheduler.req_to_token_pool.req_to_token[each.kv.req_pool_idx, : each.kv.kv_allocated_len]
+            for each in (*self.scheduler.running_batch.reqs, *(self.scheduler.cur_batch_for_debug or _NOBODY).reqs)
+            if each.kv.holds_kv
+        ]
+        held = {int(slot) // self.page for row in slots for slot in row}
+        return [page for page in range(1, self.pages) if page not in held]
+
+    def _take(self, pages: list[int]) -> None:
+        if not pages:
+            return
+        self.events += 1
+        if self.node is not None and self.node.attached:  # the control run has no hook
+            self.node.take(pages)
+        self._fill(pages, garbage=True)
+        self.taken.append((pages, self.step + self.plan.get("held", 4)))
+
+    def _give(self, due: list[list[int]]) -> None:
+        self.taken = [entry for entry in self.taken if entry[0] not in due]
+        for pages in due:
+            self._fill(pages, garbage=False)
+            if self.node is not None and self.node.attached:
+                self.node.give(pages)
 
     def _fill(self, pages: list[int], *, garbage: bool) -> None:
         import torch
 
-        rows = (torch.tensor(pages)[:, None] * self.page + torch.arange(self.page)).flatten()
+        pages = pages[self.rank :: self.ranks] if garbage else pages
+        rows = (torch.tensor(pages, dtype=torch.int64)[:, None] * self.page + torch.arange(self.page)).flatten()
         content = torch.zeros(self.pool.k_buffer[0].shape[1:])
         if garbage:
             content[:] = self.chance.uniform(-3, 3)
             content[..., ::2] *= -1.7
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer[rows] = content
+
+    # ---- with nothing to run ----
+
+    def _idle(self) -> None:
+        """Whoever waits for memory gets it at last; and where all pages are is written down once it is quiet."""
+        self.on_idle()
+        if self.scheduler.waiting_queue and self.taken:
+            self.idle_turns += 1
+            if self.idle_turns == IDLE_TURNS:
+                self.idle_turns, self.starved = 0, self.starved + 1
+                self._give([pages for pages, _ in self.taken])
+            return
+        hook = self.scheduler.__dict__.get("_valve")
+        if self.node is None or hook is None or self.scheduler.waiting_queue:
+            return
+        withheld = {page for page in hook.keeper.withheld.nonzero()[0].tolist() if page}
+        cached = set((self.scheduler.tree_cache.all_values_flatten() // self.page).tolist())
+        state = {
+            "step": self.step,
+            "free": self.allocator.available_size() // self.page,
+            "cached": len(cached),
+            "withheld": len(withheld),
+            "pages": self.pages - 1,
+            "spoilt": len(cached & withheld),
+        }
+        if state != getattr(self, "state", None):
+            self.state = state
+            draft = self.idle_report.with_suffix(".draft")
+            draft.write_text(json.dumps(state))
+            draft.replace(self.idle_report)
+
+
+class _NOBODY:
+    reqs = ()
 
 
 def register() -> None:
@@ -119,7 +181,13 @@ def register() -> None:
     def after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
         scheduler._injector = Injector(scheduler)
 
+    def without_nccl(original: Any, *arguments: Any, **options: Any) -> Any:
+        """A CUDA build of torch on CPU: SGLang would ask NCCL for ranks on a CPU."""
+        return original(*arguments, **{**options, "use_pynccl": False})
+
     HookRegistry.register(SCHEDULER_INIT, after_init, HookType.AFTER)
+    group = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+    HookRegistry.register(group, without_nccl, HookType.AROUND)
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -131,10 +199,22 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     ]
 
 
+def idle_state(folder: Path) -> dict[str, Any]:
+    """Once every page is free, cached or withheld; a leak is what is there at the deadline."""
+    deadline = time.monotonic() + 60
+    while True:
+        state = json.loads((folder / "idle.json").read_text()) if (folder / "idle.json").exists() else {}
+        is_whole = state and state["free"] + state["cached"] + state["withheld"] == state["pages"]
+        if is_whole or time.monotonic() > deadline:
+            return {"idle": state}
+        time.sleep(0.05)
+
+
 def main() -> None:
     model, folder, plan = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     os.environ["VALVE_RUN_DIR"] = str(folder)
     import sglang
+    from fastapi import HTTPException
 
     engine = sglang.Engine(
         model_path=model,
@@ -148,25 +228,36 @@ def main() -> None:
         page_size=plan.get("page", 1),
         chunked_prefill_size=128,
         disable_overlap_schedule=not plan.get("overlap", True),
+        tp_size=plan.get("ranks", 1),
         log_level="warning",
     )
     sampling = [{"temperature": 0, "max_new_tokens": 50 - number % 7, "ignore_eos": True} for number in range(24)]
     work = prompts(1, 24)
 
-    def tokens() -> list[list[int]]:
-        return [answer["output_ids"] for answer in engine.generate(input_ids=work, sampling_params=sampling)]
+    @functools.cache
+    def expected(count: int) -> list[list[int]]:
+        return tokens(count)
 
-    expected = tokens()
+    def tokens(count: int) -> list[list[int]]:
+        try:
+            answers = engine.generate(input_ids=work[:count], sampling_params=sampling[:count])
+        except HTTPException:  # how SGLang reports an abort
+            return [[]] * count
+        return [answer["output_ids"] for answer in answers]
+
     for trial in plan["trials"]:
-        began = time.monotonic()
+        expected(trial.get("requests", 24))
+    for trial in plan["trials"]:
+        began, count = time.monotonic(), trial.get("requests", 24)
         (folder / "plan.json").write_text(json.dumps(trial))
-        got = tokens()
-        (folder / "plan.json").write_text(json.dumps({**trial, "events": 0}))
+        got = tokens(count)
+        (folder / "plan.json").write_text(json.dumps({"seed": 0, "events": 0}))
         report = json.loads((folder / "report.json").read_text())
-        wrong = sum(mine != theirs for mine, theirs in zip(expected, got, strict=True))
-        print(
-            json.dumps({**trial, **report, "wrong": wrong, "seconds": round(time.monotonic() - began, 1)}), flush=True
-        )
+        if "remove" not in trial:
+            report |= idle_state(folder)
+        wrong = sum(mine != theirs for mine, theirs in zip(expected(count), got, strict=True))
+        took = round(time.monotonic() - began, 1)
+        print(json.dumps({**trial, **report, "wrong": wrong, "seconds": took}), flush=True)
     engine.shutdown()
 
 

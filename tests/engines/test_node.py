@@ -8,14 +8,14 @@ import pytest
 from valve_tools.demo.memory import BLOCK_KIB, BLOCKS, PLANES, Plan, start_online
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
-from valve_tools.engines.demo import CONFIG, POOL_MIB, Demo
+from valve_tools.engines.sides import CONFIG, POOL_MIB, Sides
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
-def useful_tokens(demo):
+def useful_tokens(sides):
     """Of the batch, as one answer of valved says; none while it is not back, or over."""
-    batch = demo.services().get("batch")
+    batch = sides.services().get("batch")
     return batch.useful_tokens if batch is not None else 0
 
 
@@ -23,32 +23,24 @@ def test_a_batch_outlives_daemons_and_each_request_is_answered_once(engines, tmp
     """valved is killed and started again, again and again; tokens are those of a run without Valve."""
     with EmulatedNode(tmp_path, config=CONFIG.format(pool_mib=POOL_MIB)) as node:
         node.start_valved()
-        demo = Demo(
-            node=node,
-            folder=tmp_path,
-            python=engines.python,
-            requests=60,
-            prompts=0,
-            rate=0,
-            port=0,
-            say=print,
-        )
-        demo.prepare()
-        alone = demo.finish(demo.start_batch("", "undisturbed"), "undisturbed", 0.0)
-        batch = demo.start_batch("offline", "batch")
-        demo.wait_for_work(batch, "batch")
+        sides = Sides(node=node, folder=tmp_path, python=engines.python)
+        sides.prepare()
+        requests = sides.write_requests(120)[0]
+        alone = sides.finish(sides.start_batch("", "undisturbed", requests), "undisturbed")
+        batch = sides.start_batch("offline", "batch", requests)
+        sides.wait_for_work(batch, "batch")
         restarts = 0
         while batch.poll() is None and restarts < 4:
             node.stop_valved(signal.SIGKILL)
             node.start_valved()
             restarts += 1
-            before = useful_tokens(demo)
+            before = useful_tokens(sides)
             node.wait_for(
-                lambda seen=before: batch.poll() is not None or useful_tokens(demo) > seen,
+                lambda seen=before: batch.poll() is not None or useful_tokens(sides) > seen,
                 "the batch goes on under the new daemon",
                 300.0,
             )
-        ours = demo.finish(batch, "batch", 0.0)
+        ours = sides.finish(batch, "batch")
 
     assert restarts >= 1
     assert {name: len(answers) for name, answers in ours.tokens.items()} == dict.fromkeys(alone.tokens, 1)
@@ -64,17 +56,16 @@ def test_an_online_service_takes_the_batchs_memory_again_and_again(engines, tmp_
     load = ["--trace", tmp_path / "requests.csv", "--duration", plan.seconds, "--decode-us", 4000]
     with EmulatedNode(tmp_path, config=plan.config(tmp_path / "trace.jsonl")) as node:
         node.start_valved()
-        demo = Demo(
-            node=node, folder=tmp_path, python=engines.python, requests=120, prompts=0, rate=0, port=0, say=print
-        )
-        demo.prepare()
-        alone = demo.finish(demo.start_batch("", "undisturbed"), "undisturbed", 0.0)
-        batch = demo.start_batch("offline", "batch")
-        demo.wait_for_work(batch, "batch")
+        sides = Sides(node=node, folder=tmp_path, python=engines.python)
+        sides.prepare()
+        requests = sides.write_requests(120)[0]
+        alone = sides.finish(sides.start_batch("", "undisturbed", requests), "undisturbed")
+        batch = sides.start_batch("offline", "batch", requests)
+        sides.wait_for_work(batch, "batch")
         online = start_online(node, [str(part) for part in (ONLINE, *cache, *load)], tmp_path)
         node.wait_for(lambda: online.poll() is not None, "the online service is done", 600.0)
         reclaims = node.status().memory.reclaims
-        ours = demo.finish(batch, "batch", 0.0)
+        ours = sides.finish(batch, "batch")
 
     assert reclaims > 0
     assert alone.tokens == ours.tokens

@@ -1,4 +1,8 @@
-"""A real SGLang on CPU loses pages in the middle of steps: its tokens are those of an undisturbed run."""
+"""A real SGLang on CPU loses pages in the middle of steps: its tokens are those of an undisturbed run.
+
+Each test starts one engine, which is most of its time, so the trials that take a protection out of the live engine come
+last in it; they must change answers, or the injected garbage bites nobody.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 PATCH = Path(__file__).resolve().parents[2] / "patches" / "sglang" / "scheduler.patch"
 FULL = 2
-TRIALS = [{"seed": seed, "events": 6, "held": held} for seed, held in ((1, 4), (2, 2), (3, 0), (4, 8))]
+TRIALS = [{"seed": seed, "events": 24, "held": held} for seed, held in ((1, 4), (2, 2), (3, 0))]
+STARVED = {"seed": 5, "after": 12, "events": 1, "held": 1 << 30, "requests": 1, "starve": True}
+NO_HANDLING = {"seed": 1, "events": 24, "held": 4, "remove": "everything"}
 
 
 def campaign(engines, tmp_path, plan, *more_paths):
@@ -26,23 +32,49 @@ def campaign(engines, tmp_path, plan, *more_paths):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: valve-test\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nvalve_test = sglang_campaign:register\n")
     paths = (*more_paths, mount, engines.folder / "stubs")
-    plugins = "valve_test" if "handling" in plan else "valve,valve_test"
-    variables = {"SGLANG_PLUGINS": plugins, "OMP_NUM_THREADS": "1", "VALVE_TEST_REMOVE": plan.get("remove", "")}
-    variables |= plan.get("variables", {})
+    variables = {"SGLANG_PLUGINS": "valve,valve_test", "OMP_NUM_THREADS": "1", **plan.get("variables", {})}
     out = engines.run("sglang_campaign.py", str(engines.model), str(node), json.dumps(plan), paths=paths, **variables)
     trials = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert len(trials) == len(plan["trials"])
+    print(*(f"\n{trial}" for trial in trials))
     return trials
 
 
-@pytest.mark.parametrize(("overlap", "page"), [(True, 1), (False, 1), (True, 16)])
-def test_tokens_are_identical_after_reclaims(engines, tmp_path, overlap, page):
-    """With and without overlap, which skip requests by different paths; pages of one and of sixteen tokens."""
-    results = campaign(engines, tmp_path, {"overlap": overlap, "page": page, "trials": TRIALS})
+def held(trials):
+    """The trials with every protection in: no answer differs, no page is lost for good, none spoilt stays cached."""
+    good = [trial for trial in trials if "remove" not in trial]
+    assert [trial["wrong"] for trial in good] == [0] * len(good)
+    for trial in good:
+        idle = trial["idle"]
+        assert idle["free"] + idle["cached"] + idle["withheld"] == idle["pages"]
+        assert idle["spoilt"] == 0
+    assert (good[-1]["mode"], good[-1]["failures"], good[-1]["layout"]) == (FULL, 0, True)
+    return sum(trial["events"] for trial in good)
 
-    assert [trial["wrong"] for trial in results] == [0] * len(TRIALS)
-    assert sum(trial["events"] for trial in results) >= len(TRIALS)
-    assert (results[-1]["mode"], results[-1]["failures"], results[-1]["layout"]) == (FULL, 0, True)
+
+@pytest.mark.parametrize(
+    ("plan", "ablation"),
+    [
+        pytest.param({"overlap": True, "page": 1}, {**STARVED, "remove": "sparing_the_last"}, marks=pytest.mark.quick),
+        ({"overlap": False, "page": 1}, {**TRIALS[0], "remove": "skipping_without_overlap"}),
+        ({"overlap": True, "page": 16}, {**TRIALS[0], "remove": "withholding"}),
+        (
+            {"overlap": True, "page": 1, "variables": {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}},
+            {**TRIALS[0], "remove": "forgetting"},
+        ),
+        ({"ranks": 2, "variables": {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}}, NO_HANDLING),
+    ],
+    ids=["overlap", "no overlap", "pages of 16", "the Python tree", "two ranks"],
+)
+def test_tokens_are_identical_after_reclaims_and_change_without_a_protection(engines, tmp_path, plan, ablation):
+    """With and without overlap, which skip requests by different paths; by both cores of the radix tree (Rust's is the
+    default); with every rank of two deciding for itself, and spoilt in different pages.
+    """
+    trials = campaign(engines, tmp_path, {**plan, "trials": [*TRIALS, STARVED, ablation]})
+
+    assert held(trials) >= 3 * 15
+    assert trials[3]["starved"] == 1
+    assert trials[-1]["wrong"] > 0
 
 
 def test_both_tree_cores_forget_chosen_pages_and_nothing_else(engines):
@@ -54,24 +86,6 @@ def test_both_tree_cores_forget_chosen_pages_and_nothing_else(engines):
     expected = {"forgotten": 1, "cached": {"a": 16, "b": 10, "c": 12}, "free": 35}
 
     assert told == [{"core": core, **expected} for core in ("RustUnifiedTreeCore", "UnifiedTreeCore")]
-
-
-def test_the_python_tree_forgets_chosen_pages_too(engines, tmp_path):
-    """Rust's is the default and the one of the other tests."""
-    variables = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-    results = campaign(engines, tmp_path, {"variables": variables, "trials": TRIALS[:2]})
-
-    assert [trial["wrong"] for trial in results] == [0, 0]
-    assert (results[-1]["mode"], results[-1]["failures"]) == (FULL, 0)
-
-
-@pytest.mark.parametrize(
-    ("remove", "overlap"), [("forgetting", True), ("withholding", True), ("skipping_without_overlap", False)]
-)
-def test_without_this_protection_answers_change(engines, tmp_path, remove, overlap):
-    results = campaign(engines, tmp_path, {"remove": remove, "overlap": overlap, "trials": TRIALS[:2]})
-
-    assert sum(trial["wrong"] for trial in results) > 0
 
 
 def patched(engines, folder):
@@ -88,20 +102,16 @@ def patched(engines, folder):
 
 
 def test_the_patch_has_thirteen_lines_and_does_the_same(engines, tmp_path):
-    """The second form: the exact released source with the patch applied, plugins off."""
+    """The second form: the exact released source with the patch applied, plugins off. At the end without handling."""
     lines = PATCH.read_text().splitlines()
     assert len([line for line in lines if line.startswith("+") and not line.startswith("+++")]) == 13
     assert [line for line in lines if line.startswith("-") and not line.startswith("---")] == []
     if not (engines.folder / "stubs").is_dir():
         pytest.skip("SGLang is not installed: make test-engines")
     overlay = patched(engines, tmp_path / "overlay")
-    results = campaign(engines, tmp_path, {"handling": "patch", "trials": TRIALS[:2]}, overlay)
+    plan = {"variables": {"SGLANG_PLUGINS": "valve_test"}, "trials": [*TRIALS[:2], STARVED, NO_HANDLING]}
+    trials = campaign(engines, tmp_path, plan, overlay)
 
-    assert [trial["wrong"] for trial in results] == [0, 0]
-    assert (results[-1]["mode"], results[-1]["failures"]) == (FULL, 0)
-
-
-def test_without_the_plugin_the_same_reclaims_change_most_outputs(engines, tmp_path):
-    results = campaign(engines, tmp_path, {"handling": "none", "trials": TRIALS[:2]})
-
-    assert sum(trial["wrong"] for trial in results) > 12
+    assert held(trials) >= 2 * 15
+    assert trials[2]["starved"] == 1
+    assert trials[-1]["wrong"] > 12

@@ -327,6 +327,7 @@ class Campaign:
         except Exception as error:
             got, crash = [[]] * count, repr(error)
         useful_tokens = hook.progress.useful_tokens - useful_before if hook is not None else 0
+        cached = cached_without_memory(hook)
         self.injector.stop()
         if not crash and hook is not None:  # a step of nothing, so that the hook sees what came back
             self.generate(seed, 1, 8)
@@ -339,7 +340,7 @@ class Campaign:
             "wrong": wrong,
             "seconds": round(time.monotonic() - began, 1),
             "crash": crash,
-            "leak": leaks(scheduler),
+            "leak": cached or leaks(scheduler),
             **{name: after[name] - before[name] for name in after},
             "useful_tokens": useful_tokens,
             "prompt_tokens": sum(map(len, self.prompts(seed, count))),
@@ -379,7 +380,19 @@ def leaks(scheduler: Any) -> str:
         return f"{len(free)} of {pool.num_gpu_blocks - 1} blocks are free"
     if any(block.ref_cnt for block in pool.blocks if not block.is_null):
         return "a free block has users"
+    entries = pool.cached_block_hash_to_block._cache.items()
+    named = [(key, each) for key, found in entries for each in (found.values() if isinstance(found, dict) else [found])]
+    if any(block.block_hash != key for key, block in named):
+        return "the prefix cache names a block that was forgotten"
     return ""
+
+
+def cached_without_memory(hook: Any) -> str:
+    """While blocks are withheld none of them may be found by a prompt."""
+    if hook is None:
+        return ""
+    cached = [block for block in hook.engine.withheld if hook.engine.pool.blocks[block].block_hash is not None]
+    return f"the prefix cache holds {len(cached)} blocks without memory" if cached else ""
 
 
 def main() -> None:

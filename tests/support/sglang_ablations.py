@@ -28,12 +28,19 @@ def withholding(engine: Any) -> None:
 
 def taint(engine: Any) -> None:
     """What a hit step wrote counts as sound."""
-    engine.ledger.__class__ = type("NoTaint", (StepLedger,), {"__slots__": (), "first_written": lambda *_: -1})
+    engine.ledger.__class__ = type(
+        "NoTaint", (StepLedger,), {"__slots__": (), "_first": lambda _, starts: starts + (1 << 30)}
+    )
 
 
 def row_copies(engine: Any) -> None:
     """The page table as it is when a loss is noticed, not as it was when the step was launched."""
-    engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_rows": lambda *_: ()})
+
+    def nobody(ledger: Any, step: Any) -> Any:
+        rows = StepLedger._rows(ledger, step)
+        return rows.only(rows.counts < 0)
+
+    engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_rows": nobody})
 
 
 def waiting_for_the_step(engine: Any) -> None:

@@ -20,6 +20,10 @@ class Block:
     ref_cnt: int = 0
     block_hash: object = None
 
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
 
 @dataclass(eq=False)
 class Request:
@@ -32,6 +36,7 @@ class Request:
     num_stale_output_tokens: int = 0
     num_output_placeholders: int = 0
     drop_stale_output: bool = False
+    resumable: bool = False
     status: str = "WAITING"
 
     @property
@@ -144,6 +149,8 @@ class ToyScheduler:
         self.reset_preempted_req_ids: set[str] = set()
         self.prev_step_scheduled_req_ids: set[str] = set()
         self.req_to_blocks: dict[str, list[Block]] = {}
+        self.grammar_compile_error_reqs: set[str] = set()
+        self.failed: set[str] = set()  # ended with an error
         self.memory = [[0] * block_size for _ in range(blocks)]  # what the blocks hold
         self.quarantined: set[int] = set()
         self.in_flight: deque[tuple[SimpleNamespace, SimpleNamespace]] = deque()
@@ -304,6 +311,10 @@ class ToyScheduler:
                     self._free(request)
                 else:
                     self.waiting.remove(request)
+        for name in self.grammar_compile_error_reqs & self.requests.keys():
+            self.abort(name)
+            self.failed.add(name)
+        self.grammar_compile_error_reqs.clear()
 
     # ---- the worker ----
 

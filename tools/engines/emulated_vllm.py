@@ -3,6 +3,9 @@
 Loaded by vLLM itself (entry point `vllm.general_plugins`, see mount.py), in the engine's environment, beside Valve's
 own plugin; the two know nothing of each other. Where vLLM would allocate the cache with torch.zeros, cuMemAlloc is
 called, so the shim in front sees what it would see of a GPU build. Standard library, torch and vLLM only.
+
+VALVE_EMU_STEP_US="20000,200" says how long a step lasts: so many microseconds, and so many more for each token. A tiny
+model then has the latency of a large one, made of the card's time and not of this machine's processors.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib
 import os
 from typing import Any
 
+ENV_STEP = "VALVE_EMU_STEP_US"
 _device: Any = None
 
 
@@ -32,14 +36,16 @@ def register() -> None:
     if isinstance(utils.torch, DeviceTorch):
         return
     utils.torch = DeviceTorch(utils.torch)
-    for name in ("execute_model", "sample_tokens"):
-        setattr(CPUModelRunner, name, as_kernel(getattr(CPUModelRunner, name)))
+    base, _, each = os.environ.get(ENV_STEP, "0,0").partition(",")
+    CPUModelRunner.execute_model = as_kernel(CPUModelRunner.execute_model, int(base), int(each))
+    CPUModelRunner.sample_tokens = as_kernel(CPUModelRunner.sample_tokens, 0, 0)
 
 
-def as_kernel(function: Any) -> Any:
+def as_kernel(function: Any, base_us: int, token_us: int) -> Any:
     @functools.wraps(function)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with device().step():
+        tokens = getattr(args[0], "total_num_scheduled_tokens", 0) if args else 0
+        with device().step(base_us + tokens * token_us if tokens else 0):
             return function(self, *args, **kwargs)
 
     return step

@@ -1,5 +1,6 @@
 """A Llama of four layers with random weights, large enough that attention matters and tops are apart; its tokenizer
-has one word per id. Made in seconds, no download. Runs inside the engines' environment.
+has one word per id. Made in seconds, no download. Runs inside the engines' environment: `tiny_model.py FOLDER [SIZE OF
+A HEAD]`; larger heads make a larger KV cache of the same few tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 VOCABULARY = 1024
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path, head_dim: int) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     import torch
@@ -25,6 +26,7 @@ def make(folder: Path) -> Path:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         bos_token_id=1,
         eos_token_id=2,
@@ -50,4 +52,4 @@ def make(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(make(Path(sys.argv[1])))
+    print(make(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 32))

@@ -54,6 +54,23 @@ def test_output_that_is_dropped_does_not_count(progress):
     assert progress.useful_tokens == 1
 
 
+def test_the_token_of_a_request_that_ended_while_one_more_step_of_it_was_in_flight_does_not_count(progress):
+    """Async: it stops by a token, and the next step is under way already. The name may be used again later."""
+    told = step()
+    told.finished_req_ids = {"gone"}
+    progress.after_schedule(told)
+    late = step("a", "gone"), result(["a", "gone"], [[5], [6]])
+    again = step("gone"), result(["gone"], [[7]])
+
+    assert progress.count(*late) == 0
+    assert progress.useful_tokens == 1
+
+    progress.before_update(told, result([]))
+    progress.before_update(*again)
+
+    assert progress.useful_tokens == 2
+
+
 def test_an_embedding_counts_its_prompt_once_when_it_is_there(progress):
     """A prompt in chunks gives no output before its last one."""
     progress.before_update(step("a", "c"), result("ac", pooled=["vector", None]))

@@ -5,7 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from valve_hook.vllm.check import MemoryRefused, is_full_attention, refuse_configuration, refuse_for_worker
+from valve_hook.vllm.check import (
+    MemoryRefused,
+    is_full_attention,
+    refuse_configuration,
+    refuse_for_worker,
+    refuse_scheduler_class,
+)
 
 
 class FullAttentionSpec:
@@ -29,11 +35,14 @@ class Uniform:
         self.kv_cache_specs = {str(number): spec for number, spec in enumerate(specs)}
 
 
-def scheduler(*specs, parallel=None, **names):
+def scheduler(*specs, parallel=None, model=None, **names):
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (FullAttentionSpec(),)]
     defaults = {"pipeline_parallel_size": 1, "data_parallel_size": 1}
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(**{**defaults, **(parallel or {})})),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(**{**defaults, **(parallel or {})}),
+            model_config=SimpleNamespace(**(model or {})),
+        ),
         kv_cache_manager=SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups)),
         **names,
     )
@@ -57,6 +66,8 @@ def test_full_attention_is_taken(spec):
         (scheduler(connector=object()), "KV connector"),
         (scheduler(ec_connector=object()), "encoder-cache"),
         (scheduler(is_encoder_decoder=True), "encoder-decoder"),
+        (scheduler(model={"enable_sleep_mode": True}), "sleep mode"),
+        (scheduler(model={"enable_cumem_allocator": True}), "sleep mode"),
     ],
 )
 def test_this_is_refused_by_name(strange, word):
@@ -98,6 +109,7 @@ FULL = (SimpleNamespace(kv_cache_spec=FullAttentionSpec()),)
         (config(kv_transfer_config=object()), FULL, "KV connector"),
         (config(ec_transfer_config=object()), FULL, "encoder-cache"),
         (config(model_config=SimpleNamespace(is_encoder_decoder=True)), FULL, "encoder-decoder"),
+        (config(model_config=SimpleNamespace(enable_sleep_mode=True)), FULL, "sleep mode"),
     ],
 )
 def test_a_worker_refuses_what_the_scheduler_will_refuse(strange, groups, word):
@@ -106,6 +118,24 @@ def test_a_worker_refuses_what_the_scheduler_will_refuse(strange, groups, word):
 
     with pytest.raises(MemoryRefused, match=word):
         refuse_for_worker(strange, groups)
+
+
+def test_a_scheduler_class_that_replaces_what_the_hook_sits_in_is_refused():
+    class Stock:
+        def schedule(self): ...
+
+        def update_from_output(self): ...
+
+    class Async(Stock):
+        def other(self): ...
+
+    class Own(Stock):
+        def schedule(self): ...
+
+    refuse_scheduler_class(Async, Stock)
+
+    with pytest.raises(MemoryRefused, match=r"schedule of its own \(Own\)"):
+        refuse_scheduler_class(Own, Stock)
 
 
 def test_a_group_of_many_kinds_is_full_attention_only_if_all_are():

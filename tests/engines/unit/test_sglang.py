@@ -16,6 +16,7 @@ from valve_hook.link import Link
 from valve_hook.sglang import calls, memory
 from valve_hook.sglang.check import Refused, can_forget
 from valve_hook.sglang.memory import layout_of
+from valve_hook.sglang.ranks import Alone
 from valve_hook.wire import Mode
 
 ALL = 400
@@ -33,7 +34,8 @@ def world(tmp_path, monkeypatch):
         schedulers[id(scheduler.tree)] = scheduler
         link = Link(build="test", path=nodes[-1].path, retry_s=0.02, gone_s=0.0)
         link.start()
-        scheduler._valve = calls._current = calls.SchedulerHook(scheduler, link, "toy", mode)
+        scheduler._valve = calls._current = calls.SchedulerHook(scheduler, Alone(link), mode)
+        scheduler._valve.attach("toy")
         wait_for(lambda: link.session is not None, "attached")
         return scheduler, nodes[-1]
 

@@ -1,0 +1,170 @@
+"""The hook lets go of valved, or looks at an idle engine: what was under way by then is not lost on anybody."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from kv_node import KvNode, wait_for
+from toy_engine import ToyScheduler
+from toy_world import close, hooked, prompts, run
+from valve_hook.wire import Mode
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=10)
+    yield node
+    node.stop()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_after_the_second_failure_no_token_is_wrong_and_no_block_without_memory_is_handed_out(node, depth):
+    """Who may have read a loss ends with an error; who began later has the tokens it would have had."""
+    work = prompts(2, 12)
+    scheduler = hooked(node, blocks=60)
+    scheduler.schedule()
+    bare = list(range(40, 60))
+    scheduler.poison(bare)
+    node.take(bare)
+    scheduler.schedule()
+    hook = scheduler._valve
+
+    def broken(*_):
+        raise RuntimeError("on purpose")
+
+    hook.engine.forget = hook.engine.reset = broken
+
+    def rob(step):
+        if step in (4, 9):  # the second time valved had begun before it heard
+            scheduler.poison([step])
+            node.take([step])
+
+    done = run(scheduler, work, depth=depth, reclaim=rob)
+    expected = run(ToyScheduler(blocks=400), work, depth=depth)
+
+    assert node.book()["mode"] == Mode.NONE
+    assert scheduler.failed
+    assert done.keys() == expected.keys() - scheduler.failed
+    assert all(expected[name] == tokens for name, tokens in done.items())
+    assert hook.engine.withheld == {4, 9, *bare}
+
+    scheduler.back(bare)
+    node.give(bare)
+    run(scheduler, [("late", list(range(12)), 4)], depth=depth)
+
+    assert hook.engine.withheld == {4, 9}
+    scheduler.check_integrity([4, 9])
+    close(scheduler)
+
+
+def test_a_table_that_cannot_be_taken_up_is_heeded_all_the_same(tmp_path):
+    """An elastic engine begins without memory: that something else failed does not give it any."""
+    node = KvNode(tmp_path, columns=10, backed=30)
+    scheduler = hooked(node, blocks=60)
+    scheduler._valve.engine.arrange = None
+    scheduler.schedule()
+    work = prompts(1, 8)
+
+    assert run(ToyScheduler(), work, depth=1) == run(scheduler, work, depth=1)
+    assert scheduler._valve.engine.withheld == set(range(30, 60))
+    assert node.book()["mode"] == Mode.NONE
+    close(scheduler)
+    node.stop()
+
+
+def test_a_streaming_session_ends_lending_and_what_was_under_way_is_still_acted_on(node):
+    """While it waits for input it holds blocks and stands in no queue that a loss looks through."""
+    work = prompts(1, 6)
+    expected = run(ToyScheduler(blocks=400), work, depth=2)
+    scheduler = hooked(node, blocks=60)
+
+    def streams_then_is_robbed(step):
+        if step == 3:
+            assert node.book()["mode"] == Mode.NONE
+            lost = [table[0].block_id for table in scheduler.req_to_blocks.values()]
+            scheduler.poison(lost)
+            node.take(lost)
+
+    scheduler.add("stream", range(500, 506), 9)
+    scheduler.requests["stream"].resumable = True
+    done = run(scheduler, work, depth=2, reclaim=streams_then_is_robbed)
+
+    assert {name: done[name] for name in expected} == expected
+    assert node.book()["hit_requests"] > 0
+    assert node.book()["failures"] == 0
+
+    node.stop()
+    node.start()
+    wait_for(lambda: node.attached, "attached again")
+    scheduler.schedule()
+    node.aim(10)
+    scheduler.schedule()
+
+    assert node.book()["mode"] == Mode.NONE
+    assert node.offered() == []
+    close(scheduler)
+
+
+@pytest.mark.parametrize("how", ["aborted", "stopped"])
+def test_an_engine_that_is_idle_after_an_unforeseen_end_gives_back(node, how):
+    """Async: the last request ends while one more step of it is in flight; nothing is scheduled after that."""
+    scheduler = hooked(node, blocks=60)
+    scheduler.add("a", range(10), 30)
+    for _ in range(4):
+        scheduler.launch()
+        while len(scheduler.in_flight) > 1:
+            scheduler.believe()
+    scheduler.launch()
+    if how == "stopped":
+        scheduler.requests["a"].max_tokens = len(scheduler.requests["a"].output) + 1
+        scheduler.believe()
+    else:
+        scheduler.abort("a")
+    scheduler.launch()  # tells who ended
+    while scheduler.in_flight:
+        scheduler.believe()
+    node.aim(10)
+
+    wait_for(lambda: len(node.offered()) >= 40, "columns are offered")
+    close(scheduler)
+
+
+@pytest.mark.parametrize("what", ["believe its empty step", "reset the prefix cache"])
+def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
+    """The link's thread is in the middle of withholding when the engine's comes."""
+    scheduler = hooked(node, blocks=60)
+    run(scheduler, prompts(1, 3), depth=1)
+    hook, pool = scheduler._valve, scheduler._valve.engine.pool
+    hook.link.on_tick = None
+    scheduler.launch()  # schedules nothing: idle from here on
+    inside, go_on, touch = threading.Event(), threading.Event(), pool.touch
+
+    def slow(blocks):
+        touch(blocks)
+        if threading.current_thread().name == "link":
+            inside.set()
+            go_on.wait(60)
+
+    if what == "reset the prefix cache":
+        scheduler.believe()
+    node.take(list(range(1, 50)))
+    pool.touch = slow
+    link = threading.Thread(target=hook.while_idle, name="link")
+    link.start()
+    assert inside.wait(60)
+    node.take([50])
+    answers = []
+    comes = scheduler.believe if what == "believe its empty step" else pool.reset_prefix_cache
+    engine = threading.Thread(target=lambda: answers.append(comes()))
+    engine.start()
+    engine.join(0.2)
+    go_on.set()
+    link.join()
+    engine.join()
+    scheduler.launch()
+
+    assert answers == [None if what == "believe its empty step" else True]
+    assert node.book()["failures"] == 0
+    assert [block.ref_cnt for block in pool.blocks[1:]] == [block in hook.engine.withheld for block in range(1, 60)]
+    close(scheduler)

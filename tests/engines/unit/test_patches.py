@@ -1,0 +1,50 @@
+"""What the patches cost an engine's maintainer, and where they say that its blocks lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from valve_hook.vllm.worker import layout_of
+
+PATCHES = Path(__file__).resolve().parents[3] / "patches"
+
+
+@pytest.mark.parametrize(
+    ("patch", "most"),
+    [("vllm/scheduler.patch", 10), ("sglang/scheduler.patch", 19), ("tensorrt_llm/executor.patch", 19)],
+)
+def test_a_patch_stays_within_its_lines(patch, most):
+    lines = (PATCHES / patch).read_text().splitlines()
+    changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
+
+    assert 0 < len(changed) <= most
+
+
+LAYERS, BLOCKS, PAGE = 4, 10, 0x1000
+LAYER_OUTERMOST = {"layer_stride": BLOCKS * PAGE, "block_stride": PAGE}  # LBNHC
+BLOCK_OUTERMOST = {"layer_stride": PAGE, "block_stride": LAYERS * PAGE}  # BLNHC
+
+
+@pytest.mark.parametrize("strides", [LAYER_OUTERMOST, BLOCK_OUTERMOST], ids=["LBNHC", "BLNHC"])
+def test_each_layer_s_part_of_a_block_is_where_vllm_says(strides):
+    """addr(layer l, block b) = base + offset + l * layer_stride + b * block_stride, a page each."""
+    tensor = SimpleNamespace(offset=0x40, layers=[f"l{number}" for number in range(LAYERS)], **strides)
+    config = SimpleNamespace(
+        num_blocks=BLOCKS,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],
+    )
+    layout = layout_of(1 << 30, config)
+    (told,) = layout.tensors
+    ((count, stride),) = told.repeats
+    base = (1 << 30) + 0x40
+
+    assert (layout.blocks, layout.block_tokens, told.block_bytes) == (BLOCKS, 16, PAGE)
+    assert [
+        [told.base + layer * stride + block * told.block_stride for block in range(BLOCKS)] for layer in range(count)
+    ] == [
+        [base + layer * strides["layer_stride"] + block * strides["block_stride"] for block in range(BLOCKS)]
+        for layer in range(LAYERS)
+    ]
