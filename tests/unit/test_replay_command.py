@@ -7,11 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from valve_tools.replay.command import main
+from valve_tools.replay import cluster as cluster_page
+from valve_tools.replay import eviction as eviction_page
+from valve_tools.replay.command import EXPERIMENTS, main
 from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_most, markdown, text, write
+from valve_tools.replay.store import _key
 from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
-from valve_tools.replay.whatif import Question, machine_of
+from valve_tools.replay.whatif import Answer, Question, Task, bounds_of, machine_of, recommend, run_task, verdict
+from valve_tools.sim.metrics import Summary
 from valve_tools.sim.traces import TraceError
 
 from valved.config import Config
@@ -77,6 +81,109 @@ def test_whatif_answers_from_a_csv_with_an_estimate_and_settings(tmp_path, capsy
     }
     assert {"memory.target_per_hour", "memory.headroom_max_mib", "cooldown.start_ms"} <= set(advised) <= known
     assert document["data"]["recommended"] in document["data"]["answers"][0]["summaries"]
+
+
+def test_whatif_prints_a_line_per_claim_and_answers_anew_when_its_file_changes(tmp_path, capsys):
+    path, kept = requests(tmp_path), str(tmp_path / "kept")
+    asked = ["whatif", "--requests", str(path), "--seeds", "1", "--jobs", "1", "--cache", kept, "--json"]
+    assert main(asked) == 0
+    first = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    path.write_text("t_s,in_tok,out_tok\n" + "".join(f"{i * 2.0},{1000 + i},80\n" for i in range(60)))
+    main(asked)
+    second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert [line["claim"] for line in first][-2:] == ["preemptions per request", "GPUs saved per GPU"]
+    assert second[-1]["value"] < first[-1]["value"]
+
+
+def test_whatif_keys_its_tasks_by_what_the_machine_file_says(tmp_path):
+    load, card = requests(tmp_path), tmp_path / "card.json"
+    kept = []
+    for memory in (60, 70):
+        card.write_text(json.dumps({"memory_gib": memory}))
+        question = Question(requests=load, machine=card)
+        bound = bounds_of(question, [1])[0]
+        kept.append(_key(run_task, Task(bound=bound, settings=machine_of(question), seed=1)))
+
+    assert kept[0] != kept[1]
+
+
+def test_where_no_candidate_keeps_the_marks_the_nearest_is_recommended_with_a_warning():
+    def answer(**mean_ttft):
+        zero = dict.fromkeys(("mean", "p50", "p95", "p99"), 0.0)
+        fields = dict.fromkeys(Summary.__dataclass_fields__, 0) | {"tpot_increase": zero, "reclaims_by_hour": (0,)}
+        summaries = {
+            name: Summary(**fields | {"ttft_increase": zero | {"mean": value}, "share_of_alone": share})
+            for name, (value, share) in mean_ttft.items()
+        }
+        return [Answer(idle_share=0.1, largest_gap_ms=1.0, requests=1, summaries=summaries)]
+
+    assert recommend(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1))) == "cautious"
+    assert "WARNING" in verdict(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1)), "cautious")[-1]
+    assert recommend(answer(defaults=(2.0, 0.5), cautious=(1.0, 0.1))) == "defaults"
+    assert len(verdict(answer(defaults=(2.0, 0.5)), "defaults")) == 1
+
+
+@pytest.mark.parametrize("experiment", ["eviction", "cluster", "fleet", "pairs", "machine", "all"])
+def test_no_experiment_makes_up_a_load_for_a_folder_that_is_none(tmp_path, capsys, experiment):
+    assert main([experiment, "--traces", str(tmp_path / "nowhere"), "--seeds", "1", "--fresh", "--json"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "inf", "nan", "1e9", "soon"])
+def test_hours_that_cannot_be_are_refused(hours):
+    with pytest.raises(SystemExit) as refused:
+        main(["pairs", "--hours", hours])
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize("experiment", ["validate", "machine"])
+def test_hours_are_refused_where_they_mean_nothing(experiment):
+    with pytest.raises(SystemExit) as refused:
+        main([experiment, "--hours", "1"])
+    assert refused.value.code == 2
+
+
+def test_a_folder_without_a_request_is_bad_input(tmp_path, capsys):
+    (tmp_path / "empty.csv").write_text("t_s,in_tok,out_tok\n")
+
+    assert main(["pairs", "--traces", str(tmp_path), "--seeds", "3", "--fresh", "--json"]) == 2
+    assert "holds no trace with a request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--cache"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(capsys, option):
+    assert main(["pairs", option, "/proc/nowhere/x", "--seeds", "3", "--json"]) == 2
+    assert "/proc/nowhere" in capsys.readouterr().err
+
+
+def test_an_error_of_the_lab_itself_is_not_called_bad_input(monkeypatch):
+    def broken(options, progress):
+        raise ValueError("a bug")
+
+    monkeypatch.setitem(EXPERIMENTS, "pairs", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["pairs", "--seeds", "3", "--fresh", "--json"])
+
+
+def test_a_smoke_run_is_small_and_says_so(tmp_path):
+    """A minute of the fleet experiment's six hours: its least fleet."""
+    asked = ["fleet", "--hours", "0.02", "--seeds", "1", "--jobs", "1", "--fresh", "--json", "--out", str(tmp_path)]
+
+    assert main(asked) == 0
+    page = (tmp_path / "fleet.md").read_text()
+    assert "SMOKE RUN at 0.00333 of the full size" in page
+    assert "A week of 16 GPUs" in page
+
+
+def test_smoke_plans_shrink_with_their_share_and_keep_what_is_judged():
+    small, cells = cluster_page.smoke_plan(0.1), eviction_page.smoke_plan(0.1)
+
+    assert (small.load.nodes, small.demands) == (100, (small.judged_demand,))
+    assert cluster_page.smoke_plan(1e-9).load.nodes == 4
+    assert len(cells.intervals_s) * len(cells.sizes) <= 6
+    assert max(map(cells.cell_s, cells.intervals_s)) <= 120
 
 
 def test_whatif_needs_exactly_one_load(tmp_path, capsys):
@@ -159,6 +266,9 @@ def test_an_export_of_more_requests_than_can_be_drawn_is_refused(tmp_path):
         ('{"name": 5}', "it must be a word"),
         ('{"linear_efficiency": 7}', "at most 1"),
         ('{"flops": Infinity}', "above zero"),
+        ('{"memory_gib": 1e9}', "at most 10000"),
+        ('{"bandwidth_bytes_s": 1}', "at least 1e"),
+        ('{"seq_ns": 1e30}', "at most 1e"),
     ],
 )
 def test_a_machine_that_cannot_be_is_refused(tmp_path, content, words):
@@ -182,7 +292,7 @@ def test_a_page_stands_alone_and_escapes_what_it_shows(tmp_path):
     page = (tmp_path / "x.html").read_text()
 
     assert "a &lt;b&gt; &amp; c" in page
-    assert "1 of 2 claims missed" in page
+    assert "1 of 2 claims hold" in page
     assert not re.search(r"(src|href)=", page)
     assert "<i>" not in page
 

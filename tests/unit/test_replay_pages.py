@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import json
+
 from valve_tools.replay import cluster as cluster_page
 from valve_tools.replay import eviction as eviction_page
 from valve_tools.replay import fleet as fleet_page
-from valve_tools.replay.report import write
+from valve_tools.replay import pairs as pairs_page
+from valve_tools.replay import sensitivity as sensitivity_page
+from valve_tools.replay.command import main
+from valve_tools.replay.pair_results import Outcome, Results
+from valve_tools.replay.report import claims_table, write
+from valve_tools.replay.rerender import render
+from valve_tools.replay.svg import grouped_bars, tornado
 from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
+from valve_tools.sim.combinations import COMBINATIONS, OURS, PRISM
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
+from valve_tools.sim.metrics import Interval, Summary
+from valve_tools.sim.pairs import PAIRS
+from valve_tools.sim.shape import Shape
 
 SMALL = EvictionPlan(
     intervals_s=(30,), sizes=(0.3,), other_handles_mib=(), pool_mib=4096, churn_s=30, reclaims=2, min_s=60, max_s=60
 )
+
+
+def assert_rendered_alike(folder, name):
+    """The page made again from its JSON is the page."""
+    again = folder / "again"
+    render(folder / f"{name}.json", again)
+
+    for suffix in ("json", "md", "html"):
+        assert (again / f"{name}.{suffix}").read_text() == (folder / f"{name}.{suffix}").read_text()
 
 
 def test_the_eviction_page_shows_every_policy_and_both_allocators(tmp_path):
@@ -22,6 +43,7 @@ def test_the_eviction_page_shows_every_policy_and_both_allocators(tmp_path):
     assert {"fifo", "selective"} <= {row[0] for row in report.tables[0].rows}
     assert len(report.charts) == 2
     assert "affine hand-out" in (tmp_path / "eviction.html").read_text()
+    assert_rendered_alike(tmp_path, "eviction")
 
 
 def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
@@ -29,20 +51,139 @@ def test_the_cluster_page_shows_every_scheduler_at_every_demand(tmp_path):
     report = cluster_page.report(run_cluster(None, (1,), plan=plan), (1,))
     write(report, tmp_path)
 
-    assert len(report.tables) == 2
+    assert [table.title.split(" ")[0] for table in report.tables] == ["Demand", "GPUs", "Predicted"]
+    assert report.title == "Cluster: a week of 16 GPUs"
     assert set(plan.schedulers) == {row[0] for row in report.tables[0].rows}
     assert (tmp_path / "cluster.html").read_text().count("<svg") == 3
+    assert_rendered_alike(tmp_path, "cluster")
 
 
-def test_the_fleet_page_varies_theta_and_the_rules_for_slas():
+def test_the_fleet_page_varies_theta_and_the_rules_for_slas(tmp_path):
     base = fleet_page.base_plan(nodes=1)
     everything = fleet_page.settings(base)
     tried = tuple(everything[:2])
     task = fleet_page.Task(part=part_of(None, 1, fleet_page.DEMAND, base), settings=tried)
     found = fleet_page.run_task(task)
-    report = fleet_page.report(tried, [task, task], [found, found])
+    report = fleet_page.report(tried, task.part.source, (1, 1), [found, found])
 
     assert {"default", "theta", "SLA asked for", "moves after"} <= {one.parameter for one in everything}
     assert [row[:2] for row in report.tables[0].rows] == [("default", "default"), ("theta", "0.5")]
     assert len(report.charts) == len(fleet_page.FIGURES)
     assert "theta = 0.5" in report.charts[0].svg
+
+
+SHAPE = Shape(harvestable=0.5, idle_per_hour=100.0, kv_peak_tokens=7000.0)
+
+
+def summary_of(**changes):
+    flat = {"mean": 0.1, "p50": 0.1, "p95": 0.1, "p99": 0.1}
+    fields = {
+        "ttft_ms": flat, "tpot_ms": flat, "ttft_increase": flat, "tpot_increase": flat, "offline_tokens_per_s": 100.0,
+        "share_of_alone": 0.5, "utilisation_gain": 0.5, "lost_tokens_per_s": 0.0, "max_preemptions": 1,
+        "preemptions": (5, 5, 0, 0), "stop_ms": {"p50": 0.35, "p99": 0.9, "max": 1.0}, "reclaims_by_hour": (12,),
+        "kills": 0, "refused": 0, "unserved": 0, "stalls": 0, "iterations": 10,
+    }  # fmt: skip
+    return Summary(**fields | changes)
+
+
+def outcome_of(pair, seed, **summaries):
+    """Every combination does the same little, but for those given."""
+    summaries = {one.name: summary_of(offline_tokens_per_s=50.0) for one in COMBINATIONS} | summaries
+    flat = {"mean": 4.0, "p50": 4.0, "p95": 4.0, "p99": 4.0}
+    return Outcome(pair=pair, seed=seed, solo_ttft_ms=flat, solo_tpot_ms=flat, alone_tokens_per_s=200.0, requests=10,
+                   refused=0, handles=572, summaries=summaries)  # fmt: skip
+
+
+def pairs_report(*outcomes):
+    entries = [
+        pairs_page.Entry(pair=pair, trace="made", hours=0.5, work="made", shape=SHAPE)
+        for pair in PAIRS
+        if pair.key in {one.pair for one in outcomes}
+    ]
+    return pairs_page.report(entries, Results(outcomes), [1, 2])
+
+
+def test_the_pairs_page_carries_intervals_and_can_be_made_again_from_its_figures(tmp_path):
+    report = pairs_report(
+        *(
+            outcome_of(key, seed, **{OURS: summary_of(offline_tokens_per_s=98.0 + seed), PRISM: summary_of()})
+            for key in ("P1", "P10")
+            for seed in (1, 2)
+        )
+    )
+    write(report, tmp_path)
+
+    rows = {row[0]: row for row in report.tables[-1].rows}
+    assert rows[OURS][9] == "99.5 ± 6.35"
+    assert "<line" in report.charts[-1].svg
+    assert_rendered_alike(tmp_path, "pairs")
+
+
+def test_level_is_not_ahead_and_the_page_says_which():
+    report = pairs_report(
+        *(
+            outcome_of("P1", seed, **{OURS: summary_of(offline_tokens_per_s=99.5), PRISM: summary_of()})
+            for seed in (1, 2)
+        )
+    )
+    (ahead,) = report.tables[1].rows
+
+    assert ahead == ("P1", PRISM, "0.995 ± 0", "0.9950", "no", "yes")
+
+
+def test_a_slice_without_a_second_hour_has_no_verdict_on_reclaims():
+    one = pairs_report(outcome_of("P1", 1, **{OURS: summary_of()}))
+    two = pairs_report(outcome_of("P1", 1, **{OURS: summary_of(reclaims_by_hour=(12, 24))}))
+
+    def claim(report):
+        return next(claim for claim in report.claims if claim.claim.startswith("reclaims"))
+
+    assert json.loads(claim(one).line())["value"] is None
+    assert claims_table([claim(one)]).rows[0][4] == "n/a"
+    assert (claim(two).value, claim(two).ok) == (24, True)
+    assert two.tables[2].rows == (("P1", 24, 12, "yes", "no"),)
+
+
+def test_a_missed_latency_mark_says_what_a_stop_costs():
+    late = {"mean": 9.0, "p50": 9.0, "p95": 9.0, "p99": 9.0}
+    report = pairs_report(outcome_of("P6", 1, **{OURS: summary_of(ttft_increase=late)}))
+
+    (note,) = {claim.note for claim in report.claims if not claim.ok and claim.claim.startswith("TTFT")}
+    assert note.startswith("a stop takes 0.35 ms (P99 0.90) and meets 50% of the requests; alone the mean is 4 ms")
+
+
+def test_the_sensitivity_page_can_be_made_again_from_its_figures(tmp_path):
+    one = Interval(mean=1.0, low=0.9, high=1.1, n=2)
+    keys = [
+        ("default", "default", OURS),
+        ("default", "default", sensitivity_page.WITHOUT_HINT),
+        ("tau_min_ns", "1 s", OURS),
+        ("cooldown floor_ns", "1 ms", sensitivity_page.WITHOUT_HINT),
+    ]
+    report = sensitivity_page.report(keys, {"a figure": dict.fromkeys(keys, one)}, [1, 2])
+    write(report, tmp_path)
+
+    assert [row[0] for row in report.tables[0].rows][2:] == ["least tau", "cooldown floor"]
+    assert_rendered_alike(tmp_path, "sensitivity")
+
+
+def test_what_is_no_result_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "x.json").write_text('{"experiment": "tp8"}')
+
+    assert main(["render", str(tmp_path / "x.json")]) == 2
+    assert "x.json: not the figures of one of pairs" in capsys.readouterr().err
+
+
+def test_a_tornado_names_every_setting_that_can_be_seen():
+    drawn = tornado([("headroom", [("32", 0.2), ("64", 0.5), ("512", 1.4), ("128", 1.0)])], centre=1.0, unit="u")
+
+    assert "32 · 64<" in drawn
+    assert ">512<" in drawn
+
+
+def test_a_bar_too_flat_to_be_seen_carries_its_value_and_an_interval_its_whiskers():
+    drawn = grouped_bars(["P1"], {"ours": [0.02], "other": [40.0]}, unit="%", halves={"ours": [0.0], "other": [2.0]})
+    plain = grouped_bars(["P1"], {"ours": [0.02], "other": [40.0]}, unit="%")
+
+    assert ">0.02<" in drawn
+    assert drawn.count("<line") == plain.count("<line") + 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from valve_scheduler.placement import PlacementSettings
-from valve_tools.sim.cluster import ClusterPlan, WeekResult, _claims, _model_error, part_of, run_cluster, saved_over
+from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, run_cluster, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (
     MINUTES,
@@ -26,6 +26,7 @@ from valve_tools.sim.cluster_load import (
 from valve_tools.sim.cluster_reports import Reports
 from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally
 from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, Offer, Scheduler
+from valve_tools.sim.traces import TraceError
 
 EIGHT_B, TP2 = 0, 2
 
@@ -319,6 +320,45 @@ def test_services_are_read_by_shape_and_lengths_are_borrowed_by_seed(tmp_path: P
         services_from(tmp_path, 0)
 
 
+@pytest.mark.parametrize(
+    ("rates", "lengths", "words"),
+    [
+        ("0,0,nan,1", "0,0,input,1", r"rates\.csv:2: column rate holds nan, it must be from 0"),
+        ("0,0,-1,1", "0,0,input,1", r"rates\.csv:2: column rate holds -1"),
+        ("0,0,1,inf", "0,0,input,1", r"rates\.csv:2: column cv holds inf"),
+        ("nan,0,1,1", "0,0,input,1", r"rates\.csv:2: column t holds nan"),
+        ("0,0,1", "0,0,input,1", r"rates\.csv:2: 3 cells where the header has 4"),
+        ("604200,0,1,1\n0,0,1,1", "0,0,input,-5", r"lengths\.csv:2: column mean holds -5"),
+        ("604200,0,1,1\n0,0,1,1", "0,0,input,5", r"lengths\.csv: no client with the mean of an input and of an output"),
+    ],
+)
+def test_malformed_rates_and_lengths_are_refused_with_file_and_line(tmp_path: Path, rates, lengths, words):
+    (tmp_path / "svc_rates.csv").write_text(f"t,client,rate,cv\n{rates}\n")
+    (tmp_path / "svc_lengths.csv").write_text(f"client,win_s,kind,mean\n{lengths}\n")
+
+    with pytest.raises(TraceError, match=words):
+        services_from(tmp_path, 0)
+
+
+def test_clients_have_names_and_numbers_come_in_their_order(tmp_path: Path):
+    rows = "".join(f"{600 * w},{c},2.0,1.1\n" for w in range(WINDOWS) for c in ("chat", "10", "9.0"))
+    (tmp_path / "svc_rates.csv").write_text("t,client,rate,cv\n" + rows)
+    (tmp_path / "svc_lengths.csv").write_text("client,win_s,kind,mean\nchat,0,input,100\nchat,0,output,20\n")
+
+    services, borrowed = services_from(tmp_path, 0)
+
+    assert [one.name for one in services] == ["0-9", "0-10", "0-chat"]
+    assert borrowed == 2
+
+
+def test_an_archive_that_is_none_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "svc_rates.csv.gz").write_text("no archive")
+    (tmp_path / "svc_lengths.csv.gz").write_text("no archive")
+
+    with pytest.raises(TraceError, match=r"svc_rates\.csv\.gz: unreadable"):
+        services_from(tmp_path, 0)
+
+
 def test_services_are_drawn_for_a_folder_without_rates_of_a_week(tmp_path: Path):
     (tmp_path / "requests.csv").write_text("t_s,in_tok,out_tok\n0,1,1\n")
     (tmp_path / "short_rates.csv").write_text("t,client,rate,cv,dist,a,b\n0,0,2.0,1.1,Gamma,1,1\n")
@@ -347,12 +387,14 @@ def test_a_rival_is_compared_seed_by_seed_and_not_where_it_saved_nothing():
 def test_claims_are_judged_at_one_demand_by_the_worse_end_over_the_seeds():
     """Saved 0.2 and 0.4 of the fleet: mean 0.3, half an interval 12.706 * 0.1."""
     weeks = (week("full", 1, 0.2), week("full", 2, 0.4), week("full", 1, 9.0, demand=0.6))
-    claims = {one.claim: one for one in _claims(ClusterPlan(judged_demand=1.0), weeks)}
+    claims = {one.claim: one for one in claims_of(1.0, weeks)}
 
     assert claims["GPUs saved over fleet"].value == pytest.approx(0.3 - 12.706 * 0.1)
     assert not claims["GPUs saved over fleet"].ok
     assert claims["SLA missed, share of job-hours"].ok
     assert "saved, full model over oracle" not in claims
+    assert claims["GPUs saved over fleet"].note.startswith("saved of fleet, mean: full 0.3")
+    assert claims["SLA missed, share of job-hours"].note == ""
 
 
 def test_a_small_week_runs_under_every_scheduler_and_is_the_same_again():

@@ -175,7 +175,26 @@ def test_claims_are_judged_by_the_worse_end_over_the_seeds():
     )
     result = eviction.EvictionResult(lengths="", seeds=(1, 2), cells=cells, greedy_over_exact=(), claims=())
 
-    assert [claim.value for claim in eviction._claims(result)] == pytest.approx([0.8 - 12.706 * 0.1] * 2)
+    assert [claim.value for claim in eviction.claims_of(result)] == pytest.approx([0.8 - 12.706 * 0.1] * 2)
+
+
+def test_a_missed_cell_is_named_with_its_losses_and_no_cell_is_no_verdict():
+    def result_of(fifo, reduction):
+        cells = [
+            eviction.CellResult(
+                allocator="affine", handle_mib=64, interval_s=30, size=0.1, policy=policy, seed=seed, loss=loss,
+                reduction=cut, lost_tokens_per_s=0.0,
+            )
+            for seed in (1, 2)
+            for policy, loss, cut in (("fifo", fifo, 0.0), ("selective", 0.05, reduction), ("capacity-only", 0.04, 0))
+        ]  # fmt: skip
+        return eviction.EvictionResult(lengths="", seeds=(1, 2), cells=tuple(cells), greedy_over_exact=(), claims=())
+
+    missed = eviction.claims_of(result_of(0.06, 0.17))[1]
+    none = eviction.claims_of(result_of(0.01, 0.17))[1]
+
+    assert missed.note == "every 30 s x 10%: loses fifo 6.0 %, selective 5.0 %, capacity-only 4.0 %"
+    assert (none.value, none.ok) == (None, True)
 
 
 def test_selective_loses_less_than_fifo_on_a_small_pool():
@@ -191,7 +210,7 @@ def test_lengths_are_found_by_their_columns_and_bad_rows_by_their_line(tmp_path:
     with gzip.open(tmp_path / "requests.csv.gz", "wt") as out:
         out.write("t_s,in_tok,out_tok\n0,1,2\n")
     (tmp_path / "summaries.csv").write_text("in_tok,out_tok\n10,20\n,5\n30,40\n")
-    assert eviction.offline_lengths(tmp_path) == ([(10, 20), (30, 40)], "summaries.csv")
+    assert eviction.offline_lengths(tmp_path) == ([(10, 20), (30, 40)], "summaries")
 
     (tmp_path / "summaries.csv").write_text("in_tok,out_tok\n10,20\nten,5\n")
     with pytest.raises(ValueError, match=r"summaries\.csv:3"):

@@ -6,7 +6,8 @@ import gzip
 from pathlib import Path
 
 import pytest
-from valve_tools.sim.traces import NS, Lengths, Trace, TraceError, read_file, read_folder
+from valve_tools.sim.pairs import batch_lengths
+from valve_tools.sim.traces import NS, Lengths, Trace, TraceError, largest, lengths_in, read_file, read_folder
 
 GOOD = "t_s,in_tok,out_tok\n0.5,10,3\n1.25,20,1\n"
 
@@ -130,3 +131,42 @@ def test_thinning_keeps_every_kth_request(tmp_path):
     assert isinstance(found, Trace)
     assert found.thinned(3).in_tok.tolist() == [1, 4]
     assert found.thinned(3).label == "a/3"
+
+
+def test_what_cannot_be_read_as_far_as_its_header_is_no_trace_and_is_named(tmp_path):
+    write(tmp_path, "one.csv", GOOD)
+    (tmp_path / "latin.csv").write_bytes("Größe,Übergang\n1,ä\n".encode("latin-1"))
+    (tmp_path / "notes.csv.gz").write_text("no archive")
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(GOOD.encode()))
+
+    folder = read_folder(tmp_path)
+
+    assert [trace.name for trace in folder.traces] == ["one"]
+    assert folder.ignored == ("latin.csv", "notes.csv.gz", "packed.csv")
+
+
+def test_bytes_that_are_no_text_are_refused_where_a_value_is_wanted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"t_s,in_tok,out_tok,note\n0,1,1,\xe4\n1,\xe4,1,x\n")
+
+    with pytest.raises(TraceError, match=r"a\.csv:3: in_tok is "):
+        read_file(path)
+
+
+def test_the_line_of_a_record_is_counted_in_lines_not_in_records(tmp_path):
+    path = write(tmp_path, "a.csv", 't_s,in_tok,out_tok,note\n0,1,1,"two\nlines"\n\n1,x,1,y\n')
+
+    with pytest.raises(TraceError, match=r"a\.csv:5: in_tok is 'x'"):
+        read_file(path)
+
+
+def test_lengths_may_come_in_any_order_and_the_largest_file_is_everyones(tmp_path):
+    write(tmp_path, "a.csv", "in_tok,out_tok\n1,1\n")
+    write(tmp_path, "b.csv", "out_tok,in_tok\n5,100\n,7\n6,200\n")
+    write(tmp_path, "c.csv", GOOD)
+
+    folder = read_folder(tmp_path)
+
+    assert folder.skipped == 1
+    for found in (largest(folder.lengths), largest(lengths_in(tmp_path)), batch_lengths(folder)):
+        assert (found.in_tok.tolist(), found.out_tok.tolist()) == ([100, 200], [5, 6])

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from valve_tools.replay import svg
-from valve_tools.replay.report import Chart, Claim, Report, Table, plus_minus
+from valve_tools.replay.report import Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
-from valve_tools.sim.cluster import ClusterResult, Part, WeekResult, over_seeds, run_cluster, run_part, saved_over
+from valve_tools.sim.cluster import (
+    ClusterPlan,
+    ClusterResult,
+    Part,
+    WeekResult,
+    claims_of,
+    over_seeds,
+    run_cluster,
+    run_part,
+    saved_over,
+)
 from valve_tools.sim.cluster_schedulers import PRODUCT, SCHEDULERS
 from valve_tools.sim.metrics import interval
 
@@ -32,11 +45,30 @@ COLUMNS = {
 """Figure of a week -> (title, scale)."""
 
 
-def run(traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(
+    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, share: float = 1.0
+) -> Report:
+    """`share` below 1: a smoke run on so much of the fleet."""
+
     def worked_off(parts: list[Part]) -> list[list[WeekResult]]:
         return spread(run_part, parts, progress, workers or Workers(), label="cluster")
 
-    return report(run_cluster(traces, seeds, worked_off), seeds)
+    plan = smoke_plan(share) if share < 1 else ClusterPlan()
+    return report(run_cluster(traces, seeds, worked_off, plan), seeds)
+
+
+def smoke_plan(share: float) -> ClusterPlan:
+    """The judged demand alone, on that share of the nodes; four at least, so that every service finds a place."""
+    plan = ClusterPlan()
+    nodes = max(4, round(share * plan.load.nodes))
+    return replace(plan, demands=(plan.judged_demand,), load=replace(plan.load, nodes=nodes))
+
+
+def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
+    """The same page from the figures of a `cluster.json`."""
+    result = msgspec.convert({**data, "claims": []}, ClusterResult)
+    demand = max(week.demand for week in result.weeks)
+    return report(replace(result, claims=claims_of(demand, result.weeks)), seeds)
 
 
 def report(result: ClusterResult, seeds: Sequence[int]) -> Report:
@@ -46,18 +78,19 @@ def report(result: ClusterResult, seeds: Sequence[int]) -> Report:
     idle = interval([week.fleet_idle for week in result.weeks])
     return Report(
         name="cluster",
-        title="Cluster: a week of 8,000 GPUs",
+        title=f"Cluster: a week of {result.gpus:,} GPUs",
         summary=(
             f"Five schedulers place offline jobs beside {result.source}, at several levels of offline demand over what "
             f"idle GPUs could do. The fleet is idle {100 * idle.mean:.1f} % of the time; {result.borrowed_lengths} "
             "services borrow their request lengths. ± is half the 95 % interval over the seeds; the claims are judged "
             "by the worse end, at the highest demand.",
         ),
-        claims=tuple(
-            Claim(claim=one.claim, pair="cluster", value=one.value, bound=one.bound, ok=one.ok)
-            for one in result.claims
+        claims=result.claims,
+        tables=(
+            *(_table(result, demand, names) for demand in demands),
+            _ratios(result, max(demands)),
+            _bias(result, max(demands), names),
         ),
-        tables=(*(_table(result, demand, names) for demand in demands), _ratios(result, max(demands))),
         charts=tuple(
             Chart(title=title, svg=svg.grouped_bars([f"demand {demand:g}" for demand in demands],
                                                     _series(result, names, demands, figure), unit=unit))
@@ -103,3 +136,18 @@ def _ratios(result: ClusterResult, demand: float) -> Table:
             rows.append((rival, plus_minus(interval(ratios))))
     return Table(title=f"GPUs saved by the full model over a rival's, demand {demand:g}", columns=("rival", "ratio"),
                  rows=tuple(rows))  # fmt: skip
+
+
+def _bias(result: ClusterResult, demand: float, names: Sequence[str]) -> Table:
+    """Where the prediction errs: nodes with little memory, or with much."""
+    rows = []
+    for name in names:
+        tenths = [week.bias_by_pressure for week in _of(result, name, demand)]
+        over = [interval([one[i] for one in tenths if i < len(one)]) for i in range(min(map(len, tenths), default=0))]
+        rows.append((name, *(plus_minus(one, 100.0) for one in over), *([None] * (10 - len(over)))))
+    return Table(
+        title=f"Predicted less achieved share by memory pressure, points, demand {demand:g}",
+        columns=("scheduler", "least memory", *(f"{i}." for i in range(2, 10)), "most memory"),
+        rows=tuple(rows),
+        note="Tenths of the instances by the mean free memory of their first GPU. Above zero: promised too much.",
+    )

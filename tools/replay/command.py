@@ -1,6 +1,6 @@
 """`valve replay EXPERIMENT`: run it, write its JSON, table and page, and say by the exit code whether its claims hold.
 
-0: all claims hold; 3: one is missed; 2: bad input.
+0: all claims hold; 3: one is missed; 2: bad input, or a folder that cannot be written.
 """
 
 from __future__ import annotations
@@ -13,44 +13,85 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import machine, pairs, sensitivity, tp8, validate, whatif
+from valve_tools.replay import machine, pairs, rerender, sensitivity, tp8, validate, whatif
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
 from valve_tools.replay.work import Shown as Bars
 from valve_tools.sim.generator import generate
-from valve_tools.sim.traces import Folder, TraceError, read_folder
+from valve_tools.sim.shape import LONGEST_S
+from valve_tools.sim.traces import Folder, TraceError, read_folder, require_folder
 
 EXIT_MISSED = 3
 EXIT_BAD_INPUT = 2
 GENERATOR_SEED = 1
-NODES = 100
-"""Of the small fleet."""
+NODES, FEWEST_NODES = 100, 2
+"""Of the small fleet, and of a smoke run on it."""
+MOST_HOURS = 24.0 * 366
+FEW_SEEDS = 3
 Experiment = Callable[[argparse.Namespace, Progress], Report]
 
 
 def _pairs(options: argparse.Namespace, progress: Progress) -> Report:
-    return pairs.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return _replayed(pairs.run, options, progress)
 
 
 def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
-    return tp8.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return _replayed(tp8.run, options, progress)
 
 
 def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
-    return sensitivity.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+    return _replayed(sensitivity.run, options, progress)
+
+
+def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: Progress) -> Report:
+    """An experiment that replays requests; its page says what of the folder was left out."""
+    folder = folder_of(options)
+    report = run(folder, seeds_of(options), progress, workers_of(options))
+    files = ", ".join(folder.ignored)
+    told = (
+        f"Input: {len(folder.traces)} request traces, {len(folder.lengths)} files of lengths; {len(folder.ignored)} "
+        f"other files ignored{f' ({files})' if files else ''}, {folder.skipped} rows with a blank cell skipped."
+    )
+    counts = {"traces": len(folder.traces), "ignored": list(folder.ignored), "skipped rows": folder.skipped}
+    return replace(report, summary=(*report.summary, told), input=counts)
 
 
 def _eviction(options: argparse.Namespace, progress: Progress) -> Report:
     from valve_tools.replay import eviction
 
-    return eviction.run(options.traces, seeds_of(options), progress, workers_of(options))
+    share = share_of(options)
+    report = eviction.run(options.traces, seeds_of(options), progress, workers_of(options), share)
+    return _smoke(report, share, "of the churn; six cells of two reclaims, one handle size")
 
 
 def _cluster(options: argparse.Namespace, progress: Progress) -> Report:
     from valve_tools.replay import cluster
 
-    return cluster.run(options.traces, seeds_of(options), progress, workers_of(options))
+    share = share_of(options)
+    report = cluster.run(options.traces, seeds_of(options), progress, workers_of(options), share)
+    return _smoke(report, share, "so much of the nodes, the highest demand alone")
+
+
+def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
+    from valve_tools.replay import fleet
+
+    share, nodes = share_of(options), getattr(options, "nodes", NODES)
+    if share < 1:
+        nodes = max(FEWEST_NODES, round(share * nodes))
+    report = fleet.run(options.traces, seeds_of(options), progress, workers_of(options), nodes)
+    return _smoke(report, share, "so much of the nodes")
+
+
+def _smoke(report: Report, share: float, words: str) -> Report:
+    """Says on the page that it is none."""
+    if share >= 1:
+        return report
+    warning = (
+        f"SMOKE RUN at {share:.3g} of the full size ({words}): it shows that the experiment runs; its figures and "
+        "verdicts stand for nothing else."
+    )
+    return replace(report, summary=(warning, *report.summary))
 
 
 def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
@@ -63,18 +104,13 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
         offline=options.offline,
         tp=options.tp,
         replicas=options.replicas,
+        hours=options.hours,
     )
     return whatif.run(question, seeds_of(options), progress, workers_of(options))
 
 
 def _validate(options: argparse.Namespace, progress: Progress) -> Report:
     return validate.run_validation(options.seconds, seeds_of(options), progress)
-
-
-def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
-    from valve_tools.replay import fleet
-
-    return fleet.run(options.traces, seeds_of(options), progress, workers_of(options), getattr(options, "nodes", NODES))
 
 
 def _machine(options: argparse.Namespace, progress: Progress) -> Report:
@@ -91,6 +127,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 ALL = tuple(EXPERIMENTS)
 EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine}
+UNTIMED = ("validate", "machine")
+"""Experiments that replay no load, so that hours of it mean nothing."""
 HELP = {
     "pairs": "ten online/offline pairs under every combination of policies",
     "tp8": "an eight-GPU service on the stock driver and on the patched one",
@@ -101,16 +139,25 @@ HELP = {
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
     "machine": "the machine model against tables of measured layer times, and a refit",
-    "all": "every experiment but validate, whatif and machine",
+    "render": "the pages of finished experiments again, from their JSON",
+    "all": "every experiment but validate and whatif; machine where the folder has its tables",
 }
 
 
 def folder_of(options: argparse.Namespace) -> Folder:
     """The operator's traces, or the seeded ones; `--hours` cuts both."""
     folder = read_folder(options.traces) if options.traces else generate(GENERATOR_SEED)
-    if options.hours is None:
-        return folder
-    return replace(folder, traces=tuple(trace.first(options.hours * 3600) for trace in folder.traces))
+    if options.hours is not None:
+        folder = replace(folder, traces=tuple(trace.first(options.hours * 3600) for trace in folder.traces))
+    if not any(trace.requests for trace in folder.traces):
+        within = f" in its first {options.hours:g} hours" if options.hours is not None else ""
+        raise TraceError(f"{options.traces or 'the generated folder'} holds no trace with a request{within}")
+    return folder
+
+
+def share_of(options: argparse.Namespace) -> float:
+    """Of an experiment that knows no hours: what `--hours` is of the longest replay."""
+    return 1.0 if options.hours is None else min(1.0, options.hours * 3600 / LONGEST_S)
 
 
 def seeds_of(options: argparse.Namespace) -> list[int]:
@@ -126,10 +173,19 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
     for name, words in HELP.items():
         command = commands.add_parser(name, help=words)
+        if name == "render":
+            rerender.add_options(command)
+            continue
         command.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces (default: generated)")
         command.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.html there")
         command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
-        command.add_argument("--hours", type=float, metavar="H", help="only the first H hours of every trace")
+        if name not in UNTIMED:
+            command.add_argument(
+                "--hours",
+                type=_hours,
+                metavar="H",
+                help="only the first H hours of every trace; eviction, cluster, fleet: a smoke run of H/6 the size",
+            )
         command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
         command.add_argument(
             "--cache",
@@ -171,19 +227,51 @@ def _positive(words: str) -> int:
     return value
 
 
+def _hours(words: str) -> float:
+    value = float(words)
+    if not 0 < value <= MOST_HOURS:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {MOST_HOURS:g}")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    names = list(ALL) if options.experiment == "all" else [options.experiment]
+    try:
+        return _render(options) if options.experiment == "render" else _experiments(options)
+    except (TraceError, OSError) as error:
+        print(f"valve replay {options.experiment}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _render(options: argparse.Namespace) -> int:
+    for path in options.files:
+        _say_written(rerender.render(path, options.out))
+    return 0
+
+
+def _experiments(options: argparse.Namespace) -> int:
+    _check(options)
+    names = [options.experiment]
+    if options.experiment == "all":
+        names = [*ALL, *(["machine"] if machine.has_tables(options.traces) else [])]
     held = True
     for name in names:
-        try:
-            report = _run(EXPERIMENTS[name], options)
-        except (TraceError, ValueError) as error:
-            print(f"valve replay {name}: {error}", file=sys.stderr)
-            return EXIT_BAD_INPUT
+        report = _run(EXPERIMENTS[name], options)
         held &= report.ok
         _deliver(report, options)
     return 0 if held else EXIT_MISSED
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What an hour of computing should not end with."""
+    if options.traces:
+        require_folder(options.traces)
+    for folder in (options.out, None if options.fresh else options.cache):
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+    if options.experiment != "machine" and options.seeds < FEW_SEEDS:
+        words = "one seed gives no interval" if options.seeds == 1 else "two seeds give a very wide interval"
+        print(f"valve replay: {words}; claims are judged with five", file=sys.stderr)
 
 
 def _run(experiment: Experiment, options: argparse.Namespace) -> Report:
@@ -201,7 +289,11 @@ def _deliver(report: Report, options: argparse.Namespace) -> None:
         _show(report)
     if options.out:
         paths = write(report, options.out)
-        print("wrote " + ", ".join(str(path) for path in paths), file=sys.stderr)
+        _say_written(paths)
+
+
+def _say_written(paths: Sequence[Path]) -> None:
+    print("wrote " + ", ".join(str(path) for path in paths), file=sys.stderr)
 
 
 def _show(report: Report) -> None:

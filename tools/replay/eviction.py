@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 from valve_tools.replay import svg
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table
+from valve_tools.replay.report import Cell, Chart, Report, Table
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.eviction import (
     BOUND,
@@ -17,9 +20,11 @@ from valve_tools.sim.eviction import (
     PRODUCT,
     RIVALS,
     CellResult,
+    EvictionPlan,
     EvictionResult,
     Part,
     Which,
+    claims_of,
     run_eviction,
     run_part,
 )
@@ -27,11 +32,36 @@ from valve_tools.sim.eviction import (
 ALLOCATORS = ("affine", "stock")
 
 
-def run(traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(
+    traces: Path | None, seeds: Sequence[int], progress: Progress, workers: Workers | None = None, share: float = 1.0
+) -> Report:
+    """`share` below 1: a smoke run of some cells, for so much of the time."""
+
     def worked_off(parts: list[Part]) -> list[list[CellResult]]:
         return spread(run_part, parts, progress, workers or Workers(), label="eviction")
 
-    return report(run_eviction(traces, seeds, worked_off))
+    plan = smoke_plan(share) if share < 1 else EvictionPlan()
+    return report(run_eviction(traces, seeds, worked_off, plan))
+
+
+def smoke_plan(share: float) -> EvictionPlan:
+    """Six cells of two reclaims and one handle size, after so much of the churn; a minute at least of each."""
+    plan = EvictionPlan()
+    return replace(
+        plan,
+        intervals_s=plan.intervals_s[1:4:2],
+        sizes=plan.sizes[1::2],
+        other_handles_mib=(),
+        churn_s=max(60.0, share * plan.churn_s),
+        reclaims=2,
+        min_s=60.0,
+    )
+
+
+def from_data(data: Mapping[str, Any]) -> Report:
+    """The same page from the figures of an `eviction.json`."""
+    result = msgspec.convert({**data, "claims": []}, EvictionResult)
+    return report(replace(result, claims=claims_of(result)))
 
 
 def report(result: EvictionResult) -> Report:
@@ -45,10 +75,7 @@ def report(result: EvictionResult) -> Report:
             "column) or stock (a queue). Claims are judged by the worse end of the 95 % interval over the seeds. "
             f"Lengths: {result.lengths}.",
         ),
-        claims=tuple(
-            Claim(claim=one.claim, pair="eviction", value=one.value, bound=one.bound, ok=one.ok)
-            for one in result.claims
-        ),
+        claims=result.claims,
         tables=(
             _policies(result),
             *(_grid(result, allocator) for allocator in ALLOCATORS),

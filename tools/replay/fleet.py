@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from valve_tools.replay import svg
 from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
@@ -77,11 +79,21 @@ def run(
     base = base_plan(nodes)
     tried = tuple(settings(base))
     tasks = [Task(part=part_of(traces, seed, DEMAND, base), settings=tried) for seed in seeds]
-    return report(tried, tasks, spread(run_task, tasks, progress, workers or Workers(), label="fleet"))
+    runs = spread(run_task, tasks, progress, workers or Workers(), label="fleet")
+    return report(tried, tasks[0].part.source, seeds, runs)
+
+
+def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
+    """The same page from the figures of a `fleet.json`."""
+    tried = settings(base_plan(data["nodes"]))
+    runs: dict[int, dict[tuple[str, str], WeekResult]] = {}
+    for parameter, label, week in data["weeks"]:
+        runs.setdefault(week["seed"], {})[parameter, label] = msgspec.convert(week, WeekResult)
+    return report(tried, data["source"], seeds, [runs[seed] for seed in seeds])
 
 
 def report(
-    tried: Sequence[Setting], tasks: Sequence[Task], runs: Sequence[dict[tuple[str, str], WeekResult]]
+    tried: Sequence[Setting], source: str, seeds: Sequence[int], runs: Sequence[dict[tuple[str, str], WeekResult]]
 ) -> Report:
     def over(setting: Setting, figure: str) -> Interval:
         return interval([FIGURES[figure](run[setting.parameter, setting.label]) for run in runs])
@@ -107,12 +119,16 @@ def report(
         name="fleet",
         title="Fleet: theta and the rules for SLAs",
         summary=(
-            f"A week of {gpus} GPUs beside {tasks[0].part.source}, demand {DEMAND:g} of supply, placed by the full "
+            f"A week of {gpus} GPUs beside {source}, demand {DEMAND:g} of supply, placed by the full "
             "model; one setting at a time, everything else as in the cluster experiment. The table has the default's "
             "figures and the change that each setting brings, seed by seed; ± is half the 95 % interval.",
         ),
         tables=(Table(title="Default, and changes", columns=("parameter", "value", *FIGURES), rows=tuple(rows)),),
         charts=tuple(charts),
-        data={"weeks": [[*key, asdict(week)] for run in runs for key, week in run.items()]},
-        seeds=tuple(task.part.seed for task in tasks),
+        data={
+            "nodes": default.plan.load.nodes,
+            "source": source,
+            "weeks": [[*key, asdict(week)] for run in runs for key, week in run.items()],
+        },
+        seeds=tuple(seeds),
     )

@@ -125,6 +125,8 @@ def _sample(path: Path, sample: Any) -> tuple[float, float | None]:
         at, value = float(sample[0]), float(sample[1])
     except (TypeError, ValueError, IndexError, KeyError):
         raise TraceError(f"{path}: {sample!r} is not a [time, value] sample") from None
+    if not math.isfinite(at):
+        raise TraceError(f"{path}: a sample at {at}, a time in seconds is finite")
     if math.isnan(value):
         return at, None
     if value < 0 or math.isinf(value):

@@ -7,8 +7,7 @@ LM head, which such tables leave out.
 
 from __future__ import annotations
 
-import csv
-import gzip
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from valve_tools.replay.report import Cell, Report, Table
 from valve_tools.sim.machine import GPUS, Gpu
-from valve_tools.sim.traces import TraceError
+from valve_tools.sim.traces import TraceError, UnreadableError, lines
 
 Floats = NDArray[np.float64]
 COLUMNS = ("gpu", "model", "tp", "num_tokens", "gemm_ms_per_layer", "elementwise_ms_per_layer")
@@ -51,7 +50,7 @@ def run(folder: Path | None) -> Report:
 def measured(folder: Path) -> list[Layers]:
     """Every table of the folder; a model or card that the lab does not know is left out."""
     found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    for path in sorted([*folder.glob("*.csv*"), *folder.glob("*/*.csv*")]):
+    for path in _files(folder):
         for key, tokens, ms in _rows(path):
             found.setdefault(key, []).append((tokens, ms))
     tables = []
@@ -75,18 +74,33 @@ def measured(folder: Path) -> list[Layers]:
     return tables
 
 
+def has_tables(folder: Path | None) -> bool:
+    """Whether any file of the folder has such a header."""
+    return folder is not None and any(next(_rows(path), None) for path in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.csv*"), *folder.glob("*/*.csv*")])
+
+
 def _rows(path: Path) -> Iterator[tuple[tuple[str, str, int], float, float]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines)
-        if not set(COLUMNS) <= set(reader.fieldnames or ()):
-            return
-        for line, row in enumerate(reader, start=2):
-            try:
-                ms = float(row["gemm_ms_per_layer"]) + float(row["elementwise_ms_per_layer"])
-                yield (row["gpu"], row["model"], int(row["tp"])), float(row["num_tokens"]), ms
-            except (TypeError, ValueError) as error:
-                raise TraceError(f"{path}:{line}: {error}") from error
+    records = lines(path)
+    try:
+        columns = [column.strip() for column in next(records, (0, []))[1]]
+    except UnreadableError:
+        return
+    if not set(COLUMNS) <= set(columns):
+        return
+    where = [columns.index(column) for column in COLUMNS]
+    for line, cells in records:
+        try:
+            gpu, model, tp, tokens, *times = (cells[index] for index in where)
+            figures = float(tokens), sum(map(float, times))
+            if not all(0 < one < math.inf for one in figures):
+                raise ValueError(f"{figures[0]:g} tokens in {figures[1]:g} ms, both must be above zero and finite")
+            yield (gpu, model, int(tp)), *figures
+        except (IndexError, ValueError) as error:
+            raise TraceError(f"{path}:{line}: {error}") from error
 
 
 def predicted_ms(gpu: Gpu, table: Layers) -> Floats:

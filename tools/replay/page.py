@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from valve_tools.replay.report import Cell, Report, Table, claims_table, text
+from valve_tools.replay.report import Cell, Report, Table, claims_table, counted, text
 
 STYLE = """
 :root{color-scheme:light}
@@ -20,7 +20,7 @@ th,td{padding:3px 9px;border-bottom:1px solid #eaeef2;text-align:right;white-spa
 th{background:#f6f8fa} td.word,th.word{text-align:left} td.long{white-space:normal;min-width:260px}
 td.miss{background:#fbe3e4;font-weight:600} figure{margin:14px 0 22px}
 figcaption{font-weight:600;margin-bottom:6px} .note{color:#57606a;font-size:13px;max-width:900px}
-svg{max-width:100%;height:auto}
+svg{display:block;min-width:640px;max-width:100%;height:auto}
 """
 
 
@@ -49,12 +49,8 @@ def page(report: Report, document: Mapping[str, Any]) -> str:
 def _verdict(report: Report) -> str:
     if not report.claims:
         return ""
-    missed = [claim for claim in report.claims if not claim.ok]
-    kind = "bad" if missed else "good"
-    words = (
-        f"{len(missed)} of {len(report.claims)} claims missed" if missed else f"all {len(report.claims)} claims hold"
-    )
-    return f'<p><span class="verdict {kind}">{words}</span></p>'
+    kind = "good" if report.ok else "bad"
+    return f'<p><span class="verdict {kind}">{counted(report.claims)}</span></p>'
 
 
 def _table(table: Table) -> str:

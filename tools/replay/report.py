@@ -10,35 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.bench.command import commit, machine
-from valve_tools.sim.metrics import Interval
+from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, not_judged
 
 Cell = str | float | int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """One pass mark, judged by the worse end of its interval."""
-
-    claim: str
-    pair: str
-    value: float
-    bound: float
-    ok: bool
-    note: str = ""
-
-    def line(self) -> str:
-        """The line that `--json` prints."""
-        return json.dumps(
-            {"claim": self.claim, "pair": self.pair, "value": round(self.value, 4), "bound": self.bound, "ok": self.ok}
-        )
-
-
-def at_most(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
-    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value <= bound, note=note)
-
-
-def at_least(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
-    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value >= bound, note=note)
+__all__ = ["Cell", "Chart", "Claim", "Report", "Table", "at_least", "at_most", "not_judged", "plus_minus", "write"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +43,8 @@ class Report:
     charts: tuple[Chart, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()
+    input: Mapping[str, Any] = field(default_factory=dict)
+    """What was read, what was ignored and what was skipped."""
 
     @property
     def ok(self) -> bool:
@@ -81,6 +58,7 @@ class Report:
             "seeds": list(self.seeds),
             "summary": list(self.summary),
             "claims": [asdict(claim) for claim in self.claims],
+            "input": self.input,
             "data": self.data,
         }
 
@@ -93,7 +71,7 @@ def text(value: Cell) -> str:
         return "–"
     if isinstance(value, int) or value == 0 or abs(value) >= 1000:
         return f"{value:,.0f}"
-    places = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.095 else 3
+    places = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.9995 else 3
     return f"{value:.{places}f}"
 
 
@@ -118,10 +96,7 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    rows = tuple(
-        (claim.claim, claim.pair, claim.value, claim.bound, "holds" if claim.ok else "MISSED", claim.note)
-        for claim in claims
-    )
+    rows = tuple((claim.claim, claim.pair, claim.value, claim.bound, _word(claim), claim.note) for claim in claims)
     return Table(
         title="Claims",
         columns=("claim", "pair", "worse end", "bound", "verdict", "note"),
@@ -129,6 +104,18 @@ def claims_table(claims: Sequence[Claim]) -> Table:
         note=_verdict(claims),
         marks=frozenset((i, 4) for i, claim in enumerate(claims) if not claim.ok),
     )
+
+
+def _word(claim: Claim) -> str:
+    if claim.value is None:
+        return "n/a"
+    return "holds" if claim.ok else "MISSED"
+
+
+def counted(claims: Sequence[Claim]) -> str:
+    judged = [claim for claim in claims if claim.value is not None]
+    rest = len(claims) - len(judged)
+    return f"{sum(claim.ok for claim in judged)} of {len(judged)} claims hold" + (f", {rest} n/a" if rest else "")
 
 
 def _verdict(claims: Sequence[Claim]) -> str:
@@ -139,16 +126,15 @@ def _verdict(claims: Sequence[Claim]) -> str:
         for claim in claims
         if not claim.ok
     ]
-    counted = f"{len(claims) - len(missed)} of {len(claims)} hold."
-    return f"{counted} Missed: {'; '.join(missed)}." if missed else counted
+    return f"{counted(claims)}." + (f" Missed: {'; '.join(missed)}." if missed else "")
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """NAME.json, NAME.md and NAME.html in `folder`."""
+def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None) -> list[Path]:
+    """NAME.json, NAME.md and NAME.html in `folder`; `origin` says where and with which commit it was computed."""
     from valve_tools.replay.page import page
 
     folder.mkdir(parents=True, exist_ok=True)
-    document = report.document()
+    document = report.document() | dict(origin or {})
     head = [f"# {report.title}\n", *(f"{paragraph}\n" for paragraph in report.summary)]
     tables = [claims_table(report.claims), *report.tables] if report.claims else list(report.tables)
     foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n"

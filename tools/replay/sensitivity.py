@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import msgspec
 from valve_tools.replay import svg
 from valve_tools.replay.report import Cell, Chart, Report, Table, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
@@ -20,6 +22,18 @@ SHAPES = ("P1", "P3", "P5", "P7", "P8")
 SECONDS = 2 * 3600.0
 DEFAULT = "default"
 WITHOUT_HINT = "Channel without hint+OurMem"
+NAMES = {
+    "cooldown ceiling_ns": "cooldown ceiling",
+    "cooldown floor_ns": "cooldown floor",
+    "delta_ns": "delta",
+    "target_per_hour": "reclaims per hour",
+    "headroom_max_handles": "headroom, handles",
+    "pressure_ratio": "pressure ratio",
+    "hold_share": "hold share",
+    "tau_start_ns": "tau at the start",
+    "tau_min_ns": "least tau",
+}
+"""Fields of settings as a reader calls them; their values carry the unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,22 +147,35 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Worke
 
 Runs = list[dict[tuple[str, str, str], Summary]]
 Figure = Callable[[Summary], float]
+Found = Mapping[str, Mapping[tuple[str, str, str], Interval]]
+"""Figure -> setting -> its value over the seeds."""
 
 
 def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs) -> Report:
-    figures = _figures(tasks, runs)
+    found = {
+        name: {_key(setting): figure(setting) for setting in tried} for name, figure in _figures(tasks, runs).items()
+    }
+    return report([_key(setting) for setting in tried], found, sorted({task.seed for task in tasks}))
+
+
+def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
+    """The same page from the figures of a `sensitivity.json`."""
+    keys = [tuple(row[:3]) for row in data["rows"]]
+    names = list(data["rows"][0][3])
+    found = {name: {(*row[:3],): msgspec.convert(row[3][name], Interval) for row in data["rows"]} for name in names}
+    return report(keys, found, seeds)
+
+
+def report(keys: Sequence[tuple[str, str, str]], found: Found, seeds: Sequence[int]) -> Report:
     rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (setting.parameter, setting.label, setting.combination,
-         *(plus_minus(figure(setting)) for figure in figures.values()))
-        for setting in tried
-    )  # fmt: skip
+        (NAMES.get(key[0], key[0]), *key[1:], *(plus_minus(of[key]) for of in found.values())) for key in keys
+    )
     charts = [
-        Chart(title=f"{name[0].upper()}{name[1:]}{suffix}", svg=_tornado(tried, combination, figure, name))
+        Chart(title=f"{name[0].upper()}{name[1:]}{suffix}", svg=_tornado(keys, combination, of, name))
         for combination, suffix in ((OURS, ""), (WITHOUT_HINT, ", without a hint"))
-        for name, figure in figures.items()
+        for name, of in found.items()
         if combination == OURS or "reclaims" not in name
     ]
-    columns = ("parameter", "value", "combination", *figures)
     return Report(
         name="sensitivity",
         title="Sensitivity: what each setting does",
@@ -157,10 +184,10 @@ def _report(tried: Sequence[Setting], tasks: Sequence[Task], runs: Runs) -> Repo
             "Cooldown only matters for a service without a lifecycle hint, so it is varied there. ± is half the 95 % "
             "interval over the seeds.",
         ),
-        tables=(Table(title="All settings", columns=columns, rows=rows),),
+        tables=(Table(title="All settings", columns=("parameter", "value", "combination", *found), rows=rows),),
         charts=tuple(charts),
-        data={"rows": [list(row) for row in rows]},
-        seeds=tuple(sorted({task.seed for task in tasks})),
+        data={"rows": [[*key, {name: asdict(of[key]) for name, of in found.items()}] for key in keys]},
+        seeds=tuple(seeds),
     )
 
 
@@ -199,11 +226,12 @@ def _key(setting: Setting) -> tuple[str, str, str]:
     return setting.parameter, setting.label, setting.combination
 
 
-def _tornado(tried: Sequence[Setting], combination: str, figure: Callable[[Setting], Interval], unit: str) -> str:
-    mine = [setting for setting in tried if setting.combination == combination]
-    centre = next(figure(setting).mean for setting in mine if setting.parameter == DEFAULT)
+def _tornado(
+    keys: Sequence[tuple[str, str, str]], combination: str, of: Mapping[tuple[str, str, str], Interval], unit: str
+) -> str:
     rows: dict[str, list[tuple[str, float]]] = {}
-    for setting in mine:
-        if setting.parameter != DEFAULT:
-            rows.setdefault(setting.parameter, []).append((setting.label, figure(setting).mean))
-    return svg.tornado(list(rows.items()), centre=centre, unit=unit)
+    for key in keys:
+        parameter, label, where = key
+        if where == combination and parameter != DEFAULT:
+            rows.setdefault(NAMES.get(parameter, parameter), []).append((label, of[key].mean))
+    return svg.tornado(list(rows.items()), centre=of[DEFAULT, DEFAULT, combination].mean, unit=unit)

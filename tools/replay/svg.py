@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 PALETTE = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#5b5f97", "#a1662f", "#7d8491", "#2e4057", "#c08497")
@@ -11,6 +11,8 @@ BAD, INK, FAINT = "#d1495b", "#24292f", "#d8dee4"
 LEGEND_COLUMNS, LEGEND_WIDTH = 3, 235
 LEAST_LABELLED = 3.0
 """Pixels by which a tornado's bar must leave the centre to carry a label."""
+FLAT = 2.0
+"""Pixels below which a bar is no more than a line."""
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 11, colour: str = INK) -> str:
@@ -52,6 +54,11 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def short(value: float) -> str:
+    """Two decimals at most: what fits beside a bar that is too flat to be seen."""
+    return "0" if abs(value) < 0.005 else f"{value:.2f}"
+
+
 def figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
@@ -63,8 +70,10 @@ def grouped_bars(
     unit: str,
     bound: float | None = None,
     cap: float | None = None,
+    halves: Mapping[str, Sequence[float | None]] | None = None,
 ) -> str:
-    """Bars side by side for every group; one that exceeds `cap` is cut and carries its value."""
+    """Bars side by side for every group; one that exceeds `cap` is cut and carries its value, as does one too flat to
+    be seen. `halves`: half the interval of each bar."""
     finite = [value for values in series.values() for value in values if value is not None]
     top = max([*finite, bound or 0.0, 1e-9])
     top = 1.08 * (min(top, cap) if cap is not None else top)
@@ -94,6 +103,14 @@ def grouped_bars(
             if value > top:
                 turn = f'transform="translate({x + 1.5:.1f} {base + 4:.1f}) rotate(90)"'
                 parts.append(f'<text {turn} font-size="9" fill="#fff">{figure(value)}</text>')
+            elif abs(at(value) - at(0)) < FLAT:
+                turn = f'transform="translate({x + bar - 3:.1f} {at(0) - 3:.1f}) rotate(-90)"'
+                parts.append(f'<text {turn} font-size="9" fill="{INK}">{short(value)}</text>')
+            half = halves[name][g] if halves else None
+            if half and value <= top:
+                middle, up, down = x + bar / 2 - 1, at(value + half), at(value - half)
+                parts += [_line(middle, up, middle, down, INK)]
+                parts += [_line(middle - 2, end, middle + 2, end, INK) for end in (up, down) if base < end]
     parts.append(_line(left, at(0), right, at(0), INK))
     if bound is not None:
         parts.append(_line(left, at(bound), right, at(bound), BAD, "5 3"))
@@ -138,7 +155,11 @@ def curves(
 
 
 def tornado(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, centre: float, unit: str) -> str:
-    """How far a figure moves from `centre`: for every parameter its settings and the figure at each."""
+    """How far a figure moves from `centre`: for every parameter its settings and the figure at each.
+
+    Colour says the side alone; of several settings on one side the bars lie on each other, the longest at the
+    back, and the label names them from the longest to the shortest.
+    """
     values = [centre, *(value for _, settings in rows for _, value in settings)]
     pad = (max(values) - min(values)) * 0.2 or abs(centre) * 0.1 or 1.0
     low, high = min(values) - pad, max(values) + pad
@@ -157,17 +178,35 @@ def tornado(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, centre: 
     for i, (name, settings) in enumerate(sorted(rows, key=reach, reverse=True)):
         y = base + i * step + 5
         parts.append(_text(left - 8, y + 12, name, "end"))
-        for s, (label, value) in enumerate(settings):
-            x = min(px(centre), px(value))
-            title = f"{name} = {label}: {value:.4g} {unit}"
-            parts.append(_rect(x, y, abs(px(value) - px(centre)), 15, PALETTE[s % 4], title, 0.55))
-        for side, pick in ((-1, min), (1, max)):
-            label, value = pick(settings, key=lambda one: one[1])
-            if side * (px(value) - px(centre)) > LEAST_LABELLED:
-                parts.append(_text(px(value) + 4 * side, y + 11, label, "start" if side > 0 else "end", 10))
+        for side in (-1, 1):
+            mine = [one for one in settings if (1 if one[1] >= centre else -1) == side]
+            parts += _side(name, mine, side, px, px(centre), y, unit)
     parts.append(_line(px(centre), base - 4, px(centre), bottom, INK))
     parts.append(_text(left + plot_w, bottom + 29, unit, "end", 10))
     return _wrap(left + plot_w + 50, bottom + 36, parts, f"tornado of {unit}")
+
+
+def _side(
+    name: str,
+    settings: Sequence[tuple[str, float]],
+    side: int,
+    px: Callable[[float], float],
+    centre: float,
+    y: float,
+    unit: str,
+) -> list[str]:
+    """One side of a row: bars from the longest to the shortest, named in that order at the end of the longest."""
+    ordered = sorted(settings, key=lambda one: -abs(px(one[1]) - centre))
+    parts = [
+        _rect(min(centre, px(value)), y, abs(px(value) - centre), 15, PALETTE[0 if side > 0 else 1],
+              f"{name} = {label}: {value:.4g} {unit}", 0.45)
+        for label, value in ordered
+    ]  # fmt: skip
+    seen = [label for label, value in ordered if abs(px(value) - centre) > LEAST_LABELLED]
+    if seen:
+        end = px(ordered[0][1]) + 4 * side
+        parts.append(_text(end, y + 11, " · ".join(seen), "start" if side > 0 else "end", 10))
+    return parts
 
 
 def heatmap(rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *, unit: str) -> str:

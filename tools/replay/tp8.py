@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from valve_tools.replay import svg
-from valve_tools.replay.pairs import LATENCY_MARKS, Results, Task, increase_of, run_task
+from valve_tools.replay.pair_results import LATENCY_MARKS, Results, Task, increase_of, run_task
 from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import OURS, Tuning

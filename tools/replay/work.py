@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -70,9 +73,32 @@ def spread(
             results.append(kept(task))
             progress(label, len(results), len(tasks))
         return results
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers.processes, len(tasks)), mp_context=context) as pool:
+    pool = ProcessPoolExecutor(
+        min(workers.processes, len(tasks)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_end_with,
+        initargs=(os.getpid(),),
+    )
+    try:
         for result in pool.map(kept, tasks):
             results.append(result)
             progress(label, len(results), len(tasks))
+    except BaseException:
+        # Whoever interrupts wants the machine back now; a task half done is worth nothing.
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     return results
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with(parent: int) -> None:
+    """In a worker: it lives no longer than its parent, which alone answers ^C (a terminal sends it to all)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

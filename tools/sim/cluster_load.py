@@ -8,14 +8,13 @@ intervals (Poisson within the minute), its KV is what the requests in flight hol
 
 from __future__ import annotations
 
-import csv
-import gzip
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from valve_tools.sim.traces import MAX_TOKENS, MOST_S, TraceError, lines
 
 Floats = NDArray[np.float64]
 WINDOW_S = 600
@@ -25,6 +24,9 @@ MINUTES_PER_WINDOW = 10
 MINUTES = WINDOWS * MINUTES_PER_WINDOW
 STEPS = 255
 """Shares and memory are kept as bytes: 0.4 % and 0.3 GiB are finer than anything decided on them."""
+
+MOST = {"t": MOST_S, "rate": 1e9, "cv": 1e6, "mean": float(MAX_TOKENS)}
+"""Largest values of a column of rates or lengths that can be meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def fleet_load(services: list[Service], settings: LoadSettings, seed: int, borro
     rng = np.random.default_rng(seed)
     kept = [one for one in services if _peak(one) <= settings.peak_over_mean * one.concurrency.mean()]
     if not kept:
-        raise ValueError(f"no service has a peak within {settings.peak_over_mean} times its mean")
+        raise TraceError(f"no service has a peak within {settings.peak_over_mean} times its mean")
     peak = _sized(kept, settings, np.random.default_rng(seed))
     copies = list(_copies(kept, settings, peak, rng))
     idle, free, ranks = [], [], []
@@ -183,8 +185,8 @@ def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
     rng = np.random.default_rng(seed)
     services, borrowed = [], 0
     for number, (rates, lengths_of) in enumerate(pairs):
-        named = sorted(lengths_of)
-        for client in sorted(rates):
+        named = sorted(lengths_of, key=_in_order)
+        for client in sorted(rates, key=_in_order):
             lender = client if client in lengths_of else named[int(rng.integers(len(named)))]
             borrowed += client not in lengths_of
             windows, rate, cv = rates[client]
@@ -205,27 +207,49 @@ def services_from(traces_dir: Path, seed: int) -> tuple[list[Service], int]:
     return services, borrowed
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", newline="") as lines:
-        yield from enumerate(csv.DictReader(lines), start=2)
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    records = lines(path)
+    columns = [column.strip() for column in next(records, (0, []))[1]]
+    for line, cells in records:
+        if len(cells) != len(columns):
+            raise TraceError(f"{path}:{line}: {len(cells)} cells where the header has {len(columns)}")
+        yield line, dict(zip(columns, (cell.strip() for cell in cells), strict=True))
 
 
 def _number(path: Path, line: int, row: Mapping[str, str], column: str) -> float:
     try:
-        return float(row[column])
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path}:{line}: column {column} holds {row.get(column)!r}, no number") from error
+        value = float(row[column])
+    except ValueError:
+        raise TraceError(f"{path}:{line}: column {column} holds {row[column]!r}, no number") from None
+    if not 0 <= value <= MOST[column]:
+        raise TraceError(f"{path}:{line}: column {column} holds {value}, it must be from 0 to {MOST[column]:g}")
+    return value
 
 
-def _read_rates(path: Path) -> dict[int, tuple[NDArray[np.int64], Floats, Floats]]:
-    found: dict[int, list[tuple[float, float, float]]] = {}
+def _client(text: str) -> str:
+    """A client's name; numbers may be written as 7 or as 7.0."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return str(int(number)) if number.is_integer() else text
+
+
+def _in_order(client: str) -> tuple[bool, int, str]:
+    """Numbers by value, before names."""
+    is_name = not client.lstrip("-").isdecimal()
+    return (is_name, 0, client) if is_name else (is_name, int(client), "")
+
+
+def _read_rates(path: Path) -> dict[str, tuple[NDArray[np.int64], Floats, Floats]]:
+    """By client; a row with a blank cell is a missing sample."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
     for line, row in _rows(path):
-        values = [_number(path, line, row, name) for name in ("client", "t", "rate", "cv") if row.get(name)]
-        if len(values) == 4:
-            found.setdefault(int(values[0]), []).append((values[1], values[2], values[3]))
+        if all(row.get(name) for name in ("client", "t", "rate", "cv")):
+            at, rate, cv = (_number(path, line, row, name) for name in ("t", "rate", "cv"))
+            found.setdefault(_client(row["client"]), []).append((at, rate, cv))
     if not found:
-        raise ValueError(f"{path}: no row with client, t, rate and cv")
+        raise TraceError(f"{path}: no row with client, t, rate and cv")
     arrays = {client: np.array(rows).T for client, rows in found.items()}
     # A file of a later week counts its seconds on: its first day is day 0 here.
     first_s = min(one[0].min() for one in arrays.values()) // DAY_S * DAY_S
@@ -234,13 +258,15 @@ def _read_rates(path: Path) -> dict[int, tuple[NDArray[np.int64], Floats, Floats
     }
 
 
-def _read_lengths(path: Path) -> dict[int, dict[str, float]]:
-    found: dict[int, dict[str, list[float]]] = {}
+def _read_lengths(path: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, list[float]]] = {}
     for line, row in _rows(path):
-        if row.get("kind") in ("input", "output") and row.get("mean"):
-            client = int(_number(path, line, row, "client"))
-            found.setdefault(client, {"input": [], "output": []})[row["kind"]].append(_number(path, line, row, "mean"))
+        if row.get("kind") in ("input", "output") and row.get("mean") and row.get("client"):
+            means = found.setdefault(_client(row["client"]), {"input": [], "output": []})
+            means[row["kind"]].append(_number(path, line, row, "mean"))
     whole = {client: one for client, one in found.items() if one["input"] and one["output"]}
+    if not whole:
+        raise TraceError(f"{path}: no client with the mean of an input and of an output")
     return {client: {kind: float(np.mean(values)) for kind, values in one.items()} for client, one in whole.items()}
 
 
@@ -290,7 +316,7 @@ def _copies(
             )
             left -= wanted * ranks
         if left == 1 and all(service.model.ranks > 1 for service in services):
-            raise ValueError("the fleet has an odd GPU that no service fits")
+            raise TraceError("the fleet has an odd GPU that no service fits")
 
 
 def _replicas(

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from valve_tools.sim.traces import TraceError
 
 from valved.model.memory import ColumnId, ReclaimDecision
 from valved.policy.baselines import ColumnAges
@@ -153,7 +154,7 @@ class Engine:
         self.settings = settings
         self.column_map = column_map
         if not any(self._fits(prompt + output) for prompt, output in lengths):
-            raise ValueError(f"no request fits a pool of {column_map.blocks} blocks")
+            raise TraceError(f"no request fits a pool of {column_map.blocks} blocks")
         self.free = free
         self.loss = loss
         self.useful_tokens = 0.0

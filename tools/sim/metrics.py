@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -143,3 +144,34 @@ def interval(values: Sequence[float]) -> Interval:
     factor = STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96
     half = factor * float(np.std(values, ddof=1)) / n**0.5
     return Interval(mean=mean, low=mean - half, high=mean + half, n=n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One pass mark, judged by the worse end of its interval."""
+
+    claim: str
+    pair: str
+    """Or the experiment, where there are no pairs."""
+    value: float | None
+    """None: there was nothing to judge."""
+    bound: float
+    ok: bool
+    note: str = ""
+
+    def line(self) -> str:
+        """The line that `--json` prints."""
+        value = None if self.value is None else round(self.value, 4)
+        return json.dumps({"claim": self.claim, "pair": self.pair, "value": value, "bound": self.bound, "ok": self.ok})
+
+
+def at_most(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
+    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value <= bound, note=note)
+
+
+def at_least(claim: str, pair: str, value: float, bound: float, note: str = "") -> Claim:
+    return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value >= bound, note=note)
+
+
+def not_judged(claim: str, pair: str, bound: float, note: str) -> Claim:
+    return Claim(claim=claim, pair=pair, value=None, bound=bound, ok=True, note=note)

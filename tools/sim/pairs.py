@@ -9,7 +9,7 @@ import numpy as np
 from valve_tools.sim.generator import summaries
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.shape import Candidate, Shape, assign, candidates, window_s
-from valve_tools.sim.traces import Folder, Lengths, Trace
+from valve_tools.sim.traces import Folder, Lengths, Trace, largest
 from valve_tools.sim.world import Job, Service
 
 LENGTHS_SEED = 1
@@ -89,7 +89,7 @@ def bind(folder: Folder, pairs: Sequence[Pair] = PAIRS) -> list[Bound]:
 def batch_lengths(folder: Folder) -> Lengths:
     """The folder's own lengths of a batch job, else the shipped ones."""
     if folder.lengths:
-        return max(folder.lengths, key=lambda one: int(one.in_tok.size))
+        return largest(folder.lengths)
     return summaries(np.random.default_rng(LENGTHS_SEED))
 
 

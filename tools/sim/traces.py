@@ -1,8 +1,9 @@
 """Trace input: any folder of CSV files (plain or gzip) with a header line.
 
 A request trace has the columns `t_s,in_tok,out_tok` (more may follow), sorted by time; a length file has
-`in_tok,out_tok` and no time. Every other file is ignored. A row with a blank cell is a missing sample and is skipped;
-a malformed value is refused with file and line, for a silent guess would change every figure after it.
+`in_tok,out_tok` alone. Every other file is ignored, also one that cannot be read as far as its header. A row with a
+blank cell is a missing sample and is skipped; a malformed value is refused with file and line, for a silent guess
+would change every figure after it. What was ignored or skipped is counted, and pages say so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import csv
 import gzip
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,10 @@ IntArray = npt.NDArray[np.int64]
 
 class TraceError(ValueError):
     """Input that cannot be a trace; the message names the file, the line and what to correct."""
+
+
+class UnreadableError(TraceError):
+    """A file of which not even the header can be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +84,8 @@ class Lengths:
     name: str
     in_tok: IntArray
     out_tok: IntArray
+    skipped: int = 0
+    """Rows with a blank cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,16 +96,25 @@ class Folder:
     lengths: tuple[Lengths, ...]
     ignored: tuple[str, ...]
 
+    @property
+    def skipped(self) -> int:
+        """Rows with a blank cell, in all files."""
+        return sum(one.skipped for one in self.traces) + sum(one.skipped for one in self.lengths)
+
+
+def require_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise TraceError(f"{path} is not a folder; pass a folder of CSV files with columns {','.join(TIMED)}")
+    return path
+
 
 def read_folder(path: Path) -> Folder:
     """Every request trace and length file of `path`, by name; raises TraceError when there is no request trace."""
-    if not path.is_dir():
-        raise TraceError(f"{path} is not a folder; pass a folder of CSV files with columns {','.join(TIMED)}")
     traces: list[Trace] = []
     lengths: list[Lengths] = []
     ignored: list[str] = []
-    for file in sorted(entry for entry in path.iterdir() if entry.is_file()):
-        found = read_file(file)
+    for file in _files(path):
+        found = _read_if_readable(file)
         if isinstance(found, Trace):
             traces.append(found)
         elif isinstance(found, Lengths):
@@ -110,38 +126,67 @@ def read_folder(path: Path) -> Folder:
     return Folder(traces=tuple(traces), lengths=tuple(lengths), ignored=tuple(ignored))
 
 
-def read_file(file: Path) -> Trace | Lengths | None:
+def lengths_in(path: Path) -> list[Lengths]:
+    """The length files of a folder alone, for who replays no requests."""
+    found = (_read_if_readable(file, only_lengths=True) for file in _files(path))
+    return [one for one in found if isinstance(one, Lengths)]
+
+
+def largest(lengths: Sequence[Lengths]) -> Lengths:
+    """Of several length files the one that every experiment takes."""
+    return max(lengths, key=lambda one: int(one.in_tok.size))
+
+
+def read_file(file: Path, *, only_lengths: bool = False) -> Trace | Lengths | None:
     """The trace or the lengths in a file, or None when it is neither."""
     if not file.name.endswith((".csv", ".csv.gz")):
         return None
     name = file.name.removesuffix(".gz").removesuffix(".csv")
-    lines = _lines(file)
-    header = next(lines, (0, []))[1]
+    records = lines(file)
+    header = next(records, (0, []))[1]
     columns = [column.strip() for column in header]
     if set(TIMED) <= set(columns):
-        return _read_trace(file, name, lines, columns)
-    if tuple(columns) == LENGTHS:
-        rows, _ = _read_rows(file, lines, columns, LENGTHS)
-        return Lengths(name=name, in_tok=_tokens(rows, 0), out_tok=_tokens(rows, 1))
+        return None if only_lengths else _read_trace(file, name, records, columns)
+    if sorted(columns) == sorted(LENGTHS):
+        rows, skipped = _read_rows(file, records, columns, LENGTHS)
+        if rows:
+            return Lengths(name=name, in_tok=_tokens(rows, 0), out_tok=_tokens(rows, 1), skipped=skipped)
     return None
 
 
-def _lines(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells), blank lines left out; unreadable bytes are refused by name."""
-    number = 0
+def _files(path: Path) -> list[Path]:
+    return sorted(entry for entry in require_folder(path).iterdir() if entry.is_file())
+
+
+def _read_if_readable(file: Path, *, only_lengths: bool = False) -> Trace | Lengths | None:
+    try:
+        return read_file(file, only_lengths=only_lengths)
+    except UnreadableError:
+        return None
+
+
+def lines(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line on which it begins, cells) of every record, blank lines left out.
+
+    Bytes that are no UTF-8 matter only where a wanted value holds them: they are no number then.
+    """
+    begins = 1
     try:
         # utf-8-sig: spreadsheets begin a file with a byte order mark.
         opener = gzip.open if file.suffix == ".gz" else open
-        with opener(file, "rt", encoding="utf-8-sig") as stream:
-            for number, cells in enumerate(csv.reader(stream), 1):
+        with opener(file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+            reader = csv.reader(stream)
+            for cells in reader:
                 if cells:
-                    yield number, cells
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
-        raise TraceError(f"{file}: unreadable after line {number}: {error}") from error
+                    yield begins, cells
+                begins = reader.line_num + 1
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        kind = TraceError if begins > 1 else UnreadableError
+        raise kind(f"{file}: unreadable after line {begins - 1}: {error}") from error
 
 
-def _read_trace(file: Path, name: str, lines: Iterator[tuple[int, list[str]]], columns: list[str]) -> Trace:
-    rows, skipped = _read_rows(file, lines, columns, TIMED)
+def _read_trace(file: Path, name: str, records: Iterator[tuple[int, list[str]]], columns: list[str]) -> Trace:
+    rows, skipped = _read_rows(file, records, columns, TIMED)
     return Trace(
         name=name,
         arrive_ns=_from_the_start(np.asarray([round(row[0] * NS) for row in rows], dtype=np.int64)),
@@ -167,14 +212,14 @@ def _tokens(rows: list[tuple[float, ...]], index: int) -> IntArray:
 
 
 def _read_rows(
-    file: Path, lines: Iterator[tuple[int, list[str]]], columns: list[str], wanted: tuple[str, ...]
+    file: Path, records: Iterator[tuple[int, list[str]]], columns: list[str], wanted: tuple[str, ...]
 ) -> tuple[list[tuple[float, ...]], int]:
     """The wanted columns of every complete row, and how many rows had a blank cell."""
     where = [columns.index(column) for column in wanted]
     rows: list[tuple[float, ...]] = []
     skipped = 0
     last_s = 0.0
-    for number, cells in lines:
+    for number, cells in records:
         if len(cells) != len(columns):
             raise TraceError(f"{file}:{number}: {len(cells)} cells where the header has {len(columns)}")
         picked = [cells[index].strip() for index in where]
