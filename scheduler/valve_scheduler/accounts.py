@@ -1,4 +1,4 @@
-"""What each namespace got from harvesting and what it lent, from counters of the nodes. Pure.
+"""What each namespace got from harvesting and what it lent, also by owner and service, from counters of nodes. Pure.
 
 A node's counters start anew with its daemon and end with the pod; the account of the namespace keeps their sum and the
 last value seen of each, in one object and one write, so nothing is lost or counted twice by a restart of anybody.
@@ -14,17 +14,29 @@ ACCOUNT = "usage"  # the name of the one HarvestAccount of a namespace
 OFFLINE = ("harvestSeconds", "gatedSeconds", "usefulTokens", "tokensLost", "preemptions")
 ONLINE = ("lentSeconds", "delaySeconds", "preemptions")
 SAVED = "savedSeconds"
+MOST_NAMED = 200  # owners, and services, of a namespace; those with the least are one row without a name
 # Looks for which a pod may be missing from the reports (its daemon restarts) before its last values are forgotten.
 _ABSENT = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Counters of one pod as its node reports them. `saved_per_token`: GPU-seconds a token costs standalone."""
+    """Counters of one pod as its node reports them. `name`: its owner or service; `saved_per_token`: GPU-seconds that a
+    token costs standalone."""
 
     pod_uid: str
     online: bool
     counters: Mapping[str, float]
+    name: str = ""
+    saved_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """What the controller knows of an offline pod."""
+
+    namespace: str
+    owner: str = ""
     saved_per_token: float = 0.0
 
 
@@ -32,9 +44,11 @@ def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
     """The status of an account after one more look at the nodes; equal to `before` when nothing moved."""
     seen = {(item["podUID"], bool(item.get("online"))): item for item in before.get("seen") or []}
     totals = {side: dict(before.get(side) or {}) for side in ("offline", "online")}
+    parts = {side: {row["name"]: dict(row) for row in before.get(side) or []} for side in ("owners", "services")}
     fresh: list[dict[str, Any]] = []
     for entry in sorted(entries, key=lambda entry: (entry.pod_uid, entry.online)):
         total = totals["online" if entry.online else "offline"]
+        part = parts["services" if entry.online else "owners"].setdefault(entry.name, {"name": entry.name})
         last = seen.get((entry.pod_uid, entry.online), {})
         row: dict[str, Any] = {"podUID": entry.pod_uid, **({"online": True} if entry.online else {})}
         for key in ONLINE if entry.online else OFFLINE:
@@ -42,9 +56,10 @@ def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
                 continue
             row[key] = entry.counters[key]
             grown = _growth(float(last.get(key, 0.0)), float(entry.counters[key]))
-            _add(total, key, grown)
-            if key == "usefulTokens":
-                _add(total, SAVED, grown * entry.saved_per_token)
+            for sum_ in (total, part):
+                _add(sum_, key, grown)
+                if key == "usefulTokens":
+                    _add(sum_, SAVED, grown * entry.saved_per_token)
         fresh.append(row)
     reported = {(entry.pod_uid, entry.online) for entry in entries}
     for pod, last in seen.items():
@@ -52,26 +67,50 @@ def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
         if pod not in reported and absent <= _ABSENT:
             fresh.append({**last, "absent": absent})
 
-    return {**totals, "seen": fresh}
+    named = {
+        "owners": _most(parts["owners"].values(), "harvestSeconds"),
+        "services": _most(parts["services"].values(), "lentSeconds"),
+    }
+
+    return {**totals, **{side: rows for side, rows in named.items() if rows}, "seen": fresh}
 
 
-def entries_of(nodes: Iterable[Object], offline: Mapping[str, tuple[str, float]]) -> dict[str, list[Entry]]:
-    """Per namespace what the nodes report; `offline` tells namespace and GPU-seconds per token of offline pods."""
+def entries_of(nodes: Iterable[Object], offline: Mapping[str, Worth]) -> dict[str, list[Entry]]:
+    """Per namespace what the nodes report; `offline`: the offline pods, by UID."""
     found: dict[str, list[Entry]] = {}
     for node in nodes:
         status = node.get("status") or {}
         for counters in status.get("offline") or []:
-            namespace, per_token = offline.get(counters["podUID"], ("", 0.0))
-            if namespace:
+            worth = offline.get(counters["podUID"])
+            if worth is not None:
                 entry = Entry(
-                    pod_uid=counters["podUID"], online=False, counters=_numbers(counters), saved_per_token=per_token
+                    pod_uid=counters["podUID"],
+                    online=False,
+                    counters=_numbers(counters),
+                    name=worth.owner,
+                    saved_per_token=worth.saved_per_token,
                 )
-                found.setdefault(namespace, []).append(entry)
+                found.setdefault(worth.namespace, []).append(entry)
         for counters in status.get("services") or []:
-            entry = Entry(pod_uid=counters["podUID"], online=True, counters=_numbers(counters))
+            name = counters.get("service", "")
+            entry = Entry(pod_uid=counters["podUID"], online=True, counters=_numbers(counters), name=name)
             found.setdefault(counters["namespace"], []).append(entry)
 
     return found
+
+
+def _most(rows: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Sorted by name; beyond the limit those with the least of `key` are added to the row without a name."""
+    ordered = sorted(rows, key=lambda row: (row["name"] != "", -float(row.get(key, 0.0)), row["name"]))
+    kept, rest = ordered[:MOST_NAMED], ordered[MOST_NAMED:]
+    if rest and kept[0]["name"]:
+        kept, rest = [{"name": ""}, *kept[:-1]], [kept[-1], *rest]
+    for row in rest:
+        for counter, value in row.items():
+            if counter != "name":
+                _add(kept[0], counter, value)
+
+    return sorted(kept, key=lambda row: str(row["name"]))
 
 
 def _growth(last: float, now: float) -> float:

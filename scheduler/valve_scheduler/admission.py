@@ -74,6 +74,7 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
     if not resource_count(pod, names.RESOURCE):
         _claim(spec["containers"][0], int(annotation(pod, names.GPUS_REQUIRED) or 1))
     for container in _containers(changed):
+        _devices(container, settings)
         if _limit(container, names.RESOURCE):
             _offline_env(container, settings)
     tolerations = spec.setdefault("tolerations", [])
@@ -120,6 +121,11 @@ def _refuse_offline(pod: Pod) -> None:
     spec, metadata = pod["spec"], pod["metadata"]
     if resource_count(pod, names.ONLINE_RESOURCE):
         raise Refused(f"an offline pod must not ask for {names.ONLINE_RESOURCE}; it runs on GPUs others hold")
+    told = [
+        metadata[kind][names.ROLE] for kind in ("labels", "annotations") if names.ROLE in (metadata.get(kind) or {})
+    ]
+    if len(set(told)) > 1:
+        raise Refused(f"label {names.ROLE} says {told[0]} and the annotation {told[1]}; one of the two is enough")
     forged = [key for key in _OWN if key in (metadata.get("annotations") or {})]
     if forged:
         raise Refused(f"annotation {forged[0]} is written by Valve alone; remove it")
@@ -174,17 +180,23 @@ def _inject(container: Pod, wish: str, settings: AdmissionSettings) -> None:
         container["volumeMounts"] = [*mounts, *more]
 
 
-def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
-    """Devices always as Valve says, over whatever the pod had; engine settings only where the pod has none."""
+def _devices(container: Pod, settings: AdmissionSettings) -> None:
+    """Always as Valve says, over whatever pod or image had: a CUDA image says "all", which the runtime of the pod would
+    give to its sidecar."""
     visible: Pod = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-    if settings.backend is Backend.ENVVAR:
+    if settings.backend is Backend.ENVVAR and _limit(container, names.RESOURCE):
         field_path = f"metadata.annotations['{names.GPUS}']"
         reference = {"apiVersion": "v1", "fieldPath": field_path}
         visible = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": reference}}
     kept = [entry for entry in container.get("env") or [] if entry["name"] != visible["name"]]
-    present = {entry["name"] for entry in kept}
+    container["env"] = [visible, *kept]
+
+
+def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
+    """Settings of engines, only where the pod has none, and the shim."""
+    present = {entry["name"] for entry in container["env"]}
     more = [{"name": key, "value": value} for key, value in settings.offline_env.items() if key not in present]
-    container["env"] = [visible, *kept, *more]
+    container["env"] += more
     # In the pod, as its own variables win over the device plugin's; the file comes with the plugin's mount.
     preload = _variable(container, "LD_PRELOAD") or {}
     if "valueFrom" in preload:

@@ -50,13 +50,8 @@ def renew(material: Material | None, trusted: bytes, hosts: Sequence[str], now: 
     return material
 
 
-def is_usable(material: Material, now: datetime) -> bool:
-    """Does the certificate still hold; an expired one is served to the end, the API server then decides."""
-    return x509.load_pem_x509_certificate(material.certificate).not_valid_after_utc > now
-
-
-def expires_at(material: Material) -> datetime:
-    return x509.load_pem_x509_certificate(material.certificate).not_valid_after_utc
+def expires_at(certificate: bytes) -> datetime:
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
 
 
 def _new_authority(now: datetime) -> tuple[bytes, bytes]:

@@ -23,7 +23,7 @@ from valve_scheduler.explain import Explanation, explain
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import Json, KubeClient
 from valve_scheduler.measuring import PATTERN, measure, profile_of
-from valve_scheduler.overview import Row, fleet_row, fleet_text, node_row, pod_rows, usage_row, workload_row
+from valve_scheduler.overview import Row, fleet_row, fleet_text, node_row, pod_rows, usage_rows, workload_row
 from valve_scheduler.pause import pause, resume
 from valve_scheduler.placement import PlacementSettings
 from valve_scheduler.state import ClusterState
@@ -31,6 +31,13 @@ from valve_scheduler.views import OFFLINE_PODS, nodes_view, pods_view, policies_
 
 OK, FAILED = 0, 1
 _NODES = f"{names.API_PATH}/gpuharvestnodes"
+# What a person reads instead of a table without rows.
+_EMPTY = {
+    "nodes": "No node has reported: is the daemon running on nodes with GPUs?",
+    "workloads": "No offline workload has run yet.",
+    "pods": "There is no offline pod.",
+    "usage": "No namespace has an account yet: one is opened when its first pod has harvested or lent GPU time.",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -59,13 +66,16 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 async def _show(options: argparse.Namespace) -> Json:
     if options.command == "measure" and not options.store:
         return await _measure(None, options)
-    with contextlib.closing(KubeClient(find(dict(os.environ), options.kubeconfig))) as client:
+    access = find(dict(os.environ), options.kubeconfig, options.context)
+    options.home = access.namespace
+    with contextlib.closing(KubeClient(access)) as client:
         return await _SHOW[options.command](client, options)
 
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--kubeconfig", help="default: the service account, else your own")
+    common.add_argument("--context", help="of the kubeconfig; default: its current one")
     common.add_argument("--json", action="store_true", help="one JSON document")
     parser = argparse.ArgumentParser(prog="valve cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -79,27 +89,28 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--once", action="store_true", help="print once and end")
     why = add("explain", "why a pod is where it is, or nowhere")
     why.add_argument("pod", metavar="[NAMESPACE/]POD")
+    why.add_argument("-n", "--namespace", default="", help="default: the kubeconfig's")
     stop = add("pause", "stop all harvesting; lasts until resume")
     stop.add_argument(
         "--wait", type=float, default=5.0, metavar="SECONDS", help="for the daemons to confirm; 0: do not"
     )
     add("resume", "lift the pause")
-    usage = add("usage", "what each namespace harvested, saved, lost and lent")
-    usage.add_argument("--by", choices=["namespace"], default="namespace")
+    usage = add("usage", "what each namespace harvested, saved, lost and lent; its owners, its services")
+    usage.add_argument("--by", choices=["namespace", "owner", "service"], default="namespace")
     cover = add("coverage", "before an upgrade: online pods without a shim, or with one the new version does not serve")
     cover.add_argument("--oldest-shim", default="", metavar="VERSION", help="of the new release, from its notes")
     profile = add("profile", "bring a throughput curve by hand")
     profile.add_argument(
         "--from", dest="file", type=Path, required=True, metavar="FILE", help="an OfflineProfile, YAML"
     )
-    profile.add_argument("--namespace", default="", help="default: the one in the file, else default")
+    profile.add_argument("-n", "--namespace", default="", help="default: the one in the file, else the kubeconfig's")
     runs = add("measure", "NAME --limits ... -- COMMAND: run a workload at several memory limits and print its profile")
     runs.add_argument("name", metavar="NAME", help="of the OfflineProfile")
     runs.add_argument(
         "--limits", required=True, metavar="MIB,MIB,...", help="of GPU memory; the largest is the whole card"
     )
-    runs.add_argument("--namespace", default="default")
-    runs.add_argument("--gpu-model", default="", help="as nodes report it, such as H100; empty: any")
+    runs.add_argument("-n", "--namespace", default="", help="default: the kubeconfig's where it is stored")
+    runs.add_argument("--gpu-model", default="", help="as nodes report it, such as H100 80GB HBM3; empty: any")
     runs.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
     runs.add_argument("--pattern", default=PATTERN, help="finds tokens per second in what the command prints")
     runs.add_argument("--store", action="store_true", help="into the cluster, Ready; else it is only printed")
@@ -150,7 +161,8 @@ async def _top(client: KubeClient, options: argparse.Namespace) -> Json:
 
 async def _explain(client: KubeClient, options: argparse.Namespace) -> Json:
     namespace, _, name = options.pod.rpartition("/")
-    pod = await client.request("GET", f"/api/v1/namespaces/{namespace or 'default'}/pods/{name}")
+    namespace = namespace or options.namespace or options.home
+    pod = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
     reports, _ = await client.list(_NODES)
     achieved = (
         next(row for row in pod_rows([pod], reports)) if (pod.get("status") or {}).get("phase") == "Running" else {}
@@ -165,24 +177,25 @@ async def _explain(client: KubeClient, options: argparse.Namespace) -> Json:
 async def _pause(client: KubeClient, options: argparse.Namespace) -> Json:
     done = await pause(client, wait_s=options.wait)
     if not options.json:
-        print(f"paused: {done.nodes} nodes told in {done.told_s:.1f} s, {done.confirmed} do not harvest")
+        print(f"paused: {done.confirmed} of {done.nodes} nodes do not harvest, after {done.took_s:.1f} s")
 
     return asdict(done)
 
 
 async def _resume(client: KubeClient, options: argparse.Namespace) -> Json:
-    done = await resume(client)
+    lifted = await resume(client)
     if not options.json:
-        print(f"resumed: {done.nodes} nodes told in {done.told_s:.1f} s")
+        print("resumed: every node does again what its mode says" if lifted else "there was no pause to lift")
 
-    return asdict(done)
+    return {"lifted": lifted}
 
 
 async def _usage(client: KubeClient, options: argparse.Namespace) -> Json:
     accounts, _ = await client.list(f"{names.API_PATH}/harvestaccounts")
-    shown = {"namespaces": sorted(map(usage_row, accounts), key=lambda row: row["namespace"])}
+    by = sorted(accounts, key=lambda account: account["metadata"]["namespace"])
+    shown = {f"{options.by}s": [row for account in by for row in usage_rows(account, options.by)]}
     if not options.json:
-        _console().print(_table("usage", shown["namespaces"]))
+        _console().print(_table("usage", shown[f"{options.by}s"]))
 
     return shown
 
@@ -198,7 +211,9 @@ async def _coverage(client: KubeClient, options: argparse.Namespace) -> Json:
 
 
 async def _profile(client: KubeClient, options: argparse.Namespace) -> Json:
-    stored = await profiling.store_by_hand(client, options.file.read_text(encoding="utf-8"), options.namespace)
+    stored = await profiling.store_by_hand(
+        client, options.file.read_text(encoding="utf-8"), options.namespace, options.home
+    )
     if not options.json:
         print(f"OfflineProfile {stored['metadata']['namespace']}/{stored['metadata']['name']} is Ready")
 
@@ -214,7 +229,8 @@ async def _measure(client: KubeClient | None, options: argparse.Namespace) -> Js
         raise SchedulerError("no command: valve cluster measure NAME --limits 20000,40000 -- COMMAND {mib}")
     runs = await measure(options.workload, limits, options.pattern)
     workload = {"model": options.name, "gpuModel": options.gpu_model, "tensorParallel": options.tensor_parallel}
-    profile = profile_of(options.name, options.namespace, runs, workload)
+    namespace = options.namespace or (options.home if client is not None else "default")
+    profile = profile_of(options.name, namespace, runs, workload)
     if client is not None:
         status = {"phase": "Ready", "source": "Measured", "samples": len(profile["spec"]["curve"])}
         await profiling.store(client, profile["metadata"], profile["spec"], status)
@@ -267,13 +283,14 @@ def _rendered(shown: Json, parts: tuple[str, ...]) -> RenderableType:
     return Group(shown["fleet"]["text"], *(_table(part, shown[part]) for part in parts))
 
 
-def _table(title: str, rows: list[Row]) -> Table:
+def _table(title: str, rows: list[Row]) -> RenderableType:
+    if not rows:
+        return _EMPTY.get(title, f"{title}.")
     table = Table(title=title)
-    columns = list(rows[0]) if rows else ["none"]
-    for column in columns:
+    for column in rows[0]:
         table.add_column(column)
     for row in rows:
-        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
 
     return table
 

@@ -11,10 +11,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from valve_scheduler import metrics, names
-from valve_scheduler.accounts import ACCOUNT, charge, entries_of
+from valve_scheduler.accounts import ACCOUNT, Worth, charge, entries_of
+from valve_scheduler.clearing import ghosts, leavers
 from valve_scheduler.errors import InvalidObject
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_scheduler.kube.lease import Lease
@@ -29,7 +30,16 @@ from valve_scheduler.monitor import (
     observe,
     with_policy,
 )
-from valve_scheduler.objects import annotation, offline_pod, owner_uid, pod_place, sla_of, started_at_s
+from valve_scheduler.objects import (
+    Object,
+    annotation,
+    offline_pod,
+    owner_name,
+    owner_uid,
+    pod_place,
+    sla_of,
+    started_at_s,
+)
 from valve_scheduler.placement import Job, PlacementSettings
 from valve_scheduler.policies import merge_patch, node_spec
 from valve_scheduler.probes import Probes
@@ -55,6 +65,7 @@ class ControllerSettings:
     lease_name: str = "valve-controller"
     requeue_every_s: float = 1.0
     policy_every_s: float = 1.0
+    clear_every_s: float = 5.0
     afresh_every_s: float = 30.0
     monitor_every_s: float = 30.0
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
@@ -152,11 +163,13 @@ class Controller:
     async def apply_policies(self) -> None:
         """Write into each GPUHarvestNode what the policies say of it, and which of its pods to profile: the one object
         its daemon follows."""
-        policies, now_s = self._state.policies, self._now_s()
+        policies, now_s, theta = self._state.policies, self._now_s(), self._settings.placement.theta
+        # Whoever judges a node knows the default; what differs from it stands in the node.
+        defaults = {} if theta == PlacementSettings().theta else {"alignmentThreshold": theta}
         profile = to_profile(self.pods.items.values(), self.profiles.items, now_s)
         patches = []
         for (_, name), node in self.nodes.items.items():
-            wanted = node_spec(policies, self.labels.get(name, {}), profile.get(name, ()))
+            wanted = node_spec(policies, self.labels.get(name, {}), profile.get(name, ()), defaults)
             spec = node.get("spec") or {}
             stands = {"paused": bool(spec.get("paused")), "resolved": spec.get("resolved") or {}}
             told, told_s = self._told.get(name, ({}, 0.0))
@@ -184,15 +197,16 @@ class Controller:
             if status != before and (entries.get(namespace) or before):
                 await self._write_account(namespace, held, status)
 
-    def _worth(self, pod: Json) -> tuple[str, float]:
-        """Namespace of an offline pod, and the GPU-seconds that one of its tokens costs on GPUs of its own."""
+    def _worth(self, pod: Json) -> Worth:
+        """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
+        whose = Worth(namespace=pod["metadata"]["namespace"], owner=owner_name(pod))
         try:
             wish = offline_pod(pod)
         except InvalidObject:
-            return pod["metadata"]["namespace"], 0.0
+            return whose
         profile = self._state.job(wish, self._now_s()).profile
 
-        return wish.namespace, wish.gpus / profile.standalone_tokens_per_s if profile else 0.0
+        return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
 
     async def _write_account(self, namespace: str, held: Json, status: Json) -> None:
         path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/harvestaccounts"
@@ -230,6 +244,25 @@ class Controller:
                     await store(self._client, metadata, measured_spec(workload, levels), status)
                     log.info("profiled", extra={"profile": "/".join(key), "levels": len(levels)})
 
+    # Nodes that are drained or gone
+
+    async def clear(self) -> None:
+        """Evict what must leave, as often as disruption budgets want to be asked."""
+        nodes = {name: node for (_, name), node in self.nodes.items.items()}
+        for leaver in list(leavers(self.pods.items.values(), nodes)):
+            await self._evict(leaver.pod, leaver.reason, leaver.note)
+
+    async def forget(self) -> None:
+        """Delete the reports of nodes that have left the cluster: their daemons cannot."""
+        nodes = {name: node for (_, name), node in self.nodes.items.items()}
+        for name, versions in list(ghosts(nodes, self.labels, self._now_s())):
+            try:
+                path = f"{names.API_PATH}/gpuharvestnodes/{name}"
+                await self._client.request("DELETE", path, body={"preconditions": versions})
+                log.info("report of a node that is gone deleted", extra={"node": name})
+            except (ApiError, Unreachable) as error:  # it has just reported again, or the next round will tell
+                log.info("report not deleted", extra={"node": name, "error": str(error)})
+
     # SLA
 
     async def monitor(self) -> None:
@@ -247,8 +280,11 @@ class Controller:
         pods = {pod["metadata"]["uid"]: pod for pod in running}
         for track in chosen:
             owner = owners.get(track.sample.owner_uid, Owner())
-            if await self._evict(pods[track.sample.pod_uid], track):
-                node = track.sample.node
+            node = track.sample.node
+            note = (
+                f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {track.sample.sla:.2f}; moved"
+            )
+            if await self._evict(pods[track.sample.pod_uid], "SLAMissed", note):
                 owners[track.sample.owner_uid] = evicted(owner, node, now_s, rules)
         await self._write_workloads(running, owners, now_s)
 
@@ -293,7 +329,7 @@ class Controller:
         status = self.nodes.items.get(("", node), {}).get("status") or {}
         return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
 
-    async def _evict(self, pod: Json, track: Track) -> bool:
+    async def _evict(self, pod: Object, reason: str, note: str) -> bool:
         """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again."""
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
@@ -303,7 +339,7 @@ class Controller:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
         }
-        found = {"pod": path, "node": track.sample.node, "achieved": track.achieved, "sla": track.sample.sla}
+        found = {"pod": path, "reason": reason, "note": note}
         try:
             await self._client.request("POST", f"{path}/eviction", body=body)
         except (ApiError, Unreachable) as error:
@@ -313,17 +349,15 @@ class Controller:
             return False
         metrics.evictions.labels("evicted").inc()
         log.info("evicted", extra=found)
-        await self._tell(pod, track)
+        await self._tell(pod, reason, note)
 
         return True
 
-    async def _tell(self, pod: Json, track: Track) -> None:
+    async def _tell(self, pod: Object, reason: str, note: str) -> None:
         """One event on the pod, where its owner looks first."""
-        sample = track.sample
-        note = f"reached {track.achieved or 0.0:.2f} of standalone on {sample.node}, promised {sample.sla:.2f}; moved"
         path = f"/apis/events.k8s.io/v1/namespaces/{pod['metadata']['namespace']}/events"
         try:
-            await self._client.request("POST", path, body=event(pod, "SLAMissed", note, self._now_s()))
+            await self._client.request("POST", path, body=event(pod, reason, note, self._now_s()))
         except (ApiError, Unreachable) as error:
             log.warning("event refused", extra={"error": str(error)})
 
@@ -375,7 +409,9 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
     rounds = [
         every(settings.requeue_every_s, controller.requeue),
         every(settings.policy_every_s, controller.apply_policies),
+        every(settings.clear_every_s, controller.clear),
         every(settings.monitor_every_s, controller.monitor),
+        every(settings.monitor_every_s, controller.forget),
         every(settings.monitor_every_s, controller.account),
         every(settings.monitor_every_s, controller.measure),
     ]

@@ -1,4 +1,8 @@
-"""Before an uninstall: webhooks gone, nodes off and unmarked, no offline pod running; then the chart may go."""
+"""Before an uninstall: webhooks gone, nodes off and unmarked, no offline pod running; then the chart may go.
+
+Nodes are off by a HarvestPolicy that an object of the release owns. The garbage collector takes it when the release has
+gone, so whoever installs again finds the nodes with the modes they had.
+"""
 
 import asyncio
 import contextlib
@@ -9,11 +13,14 @@ from valve_scheduler import names
 from valve_scheduler.errors import SchedulerError
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient
 from valve_scheduler.objects import pod_place
+from valve_scheduler.policies import DRAIN_POLICY
 from valve_scheduler.views import OFFLINE_PODS
 
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 2.0
+# Part of every release, and among the last that go.
+_OWNER = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "name": "valve-controller"}
 
 
 class DrainTimeout(SchedulerError):
@@ -33,6 +40,7 @@ async def drain(client: KubeClient, settings: DrainSettings) -> None:
     # First: a webhook that outlives its server refuses every offline pod, and uninstalls have left some behind.
     with contextlib.suppress(ApiError):
         await client.request("DELETE", f"{names.WEBHOOKS_PATH}/{settings.configuration}")
+    await _forbid(client)
     nodes, _ = await client.list(f"{names.API_PATH}/gpuharvestnodes")
     for node in nodes:
         await _off(client, node)
@@ -47,9 +55,23 @@ async def drain(client: KubeClient, settings: DrainSettings) -> None:
     log.info("drained", extra={"nodes": len(nodes)})
 
 
+async def _forbid(client: KubeClient) -> None:
+    """Nothing is placed from here on, nor on nodes that join later."""
+    role = await client.request("GET", f"/apis/{_OWNER['apiVersion']}/clusterroles/{_OWNER['name']}")
+    metadata = {"name": DRAIN_POLICY, "ownerReferences": [{**_OWNER, "uid": role["metadata"]["uid"]}]}
+    body = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": metadata, "spec": {"drain": True}}
+    try:
+        await client.request("POST", f"{names.API_PATH}/harvestpolicies", body=body)
+    except ApiError as error:
+        if error.status != 409:  # an attempt before this one
+            raise
+
+
 async def _off(client: KubeClient, node: Json) -> None:
+    """As the controller does, so that nothing waits for it."""
     path = f"{names.API_PATH}/gpuharvestnodes/{node['metadata']['name']}"
-    await client.request("PATCH", path, body={"spec": {"mode": "off"}}, content_type=MERGE_PATCH)
+    body = {"spec": {"resolved": {"drain": f"HarvestPolicy {DRAIN_POLICY}"}}}
+    await client.request("PATCH", path, body=body, content_type=MERGE_PATCH)
 
 
 async def _unmark(client: KubeClient) -> None:

@@ -181,9 +181,10 @@ class Extender:
         An error, not a refusal: kube-scheduler then tries again by itself, as no event tells that a pod of the
         namespace ended elsewhere.
         """
-        if self._state.policies.paused({}):  # the brake of the fleet: each node's own word takes its time
+        policies = self._state.policies
+        if policies.brake or policies.paused({}):  # each node's own word takes its time
             return "a HarvestPolicy pauses harvesting on every node"
-        rule = self._state.policies.rule(pod.namespace)
+        rule = policies.rule(pod.namespace)
         if rule.mode in ("off", "observe"):
             return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
         held = self._state.holding(pod.uid)

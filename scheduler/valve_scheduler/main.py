@@ -54,11 +54,10 @@ def parser() -> argparse.ArgumentParser:
     extender.add_argument("--lease-namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
     extender.add_argument("--lease-name", default="valve-scheduler")
     extender.add_argument("--no-leader-election", action="store_true", help="one scheduler only, which has no lease")
-    extender.add_argument(
-        "--alignment-threshold", type=float, default=PlacementSettings().theta, help="theta in (0, 1]"
-    )
+    _add_alignment(extender)
 
     controller = commands.add_parser("controller", help="watch SLAs, evict within a budget, requeue pending pods")
+    _add_alignment(controller)
     controller.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
     controller.add_argument("--probe-host", default="0.0.0.0")
     controller.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
@@ -90,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_alignment(parser: argparse.ArgumentParser) -> None:
+    theta = PlacementSettings().theta
+    parser.add_argument("--alignment-threshold", type=float, default=theta, help="theta in [0, 1], for all alike")
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     handler = logging.StreamHandler()
@@ -113,6 +117,7 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
             probe_port=options.probe_port,
             monitor_every_s=options.monitor_every,
             monitor=MonitorSettings(window_s=options.sla_window),
+            placement=PlacementSettings(theta=options.alignment_threshold),
         )
         return run_controller(client, watching, f"{socket.gethostname()}_{uuid.uuid4()}")
     if options.command == "check":

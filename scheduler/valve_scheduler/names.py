@@ -11,7 +11,7 @@ ONLINE, OFFLINE = "online", "offline"
 # Written by users, on pods.
 SLA = f"{DOMAIN}/sla-throughput"  # share of standalone throughput, (0, 1]
 PROFILE = f"{DOMAIN}/profile"  # OfflineProfile in the pod's namespace
-GPUS_REQUIRED = f"{DOMAIN}/gpus-required"  # only where it differs from the resource limit
+GPUS_REQUIRED = f"{DOMAIN}/gpus-required"  # of a pod without a limit: the webhook makes one of it
 INJECT = f"{DOMAIN}/inject"  # "false": leave this pod alone
 
 # Written by Valve, on pods; users may not.
@@ -23,14 +23,12 @@ MODE = f"{DOMAIN}/mode"  # off, observe or harvest: how far Valve may go with th
 SHIM = f"{DOMAIN}/shim"  # version of the shim an online pod was injected with
 
 # On nodes.
-HARVEST = f"{DOMAIN}/harvest"  # label, the operator's switch
 EPOCH = f"{DOMAIN}/capacity-epoch"  # annotation, bumped so that kube-scheduler retries pending pods
 
 RESOURCE = f"{DOMAIN}/harvested-gpu"
 ONLINE_RESOURCE = "nvidia.com/gpu"
 SCHEDULER = "valve-scheduler"
 PRIORITY_CLASS = "valve-offline"
-PROFILE_GATE = f"{DOMAIN}/profile-ready"
 API_VERSION = f"{DOMAIN}/v1alpha1"
 API_PATH = f"/apis/{API_VERSION}"
 WEBHOOKS_PATH = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"

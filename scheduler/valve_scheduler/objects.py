@@ -104,11 +104,17 @@ def sla_of(pod: Object) -> float:
 
 
 def gpus_wanted(pod: Object) -> int:
-    text = annotation(pod, names.GPUS_REQUIRED) or str(resource_count(pod, names.RESOURCE))
+    count = resource_count(pod, names.RESOURCE)
+    text = annotation(pod, names.GPUS_REQUIRED) or str(count)
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_GPUS:
         raise InvalidObject(
             f"the pod asks for {text!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
             f"(limit {names.RESOURCE} or annotation {names.GPUS_REQUIRED})"
+        )
+    if count and int(text) != count:
+        raise InvalidObject(
+            f"annotation {names.GPUS_REQUIRED} is {text!r} and limit {names.RESOURCE} is {count}; quotas and slots "
+            "go by the limit, leave the annotation out"
         )
 
     return int(text)
@@ -133,6 +139,16 @@ def owner_uid(pod: Object) -> str:
     owners = metadata.get("ownerReferences") or []
 
     return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
+
+
+def owner_name(pod: Object) -> str:
+    """What people call the thing a pod is one of: its Job, StatefulSet or Deployment; a bare pod by its own name."""
+    metadata = pod["metadata"]
+    owner: Object = next((one for one in metadata.get("ownerReferences") or [] if one.get("controller")), {})
+    name = str(owner.get("name") or metadata.get("name", ""))
+    made_by_deployment = (metadata.get("labels") or {}).get("pod-template-hash", "") if owner else ""
+
+    return name.removesuffix(f"-{made_by_deployment}") if made_by_deployment else name
 
 
 def started_at_s(pod: Object) -> float:
@@ -163,7 +179,7 @@ def offline_pod(pod: Object) -> OfflinePod:
 
 def workload_profile(profile: Object) -> WorkloadProfile | None:
     """The measured part of an OfflineProfile; None until it is Ready."""
-    if (profile.get("status") or {}).get("phase") not in ("Ready", "Stale"):
+    if (profile.get("status") or {}).get("phase") != "Ready":
         return None
     spec = profile.get("spec") or {}
     points = sorted(spec.get("curve") or [], key=lambda point: float(point["freeMiB"]))
@@ -230,7 +246,8 @@ def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
 
 def mode_in_force(spec: Object) -> str:
     """What the spec of a GPUHarvestNode says; empty leaves it to the daemon's own configuration."""
-    return str(spec.get("mode") or (spec.get("resolved") or {}).get("mode") or "")
+    resolved = spec.get("resolved") or {}
+    return "off" if resolved.get("drain") else str(spec.get("mode") or resolved.get("mode") or "")
 
 
 def phase_in_force(status: Object, spec: Object) -> str:

@@ -134,20 +134,34 @@ def _pod_row(pod: Object, entry: Object) -> Row:
     }
 
 
-def usage_row(account: Object) -> Row:
-    """A namespace's account in GPU-hours, since it was opened."""
+def usage_rows(account: Object, by: str) -> list[Row]:
+    """An account in GPU-hours, since it was opened: as a whole, or apart for its owners or its services."""
     status = account.get("status") or {}
-    offline, online = status.get("offline") or {}, status.get("online") or {}
     opened = account["metadata"].get("creationTimestamp", "")
-
-    return {
+    whole: Row = {
         "namespace": account["metadata"]["namespace"],
         "since": datetime.fromisoformat(opened.replace("Z", "+00:00")).date().isoformat() if opened else "",
+    }
+    if by == "owner":
+        return [whole | {"owner": part["name"] or "others"} | _got(part) for part in status.get("owners") or []]
+    if by == "service":
+        return [whole | {"service": part["name"] or "others"} | _lent(part) for part in status.get("services") or []]
+
+    return [whole | _got(status.get("offline") or {}) | _lent(status.get("online") or {})]
+
+
+def _got(offline: Object) -> Row:
+    return {
         "harvested_gpu_h": _hours(offline, "harvestSeconds"),
         "saved_gpu_h": _hours(offline, "savedSeconds"),
         "gated_gpu_h": _hours(offline, "gatedSeconds"),
         "tokens": round(float(offline.get("usefulTokens", 0))),
         "tokens_lost": round(float(offline.get("tokensLost", 0))),
+    }
+
+
+def _lent(online: Object) -> Row:
+    return {
         "lent_gpu_h": _hours(online, "lentSeconds"),
         "delay_s": round(float(online.get("delaySeconds", 0.0)), 3),
         "preemptions": round(float(online.get("preemptions", 0))),

@@ -12,8 +12,14 @@ from typing import Any
 Object = Mapping[str, Any]
 
 ANY_NAMESPACE = "*"
+DRAIN_POLICY = "valve-drain"  # made by `valve-scheduler drain`, gone with the release
+# paused-for-... while nobody may use the driver; GPU Operators before 26.7 know the second alone.
+_DRIVER_LABELS = ("nvidia.com/gpu.deploy.client", "nvidia.com/gpu.deploy.device-plugin")
+BRAKE = "valve-pause"  # every daemon and every extender watches it
 # What a node's daemon obeys, as it stands in the policy.
 _FOR_NODES = ("mode", "alignmentThreshold", "slotsPerGPU", "reclaimsPerHour", "cooldown")
+
+_NOTHING: Object = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +45,29 @@ class Policies:
     def rule(self, namespace: str) -> NamespaceRule:
         return self.namespaces.get(namespace) or self.namespaces.get(ANY_NAMESPACE) or NamespaceRule()
 
+    @property
+    def brake(self) -> bool:
+        """The whole fleet is paused; each daemon and each extender watches for that itself."""
+        return any(map(is_brake, self.items))
+
     def paused(self, labels: Mapping[str, str]) -> bool:
-        """Any policy can pause; none can lift the pause of another."""
-        return any(item["spec"].get("paused") and _selects(item["spec"], labels) for item in self.items)
+        """Any policy can pause; none can lift the pause of another. The brake is not for the controller to spread."""
+        pausing = (item for item in self.items if item["spec"].get("paused") and not is_brake(item))
+        return any(_selects(item["spec"], labels) for item in pausing)
+
+    def drained_by(self, labels: Mapping[str, str]) -> str:
+        """Why the node must be free of offline work, whatever its mode; empty when it need not."""
+        for label in _DRIVER_LABELS:
+            if labels.get(label, "").startswith("paused-"):
+                return f"{label}={labels[label]}"
+        draining = (item for item in self.items if item["spec"].get("drain"))
+        return next((f"HarvestPolicy {i['metadata']['name']}" for i in draining if _selects(i["spec"], labels)), "")
+
+
+def is_brake(policy: Object) -> bool:
+    """`valve cluster pause` in force: one object that every node hears of at once, whatever its labels."""
+    spec = policy.get("spec") or {}
+    return policy["metadata"]["name"] == BRAKE and bool(spec.get("paused")) and not _keys(spec)
 
 
 def read_policies(items: Iterable[Object]) -> Policies:
@@ -56,16 +82,20 @@ def read_policies(items: Iterable[Object]) -> Policies:
     return Policies(items=ordered, namespaces=rules)
 
 
-def node_spec(policies: Policies, labels: Mapping[str, str], profile: Sequence[str] = ()) -> dict[str, Any]:
+def node_spec(
+    policies: Policies, labels: Mapping[str, str], profile: Sequence[str] = (), defaults: Object = _NOTHING
+) -> dict[str, Any]:
     """The part of a GPUHarvestNode's spec that the controller writes; the daemon and the extender read it. `profile`:
-    offline pods to be measured."""
+    offline pods to be measured; `defaults`: what holds where no policy says otherwise."""
     policy = policies.of_node(labels)
-    resolved = {key: policy[key] for key in _FOR_NODES if key in policy}
+    resolved = {**defaults, **{key: policy[key] for key in _FOR_NODES if key in policy}}
     modes = [{"name": name, "mode": rule.mode} for name, rule in sorted(policies.namespaces.items()) if rule.mode]
     if modes:
         resolved["namespaces"] = modes
     if profile:
         resolved["profile"] = list(profile)
+    if why := policies.drained_by(labels):
+        resolved["drain"] = why
 
     return {"paused": policies.paused(labels), "resolved": resolved}
 

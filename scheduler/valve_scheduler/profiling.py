@@ -95,7 +95,7 @@ def measured_spec(workload: Object, levels: Sequence[Level]) -> dict[str, Any]:
     }
 
 
-def read_by_hand(text: str, namespace: str = "") -> Json:
+def read_by_hand(text: str, namespace: str = "", home: str = "default") -> Json:
     """An OfflineProfile from YAML; raises InvalidObject with what is wrong before anything is stored."""
     try:
         found = yaml.safe_load(text)
@@ -107,7 +107,7 @@ def read_by_hand(text: str, namespace: str = "") -> Json:
     metadata = found.get("metadata") or {}
     if not metadata.get("name"):
         raise InvalidObject("metadata.name is missing: pods name the profile by it")
-    found["metadata"] = {**metadata, "namespace": namespace or metadata.get("namespace") or "default"}
+    found["metadata"] = {**metadata, "namespace": namespace or metadata.get("namespace") or home}
     if not (found.get("spec") or {}).get("curve"):
         raise InvalidObject("spec.curve is missing: at least one point {freeMiB, tokensPerSecond}")
     workload_profile({**found, "status": {"phase": "Ready"}})
@@ -115,9 +115,9 @@ def read_by_hand(text: str, namespace: str = "") -> Json:
     return {**found, "apiVersion": names.API_VERSION}
 
 
-async def store_by_hand(client: KubeClient, text: str, namespace: str = "") -> Json:
+async def store_by_hand(client: KubeClient, text: str, namespace: str = "", home: str = "default") -> Json:
     """Create or replace the profile, then mark it Ready; the pods that wait for it are tried again within seconds."""
-    profile = read_by_hand(text, namespace)
+    profile = read_by_hand(text, namespace, home)
     await store(client, profile["metadata"], profile["spec"], {"phase": "Ready", "source": "Manual"})
 
     return profile

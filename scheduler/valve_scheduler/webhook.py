@@ -148,7 +148,6 @@ class Webhook:
         if trusted != due.bundle:
             await self._publish(configuration, due.bundle)
         self._serve(due.certificate, due.key)
-        metrics.certificate_expiry.set(expires_at(due).timestamp())
 
     async def _secret(self) -> Json | None:
         path = f"/api/v1/namespaces/{self._settings.namespace}/secrets/{self._settings.secret}"
@@ -189,6 +188,7 @@ class Webhook:
                 path.write_bytes(data)
             self._tls.load_cert_chain(*paths)
         self._served = (certificate, key)
+        metrics.certificate_expiry.set(expires_at(certificate).timestamp())
         log.info("certificate served")
 
 

@@ -1,7 +1,7 @@
 """The real control plane for tests marked `cluster`: built once, started once for all of them."""
 
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,21 @@ from valve_tools.cluster.node import RealNode, missing
 ROOT = Path(__file__).resolve().parents[2]
 
 
+LAST_LINES = 12
 MISSING = pytest.StashKey[str]()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without the programs nothing here can run: one line says so, not one per test."""
+    """Last of all: a control plane that runs beside them takes memory and time from tests that do not need it.
+
+    Without the programs nothing here can run: one line says so, not one per test.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda item: here in item.path.parents)
     try:
         binaries(ROOT)
     except NotBuilt as reason:
-        here = Path(__file__).parent
         left_out = [item for item in items if here in item.path.parents]
         items[:] = [item for item in items if here not in item.path.parents]
         config.hook.pytest_deselected(items=left_out)
@@ -31,6 +37,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if MISSING in config.stash:
         terminalreporter.write_line(config.stash[MISSING])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What failed here was said by another process."""
+    report = yield
+    plane = getattr(item, "funcargs", {}).get("control_plane")
+    if report.failed and plane is not None:
+        for log in sorted(plane.folder.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            report.sections.append((f"the end of {log.name}", "\n".join(line[:300] for line in lines)))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cluster_helm import CHART, Helm
 from cluster_pods import PODS
 from valve_scheduler import names
+from valve_scheduler.objects import mode_in_force
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import CRDS, offline_pod
@@ -45,6 +47,49 @@ def release(control_plane: ControlPlane, helm: Helm) -> Iterator[Helm]:
     control_plane.api.delete(f"{names.API_PATH}/gpuharvestnodes")  # a test that failed may have left its own
     if "valve" in helm.run("list", "--namespace=valve-system", "--short"):
         helm.uninstall()
+
+
+RENDERED = Path(__file__).resolve().parents[1] / "helm/golden"
+# Kinds of other projects, which this server does not serve.
+FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
+
+
+@pytest.fixture
+def own_class(control_plane: ControlPlane) -> Iterator[None]:
+    """The priority class that one of the values files names as the operator's own."""
+    classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
+    control_plane.api.post(classes, {"metadata": {"name": "ours"}, "value": 1000})
+    yield
+    control_plane.api.delete(f"{classes}/ours")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(RENDERED.glob("*.yaml"))])
+@pytest.mark.usefixtures("release", "own_class")  # namespace, accounts and what values name are there
+def test_the_server_takes_every_rendered_object_to_the_letter(control_plane: ControlPlane, name: str) -> None:
+    """Server-side apply as a dry run: admission and defaults are the server's own, an unknown field is an error."""
+    api = control_plane.api
+    rendered = [one for one in yaml.safe_load_all((RENDERED / f"{name}.yaml").read_text()) if one]
+    asked = [one for one in rendered if one["apiVersion"] not in FOREIGN]
+    how = "dryRun=All&fieldManager=tests&force=true&fieldValidation=Strict"
+
+    for one in asked:
+        path = f"{resource_path(control_plane, one)}/{one['metadata']['name']}?{how}"
+        stored = api.call("PATCH", path, one, content_type="application/apply-patch+yaml")
+        assert stored["kind"] == one["kind"]
+
+    path = f"{resource_path(control_plane, asked[0])}/{asked[0]['metadata']['name']}?{how}"
+    with pytest.raises(Refused, match="spce"):
+        api.call("PATCH", path, {**asked[0], "spce": {}}, content_type="application/apply-patch+yaml")
+
+
+def resource_path(plane: ControlPlane, found: dict[str, Any]) -> str:
+    """Where objects of this kind are, as the server says it."""
+    version = found["apiVersion"]
+    root = f"/apis/{version}" if "/" in version else f"/api/{version}"
+    served = plane.api.get(root)["resources"]
+    kind = next(one for one in served if one["kind"] == found["kind"] and "/" not in one["name"])
+    namespace = found["metadata"].get("namespace", "valve-system")
+    return f"{root}/namespaces/{namespace}/{kind['name']}" if kind["namespaced"] else f"{root}/{kind['name']}"
 
 
 def left(plane: ControlPlane) -> list[str]:
@@ -154,12 +199,29 @@ def test_a_drain_removes_webhooks_and_marks_switches_nodes_off_and_names_pods_th
     )
     assert done.returncode == 0
     assert api.get(WEBHOOKS)["items"] == []
-    assert api.get(f"{names.API_PATH}/gpuharvestnodes/n")["spec"]["mode"] == "off"
+    spec = api.get(f"{names.API_PATH}/gpuharvestnodes/n")["spec"]
+    assert (spec["mode"], mode_in_force(spec)) == ("harvest", "off")
     kept = api.get("/api/v1/nodes/n")["metadata"]["annotations"]
     assert names.EPOCH not in kept
     assert kept["example.com/kept"] == "yes"
     api.delete(f"{names.API_PATH}/gpuharvestnodes/n")
     api.delete("/api/v1/nodes/n")
+
+
+def test_after_uninstall_and_install_a_node_has_the_mode_that_a_person_gave_it(
+    control_plane: ControlPlane, release: Helm
+) -> None:
+    api, path = control_plane.api, f"{names.API_PATH}/gpuharvestnodes/n"
+    api.post(f"{names.API_PATH}/gpuharvestnodes", harvest_node())
+
+    assert drain(control_plane, 30).returncode == 0
+    assert mode_in_force(api.get(path)["spec"]) == "off"
+    release.uninstall()
+    wait_for("the drain to end", lambda: not api.get(f"{names.API_PATH}/harvestpolicies")["items"])
+    release.install()
+    control_plane.start_controller("--namespace=valve-system")
+    wait_for("the new release's word", lambda: mode_in_force(api.get(path)["spec"]) == "harvest")
+    control_plane.kill("controller")
 
 
 def harvest_node() -> dict[str, object]:

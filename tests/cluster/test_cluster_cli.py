@@ -32,7 +32,9 @@ def test_status_lists_every_node_with_what_it_offers(control_plane: ControlPlane
 
     assert len(rows) == nodes
     assert {(row["phase"], row["harvestable"]) for row in rows} == {("Harvesting", 8)}
-    assert "gpu-0039" in valve(control_plane, "status").stdout
+    told = valve(control_plane, "status").stdout
+    assert "gpu-0039" in told
+    assert "No offline workload has run yet." in told
 
 
 def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:

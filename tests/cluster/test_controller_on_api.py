@@ -93,8 +93,11 @@ def report_windows(plane: ControlPlane, pod: Json, tokens_per_s: float) -> Itera
         yield
 
 
-def workload(plane: ControlPlane, owner_uid: str) -> Json:
-    return plane.api.get(f"{GROUP}/offlineworkloads/owner-{owner_uid}")
+def status_of(plane: ControlPlane, owner_uid: str) -> Json:
+    """Empty between the two requests by which the controller makes a workload."""
+    found: Json = plane.api.get(f"{GROUP}/offlineworkloads/owner-{owner_uid}").get("status") or {}
+
+    return found
 
 
 def reported_until(plane: ControlPlane, pod: Json, tokens_per_s: float, check: Any) -> Any:
@@ -120,28 +123,75 @@ def test_a_job_that_misses_its_sla_is_moved_and_stays_away_from_the_node(watched
 
     gone = reported_until(watched, first, 10.0, evicted)
     assert any(c["type"] == "DisruptionTarget" for c in gone["status"]["conditions"])
-    wait_for("an event that says why", lambda: told(watched, first["metadata"]["name"]))
+    (said,) = wait_for("an event that says why", lambda: told(watched, first["metadata"]["name"]))
     watched.api.patch(f"{PODS}/{first['metadata']['name']}/status", {"status": {"phase": "Failed"}})
     watched.api.delete(f"{PODS}/{first['metadata']['name']}", {"gracePeriodSeconds": 0})
 
     second = placed(watched, "slow")
 
-    def told() -> list[Json]:
-        events = watched.api.get("/api/v1/namespaces/default/events")["items"]
-        return [one for one in events if one["reason"] == "SLAMissed"]
-
-    (said,) = wait_for("an event that says why", told)
     assert said["involvedObject"]["uid"] == first["metadata"]["uid"]
-    status = wait_for("the owner's record", lambda: workload(watched, owner)["status"].get("avoidNodes"))
+    status = wait_for("the owner's record", lambda: status_of(watched, owner).get("avoidNodes"))
     assert [entry["node"] for entry in status] == [first["spec"]["nodeName"]]
     assert second["spec"]["nodeName"] != first["spec"]["nodeName"]
     watched.api.delete(f"{JOBS}/slow", {"propagationPolicy": "Background"})
     wait_for("the workload to go with its job", lambda: is_gone(watched, owner))
 
 
-def told(plane: ControlPlane, pod: str) -> list[Json]:
+def test_the_report_of_a_node_that_left_goes_and_those_of_the_others_stay(watched: ControlPlane) -> None:
+    api, silent = watched.api, {"status": {"observedAt": "2020-01-01T00:00:00Z"}}
+    create_nodes(api, 2, first=960)
+    api.delete(f"/api/v1/nodes/{node_name(960)}")
+    for index in (961, 960):
+        api.patch(f"{HARVEST_NODES}/{node_name(index)}/status", silent)
+
+    def left() -> set[str]:
+        return {item["metadata"]["name"] for item in api.get(HARVEST_NODES)["items"]}
+
+    wait_for("the report to go", lambda: node_name(960) not in left())
+    assert node_name(961) in left()
+    api.delete(f"/api/v1/nodes/{node_name(961)}")
+    wait_for("the other to go with its node", lambda: node_name(961) not in left())
+
+
+def test_a_node_in_the_hands_of_a_driver_upgrade_loses_its_offline_pods(watched: ControlPlane) -> None:
+    api = watched.api
+    [name] = submit(api, 1)
+    (bound,) = wait_bound(api, 1)
+    node = f"/api/v1/nodes/{bound['spec']['nodeName']}"
+    api.patch(node, {"metadata": {"labels": {"nvidia.com/gpu.deploy.device-plugin": "paused-for-driver-upgrade"}}})
+
+    wait_for("the eviction", lambda: is_going(watched, name))
+    wait_for("an event that says why", lambda: told(watched, name, "NodeDrained"))
+    api.patch(node, {"metadata": {"labels": {"nvidia.com/gpu.deploy.device-plugin": None}}})
+    spec = f"{HARVEST_NODES}/{bound['spec']['nodeName']}"
+    wait_for("the node to be free again", lambda: "drain" not in api.get(spec)["spec"]["resolved"])
+
+
+def test_an_offline_pod_leaves_the_gpu_of_an_online_pod_that_nobody_hears(watched: ControlPlane) -> None:
+    """What the daemon would say on the node; the schema must let it through."""
+    api = watched.api
+    [name] = submit(api, 1)
+    (bound,) = wait_bound(api, 1)
+    report = f"{HARVEST_NODES}/{bound['spec']['nodeName']}"
+    gpus = api.get(report)["status"]["gpus"]
+    mine = next(gpu for gpu in gpus if gpu["uuid"] == bound["metadata"]["annotations"][names.GPUS])
+    mine["onlineRisk"] = "web/own-0/serve runs without the shim"
+    api.patch(f"{report}/status", {"status": {"gpus": gpus}})
+
+    wait_for("the eviction", lambda: is_going(watched, name))
+    wait_for("an event that says why", lambda: told(watched, name, "OnlineAtRisk"))
+    del mine["onlineRisk"]
+    api.patch(f"{report}/status", {"status": {"gpus": gpus}})
+
+
+def is_going(plane: ControlPlane, pod: str) -> bool:
+    found = next((item for item in plane.api.get(PODS)["items"] if item["metadata"]["name"] == pod), None)
+    return found is None or bool(found["metadata"].get("deletionTimestamp"))
+
+
+def told(plane: ControlPlane, pod: str, reason: str = "SLAMissed") -> list[Json]:
     events = plane.api.get("/api/v1/namespaces/default/events")["items"]
-    return [one for one in events if (one["reason"], one["involvedObject"]["name"]) == ("SLAMissed", pod)]
+    return [one for one in events if (one["reason"], one["involvedObject"]["name"]) == (reason, pod)]
 
 
 def is_gone(plane: ControlPlane, owner_uid: str) -> bool:
@@ -163,14 +213,14 @@ def test_a_disruption_budget_keeps_the_pod_and_the_condition_says_it_misses(watc
     wait_for("the budget", lambda: watched.api.get(f"{BUDGETS}/keep")["status"].get("currentHealthy") == 1)
 
     def persistently() -> bool:
-        conditions = workload(watched, owner)["status"].get("conditions") or []
+        conditions = status_of(watched, owner).get("conditions") or []
         return any(c["reason"] == "PersistentlyMissed" for c in conditions)
 
     reported_until(watched, pod, 10.0, persistently)
     wait_for("a refused eviction", lambda: "eviction refused" in watched.log("controller"))
 
     assert not watched.api.get(f"{PODS}/{pod['metadata']['name']}")["metadata"].get("deletionTimestamp")
-    assert workload(watched, owner)["status"]["evictions"] == 0
+    assert status_of(watched, owner)["evictions"] == 0
     watched.api.delete(f"{BUDGETS}/keep")
     watched.api.delete(f"{JOBS}/kept", {"propagationPolicy": "Background"})
 
@@ -181,7 +231,7 @@ def test_a_job_that_gets_what_it_was_promised_is_left_alone(watched: ControlPlan
     start(watched, pod)
 
     def met() -> bool:
-        conditions = workload(watched, owner)["status"].get("conditions") or []
+        conditions = status_of(watched, owner).get("conditions") or []
         return any((c["type"], c["status"]) == ("SLAMet", "True") for c in conditions)
 
     reported_until(watched, pod, 500.0, met)

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from cluster_helm import CHART, Helm
 from cluster_pods import PODS, submit, wait_bound
-from cluster_webhook import start_webhook
 from node_rig import Offline, Online
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, free_port, wait_for
 from valve_tools.cluster.fleet import create_nodes, delete_nodes, offline_pod
+from valve_tools.cluster.webhook import start_webhook
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.emulator.node import Options
 

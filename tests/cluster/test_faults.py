@@ -1,20 +1,24 @@
-"""API servers that die while pods are bound: nothing half done, no GPU given twice.
+"""API servers that die, or answer 500, while pods are bound: nothing half done, no GPU given twice.
 
 VALVE_FAULTS says how often (default 3).
 """
 
+import json
 import os
+from typing import Any
 
 import pytest
-from cluster_pods import held_gpus, submit, wait_bound
-from valve_tools.cluster.controlplane import ControlPlane
-from valve_tools.cluster.fleet import delete_pods
+from cluster_pods import PODS, held_gpus, submit, wait_bound
+from valve_tools.cluster.api import Refused
+from valve_tools.cluster.controlplane import ControlPlane, wait_for
+from valve_tools.cluster.fleet import delete_pods, offline_pod
 
 FAULTS = int(os.environ.get("VALVE_FAULTS", "3"))
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300 + 90 * FAULTS)]
 
 PODS_AT_ONCE = 120
+HOOKS = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
 
 
 def test_an_api_server_killed_while_pods_are_bound_comes_back_to_whole_placements(scheduling: ControlPlane) -> None:
@@ -28,3 +32,43 @@ def test_an_api_server_killed_while_pods_are_bound_comes_back_to_whole_placement
         pods = wait_bound(scheduling.api, PODS_AT_ONCE)
         assert set(held_gpus(pods).values()) == {1}, f"round {round_number}"
         delete_pods(scheduling.api)
+
+
+def test_bindings_answered_with_500_are_made_good_once_the_server_can(scheduling: ControlPlane) -> None:
+    """An admission webhook that nobody serves makes the API server itself answer so."""
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods/binding"], "operations": ["CREATE"]}
+    hook = {
+        "name": "nobody.example.com",
+        "clientConfig": {"url": "https://127.0.0.1:1/"},
+        "rules": [rule],
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+        "failurePolicy": "Fail",
+    }
+    scheduling.api.post(HOOKS, {"metadata": {"name": "nobody"}, "webhooks": [hook]})
+    try:
+        scheduling.api.post(PODS, waits_for_nobody())
+        wait_for("the 500s", lambda: answers_500(scheduling))
+        submit(scheduling.api, 5)
+        wait_for("a refused Binding", lambda: "failed calling webhook" in json.dumps(scheduling.api.get(PODS)["items"]))
+        assert not any(pod["spec"].get("nodeName") for pod in scheduling.api.get(PODS)["items"])
+    finally:
+        scheduling.api.delete(f"{HOOKS}/nobody")
+
+    assert set(held_gpus(wait_bound(scheduling.api, 5)).values()) == {1}
+
+
+def waits_for_nobody() -> dict[str, Any]:
+    pod = offline_pod("probe")
+    return pod | {"spec": pod["spec"] | {"schedulerName": "nobody"}}
+
+
+def answers_500(plane: ControlPlane) -> bool:
+    """The API server learns of the hook a little after it is stored; asked with a pod that no scheduler places."""
+    target = {"apiVersion": "v1", "kind": "Node", "name": "nowhere"}
+    binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": "probe"}, "target": target}
+    try:
+        plane.api.post(f"{PODS}/probe/binding?dryRun=All", binding)
+    except Refused as refused:
+        return "failed calling webhook" in str(refused)
+    return False

@@ -14,6 +14,7 @@ from valve_scheduler import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import node_name, offline_pod
+from valve_tools.cluster.listeners import READY, heard
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -100,17 +101,23 @@ def no_policies_left(controlled: ControlPlane) -> Iterator[None]:
 
 def test_a_pause_reaches_every_node_and_nothing_is_placed_until_resume(controlled: ControlPlane, nodes: int) -> None:
     """How soon is for the bench to say: `valve bench cluster-pause`."""
-    done = valve(controlled, "pause", "--wait=0")
+    log = controlled.folder / "heard.txt"
+    arguments = ("-m", "valve_tools.cluster.listeners", str(controlled.kubeconfig), str(nodes), str(log))
+    controlled.spawn("listeners", *arguments, program=sys.executable)
+    wait_for("every node to watch", lambda: READY in log.read_text())
+
+    done = valve(controlled, "pause", "--wait=60")
     controlled.api.post(PODS, offline_pod("waits"))
     wait_for("the refusal", lambda: controlled.api.get(f"{PODS}/waits")["status"].get("conditions"))
 
-    assert done["nodes"] == nodes
-    assert all(spec["paused"] for spec in specs(controlled))
-    valve(controlled, "resume")
+    assert (done["nodes"], done["confirmed"]) == (nodes, nodes)
+    assert valve(controlled, "resume")["lifted"]
+    assert not valve(controlled, "resume")["lifted"]
 
     (pod,) = wait_bound(controlled.api, 1)
     assert pod["metadata"]["name"] == "waits"
-    assert not any(spec["paused"] for spec in specs(controlled))
+    wait_for("every node's word", lambda: len(list(heard(log, "resumed"))) == nodes)
+    controlled.kill("listeners")
 
 
 def test_a_namespace_gets_no_more_gpus_than_its_policy_allows(controlled: ControlPlane) -> None:
@@ -150,6 +157,8 @@ def test_an_account_survives_its_pods_and_its_controller(controlled: ControlPlan
     controlled.api.delete(f"{PODS}/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
     report(controlled, node, [])
     assert harvested(controlled) == 2.5
+    owners = valve(controlled, "usage", "--by=owner")["owners"]
+    assert [(row["owner"], row["harvested_gpu_h"]) for row in owners] == [(pod["metadata"]["name"], 2.5)]
 
 
 def report(plane: ControlPlane, node: str, offline: list[Json]) -> None:

@@ -6,18 +6,22 @@ One node with one emulated GPU; its processes are restarted under running pods, 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_helm import Helm
-from cluster_webhook import start_webhook
 from node_pods import OfflinePod, OnlinePod
 from valve_scheduler import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.cluster.webhook import start_webhook
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import Node
@@ -87,15 +91,16 @@ def gates(node: RealNode, online: OnlinePod, offline: OfflinePod) -> bool:
     return True
 
 
-def registrations(node: RealNode, name: str) -> int:
-    """How often a plugin has registered: what the API server shows of a kubelet that restarts is older than it."""
-    return node.plane.log(name).count("registered with the kubelet")
-
-
 def standing(node: RealNode, offline: OfflinePod) -> int:
     """How far it came, once its GPU is gated and a round trip to valved brings no further beat; else 0."""
     before = offline.beats
     return before if status(node).gpus[0].gated and offline.beats == before else 0
+
+
+def valve(node: RealNode, *arguments: str) -> None:
+    """The command, typed on the node."""
+    command = [str(Path(sys.executable).parent / "valve"), *arguments]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "VALVE_RUN_DIR": str(node.run_dir)})
 
 
 def of(entries: list[dict[str, Any]], **who: str) -> dict[str, Any]:
@@ -122,20 +127,46 @@ def test_online_work_is_injected_as_it_is_created_and_offline_work_stops_for_its
     online.close()
 
 
+@pytest.mark.parametrize("how", ["killed", "replaced"])
 @pytest.mark.parametrize("victim", ["kubelet", "containerd", "gpuplugin", "valved"])
-def test_nothing_is_lost_when_a_process_of_the_node_is_killed_under_running_pods(valved: RealNode, victim: str) -> None:
-    online, offline = both(valved, victim)
+def test_nothing_is_lost_when_a_process_of_the_node_goes_and_comes_back_under_running_pods(
+    valved: RealNode, victim: str, how: str
+) -> None:
+    online, offline = both(valved, f"{victim}-{how}")
     before = [starts(valved.get(pod.name)) for pod in (online, offline)]
 
-    concerned = {"kubelet": ("valved", "gpuplugin"), "containerd": ()}.get(victim, (victim,))
-    counts = {name: registrations(valved, name) for name in concerned}
-
-    valved.plane.kill(victim)
-    online.launch()  # nobody of the node is asked
-    valved.plane.restart(victim)
-    for name, count in counts.items():
-        wait_for(f"{name} registers again", lambda name=name, count=count: registrations(valved, name) > count, 240)
+    with valved.back_afterwards(victim):
+        if how == "replaced":
+            valved.replace(victim)
+        else:
+            valved.plane.kill(victim)
+            online.launch()  # nobody of the node is asked
+            valved.plane.restart(victim)
     wait_for("the slots are back", lambda: valved.allocatable(names.RESOURCE) == 1, 240)
+    wait_for("the GPU is", lambda: valved.allocatable(names.ONLINE_RESOURCE) == 1, 240)
+
+    assert gates(valved, online, offline)
+    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    online.close()
+
+
+def test_without_an_api_server_pods_run_on_and_the_node_is_paused_by_hand(valved: RealNode) -> None:
+    online, offline = both(valved, "alone")
+    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+
+    valved.plane.kill("kube-apiserver")
+    try:
+        assert gates(valved, online, offline)
+        valve(valved, "pause")
+        wait_for("offline stands", lambda: standing(valved, offline))
+        online.launch()
+        assert standing(valved, offline)
+        valve(valved, "resume")
+        offline.wait_beating()
+    finally:
+        valved.plane.restart("kube-apiserver")
+    epoch = wait_for("the API server", lambda: valved.report()["epoch"])
+    wait_for("a report again", lambda: valved.report()["epoch"] > epoch)
 
     assert gates(valved, online, offline)
     assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
@@ -149,7 +180,8 @@ def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(
     online.begin(60_000_000)  # a minute of work: busy all the time
     beats = wait_for("offline stands", lambda: standing(valved, offline))
 
-    valved.upgrade_valved()
+    with valved.back_afterwards("valved"):
+        valved.upgrade_valved()
     wait_for("both are back", lambda: len([one for one in status(valved).services if one.pids]) == 2)
 
     assert [gpu.gated for gpu in status(valved).gpus] == [True]
@@ -162,16 +194,18 @@ def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(
 def test_an_online_pod_starts_whatever_became_of_valved(valved: RealNode, how: signal.Signals) -> None:
     """Dead: nobody injects. Stopped: the runtime waits its 2 s for the plugin, once, and goes on without it."""
     victim = valved.plane.processes["valved"]
-    victim.send_signal(how)
-    if how is signal.SIGKILL:
-        victim.wait()
-    online = OnlinePod(valved, f"brave-{how.name.lower()}", annotations=ONLINE)
-    online.wait_ready()
-    online.launch()
-    if how is signal.SIGSTOP:
-        victim.send_signal(signal.SIGCONT)
-    else:
-        valved.plane.restart("valved")
+    # To one that was only stopped, the runtime alone has hung up.
+    with valved.back_afterwards("valved" if how is signal.SIGKILL else "containerd"):
+        victim.send_signal(how)
+        if how is signal.SIGKILL:
+            victim.wait()
+        online = OnlinePod(valved, f"brave-{how.name.lower()}", annotations=ONLINE)
+        online.wait_ready()
+        online.launch()
+        if how is signal.SIGSTOP:
+            victim.send_signal(signal.SIGCONT)
+        else:
+            valved.plane.restart("valved")
 
     def named() -> bool:
         report = valved.report()
@@ -184,6 +218,25 @@ def test_an_online_pod_starts_whatever_became_of_valved(valved: RealNode, how: s
     wait_for("the pod without a shim is on record", named, 90)
     valved.delete(online.name)
     wait_for("its GPU is not guarded any more", lambda: not valved.report()["gpus"][0]["online"], 60)
+    online.close()
+
+
+def test_an_idle_service_s_gpu_is_known_as_idle_before_any_offline_work_came(valved: RealNode) -> None:
+    """From a daemon that begins under it, as after an upgrade: nothing it measured is older than the service."""
+    online = OnlinePod(valved, "chat-idle", annotations=ONLINE)
+    online.wait_ready()
+    service(valved, online.name)
+    with valved.back_afterwards("valved"):
+        valved.plane.kill("valved")
+        valved.plane.restart("valved")
+    before = valved.report()["epoch"]
+
+    def measured() -> Any:
+        report = valved.report()
+        gpu = report["gpus"][0]
+        return report["epoch"] > before + 1 and gpu["online"] and gpu["idle"]["1h"] > 0 and sum(gpu["freeMemory"]) > 0.9
+
+    wait_for("idle and free", measured)
     online.close()
 
 

@@ -1,12 +1,17 @@
 """The roles of the chart on a real API server: they suffice for the work, and for nothing else."""
 
+import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from cluster_helm import Helm
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_scheduler import names
 from valve_tools.cluster.api import Refused
@@ -17,6 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixt
 
 Json = dict[str, Any]
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+HOOKS = "admissionregistration.k8s.io/mutatingwebhookconfigurations"
 ALLOWED = [
     ("valve-daemon", "watch pods"),
     ("valve-daemon", "create valve.gpu/gpuharvestnodes"),
@@ -30,13 +36,22 @@ ALLOWED = [
     ("valve-scheduler", "watch valve.gpu/harvestpolicies"),
     ("valve-controller", "watch nodes"),
     ("valve-controller", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-controller", "delete valve.gpu/gpuharvestnodes"),
     ("valve-controller", "create valve.gpu/harvestaccounts"),
     ("valve-controller", "create valve.gpu/offlineprofiles"),
     ("valve-controller", "create events.k8s.io/events"),
+    ("valve-webhook", f"patch {HOOKS} valve"),
+    ("valve-webhook", "create secrets valve-webhook-tls"),
+    ("valve-webhook", "update secrets valve-webhook-tls"),
+    ("valve-drain", f"delete {HOOKS} valve"),
+    ("valve-drain", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-drain", "patch nodes"),
+    ("valve-drain", "create pods/eviction"),
 ]
 DENIED = [
     ("valve-daemon", "patch nodes"),
     ("valve-daemon", "delete pods"),
+    ("valve-daemon", "create events.k8s.io/events"),
     ("valve-daemon", "create pods/binding"),
     ("valve-daemon", "get secrets"),
     ("valve-daemon", "patch valve.gpu/offlineworkloads/status"),
@@ -54,7 +69,74 @@ DENIED = [
     ("valve-controller", "update nodes"),
     ("valve-controller", "get secrets"),
     ("valve-controller", "patch valve.gpu/gpuharvestnodes/status"),
+    ("valve-webhook", f"patch {HOOKS} another"),
+    ("valve-webhook", f"delete {HOOKS} valve"),
+    ("valve-webhook", "get secrets another"),
+    ("valve-webhook", "get secrets"),
+    ("valve-webhook", "get pods"),
+    ("valve-webhook", "get valve.gpu/gpuharvestnodes"),
+    ("valve-drain", f"delete {HOOKS} another"),
+    ("valve-drain", f"patch {HOOKS} valve"),
+    ("valve-drain", "delete pods"),
+    ("valve-drain", "delete nodes"),
+    ("valve-drain", "get secrets"),
+    ("valve-drain", "patch valve.gpu/gpuharvestnodes/status"),
 ]
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+GOLDEN = Path(__file__).resolve().parents[1] / "helm/golden/default.yaml"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def roles_of_the_rest(control_plane: ControlPlane, chart: Helm) -> Iterator[None]:
+    """The fixture's chart has no webhook, and helm makes the hook's role only when it runs the hook."""
+    stored = []
+    for one in filter(None, yaml.safe_load_all(GOLDEN.read_text())):
+        name, kind = one["metadata"]["name"], f"{one['kind'].lower()}s"
+        if one["apiVersion"] == RBAC.removeprefix("/apis/") and name in ("valve-webhook", "valve-drain"):
+            room = f"{RBAC}/namespaces/valve-system/{kind}" if one["kind"].startswith("Role") else f"{RBAC}/{kind}"
+            control_plane.api.post(room, one)
+            stored.append(f"{room}/{name}")
+    for account, right in (("valve-webhook", f"get {HOOKS} valve"), ("valve-drain", "list nodes")):
+        wait_for("the role", lambda account=account, right=right: may(control_plane, account, right))
+    wait_for("the role in its namespace", lambda: may(control_plane, "valve-webhook", "get secrets valve-webhook-tls"))
+    yield
+    for path in stored:
+        control_plane.api.delete(path)
+
+
+def test_the_daemon_needs_a_privileged_namespace_and_the_rest_none(control_plane: ControlPlane) -> None:
+    """As the API server judges the pods; a quick start without that label ends with no daemon."""
+    templates = {
+        one["metadata"]["name"]: one["spec"].get("template", {}).get("spec") or one["spec"]
+        for one in filter(None, yaml.safe_load_all(GOLDEN.read_text()))
+        if one["kind"] in ("DaemonSet", "Deployment", "Job", "Pod")
+    }
+    said = {}
+    for level in ("privileged", "baseline", "restricted"):
+        room = f"security-{level}"
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        control_plane.api.post("/api/v1/namespaces", {"metadata": {"name": room, "labels": labels}})
+        said[level] = {name: refusal(control_plane, room, name, spec) for name, spec in templates.items()}
+        control_plane.api.delete(f"/api/v1/namespaces/{room}")
+
+    assert len(templates) == 6
+    assert set(said["privileged"].values()) == {""}
+    for level in ("baseline", "restricted"):
+        assert "violates PodSecurity" in said[level].pop("valve-daemon")
+        assert set(said[level].values()) == {""}
+
+
+def refusal(plane: ControlPlane, namespace: str, name: str, spec: Json) -> str:
+    # What only exists where the chart is installed has no say in this.
+    absent = ("serviceAccountName", "runtimeClassName")
+    pod = {"metadata": {"name": name}, "spec": {key: value for key, value in spec.items() if key not in absent}}
+    path = f"/api/v1/namespaces/{namespace}"
+    wait_for("the account", lambda: plane.api.get(f"{path}/serviceaccounts/default"))
+    try:
+        plane.api.post(f"{path}/pods?dryRun=All", {"apiVersion": "v1", "kind": "Pod", **pod})
+    except Refused as refused:
+        return str(refused)
+    return ""
 
 
 def user(account: str) -> str:
@@ -62,12 +144,15 @@ def user(account: str) -> str:
 
 
 def may(plane: ControlPlane, account: str, right: str) -> bool:
-    verb, _, resource = right.partition(" ")
-    group = next((group for group in (names.DOMAIN, "events.k8s.io") if resource.startswith(group)), "")
+    """`right` is VERB [GROUP/]RESOURCE[/SUBRESOURCE], and for the one of a name in Valve's own namespace, NAME."""
+    verb, resource, *name = right.split()
+    groups = (names.DOMAIN, "events.k8s.io", "admissionregistration.k8s.io")
+    group = next((group for group in groups if resource.startswith(f"{group}/")), "")
     kind, _, subresource = resource.removeprefix(f"{group}/" if group else "").partition("/")
-    attributes = {"verb": verb, "group": group, "resource": kind, "subresource": subresource, "namespace": "default"}
-    groups = ["system:serviceaccounts", "system:authenticated"]
-    spec = {"user": user(account), "groups": groups, "resourceAttributes": attributes}
+    attributes = {"verb": verb, "group": group, "resource": kind, "subresource": subresource}
+    attributes |= {"namespace": "valve-system", "name": name[0]} if name else {"namespace": "default"}
+    everybody = ["system:serviceaccounts", "system:authenticated"]
+    spec = {"user": user(account), "groups": everybody, "resourceAttributes": attributes}
     review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
 
     return bool(plane.api.post(REVIEWS, review)["status"]["allowed"])
@@ -83,6 +168,59 @@ def test_a_role_denies_what_its_process_has_no_business_with(
     control_plane: ControlPlane, account: str, right: str
 ) -> None:
     assert not may(control_plane, account, right)
+
+
+@pytest.fixture
+def people(control_plane: ControlPlane) -> Iterator[None]:
+    """A viewer and an editor of one namespace, and somebody who may explain."""
+    stored = []
+    for name, role, room in (
+        ("viewer", "view", "/namespaces/default"),
+        ("editor", "edit", "/namespaces/default"),
+        ("asker", "valve-explain", ""),
+    ):
+        kind = "rolebindings" if room else "clusterrolebindings"
+        subject = {"kind": "ServiceAccount", "name": name, "namespace": "valve-system"}
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
+        body = {"metadata": {"name": name}, "roleRef": reference, "subjects": [subject]}
+        stored += [f"{RBAC}{room}/{kind}/{name}", f"/api/v1/namespaces/valve-system/serviceaccounts/{name}"]
+        control_plane.api.post(f"{RBAC}{room}/{kind}", body)
+        control_plane.api.post("/api/v1/namespaces/valve-system/serviceaccounts", {"metadata": {"name": name}})
+    yield
+    for path in stored:
+        control_plane.api.delete(path)
+
+
+@pytest.mark.usefixtures("people")
+def test_people_of_a_namespace_bring_profiles_and_read_what_their_jobs_were_promised(
+    control_plane: ControlPlane,
+) -> None:
+    for account, right in (
+        ("viewer", "list valve.gpu/offlineworkloads"),
+        ("editor", "create valve.gpu/offlineprofiles"),
+        ("editor", "patch valve.gpu/offlineprofiles/status"),
+    ):
+        # A controller adds the chart's rules to the roles.
+        wait_for(f"{account}: {right}", lambda account=account, right=right: may(control_plane, account, right))
+
+    assert not may(control_plane, "viewer", "create valve.gpu/offlineprofiles")
+    assert not may(control_plane, "editor", "patch valve.gpu/offlineworkloads/status")
+    assert not may(control_plane, "editor", "create valve.gpu/harvestpolicies")
+
+
+@pytest.mark.usefixtures("people")
+def test_the_role_for_it_is_enough_to_explain_a_pod_of_ones_own_namespace(control_plane: ControlPlane) -> None:
+    control_plane.api.post(PODS, offline_pod("why"))
+    access = control_plane.account_kubeconfig("valve-system", "asker")
+    command = [str(Path(sys.executable).parent / "valve"), "explain", "pod", "why", f"--kubeconfig={access}", "--json"]
+
+    def explained() -> Json:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    assert wait_for("the answer", explained)["pod"] == "default/why"
+    absent = subprocess.run([*command, "--namespace=valve-system"], capture_output=True, text=True, check=False)
+    assert "404" in absent.stderr
 
 
 def test_the_check_of_the_chart_passes_with_the_controllers_rights(control_plane: ControlPlane) -> None:
@@ -130,10 +268,11 @@ def requeued(plane: ControlPlane, nodes: int) -> None:
     assert pod["spec"]["nodeName"] == node_name(7)
 
 
-def test_the_controller_may_touch_one_annotation_of_nodes_and_nothing_else(
-    control_plane: ControlPlane, nodes: int
+@pytest.mark.parametrize("account", ["valve-controller", "valve-drain"])
+def test_valve_may_touch_one_annotation_of_nodes_and_nothing_else(
+    control_plane: ControlPlane, nodes: int, account: str
 ) -> None:
-    api = control_plane.api.user(user("valve-controller"), "system:serviceaccounts", "system:authenticated")
+    api = control_plane.api.user(user(account), "system:serviceaccounts", "system:authenticated")
     path = f"/api/v1/nodes/{node_name(1)}"
 
     api.patch(path, {"metadata": {"annotations": {names.EPOCH: "5"}}})
@@ -145,6 +284,7 @@ def test_the_controller_may_touch_one_annotation_of_nodes_and_nothing_else(
     ):
         with pytest.raises(Refused, match="and nothing else"):
             api.patch(path, forbidden)
+    api.patch(path, {"metadata": {"annotations": {names.EPOCH: None}}})
 
 
 def test_a_daemon_reports_for_its_own_node_only(control_plane: ControlPlane, nodes: int) -> None:

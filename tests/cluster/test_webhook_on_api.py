@@ -1,20 +1,24 @@
 """The webhook behind a real API server: pods as they are stored, its certificate, and what happens while it is down."""
 
+import base64
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS
-from cluster_webhook import CONFIGURATION, start_webhook
 from valve_scheduler import names
+from valve_scheduler.certificates import LEAF_LIFE, expires_at, renew
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod
+from valve_tools.cluster.webhook import CONFIGURATION, start_webhook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Json = dict[str, Any]
+SECRET = "/api/v1/namespaces/valve-system/secrets/valve-webhook-tls"
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 
 
@@ -94,6 +98,50 @@ def test_a_user_who_got_it_wrong_is_told_at_once(webhook: ControlPlane, annotati
         webhook.api.post(PODS, minimal_offline("p0", **annotations))
 
 
+@pytest.mark.parametrize("role", [names.ONLINE, ""])
+def test_harvested_gpus_are_for_offline_work_alone(webhook: ControlPlane, role: str) -> None:
+    """Neither pod meets the offline webhook; without a placement it would be stuck on its node."""
+    pod = offline_pod("p0") | {"metadata": {"name": "p0", "labels": {names.ROLE: role} if role else {}}}
+
+    wait_refused(webhook, pod, "must say offline and nothing else")
+
+
+@pytest.mark.parametrize("resource", ["nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb", "nvidia.com/pgpu"])
+def test_an_offline_pod_takes_no_other_gpus(webhook: ControlPlane, resource: str) -> None:
+    pod = offline_pod("p0")
+    sidecar = {"name": "more", "image": "example.invalid/more:1", "resources": {"limits": {resource: "1"}}}
+    pod["spec"]["containers"].append(sidecar)
+
+    wait_refused(webhook, pod, "may not take GPUs of nvidia.com")
+
+
+def test_an_offline_pod_brings_no_devices_that_nobody_can_count(webhook: ControlPlane) -> None:
+    pod = offline_pod("p0")
+    pod["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "gpu"}]
+
+    wait_refused(webhook, pod, "or by resourceClaims")
+
+
+def test_a_network_card_of_the_same_vendor_is_nothing_to_refuse(webhook: ControlPlane) -> None:
+    pod = offline_pod("p0")
+    pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/hostdev"] = "1"
+
+    webhook.api.post(PODS, pod)
+
+
+def wait_refused(plane: ControlPlane, pod: Json, why: str) -> None:
+    """The API server learns of a new policy a little after the policy is stored."""
+
+    def is_refused() -> bool:
+        try:
+            plane.api.post(f"{PODS}?dryRun=All", pod)
+        except Refused as error:
+            return why in str(error)
+        return False
+
+    wait_for(f"the refusal: {why}", is_refused)
+
+
 def test_an_online_pod_is_injected_and_its_sidecar_is_not(webhook: ControlPlane) -> None:
     pod = webhook.api.post(PODS, online_pod("o0"))
 
@@ -132,6 +180,21 @@ def test_while_it_is_down_online_pods_start_and_offline_ones_are_refused_clearly
     assert names.INJECTION not in online["metadata"]["annotations"]
     assert "offline.valve.gpu" in str(refused.value)
     wait_for("the webhook back", lambda: webhook.api.post(PODS, minimal_offline("p1")))
+
+
+def test_an_expired_certificate_is_replaced_and_online_pods_start_meanwhile(webhook: ControlPlane) -> None:
+    """As after a year in which no webhook ran."""
+    stale = renew(None, b"", ("127.0.0.1",), datetime.now(timezone.utc) - LEAF_LIFE - timedelta(days=1))
+    parts = {"ca.crt": stale.bundle, "ca.key": stale.ca_key, "tls.crt": stale.certificate, "tls.key": stale.key}
+    webhook.kill("webhook")
+    webhook.api.patch(SECRET, {"data": {key: base64.b64encode(part).decode() for key, part in parts.items()}})
+
+    webhook.restart("webhook")
+
+    webhook.api.post(PODS, online_pod("o0"))
+    wait_for("an offline pod", lambda: webhook.api.post(PODS, minimal_offline("p0")))
+    served = base64.b64decode(webhook.api.get(SECRET)["data"]["tls.crt"])
+    assert expires_at(served) > datetime.now(timezone.utc) + LEAF_LIFE / 2
 
 
 def test_a_restart_serves_the_same_certificate_so_nothing_has_to_be_published_anew(webhook: ControlPlane) -> None:

@@ -18,6 +18,8 @@ import yaml
 from prometheus_client import generate_latest
 from valve_scheduler import metrics
 
+from valved.config import KubeTable, load_config
+
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/helm/golden"
@@ -25,6 +27,7 @@ FILES = ("default", "airgapped", "certmanager")
 # Oldest, newest and one between them; each object costs a tenth of a second.
 RENDERED = [
     ("default", "1.30"),
+    ("default", "1.33"),
     ("default", "1.36"),
     ("airgapped", "1.30"),
     ("certmanager", "1.33"),
@@ -92,12 +95,74 @@ def test_helm_has_nothing_to_say_against_the_chart(name: str) -> None:
     assert (done.returncode, "0 chart(s) failed" in done.stdout) == (0, True), done.stdout
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
-def test_prometheus_accepts_the_alerts() -> None:
-    command = ["promtool", "check", "rules", str(ROOT / "helm/valve/files/rules.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+# Per alert: series that must set it off, and after how long.
+FIRING = {
+    "ValveGateFailures": ({"valve_gate_failures_total{node='n'}": "0+1x180"}, "1h"),
+    "ValvePreemptionSlow": (
+        {
+            "valve_preemption_latency_seconds_bucket{node='n',le='0.001'}": "0+90x180",
+            "valve_preemption_latency_seconds_bucket{node='n',le='0.01'}": "0+100x180",
+            "valve_preemption_latency_seconds_bucket{node='n',le='+Inf'}": "0+100x180",
+        },
+        "1h",
+    ),
+    "ValveOnlineDelayed": (
+        {
+            "valve_service_delay_seconds_total{node='n',name='chat',service='1'}": "0+2x180",
+            "valve_service_busy{node='n',name='chat',service='1'}": "1x180",
+        },
+        "1h",
+    ),
+    "ValveOnlineUninjected": ({"valve_online_uninjected{node='n'}": "2x180"}, "2h"),
+    "ValveDaemonDown": ({"up{container='valved',node='n'}": "0x180"}, "1h"),
+    "ValveReportStale": ({"valve_extender_oldest_report_seconds": "91x180"}, "1h"),
+    "ValveNoExtender": ({"valve_extender_ready": "0x180"}, "1h"),
+    "ValveSLAMissed": ({"valve_monitor_violating_pods": "1x180"}, "2h"),
+    "ValveBreakerOpen": ({"valve_breakers_open{node='n'}": "1x180"}, "1h"),
+    "ValveCertificateEnds": ({"valve_webhook_certificate_expiry_timestamp_seconds": "86400x180"}, "1h"),
+}
+# What a sound fleet shows, hour after hour.
+SOUND = {
+    "valve_gate_failures_total{node='n'}": "3x180",
+    "valve_preemption_latency_seconds_bucket{node='n',le='0.001'}": "0+100x180",
+    "valve_preemption_latency_seconds_bucket{node='n',le='+Inf'}": "0+100x180",
+    "valve_service_delay_seconds_total{node='n',name='chat',service='1'}": "0+0.3x180",
+    "valve_service_busy{node='n',name='chat',service='1'}": "1x180",
+    "valve_online_uninjected{node='n'}": "0x180",
+    "valve_breakers_open{node='n'}": "0x180",
+    "up{container='valved',node='n'}": "1x180",
+    "valve_extender_oldest_report_seconds": "40x180",
+    "valve_extender_ready": "1x180",
+    "valve_monitor_violating_pods": "0x180",
+    "valve_webhook_certificate_expiry_timestamp_seconds": "31536000x180",
+}
 
-    assert done.returncode == 0, done.stderr
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool: apt-get install prometheus")
+def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) -> None:
+    rules = yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"][0]["rules"]
+    assert {rule["alert"] for rule in rules} == set(FIRING)
+
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in {**SOUND, **series}.items()],
+            "promql_expr_test": [
+                {
+                    "expr": "count by (alertname) (ALERTS{alertstate='firing'})",
+                    "eval_time": after,
+                    "exp_samples": [{"labels": f"{{alertname='{alert}'}}", "value": 1}] if alert else [],
+                }
+            ],
+        }
+        for alert, (series, after) in {"": ({}, "2h"), **FIRING}.items()
+    ]
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(ROOT / "helm/valve/files/rules.yaml")], "tests": tests}))
+
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -143,6 +208,39 @@ def test_every_container_has_its_share_and_a_pinned_image(name: str) -> None:
             assert container["resources"]["limits"]["memory"]
             assert re.search(r"(:v?\d|@sha256:)", container["image"])
             assert not container["image"].endswith(":latest")
+
+
+def test_every_component_runs_where_its_values_say() -> None:
+    told = {}
+    for owner, spec in pod_specs("certmanager"):
+        tolerated = [one["key"] for one in spec.get("tolerations", [])]
+        told[owner] = (spec.get("nodeSelector"), tolerated, spec.get("priorityClassName"))
+
+    daemon = told.pop("valve-daemon")
+    assert set(told) == {"valve-scheduler", "valve-controller", "valve-webhook", "valve-drain", "valve-test"}
+    assert all(one == ({"pool": "system"}, ["system"], "ours") for one in told.values())
+    assert daemon[1:] == (["nvidia.com/gpu"], "ours")
+
+
+def test_one_replica_of_each_stays_while_nodes_are_drained() -> None:
+    replicated = {found["metadata"]["name"] for found in of_kind("Deployment")}
+
+    assert {found["metadata"]["name"] for found in of_kind("PodDisruptionBudget")} == replicated
+    assert len(replicated) == 3
+    (only,) = of_kind("PodDisruptionBudget", "airgapped")  # where scheduler and webhook have one replica
+    assert only["metadata"]["name"] == "valve-controller"
+
+
+def test_the_network_policy_leaves_open_what_is_asked_from_outside() -> None:
+    (policy,) = of_kind("NetworkPolicy", "certmanager")
+    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    containers = [one for _, spec in pod_specs("certmanager") for one in spec["containers"]]
+
+    assert opened == {port["name"] for one in containers for port in one.get("ports", [])}
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    for workload in [*of_kind("Deployment"), *of_kind("DaemonSet")]:
+        assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
+    assert of_kind("NetworkPolicy") == []
 
 
 def test_a_mirror_is_in_front_of_every_image() -> None:
@@ -206,6 +304,19 @@ def test_the_scheduler_is_configured_as_the_extender_expects() -> None:
     assert found["profiles"] == [{"schedulerName": "valve-scheduler"}]
 
 
+def test_whoever_judges_gpu_sets_judges_by_the_same_threshold() -> None:
+    told = {
+        flag
+        for deployment in of_kind("Deployment")
+        for container in deployment["spec"]["template"]["spec"]["containers"]
+        for flag in container["command"]
+        if flag.startswith("--alignment-threshold")
+    }
+    judges = [d["metadata"]["name"] for d in of_kind("Deployment") if "alignment-threshold" in str(d)]
+
+    assert (told, judges) == ({"--alignment-threshold=0.8"}, ["valve-controller", "valve-scheduler"])
+
+
 def test_nvml_comes_into_the_daemon_s_container_with_the_driver() -> None:
     """Without it no card has memory or processes, and every GPU is left out."""
     (spec,) = (spec for owner, spec in pod_specs("default") if owner == "valve-daemon")
@@ -213,6 +324,31 @@ def test_nvml_comes_into_the_daemon_s_container_with_the_driver() -> None:
     variables = {entry["name"]: entry.get("value") for entry in spec["containers"][0]["env"]}
     assert spec["runtimeClassName"] == "nvidia"
     assert (variables["NVIDIA_VISIBLE_DEVICES"], variables["NVIDIA_DRIVER_CAPABILITIES"]) == ("all", "utility")
+
+
+@pytest.mark.parametrize("name", [*FILES, "policy"])
+def test_the_daemon_accepts_the_file_that_the_chart_writes(name: str, tmp_path: Path) -> None:
+    (written,) = (c["data"] for c in of_kind("ConfigMap", name) if c["metadata"]["name"] == "valve-daemon")
+    path = tmp_path / "valved.toml"
+    path.write_text(written["valved.toml"])
+
+    kube = load_config(path, {}).kube
+
+    expected = (True, 15.0) if name == "certmanager" else (False, 30.0)
+    assert (kube.harvest_unallocated, kube.report_s) == expected
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_daemon_sees_every_folder_in_which_the_toolkit_may_describe_the_gpus(name: str) -> None:
+    """With the backend cdi an offline container cannot start without that description."""
+    (spec,) = (spec for owner, spec in pod_specs(name) if owner == "valve-daemon")
+    volumes = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in spec["volumes"]}
+
+    seen = {mount["mountPath"]: volumes[mount["name"]] for mount in spec["containers"][0]["volumeMounts"]}
+
+    assert {folder: seen.get(folder) for folder in KubeTable().toolkit_folders} == {
+        folder: folder for folder in KubeTable().toolkit_folders
+    }
 
 
 def test_an_update_of_the_daemon_never_leaves_a_node_without_one() -> None:
@@ -241,7 +377,8 @@ def known_metrics() -> set[str]:
     """Families of the scheduler from its registry, of the daemon from the names in its metrics file."""
     page = generate_latest(metrics.REGISTRY).decode()
     own = set(re.findall(r"^# TYPE (\S+) ", page, re.M))
-    daemon = set(re.findall(r'"(valve_[a-z_]+)"', (ROOT / "valved/metrics.py").read_text()))
+    files = (ROOT / "valved/metrics.py", ROOT / "valved/kube/figures.py")
+    daemon = {name for file in files for name in re.findall(r'"(valve_[a-z_]+)"', file.read_text())}
 
     return {f"{name}{suffix}" for name in own | daemon for suffix in ("", "_total", "_bucket", "_sum", "_count")}
 

@@ -52,7 +52,7 @@ def test_the_defaults_pass() -> None:
 
 
 # Free-form by nature: resource quantities, selectors and environments take any key.
-FREE = ("resources", "nodeSelector", "namespaceLabel", "offlineEnv", "tolerations", "global")
+FREE = ("resources", "nodeSelector", "namespaceLabel", "offlineEnv")
 
 
 @pytest.mark.parametrize("path", [leaf for leaf in leaves(DEFAULTS) if not any(part in leaf for part in FREE)])
@@ -63,8 +63,42 @@ def test_a_misspelt_key_is_refused_everywhere(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        (
+            "global",
+            {"imageRegistry": "registry.example.com:5000/mirror", "storageClass": "of a chart around"},
+        ),
+        ("image.repository", "registry.example.com:5000/team/valve"),
+        ("image.tag", "0.1.0-rc.1_build"),
+        ("daemon.kubeletFolder", "/var/snap/k8s.d/kubelet"),
+        ("daemon.resources.limits", {"cpu": 0.5, "memory": "1.5Gi", "nvidia.com/x": 1}),
+    ],
+)
+def test_what_people_write_there_passes(path: str, value: Any) -> None:
+    assert errors(with_value(path, value)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
         ("domain", "valve"),
         ("domain", "Valve.gpu"),
+        ("domain", "kubernetes.io"),
+        ("domain", "gpu.k8s.io"),
+        ("global", {"imageRegistri": "registry.example.com"}),
+        ("global.imageRegistry", "https://registry.example.com"),
+        ("image.repository", "foo:latest"),
+        ("image.repository", "https://ghcr.io/valve"),
+        ("image.tag", "bad tag!"),
+        ("imagePullSecrets", [{"name": "a", "nam": "b"}]),
+        ("daemon.resources.limits.memory", "lots"),
+        ("daemon.resources.limits.memory", -1),
+        ("daemon.tolerations", [{"key": "a", "operator": "Is"}]),
+        ("daemon.tolerations", [{"kee": "a"}]),
+        ("daemon.runFolder", "/../.."),
+        ("daemon.runFolder", "/run/./valve"),
+        ("daemon.nriSocket", "nri.sock"),
+        ("scheduler.placement", {"nodeselector": {}}),
+        ("admission.placement", {"affinity": {"podAntiaffinity": {}}}),
         ("mode", "on"),
         ("mode", True),
         ("image.tag", "latest"),
@@ -72,6 +106,10 @@ def test_a_misspelt_key_is_refused_everywhere(path: str) -> None:
         ("image.pullPolicy", "Sometimes"),
         ("daemon.metricsPort", 0),
         ("daemon.runFolder", "run/valve"),
+        ("daemon.config", "[kube]\nharvest_unallocated = true\n"),
+        ("daemon.config", "[breaker]\nrest_s = 9\n[ kube ]\nreport_s = 9\n"),
+        ("daemon.config", 'mode = "off"'),
+        ("daemon.reportSeconds", 90),
         ("scheduler.replicas", 0),
         ("scheduler.alignmentThreshold", 1.1),
         ("scheduler.kubeScheduler.tag", "latest"),
@@ -79,7 +117,10 @@ def test_a_misspelt_key_is_refused_everywhere(path: str) -> None:
         ("admission.backend", "magic"),
         ("admission.certificates.source", "letsencrypt"),
         ("admission.certificates", {"source": "certManager", "issuer": {}}),
+        ("admission.certificates.issuer", {"name": "", "kind": "Issuer"}),
         ("admission.offlineEnv", {"1BAD": "x"}),
+        ("admission.offlineEnv", {"NVIDIA_VISIBLE_DEVICES": "all"}),
+        ("admission.offlineEnv", {"LD_PRELOAD": "/a.so"}),
         ("admission.offlineEnv", {"GOOD": 1}),
         ("priorityClass.value", -10),
         ("drainHook.timeoutSeconds", 1),

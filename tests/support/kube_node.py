@@ -17,8 +17,12 @@ from valved.config import KubeTable
 from valved.kube.room import Host, Room
 from valved.mechanism.cards import CardUse
 from valved.mechanism.clock import LoopClock
+from valved.model.ids import Role
 
 GIB = 1 << 30
+RESOURCE, WHOLE = "valve.gpu/harvested-gpu", "nvidia.com/gpu"
+UIDS = [f"{index}0000000-0000-4000-8000-000000000000" for index in range(1, 9)]
+ONLINE_UID, OFFLINE_UID = UIDS[0], UIDS[1]
 
 
 def uuid_of(world, gpu):
@@ -82,8 +86,9 @@ class Api(FakeApi):
             answer = next((each for each in self.items if each["metadata"]["name"] == name), None)
             if answer is None:
                 return await self._say(writer, 404, {"reason": "NotFound", "message": "no such pod"})
-        elif verb == "GET" and "gpuharvestnodes" in path and "watch=" not in head.start[1]:
-            answer = {"metadata": {"resourceVersion": "1"}, "items": self.own}
+        elif verb == "GET" and "watch=" not in head.start[1] and "/pods" not in path:
+            items = self.own if "gpuharvestnodes" in path else []  # no HarvestPolicy
+            answer = {"metadata": {"resourceVersion": "1"}, "items": items}
         if answer is None:
             return await super()._answer(head, body, writer)
         return await self._say(writer, 200, answer)
@@ -176,3 +181,30 @@ async def kube_node(folder, *, start=True, kubelet=True, runtime=True, prepare=l
 
 
 __all__ = ["KubeNode", "kube_node", "pod", "until", "uuid_of"]
+
+
+def group(uid):
+    return f"/kubepods/burstable/pod{uid}/c0ffee"
+
+
+def scenario(body):
+    """Run a coroutine function as a test."""
+
+    def test(tmp_path):
+        asyncio.run(asyncio.wait_for(body(tmp_path), 100))
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+def serve_online(node, gpu=0, uid=ONLINE_UID, name="chat-0", pid=200):
+    """An online pod holds a GPU, and its engine has said HELLO."""
+    uuid = uuid_of(node.world, gpu)
+    node.put(pod(name, uid, role="online", limit=WHOLE, phase="Running"))
+    node.kubelet.held.append(("default", name, "work", WHOLE, [uuid]))
+    node.world.processes.add(pid, cgroup=group(uid))
+    return node.world.hello(pid, wanted=Role.NONE)
+
+
+async def registered(node):
+    await until(lambda: node.kubelet.devices and node.room.plugin.is_registered)

@@ -44,9 +44,10 @@ class KvNode:
         self.path = folder / "link.sock"
         self.wanted_columns, self.first_backed, self.features = columns, backed, features
         self.refuse: bytes | None = None  # body of a REFUSED
-        self.attach_status = 0
+        self.attach_status = self.layout_status = 0
         self.kv_abi = 1
         self.break_table = False
+        self.blocks_told = 0  # in the table, whatever the engine has
         self.needs: list[int] = []
         self.hellos: list[tuple[object, ...]] = []
         self.layouts: list[bytes] = []
@@ -189,7 +190,7 @@ class KvNode:
             self.hellos.append(hello)
         elif kind == LAYOUT:
             self.layouts.append(body)
-            send(link, ACK, struct.pack("<II", 0, 0), seq)
+            send(link, ACK, struct.pack("<II", self.layout_status, 0), seq)
         elif kind == ATTACH and self.attach_status:
             send(link, ACK, struct.pack("<II", self.attach_status, 0), seq)
         elif kind == ATTACH:
@@ -200,6 +201,7 @@ class KvNode:
     def _attach(self, link: socket.socket, seq: int, body: bytes) -> None:
         attached = struct.unpack("<HHIIIIIII48s", body)[2:8]
         _, blocks, block_tokens, rows, row_blocks, _ = attached
+        blocks = self.blocks_told or blocks
         if len(self.entries) != blocks:  # a restart keeps what is backed, as the shims tell it
             known = self.first_backed if self.first_backed is not None else blocks
             self.entries = np.array([1 if block < known else 0 for block in range(blocks)], dtype=np.uint32)

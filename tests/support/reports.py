@@ -19,7 +19,7 @@ def harvest_node(node: str = "n1", *, idle: float = 0.5, cards: int = 8, age_s: 
     gpu = {"harvestable": True, "idle": {"1h": idle}, "freeMemory": [0.0] * 31 + [1.0]}
 
     return {
-        "metadata": {"name": node, "resourceVersion": "1"},
+        "metadata": {"name": node, "uid": f"uid-{node}", "resourceVersion": "1"},
         "status": {
             "phase": "Harvesting",
             "gpuModel": "H100",

@@ -4,17 +4,17 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from valve_scheduler.accounts import Entry, charge, entries_of
+from valve_scheduler.accounts import MOST_NAMED, Entry, Worth, charge, entries_of
 
 Json = dict[str, Any]
 
 
-def offline(uid: str, **counters: float) -> Entry:
-    return Entry(pod_uid=uid, online=False, counters=counters, saved_per_token=0.5)
+def offline(uid: str, name: str = "job", **counters: float) -> Entry:
+    return Entry(pod_uid=uid, online=False, counters=counters, name=name, saved_per_token=0.5)
 
 
-def online(uid: str, **counters: float) -> Entry:
-    return Entry(pod_uid=uid, online=True, counters=counters)
+def online(uid: str, name: str = "chat", **counters: float) -> Entry:
+    return Entry(pod_uid=uid, online=True, counters=counters, name=name)
 
 
 def test_an_account_sums_what_its_pods_got_and_lent() -> None:
@@ -28,6 +28,35 @@ def test_an_account_sums_what_its_pods_got_and_lent() -> None:
 
     assert status["offline"] == {"harvestSeconds": 15, "usefulTokens": 4, "savedSeconds": 2}
     assert status["online"] == {"lentSeconds": 7}
+
+
+def test_owners_and_services_add_up_to_the_account() -> None:
+    first = [
+        offline("a", "nightly", harvestSeconds=10, usefulTokens=4),
+        offline("b", "nightly", harvestSeconds=5),
+        offline("c", "labels", harvestSeconds=1),
+        online("s", "chat", lentSeconds=7, delaySeconds=0.1),
+    ]
+
+    status = charge(charge({}, first), [offline("a", "nightly", harvestSeconds=12, usefulTokens=6)])
+
+    assert status["owners"] == [
+        {"name": "labels", "harvestSeconds": 1},
+        {"name": "nightly", "harvestSeconds": 17, "usefulTokens": 6, "savedSeconds": 3},
+    ]
+    assert status["services"] == [{"name": "chat", "lentSeconds": 7, "delaySeconds": 0.1}]
+    assert status["offline"]["harvestSeconds"] == 18
+
+
+def test_of_many_owners_those_with_the_least_are_one_row() -> None:
+    """A CronJob makes a new one every hour, for years."""
+    status: Json = {}
+    for job in range(MOST_NAMED + 50):
+        status = charge(status, [offline(f"uid-{job}", f"job-{job:03}", harvestSeconds=1 + job)])
+
+    assert len(status["owners"]) == MOST_NAMED
+    assert sum(row["harvestSeconds"] for row in status["owners"]) == status["offline"]["harvestSeconds"]
+    assert [row["name"] for row in status["owners"][:2]] == ["", "job-051"]
 
 
 def test_the_same_report_seen_twice_counts_once() -> None:
@@ -47,7 +76,8 @@ def test_a_pod_that_ended_keeps_its_share_of_the_account() -> None:
     for _ in range(30):
         status = charge(status, [])
 
-    assert status == {"offline": {"harvestSeconds": 10}, "online": {}, "seen": []}
+    owners = [{"name": "job", "harvestSeconds": 10}]
+    assert status == {"offline": {"harvestSeconds": 10}, "online": {}, "owners": owners, "seen": []}
 
 
 def test_a_pod_missing_from_a_few_reports_is_not_counted_anew() -> None:
@@ -78,14 +108,15 @@ def test_entries_are_filed_under_the_namespace_of_their_pod() -> None:
     node = {
         "status": {
             "offline": [{"podUID": "a", "harvestSeconds": 1}, {"podUID": "unknown", "harvestSeconds": 9}],
-            "services": [{"podUID": "s", "namespace": "web", "lentSeconds": 2}],
+            "services": [{"podUID": "s", "namespace": "web", "service": "chat", "lentSeconds": 2}],
         }
     }
 
-    found = entries_of([node], {"a": ("batch", 0.5)})
+    found = entries_of([node], {"a": Worth(namespace="batch", owner="nightly", saved_per_token=0.5)})
 
     assert {namespace: [entry.pod_uid for entry in entries] for namespace, entries in found.items()} == {
         "batch": ["a"],
         "web": ["s"],
     }
-    assert found["batch"][0].saved_per_token == 0.5
+    assert (found["batch"][0].name, found["batch"][0].saved_per_token) == ("nightly", 0.5)
+    assert found["web"][0].name == "chat"

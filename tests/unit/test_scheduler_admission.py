@@ -34,6 +34,10 @@ def pod(*containers: Pod, annotations: dict[str, str] | None = None, **spec: Any
     return {"metadata": {"name": "p", "annotations": annotations or {}}, "spec": {"containers": given, **spec}}
 
 
+def labelled(given: Pod, role: str) -> Pod:
+    return given | {"metadata": given["metadata"] | {"labels": {names.ROLE: role}}}
+
+
 def container(resource: str = names.RESOURCE, count: str = "1", **more: Any) -> Pod:
     return {"name": "work", "image": "i", "resources": {"limits": {resource: count}}, **more}
 
@@ -97,11 +101,19 @@ def test_a_pod_that_names_no_resource_gets_as_many_gpus_as_its_annotation_says()
     assert changed["spec"]["containers"][0]["resources"] == {"limits": wanted, "requests": wanted}
 
 
-def test_sidecars_without_gpus_stay_as_they_are() -> None:
+def test_a_sidecar_of_an_online_pod_stays_as_it_is() -> None:
     sidecar = {"name": "log", "image": "alpine"}
 
-    assert mutate_offline(pod(container(), sidecar), SETTINGS)["spec"]["containers"][1] == sidecar
     assert mutate_online(pod(online(), sidecar), SETTINGS)["spec"]["containers"][1] == sidecar
+
+
+def test_a_sidecar_of_an_offline_pod_gets_no_gpu_whatever_its_image_says() -> None:
+    """The runtime class is the pod's, and CUDA images carry NVIDIA_VISIBLE_DEVICES=all."""
+    sidecar = {"name": "log", "image": "nvidia/cuda", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {}}]}
+
+    changed = mutate_offline(pod(container(), sidecar), SETTINGS)["spec"]["containers"][1]
+
+    assert changed == sidecar | {"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]}
 
 
 @pytest.mark.parametrize(
@@ -113,11 +125,14 @@ def test_sidecars_without_gpus_stay_as_they_are() -> None:
         (pod(annotations={names.SLA: "1.5", names.PROFILE: "x"}), "must be a number in"),
         (pod(annotations={names.SLA: "0.5"}), "needs valve.gpu/profile"),
         (pod(annotations={names.GPUS_REQUIRED: "9"}), "must be 1 to 8"),
+        (pod(annotations={names.GPUS_REQUIRED: "8"}), "quotas and slots go by the limit"),
         (pod(container(count="x")), "must be a whole number"),
         (pod(container(securityContext={"privileged": True})), "is privileged"),
         (pod(hostPID=True), "hostPID is not allowed"),
         (pod(container(env=[{"name": "LD_PRELOAD", "valueFrom": {}}])), "write its value out"),
         (pod(nodeName="n1"), "nodeName is set"),
+        (labelled(pod(annotations={names.ROLE: "online"}), "offline"), "says offline and the annotation online"),
+        (labelled(pod(annotations={names.ROLE: "offline"}), "online"), "says online and the annotation offline"),
         (pod(schedulerName="volcano"), "schedulerName is volcano"),
         (pod(initContainers=[container(securityContext={"privileged": True})]), "is privileged"),
     ],

@@ -6,8 +6,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from valve_scheduler import metrics
 from valve_scheduler.certificates import CA_LIFE, LEAF_LIFE, Material, expires_at, renew
+from valve_scheduler.kube.access import Access
+from valve_scheduler.kube.client import KubeClient
 from valve_scheduler.server import Answer, serve, text_answer
+from valve_scheduler.webhook import Webhook, WebhookSettings
 
 START = datetime.now(timezone.utc).replace(microsecond=0)
 HOSTS = ("valve-webhook.valve-system.svc", "127.0.0.1")
@@ -66,7 +70,7 @@ def test_a_certificate_is_renewed_under_the_same_authority(tmp_path: Path) -> No
     renewed = renew(material, material.bundle, HOSTS, START + LEAF_LIFE * 0.67)
 
     assert renewed.bundle == material.bundle
-    assert expires_at(renewed) > expires_at(material)
+    assert expires_at(renewed.certificate) > expires_at(material.certificate)
 
 
 def test_other_hosts_lead_to_another_certificate(tmp_path: Path) -> None:
@@ -96,6 +100,20 @@ def test_a_new_authority_is_trusted_everywhere_before_it_signs(tmp_path: Path) -
     handshake(tmp_path, announced.bundle, switched)
     with pytest.raises(ssl.SSLError):
         handshake(tmp_path, material.bundle, switched)
+
+
+def test_the_end_of_a_mounted_certificate_is_told_too(tmp_path: Path) -> None:
+    """cert-manager renews it; the alert has to see when that fails."""
+    material = first()
+    for name, data in (("tls.crt", material.certificate), ("tls.key", material.key)):
+        (tmp_path / name).write_bytes(data)
+    client = KubeClient(Access(host="127.0.0.1", port=1, tls=None, authorization=str))
+    metrics.certificate_expiry.set(0)
+
+    asyncio.run(Webhook(client, WebhookSettings(certificate_folder=tmp_path), lambda: START).refresh())
+
+    told = metrics.REGISTRY.get_sample_value("valve_webhook_certificate_expiry_timestamp_seconds")
+    assert told == expires_at(material.certificate).timestamp()
 
 
 def test_an_authority_that_ended_leaves_the_bundle() -> None:

@@ -11,6 +11,8 @@ from valve_scheduler import names
 from valve_scheduler.controller import Controller, ControllerSettings
 from valve_scheduler.kube.client import ApiError
 from valve_scheduler.monitor import MonitorSettings
+from valve_scheduler.objects import node_report
+from valve_scheduler.placement import PlacementSettings
 
 Json = dict[str, Any]
 SETTINGS = ControllerSettings(monitor=MonitorSettings(window_s=900.0, windows=1))
@@ -19,11 +21,11 @@ SETTINGS = ControllerSettings(monitor=MonitorSettings(window_s=900.0, windows=1)
 class World:
     """A controller on caches filled by hand; its writes are kept, and may be refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ControllerSettings = SETTINGS) -> None:
         self.now_s = NOW_S
         self.calls: list[tuple[str, str, Json]] = []
         self.refusals: dict[str, ApiError] = {}
-        self.controller = Controller(self, SETTINGS, lambda: self.now_s)  # type: ignore[arg-type]
+        self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
         for view in self.controller.views:
             view._listed.set()
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
@@ -70,6 +72,11 @@ class World:
             node = self.controller.nodes.items["", path.rpartition("/")[2]]
             node["spec"] = {**node.get("spec", {}), **drop_null(body["spec"])}
         return [(path.rpartition("/")[2], body["spec"]) for _, path, body in self.calls]
+
+    def clear(self) -> list[tuple[str, str]]:
+        self.calls.clear()
+        asyncio.run(self.controller.clear())
+        return [(method, path) for method, path, _ in self.calls]
 
     def account(self) -> list[tuple[str, Json]]:
         self.calls.clear()
@@ -278,12 +285,76 @@ def test_a_pause_reaches_every_node_and_its_end_too() -> None:
     world = World()
     world.report("n1")
     world.report("n2")
-    world.policy("valve-pause", paused=True)
+    world.policy("night", paused=True)
     assert [(name, spec["paused"]) for name, spec in world.apply_policies()] == [("n1", True), ("n2", True)]
 
-    world.policies.sink.drop({"metadata": {"name": "valve-pause"}})
+    world.policies.sink.drop({"metadata": {"name": "night"}})
 
     assert [(name, spec["paused"]) for name, spec in world.apply_policies()] == [("n1", False), ("n2", False)]
+
+
+def test_a_node_whose_driver_is_to_be_upgraded_is_cleared_of_offline_pods_that_run_or_are_about_to() -> None:
+    world = World()
+    for node in ("n1", "n2"):
+        world.report(node)
+    for name, node, phase in (
+        ("p1", "n1", "Running"),
+        ("p2", "n1", "Pending"),
+        ("p3", "n1", "Failed"),
+        ("p4", "n2", ""),
+    ):
+        world.pods.sink.put(pod(name, node=node, held=uuids(node)[0], phase=phase))
+    assert world.clear() == []
+    world.labels.sink.put({"metadata": {"name": "n1", "labels": {"nvidia.com/gpu.deploy.client": "paused-for-driver"}}})
+    world.apply_policies()
+
+    evictions = [path for _, path in world.clear() if path.endswith("/eviction")]
+
+    assert evictions == [f"/api/v1/namespaces/default/pods/{name}/eviction" for name in ("p1", "p2")]
+    note = "n1 is drained: nvidia.com/gpu.deploy.client=paused-for-driver"
+    assert (world.calls[1][2]["reason"], world.calls[1][2]["note"]) == ("NodeDrained", note)
+
+
+def test_a_gpu_with_an_online_pod_that_nobody_hears_is_cleared_and_its_neighbours_are_not() -> None:
+    world = World()
+    report = harvest_node("n1")
+    report["status"]["gpus"][0]["onlineRisk"] = "web/own-0/serve runs without the shim"
+    world.nodes.sink.put(report)
+    first, second = uuids("n1")[:2]
+    world.pods.sink.put(pod("p1", node="n1", held=first, phase="Running"))
+    world.pods.sink.put(pod("p2", node="n1", held=second, phase="Running"))
+
+    assert [path for _, path in world.clear()] == [EVICTION[1], EVENT[1]]
+    note = f"web/own-0/serve runs without the shim and may need memory of {first} on n1"
+    assert (world.calls[1][2]["reason"], world.calls[1][2]["note"]) == ("OnlineAtRisk", note)
+
+
+def test_the_chart_s_alignment_threshold_stands_in_every_node_unless_a_policy_has_another() -> None:
+    world = World(ControllerSettings(placement=PlacementSettings(theta=0.5)))
+    world.report("n1")
+    world.report("n2")
+    world.labels.sink.put({"metadata": {"name": "n2", "labels": {"pool": "a"}}})
+    world.policy("pool", nodeSelector={"pool": "a"}, alignmentThreshold=0.9)
+
+    written = {name: spec["resolved"]["alignmentThreshold"] for name, spec in world.apply_policies()}
+
+    assert written == {"n1": 0.5, "n2": 0.9}
+    assert node_report(world.controller.nodes.items["", "n1"]).theta == 0.5  # what `valve explain` goes by
+
+
+def test_a_report_is_deleted_when_its_node_has_been_gone_for_a_while() -> None:
+    world = World()
+    for name, age_s in (("here", 9_000.0), ("gone", 301.0), ("just-gone", 299.0)):
+        world.nodes.sink.put(harvest_node(name, age_s=age_s))
+    world.nodes.sink.put({"metadata": {"name": "to-come"}, "spec": {"mode": "off"}})
+    world.labels.sink.put({"metadata": {"name": "here"}})
+
+    asyncio.run(world.controller.forget())
+
+    preconditions = {"uid": "uid-gone", "resourceVersion": "1"}
+    assert world.calls == [
+        ("DELETE", "/apis/valve.gpu/v1alpha1/gpuharvestnodes/gone", {"preconditions": preconditions})
+    ]
 
 
 def test_an_eviction_budget_of_a_policy_is_honoured() -> None:
@@ -304,6 +375,7 @@ def test_accounts_are_charged_with_what_nodes_count() -> None:
     assert made[0] == "/namespaces/default/harvestaccounts"
     assert written[0] == "/namespaces/default/harvestaccounts/usage/status"
     assert written[1]["status"]["offline"] == {"harvestSeconds": 60.0, "usefulTokens": 30_000.0, "savedSeconds": 30.0}
+    assert written[1]["status"]["owners"] == [{"name": "batch", **written[1]["status"]["offline"]}]
     assert written[1]["metadata"]["resourceVersion"] == "1"
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from valve_scheduler import names
 from valve_scheduler.admission import AdmissionSettings, mutate_offline
+from valve_scheduler.monitor import MonitorSettings
 from valve_scheduler.objects import offline_pod, workload_profile
 from valve_scheduler.placement import REASON_TEXT
 
@@ -24,6 +25,29 @@ def example(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("text", REASON_TEXT.values())
 def test_every_reason_is_explained(text: str) -> None:
     assert f"| {text.removeprefix('valve: ')} |" in MANUAL
+
+
+def test_every_error_of_the_extender_is_explained() -> None:
+    source = (ROOT / "scheduler/valve_scheduler/extender.py").read_text()
+    texts = re.findall(r'(?:return|raise NoPlace\(|raise NotReady\()\s*\(?\s*f?"([a-z][^"]+ [^"]+)"', source)
+
+    unexplained = [
+        text
+        for text in texts
+        if not re.search(rf"^\| {'.+'.join(map(re.escape, re.split(r'{[^}]*}', text)))} \|", MANUAL, re.M)
+    ]
+
+    assert len(texts) == 6
+    assert unexplained == []
+
+
+def test_the_manuals_know_the_limits_of_evictions() -> None:
+    settings = MonitorSettings()
+
+    assert f"{settings.max_rounds} such rounds" in MANUAL
+    assert f"After {settings.max_rounds} rounds within a day" in (ROOT / "docs/troubleshooting.md").read_text()
+    assert settings.avoid_s == 6 * 3600
+    assert "avoided for six hours" in MANUAL
 
 
 def test_every_injection_mark_is_explained() -> None:
@@ -53,7 +77,7 @@ def test_the_example_profile_can_be_used_once_it_is_ready() -> None:
     profile = workload_profile(example("OfflineProfile") | {"status": {"phase": "Ready"}})
 
     assert profile is not None
-    assert profile.gpu_model == "H100"
+    assert profile.gpu_model == "H100 80GB HBM3"
 
 
 def test_the_domain_of_the_manual_is_the_one_of_the_code() -> None:

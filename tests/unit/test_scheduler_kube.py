@@ -267,3 +267,41 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
             await KubeClient(access).request("GET", "/things")
 
     asyncio.run(run())
+
+
+def test_a_server_that_goes_away_under_a_watch_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node watches: ten tries a second of each would meet a server that comes back."""
+    slept: list[float] = []
+    really_sleep = asyncio.sleep
+
+    class Client:
+        tries = 0
+
+        async def list(self, path: str, query: object, accept: str) -> tuple[list[object], str]:
+            return [item("a", 1)], "1"
+
+        async def watch(self, *_: object, **__: object) -> AsyncIterator[object]:
+            self.tries += 1
+            if self.tries == 7:  # it answers once, and is gone again
+                yield event("ADDED", "b", 2)
+            raise Unreachable("gone")
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await really_sleep(0)
+
+    async def run() -> None:
+        reflector = Reflector(Client(), "/things", View().sink())  # type: ignore[arg-type]
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        task = asyncio.create_task(reflector.run())
+        while len(slept) < 8:
+            await really_sleep(0)
+        monkeypatch.undo()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+    assert [0.1 * 2**n <= slept[n] <= 0.15 * 2**n for n in range(6)] == [True] * 6
+    assert slept[6] <= 0.15
+    assert 0.2 <= slept[7] <= 0.3

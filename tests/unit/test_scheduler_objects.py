@@ -6,7 +6,7 @@ import pytest
 from reports import harvest_node, pod
 from valve_scheduler import names
 from valve_scheduler.errors import InvalidObject
-from valve_scheduler.objects import node_report, offline_pod, pod_place, workload_profile
+from valve_scheduler.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
 
 
 def test_a_pod_is_read_with_its_owner_and_wishes() -> None:
@@ -19,6 +19,21 @@ def test_a_pod_without_sla_is_best_effort_and_its_own_owner() -> None:
     wish = offline_pod(pod())
 
     assert (wish.sla, wish.owner_uid) == (0.0, "uid-p1")
+
+
+@pytest.mark.parametrize(
+    ("owner", "labels", "name"),
+    [
+        (None, {"pod-template-hash": "7d9c"}, "p1"),
+        ({"name": "nightly", "controller": True}, {}, "nightly"),
+        ({"name": "chat-7d9c", "controller": True}, {"pod-template-hash": "7d9c"}, "chat"),
+        ({"name": "watches-it"}, {}, "p1"),
+    ],
+)
+def test_a_pod_is_called_after_its_job_or_deployment(owner: object, labels: dict[str, str], name: str) -> None:
+    metadata = {"name": "p1", "labels": labels, "ownerReferences": [owner] if owner else []}
+
+    assert owner_name({"metadata": metadata}) == name
 
 
 @pytest.mark.parametrize("text", ["0", "-0.1", "1.01", "30%", "nan", "inf", "", " "])
@@ -36,6 +51,12 @@ def test_an_sla_outside_its_range_is_refused_with_its_value(text: str) -> None:
 def test_a_gpu_count_no_node_can_serve_is_refused(gpus: str) -> None:
     with pytest.raises(InvalidObject, match=names.RESOURCE):
         offline_pod(pod(gpus=gpus))
+
+
+def test_an_annotation_that_says_more_than_the_limit_is_refused() -> None:
+    """The quota counted the limit; an annotation can be changed after that."""
+    with pytest.raises(InvalidObject, match="quotas and slots go by the limit"):
+        offline_pod(pod(gpus=1, annotations={names.GPUS_REQUIRED: "8"}))
 
 
 def test_init_containers_count_by_the_largest_and_containers_by_the_sum() -> None:

@@ -6,7 +6,7 @@ import pytest
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_scheduler import names
 from valve_scheduler.coverage import coverage
-from valve_scheduler.overview import fleet_row, fleet_text, node_row, pod_rows, usage_row
+from valve_scheduler.overview import fleet_row, fleet_text, node_row, pod_rows, usage_rows
 
 Json = dict[str, Any]
 
@@ -73,10 +73,24 @@ def test_an_account_is_shown_in_gpu_hours() -> None:
     metadata = {"namespace": "batch", "name": "usage", "creationTimestamp": "2026-01-01T00:00:00Z"}
     status = {"offline": {"harvestSeconds": 7200.0, "savedSeconds": 3600.0}, "online": {"lentSeconds": 900.0}}
 
-    row = usage_row({"metadata": metadata, "status": status})
+    (row,) = usage_rows({"metadata": metadata, "status": status}, "namespace")
 
     assert (row["namespace"], row["since"]) == ("batch", "2026-01-01")
     assert (row["harvested_gpu_h"], row["saved_gpu_h"], row["lent_gpu_h"], row["tokens_lost"]) == (2.0, 1.0, 0.25, 0)
+
+
+def test_an_account_is_shown_by_owner_and_by_service() -> None:
+    owners = [{"name": "", "harvestSeconds": 36.0}, {"name": "nightly", "harvestSeconds": 7200.0, "usefulTokens": 5}]
+    services = [{"name": "chat", "lentSeconds": 900.0, "delaySeconds": 0.25}]
+    account = {"metadata": {"namespace": "n"}, "status": {"owners": owners, "services": services}}
+
+    by_owner, by_service = usage_rows(account, "owner"), usage_rows(account, "service")
+
+    assert [(row["owner"], row["harvested_gpu_h"], row["tokens"]) for row in by_owner] == [
+        ("others", 0.01, 0),
+        ("nightly", 2.0, 5),
+    ]
+    assert [(row["service"], row["lent_gpu_h"], row["delay_s"]) for row in by_service] == [("chat", 0.25, 0.25)]
 
 
 def online(name: str, **annotations: str) -> Json:

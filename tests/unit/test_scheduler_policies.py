@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from reports import NOW_S, harvest_node
 from valve_scheduler.monitor import MonitorSettings, with_policy
-from valve_scheduler.objects import node_report
+from valve_scheduler.objects import mode_in_force, node_report
 from valve_scheduler.placement import Job, PlacementSettings, Reason, rank
 from valve_scheduler.policies import NamespaceRule, Policies, merge_patch, node_spec, read_policies
 from valve_scheduler.state import ClusterState
@@ -48,9 +48,47 @@ def test_a_node_gets_only_what_its_policy_says() -> None:
 
 
 def test_any_policy_can_pause_a_node_and_none_can_lift_it() -> None:
-    found = policies(policy("valve-pause", paused=True), policy("pool", nodeSelector={"pool": "a"}, paused=False))
+    found = policies(policy("night", paused=True), policy("pool", nodeSelector={"pool": "a"}, paused=False))
 
     assert node_spec(found, {"pool": "a"})["paused"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        ({"pool": "a"}, "HarvestPolicy away"),
+        ({"pool": "b"}, ""),
+        ({"nvidia.com/gpu.deploy.client": "true", "nvidia.com/gpu.deploy.device-plugin": "false"}, ""),
+        (
+            {"nvidia.com/gpu.deploy.client": "paused-for-driver-upgrade"},
+            "nvidia.com/gpu.deploy.client=paused-for-driver-upgrade",
+        ),
+        (
+            {"nvidia.com/gpu.deploy.device-plugin": "paused-for-mig-change"},
+            "nvidia.com/gpu.deploy.device-plugin=paused-for-mig-change",
+        ),
+    ],
+)
+def test_a_node_is_drained_by_a_policy_or_for_the_driver_whatever_its_own_mode(labels: Json, why: str) -> None:
+    found = policies(policy("away", nodeSelector={"pool": "a"}, drain=True), policy("all", mode="harvest"))
+
+    spec = {"mode": "harvest", **node_spec(found, labels)}
+
+    assert spec["resolved"].get("drain", "") == why
+    assert mode_in_force(spec) == ("off" if why else "harvest")
+
+
+def test_the_brake_is_heard_by_everybody_and_written_to_nobody() -> None:
+    assert policies(policy("valve-pause", paused=True)).brake
+    assert not node_spec(policies(policy("valve-pause", paused=True)), {})["paused"]
+
+
+@pytest.mark.parametrize("spec", [{}, {"paused": False}, {"paused": True, "nodeSelector": {"pool": "a"}}])
+def test_a_policy_named_like_the_brake_that_is_none_is_a_policy_like_others(spec: Json) -> None:
+    found = policies(policy("valve-pause", **spec))
+
+    assert not found.brake
+    assert node_spec(found, {"pool": "a"})["paused"] is bool(spec.get("paused"))
 
 
 def test_namespaces_are_read_from_policies_of_the_whole_cluster() -> None:

@@ -1,10 +1,11 @@
 """What placing costs: the extender in a real kube-scheduler over 1,000 nodes and 8,000 GPUs, 2,000 offline
 pods.
 
-One run serves all rows: etcd, API server, scheduler and extender share this machine, reports of the fleet
-arrive at 33 a second meanwhile, and latencies are taken on the wire by a tap whose own cost is included. First 2,000
-pods come at once: the rate, without the tap. Then pods come one after another at a rate the machine can serve: the
-latencies. Last the same scheduler with an extender that decides nothing: the rate to compare with, of the same minute.
+One run serves all rows: etcd, API server, scheduler and extender share this machine (not the controller manager, which
+has no part in a placement), reports of the fleet arrive at 33 a second meanwhile, and latencies are taken on the wire
+by a tap whose own cost is included. First 2,000 pods come at once: the rate, without the tap. Then pods come one after
+another at a rate the machine can serve: the latencies. Last the same scheduler with an extender that decides nothing:
+the rate to compare with, of the same minute.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ import numpy as np
 from valve_scheduler import names
 from valve_scheduler.kube.access import from_kubeconfig
 from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.pause import pause, resume
+from valve_scheduler.pause import Paused, pause, resume
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, free_port, wait_for
-from valve_tools.cluster.fleet import create_nodes, install_crds, node_name, offline_pod, report
+from valve_tools.cluster.fleet import create_nodes, delete_pods, gpu_uuids, install_crds, node_name, offline_pod, report
+from valve_tools.cluster.listeners import READY, heard
 from valve_tools.cluster.tap import calls
+
+from valved.kube.apiserver import now_text
 
 NODES = 1_000
 PODS = 2_000
+SERVERS = {"GOGC": "400"}  # for etcd and the API server, as for the scheduler: a fifth of their work was collecting
 STEADY_PODS, STEADY_PER_S = 400, 20
 TRIVIAL_PODS = 1_000
 REQUEUES, BACKOFF_S = 10, 1.5  # kube-scheduler keeps a pod back for 1 s after its first refusal
@@ -53,14 +58,21 @@ class Telemetry(threading.Thread):
         super().__init__(daemon=True)
         self._api = api
         self._done = threading.Event()
+        random = np.random.default_rng(2)
+        self._drawn = [report(index, random) for index in range(251)]
+        for each in self._drawn:
+            del each["phase"]  # a patch that leaves it as it is, also on a node that was paused
         self.written = 0
 
     def run(self) -> None:
-        random = np.random.default_rng(2)
-        while not self._done.wait(1 / REPORTS_PER_S):
+        begin_s = time.monotonic()
+        while not self._done.wait(max(0.0, begin_s + self.written / REPORTS_PER_S - time.monotonic())):
             index = self.written % NODES
+            # The series of one, the cards of another: to draw them anew took this process as long as to send them.
+            drawn, own = self._drawn[self.written % len(self._drawn)], gpu_uuids(index)
+            gpus = [gpu | {"uuid": uuid} for gpu, uuid in zip(drawn["gpus"], own, strict=True)]
             path = f"{names.API_PATH}/gpuharvestnodes/{node_name(index)}/status"
-            self._api.patch(path, {"status": report(index, random)})
+            self._api.patch(path, {"status": drawn | {"gpus": gpus, "observedAt": now_text()}})
             self.written += 1
 
     def stop(self) -> None:
@@ -71,9 +83,10 @@ class Telemetry(threading.Thread):
 @functools.cache
 def _measured() -> dict[str, Row]:
     with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
-        plane = ControlPlane(Path(folder), binaries(Path.cwd()))
+        plane = ControlPlane(Path(folder), binaries(Path.cwd()), SERVERS)
         try:
             plane.start()
+            plane.kill("kube-controller-manager")
             return _run(plane)
         finally:
             plane.stop()
@@ -94,6 +107,7 @@ def _run(plane: ControlPlane) -> dict[str, Row]:
     rows = _steady(plane, port)
     resident_mib = _peak_mib(plane.processes["extender"].pid)
     rows["extender-rss"] = row_of("extender-rss", "resident peak", "MiB", [resident_mib], 300.0)
+    delete_pods(plane.api)  # or a node that becomes good enough may have no GPU left
     rows["requeue"] = _requeue(plane.api, telemetry)
     rows["cluster-pause"] = _pause(plane)
     baseline = _trivial_rate(plane)
@@ -179,14 +193,32 @@ def _node_of(api: Api, pod: str) -> str:
 
 
 def _pause(plane: ControlPlane) -> Row:
-    """The brake of the whole fleet, as `valve cluster pause` pulls it; and lifted again."""
+    """The brake of the whole fleet, as `valve cluster pause` pulls it: a thousand nodes that watch and answer."""
+    log = plane.folder / "heard.txt"
+    log.touch()
+    arguments = ("-m", "valve_tools.cluster.listeners", str(plane.kubeconfig), str(NODES), str(log))
+    plane.spawn("listeners", *arguments, program=sys.executable)
+    wait_for("every node to watch", lambda: READY in log.read_text(), 180)
 
-    async def pulled() -> list[float]:
+    async def pulled() -> Paused:
         with contextlib.closing(KubeClient(from_kubeconfig(str(plane.kubeconfig)))) as client:
-            told = [(await pause(client, wait_s=0.0)).told_s]
-            return [*told, (await resume(client)).told_s]
+            return await pause(client, wait_s=120.0)
 
-    return row_of("cluster-pause", f"all {NODES} nodes told", "s", asyncio.run(pulled()), 5.0, note="pause and resume")
+    begun_s = time.monotonic()
+    done = asyncio.run(pulled())
+    wait_for("every answer", lambda: len(list(heard(log, "paused"))) == NODES)
+    plane.kill("listeners")
+    asyncio.run(_resumed(plane))
+    told = [at_s - begun_s for at_s, _ in heard(log, "paused")]
+    answered = max(at_s - begun_s for _, at_s in heard(log, "paused"))
+    note = f"{done.confirmed} reports said so after {answered:.1f} s, the command after {done.took_s:.1f} s"
+
+    return row_of("cluster-pause", f"all {NODES} nodes have heard", "s", told, 5.0, judged="max", note=note)
+
+
+async def _resumed(plane: ControlPlane) -> None:
+    with contextlib.closing(KubeClient(from_kubeconfig(str(plane.kubeconfig)))) as client:
+        await resume(client)
 
 
 def _trivial_rate(plane: ControlPlane) -> float:

@@ -5,10 +5,12 @@ process is a child of this one and dies with it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,12 +22,14 @@ from typing import Any
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from valve_tools.cluster.api import Api, Refused
+from valve_tools.cluster.api import Api, Json, Refused
 
 TOKEN = "administrator-of-a-test"
 # Services live in the block set aside for benchmarks (RFC 2544), which nobody routes; the first is the API server's.
 SERVICES, API_ADDRESS = "198.18.0.0/24", "198.18.0.1"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
+CHART_LEASE = {"leaseDuration": "10s", "renewDeadline": "7s", "retryPeriod": "2s"}
+SHORT_LEASE = {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}  # for tests that wait for it
 # As the chart sets it.
 SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
 _PR_SET_PDEATHSIG = 1
@@ -49,11 +53,14 @@ def binaries(root: Path) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-
-    return port
+    """Below those that the kernel gives to clients: one that tries again while its server is away could be given the
+    server's own port, connect to itself, and keep the server from coming back."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    while True:
+        port = random.randrange(10_000, max(lowest, 20_000))
+        with socket.socket() as listener, contextlib.suppress(OSError):  # taken: another
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> Any:
@@ -78,8 +85,10 @@ def wait_for(what: str, check: Callable[[], Any], deadline_s: float = 60.0) -> A
 class ControlPlane:
     """Start with `start`, add a scheduler with `start_scheduler`, end with `stop`."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
+    def __init__(self, folder: Path, programs: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is that of etcd and the API server."""
         self.folder = folder
+        self._environment = environment or {}
         self.programs = programs
         self.port = free_port()
         self.api = Api(self.port, TOKEN)
@@ -92,8 +101,8 @@ class ControlPlane:
     def start(self) -> None:
         self._write_identity()
         etcd, peers = free_port(), free_port()
-        self.spawn("etcd", *self._etcd_flags(etcd, peers))
-        self.spawn("kube-apiserver", *self._apiserver_flags(etcd))
+        self.spawn("etcd", *self._etcd_flags(etcd, peers), environment=self._environment)
+        self.spawn("kube-apiserver", *self._apiserver_flags(etcd), environment=self._environment)
         wait_for("the API server", lambda: self.api.get("/version"))
         self.spawn(
             "kube-controller-manager",
@@ -102,8 +111,9 @@ class ControlPlane:
             f"--service-account-private-key-file={self.folder}/accounts.key",
             f"--root-ca-file={self.folder}/apiserver/apiserver.crt",  # what pods know the API server by
             "--leader-elect=false",
-            # Nobody renews the leases of made-up nodes.
-            "--controllers=*,-nodelifecycle,-taint-eviction-controller",
+            # Nobody renews the leases of made-up nodes; and their kubelets would not read the annotation that the TTL
+            # controller writes to each, at 20 a second for as long as a fleet is being made.
+            "--controllers=*,-nodelifecycle,-taint-eviction-controller,-ttl-controller",
             f"--secure-port={free_port()}",
             "--bind-address=127.0.0.1",
             f"--cert-dir={self.folder}/manager",
@@ -144,6 +154,11 @@ class ControlPlane:
         self.processes[name] = process
 
         return process
+
+    def run_from(self, name: str, program: Path) -> None:
+        """Start it as before, but another file."""
+        self._arguments[name][0] = str(program)
+        self.restart(name)
 
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -205,6 +220,7 @@ class ControlPlane:
         *,
         name: str = "kube-scheduler",
         lease: str = "",
+        lease_times: Mapping[str, str] = SHORT_LEASE,
         kubeconfig: Path | None = None,
         hostname: str = "",
     ) -> int:
@@ -214,7 +230,10 @@ class ControlPlane:
         """
         configuration = self.folder / f"{name}.json"
         access = kubeconfig or self.kubeconfig
-        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, lease, access)))
+        election: dict[str, Any] = {"leaderElect": bool(lease)}
+        if lease:
+            election |= {"resourceName": "valve-scheduler", "resourceNamespace": lease, **lease_times}
+        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, election, access)))
         port = free_port()
         self.spawn(
             name,
@@ -241,11 +260,7 @@ class ControlPlane:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def _scheduler_configuration(self, extender_port: int, lease: str, kubeconfig: Path) -> dict[str, Any]:
-        election: dict[str, Any] = {"leaderElect": bool(lease)}
-        if lease:
-            election |= {"resourceName": "valve-scheduler", "resourceNamespace": lease}
-            election |= {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}
+    def _scheduler_configuration(self, extender_port: int, election: Json, kubeconfig: Path) -> Json:
         return {
             "apiVersion": "kubescheduler.config.k8s.io/v1",
             "kind": "KubeSchedulerConfiguration",

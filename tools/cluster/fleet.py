@@ -65,7 +65,7 @@ def node_object(index: int) -> Json:
         "kind": "Node",
         "metadata": {
             "name": node_name(index),
-            "labels": {"kubernetes.io/hostname": node_name(index), names.HARVEST: "enabled"},
+            "labels": {"kubernetes.io/hostname": node_name(index)},
         },
         "status": {"capacity": resources, "allocatable": resources, "conditions": [ready]},
     }

@@ -11,6 +11,7 @@ import fcntl
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 IMAGE, PAUSE = "valve.test/work:1", "valve.test/pause:1"
 # What a program of this machine needs to run in a container without an image of its own.
 HOST_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc")
-NRI_UP = "registered with the runtime"  # in valved's log
+# In logs; the second of a plugin's is NVIDIA's.
+PLUGIN_UP, NRI_UP = "registered with the kubelet|Registered device plugin", "asked about every container from here on"
+# Who says what once it speaks again to a process that was away.
+SPEAKS_TO = {
+    "kubelet": (("valved", PLUGIN_UP), ("gpuplugin", PLUGIN_UP)),
+    "containerd": (("valved", NRI_UP),),
+    "gpuplugin": (("gpuplugin", PLUGIN_UP),),
+    "valved": (("valved", PLUGIN_UP), ("valved", NRI_UP)),
+}
 PODS = "/api/v1/namespaces/default/pods"
 
 
@@ -76,6 +85,7 @@ class RealNode:
         self._network = PodNetwork(plane, self.folder) if pod_network else None
         self._alone = contextlib.ExitStack()
         self._emulator: subprocess.Popen[str] | None = None
+        self._has_stand_in = False
 
     def __enter__(self) -> RealNode:
         try:
@@ -154,7 +164,7 @@ class RealNode:
         """
         path = self.folder / "containerd.toml"
         path.write_text(textwrap.dedent(configuration))
-        environment = {"PATH": f"{self.plane.programs}:{os.environ['PATH']}"}
+        environment = {"PATH": f"{self.plane.programs}:{os.environ['PATH']}", "TZ": "UTC"}
         self.plane.spawn("containerd", "-c", str(path), environment=environment)
         wait_for("containerd", lambda: self.ctr("version") and self.nri_socket.exists())
 
@@ -213,8 +223,16 @@ class RealNode:
             environment={"PATH": f"{self.plane.programs}:{os.environ['PATH']}"},
         )
 
-    def start_gpuplugin(self) -> None:
-        self.plane.spawn("gpuplugin", "-m", "valve_tools.cluster.gpuplugin", *self.uuids, program=sys.executable)
+    def start_gpuplugin(self, *, stand_in: bool = False) -> None:
+        """NVIDIA's, on the emulated NVML; where it was not built, the stand-in."""
+        nvidia = self.plane.programs / "nvidia-device-plugin"
+        if nvidia.exists() and not stand_in:
+            environment = emulated.environment(self.folder / "emu", {})
+            self.plane.spawn("gpuplugin", program=str(nvidia), environment=environment)
+            self._has_stand_in = False
+        else:
+            self._has_stand_in = True
+            self.plane.spawn("gpuplugin", "-m", "valve_tools.cluster.gpuplugin", *self.uuids, program=sys.executable)
 
     # valved
 
@@ -238,11 +256,10 @@ class RealNode:
         ]
         path = self.folder / "valved.toml"
         path.write_text("\n".join(lines))
-        log = self.plane.folder / "valved.log"
-        before = log.read_text().count(NRI_UP) if log.exists() else 0
+        before = self._said("valved", NRI_UP)
         self._spawn_valved("valved")
         wait_for("valved", lambda: is_running(self.run_dir))
-        wait_for("NRI", lambda: not nri or self.plane.log("valved").count(NRI_UP) > before)
+        wait_for("NRI", lambda: not nri or self._said("valved", NRI_UP) > before)
 
     def upgrade_valved(self) -> None:
         """A successor beside it, then SIGTERM to the present one: the surge of the DaemonSet."""
@@ -258,6 +275,40 @@ class RealNode:
         environment = emulated.environment(self.folder / "emu", {})
         flags = ("-m", "valved.main", f"--config={self.folder}/valved.toml", f"--node={NAME}", *more)
         self.plane.spawn(name, *flags, program=sys.executable, environment=environment)
+
+    # Processes that go and come back
+
+    @contextlib.contextmanager
+    def back_afterwards(self, victim: str) -> Iterator[None]:
+        """Whatever is done to it inside: it is over when everybody who speaks to it does so again.
+
+        A pod that is made before may be one that nobody injects or serves.
+        """
+        before = {sign: self._said(*sign) for sign in SPEAKS_TO[victim]}
+        yield
+        for sign, count in before.items():
+            wait_for(": ".join(sign), lambda sign=sign, count=count: self._said(*sign) > count, 240)  # type: ignore[misc]
+
+    def _said(self, name: str, words: str) -> int:
+        """How often. What the API server shows of a node is older than its processes' own words."""
+        logs = self.plane.folder.glob(f"{name}*.log")
+        return sum(len(re.findall(words, log.read_text(errors="replace"))) for log in logs)
+
+    def replace(self, name: str) -> None:
+        """As an upgrade does it: SIGTERM, and another program goes on with what the former left."""
+        if name == "valved":
+            self.upgrade_valved()
+            return
+        former = self.plane.processes.pop(name)
+        former.terminate()
+        former.wait()
+        if name == "gpuplugin":
+            self.start_gpuplugin(stand_in=not self._has_stand_in)
+            return
+        newer = self.folder / f"newer-{name}"
+        if not newer.exists():
+            shutil.copy(self.plane.programs / name, newer)
+        self.plane.run_from(name, newer)
 
     # Pods
 

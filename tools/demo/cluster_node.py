@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_scheduler import names
-from valve_tools.bench.podstart import start_ms
+from valve_tools.bench.podstart import start
 from valve_tools.cluster import image, product
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.helm import NAMESPACE, Helm
@@ -239,8 +239,7 @@ def start_offline(stage: Stage, began: float) -> Batch:
 def show_gating(stage: Stage, chat: Chat, batch: Batch, seconds: float) -> None:
     """A line a second; ends once batch was seen standing for a request and running again, and `seconds` have passed."""
     screen = stage.screen
-    placed = stage.node.get(batch.name)["metadata"]["annotations"][names.GPUS]
-    uuid = placed.removeprefix("GPU-").replace("-", "")  # as valved has it
+    uuid = stage.node.get(batch.name)["metadata"]["annotations"][names.GPUS]
     first = chat.service
     answered, units, stops, stood, resumed = chat.answered, batch.units, 0, False, False
     begun = shown = time.monotonic()
@@ -304,7 +303,7 @@ def _start_ms(stage: Stage, name: str, inject: bool) -> float:
     """Again, if the webhook did not answer within its 2 s: that pod runs as if nobody had asked."""
     for attempt in itertools.count():
         try:
-            return start_ms(stage.node, f"{name}-{attempt}", inject)
+            return start(stage.node, f"{name}-{attempt}", inject).whole
         except RuntimeError as problem:
             stage.screen.say(f"[dim]{problem}: again[/]")
             stage.node.delete(f"{name}-{attempt}")

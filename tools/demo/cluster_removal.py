@@ -97,10 +97,10 @@ def _has_namespace(api: Api) -> bool:
 
 
 def _marks(api: Api) -> Iterator[str]:
-    """Labels and annotations of Valve's on nodes, less the operator's own switch."""
+    """Labels and annotations of Valve's on nodes."""
     for node in api.get("/api/v1/nodes")["items"]:
         keys = {**node["metadata"].get("labels", {}), **node["metadata"].get("annotations", {})}
-        yield from (f"{node['metadata']['name']} {key}" for key in keys if names.DOMAIN in key and key != names.HARVEST)
+        yield from (f"{node['metadata']['name']} {key}" for key in keys if names.DOMAIN in key)
 
 
 def _is_offline(pod: Json) -> bool:

@@ -32,7 +32,7 @@ struct kvhook {
 	struct valve_kv_book *next_book;
 };
 
-/* Waits a little for a valved, once, so that the engine starts with what it may use. */
+/* Waits for a valved that took the call, once, so that the engine starts with what it may use. */
 void kvhook_open(struct kvhook *hook, const struct kvhook_shape *shape);
 /* Notices a valved that came or went. Never waits: a thread does, and tries twice a second. */
 void kvhook_poll(struct kvhook *hook);

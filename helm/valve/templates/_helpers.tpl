@@ -74,7 +74,20 @@ readinessProbe:
   periodSeconds: 5
 {{- end }}
 
-{{- define "valve.spread" -}}
+{{/* Where a component's pods may run. Usage: (dict "root" . "component" "scheduler" "placement" MAP "priority" DEFAULT) */}}
+{{- define "valve.placement" -}}
+{{- with .placement.priorityClassName | default .priority }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .placement.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .placement.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .placement.affinity }}
+affinity: {{- toYaml .placement.affinity | nindent 2 }}
+{{- else }}
 affinity:
   podAntiAffinity:
     preferredDuringSchedulingIgnoredDuringExecution:
@@ -83,6 +96,24 @@ affinity:
         topologyKey: kubernetes.io/hostname
         labelSelector:
           matchLabels: {{- include "valve.selector" . | nindent 12 }}
+{{- end }}
+{{- end }}
+
+{{/* One of several replicas stays. Usage: (dict "root" . "component" "scheduler" "replicas" NUMBER) */}}
+{{- define "valve.budget" -}}
+{{- if gt (int .replicas) 1 }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: valve-{{ .component }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "valve.labels" .root | nindent 4 }}
+spec:
+  minAvailable: 1
+  selector:
+    matchLabels: {{- include "valve.selector" . | nindent 6 }}
+{{- end }}
 {{- end }}
 
 {{/* Which namespaces are opted in to injection. */}}

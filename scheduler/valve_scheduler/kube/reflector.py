@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from random import uniform
 
 from valve_scheduler.kube.client import ApiError, Json, KubeClient, Unreachable
 
@@ -70,24 +71,35 @@ class Reflector:
         self._relisted.set()
 
     async def run(self) -> None:
-        """Until cancelled. Every failure is logged and retried with back-off."""
+        """Until cancelled. Every failure is logged and retried with back-off, which ends when the server has answered.
+
+        Every node watches: spread in time, or they would all meet a server that comes back in the same moment.
+        """
         backoff_s = BACKOFF_MIN_S
         while True:
+            seen_s = self.live_at_s
             try:
                 while not self._version:
                     await self._list()
-                backoff_s = BACKOFF_MIN_S
                 await self._watch_once()
+                backoff_s = BACKOFF_MIN_S
                 continue
-            except ApiError as error:
-                if error.status == 410:
-                    self._version = ""
-                log.warning("watch refused", extra={"path": self.path, "error": str(error)})
-                backoff_s = max(backoff_s, error.retry_after_s)
-            except Unreachable as error:
-                log.warning("API server unreachable", extra={"path": self.path, "error": str(error)})
-            await asyncio.sleep(backoff_s)
+            except (ApiError, Unreachable) as error:
+                if self.live_at_s > seen_s:
+                    backoff_s = BACKOFF_MIN_S
+                backoff_s = max(backoff_s, self._refused(error))
+            await asyncio.sleep(backoff_s * uniform(1.0, 1.5))
             backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    def _refused(self, error: ApiError | Unreachable) -> float:
+        """For how many seconds the server asked not to be asked again."""
+        if isinstance(error, Unreachable):
+            log.warning("API server unreachable", extra={"path": self.path, "error": str(error)})
+            return 0.0
+        if error.status == 410:
+            self._version = ""
+        log.warning("watch refused", extra={"path": self.path, "error": str(error)})
+        return error.retry_after_s
 
     async def _list(self) -> None:
         wanted = self._wanted

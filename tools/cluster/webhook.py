@@ -1,5 +1,7 @@
 """The webhook as a process on loopback, and the chart's configuration pointed at it."""
 
+from __future__ import annotations
+
 import sys
 
 from valve_tools.cluster.controlplane import ControlPlane, free_port
