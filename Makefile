@@ -41,9 +41,10 @@ test: build ## everything that needs no GPU and no Kubernetes binaries; EXPLORE=
 	@$(BIN)/pytest -q -p no:cacheprovider $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
 
 ENGINES ?= .venv-engines
-test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run them under reclaim; MATRIX=1: older releases too
-	@$(PYTHON) tests/engines/install.py $(ENGINES) --sglang $(if $(MATRIX),--matrix)
-	@VALVE_ENGINES=$(ENGINES) $(BIN)/pytest -q -p no:cacheprovider -p no:randomly --durations=0 -m engine tests/engines $(PYTEST_ARGS)
+test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run them under reclaim; MATRIX=1: older releases too; QUICK=1: a part
+	@$(PYTHON) tests/engines/install.py $(ENGINES) --sglang $(if $(MATRIX),--matrix) $(if $(QUICK),--quick)
+	@VALVE_ENGINES=$(ENGINES) $(BIN)/pytest -q -p no:cacheprovider -p no:randomly --durations=0 \
+		-m 'engine$(if $(QUICK), and quick)' tests/engines $(PYTEST_ARGS)
 
 demo-vllm: build ## a real vLLM online and another offline on one emulated GPU (after make test-engines)
 	@$(BIN)/python -m valve_tools.engines.demo --engines $(ENGINES) $(DEMO_ARGS)

@@ -316,8 +316,9 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
         return None
     from valved.metrics import serve_metrics
 
-    return await serve_metrics(
-        config.metrics_host, config.metrics_port, daemon.node.status, room.metrics if room else None
+    host, port, look = config.metrics_host, config.metrics_port, daemon.node.status
+    return await (
+        serve_metrics(host, port, look, room.metrics, room.missing) if room else serve_metrics(host, port, look)
     )
 
 

@@ -249,15 +249,27 @@ def render(look: Callable[[], NodeState], more: More = None) -> bytes:
     return generate_latest(registry)
 
 
-async def serve_metrics(host: str, port: int, look: Callable[[], NodeState], more: More = None) -> asyncio.Server:
-    """GET /metrics; anything else is 404. One request per connection."""
+async def serve_metrics(
+    host: str, port: int, look: Callable[[], NodeState], more: More = None, missing: Callable[[], str] = lambda: ""
+) -> asyncio.Server:
+    """GET /metrics, /healthz and /readyz; anything else is 404. `missing`: what keeps the daemon from being ready. One
+    request per connection."""
+
+    def page(path: bytes) -> tuple[str, bytes]:
+        if path == b"/metrics":
+            return "200 OK", render(look, more)
+        if path == b"/healthz":
+            return "200 OK", b"ok\n"
+        if path == b"/readyz":
+            text = missing()
+            return ("503 Service Unavailable", f"not ready: {text}\n".encode()) if text else ("200 OK", b"ok\n")
+        return "404 Not Found", b"not here; try /metrics, /healthz or /readyz\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), timeout=5)
-            found = head.startswith((b"GET /metrics ", b"GET /metrics?"))
-            body = render(look, more) if found else b"not here; try /metrics\n"
-            status = "200 OK" if found else "404 Not Found"
+            verb, target, _ = head.split(b" ", 2)
+            status, body = page(target.partition(b"?")[0] if verb == b"GET" else b"")
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
                 "Connection: close\r\n\r\n".encode()

@@ -130,6 +130,20 @@ def test_no_wake_and_no_timer_while_no_offline_work_shares_the_gpus(world):
     assert world.clock.waiting == 0
 
 
+def test_where_idleness_is_measured_it_is_seen_without_offline_work(world):
+    """Else a GPU would count as busy until offline work came, and none would come to a busy GPU."""
+    world.keeper.is_measuring = True
+    online = world.online()
+    world.work(online, ms=5)
+    world.run(1000)
+
+    assert not world.state(online).holding
+    world.gate.launch(online)
+    world.run(1)
+    assert world.state(online).holding
+    assert world.state(online).preemptions == 0  # nobody was stopped
+
+
 def test_offline_work_that_arrives_is_let_in_after_the_cooldown(world):
     online = world.online()
     world.run(1000)
@@ -192,6 +206,23 @@ def test_a_silent_watcher_holds_the_service(world):
 
     assert world.state(online).holding
     assert world.state(online).decision.reason is WakeReason.WATCHER_DEAD
+
+
+def test_a_process_that_never_launched_has_no_watcher_to_be_silent(world):
+    """An engine's front end loads the driver and makes no context; one request runs for longer than the lease."""
+    world.offline()
+    engine = world.online(pid=200)
+    world.online(pid=201, parent=200, gpus=())
+    hook = world.hook(engine)
+    world.gate.hint(hook, 1, 0)
+    for _ in range(10):
+        world.work(engine, ms=500)
+        world.gate.hint(hook, 1, 0)
+    world.gate.hint(hook, 1, 1)
+
+    world.run(3_000)
+
+    assert not world.gate.off
 
 
 def test_zero_open_requests_wake_without_a_cooldown(world):

@@ -49,6 +49,33 @@ def test_counters_and_receipts_survive(first):
     assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
 
 
+def test_useful_tokens_are_counted_once_however_often_valved_and_the_engine_s_link_begin_anew(first):
+    """A hook's page says what its process did in all, and says it again to whomever it connects."""
+
+    def told(world):
+        (service,) = [entry for entry in world.reporter.status().services if entry.name == "batch"]
+        return service.useful_tokens
+
+    offline = first.offline(pid=300)
+    first.gate.hint(first.hook(offline), 4, 0, tokens=1000)
+    seen = [told(first)]
+    world = first
+    for _ in range(2):
+        world = successor(world)
+        seen.append(told(world))
+        hook = world.hook(world.offline(pid=300))
+        seen.append(told(world))
+        world.gate.hint(hook, 4, 0, tokens=1000)
+        seen.append(told(world))
+    world.register.leave(hook, "link")
+    seen.append(told(world))
+    hook = world.hook(next(entry.id for entry in world.books.clients.values()))
+    world.gate.hint(hook, 4, 0, tokens=1500)
+    seen.append(told(world))
+
+    assert seen == [*[1000] * 8, 1500]
+
+
 def test_online_services_hold_again_before_any_client_is_back(first):
     """Else offline work would run beside an online process that nobody watches."""
     online = first.online()
@@ -145,6 +172,44 @@ def test_a_live_online_process_that_does_not_return_keeps_its_gpus(first):
 
     assert while_alive
     assert not second.gate.off
+    second.check()
+
+
+def outlived(first):
+    """A claimed front end that died, and the engine that outlived it."""
+    first.processes.add(210)
+    assert first.node.launch(210, first.processes.start_time(210), Role.ONLINE, "chat")
+    first.online(pid=211, parent=210)
+    first.processes.end(210)
+    first.processes.add(211)  # init has taken it
+
+
+def test_an_engine_that_outlived_its_claimed_process_finds_its_service(first):
+    outlived(first)
+    (service,) = first.keeper.online
+
+    second = successor(first)
+    second.hello(211, Role.ONLINE)
+
+    assert set(second.keeper.online) == {service}
+    second.check()
+
+
+def test_an_engine_that_outlived_its_claimed_process_holds_no_gpu_once_it_is_gone(first):
+    outlived(first)
+    second = successor(first)
+    second.offline(pid=300)
+    second.run(60_000)
+    while_alive = bool(second.gate.off)
+
+    second.processes.end(211)
+    second.run(60_000)
+    second.handover.settle(patience_over=True)
+    second.run(60_000)
+
+    assert while_alive
+    assert not second.gate.off
+    assert not second.keeper.online
     second.check()
 
 

@@ -7,46 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from kube_node import GIB, kube_node, pod, until, uuid_of
+from kube_node import (
+    GIB,
+    OFFLINE_UID,
+    ONLINE_UID,
+    RESOURCE,
+    UIDS,
+    WHOLE,
+    group,
+    kube_node,
+    pod,
+    registered,
+    scenario,
+    serve_online,
+    until,
+    uuid_of,
+)
+from node_world import World
 
+from valved.kube.follower import Follower
 from valved.mechanism.cards import CardUse
 from valved.metrics import render
 from valved.model.ids import Mode, Role
 from valved.service.identity import NO_CLAIM, NOT_YET, Peer
-
-RESOURCE, WHOLE = "valve.gpu/harvested-gpu", "nvidia.com/gpu"
-UIDS = [f"{index}0000000-0000-4000-8000-000000000000" for index in range(1, 9)]
-ONLINE_UID, OFFLINE_UID = UIDS[0], UIDS[1]
-
-
-def group(uid):
-    return f"/kubepods/burstable/pod{uid}/c0ffee"
-
-
-def scenario(body):
-    """Run a coroutine function as a test."""
-
-    def test(tmp_path):
-        asyncio.run(asyncio.wait_for(body(tmp_path), 100))
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
-
-
-def serve_online(node, gpu=0, uid=ONLINE_UID, name="chat-0", pid=200):
-    """An online pod holds a GPU, and its engine has said HELLO."""
-    uuid = uuid_of(node.world, gpu)
-    node.put(pod(name, uid, role="online", limit=WHOLE, phase="Running"))
-    node.kubelet.held.append(("default", name, "work", WHOLE, [uuid]))
-    node.world.processes.add(pid, cgroup=group(uid))
-    return node.world.hello(pid, wanted=Role.NONE)
-
-
-async def registered(node):
-    await until(lambda: node.kubelet.devices and node.room.plugin.is_registered)
-
 
 # Slots
 
@@ -114,6 +100,7 @@ async def test_before_anybody_has_answered_every_gpu_is_guarded(tmp_path):
 
         assert node.guarded() == [0, 1]
         assert not node.room.plugin.is_registered
+        assert node.room.missing() == "the kubelet has not said who holds which GPU"
 
 
 @scenario
@@ -357,6 +344,20 @@ async def test_the_report_says_what_can_be_harvested_and_why_not(tmp_path):
 
 
 @scenario
+async def test_a_gpu_whose_service_is_idle_is_reported_idle_before_any_offline_work_came(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        client = serve_online(node).client
+        node.world.add_channel(client, gpu=0)
+        await until(lambda: len(node.kubelet.healthy) == 1)
+
+        node.world.work(client, ms=5)
+        node.world.run(1000)
+
+        assert [one.holding for one in node.world.keeper.online.values()] == [False]
+
+
+@scenario
 async def test_the_room_s_figures_stand_beside_those_of_the_node(tmp_path):
     async with kube_node(tmp_path) as node:
         await registered(node)
@@ -397,6 +398,7 @@ async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(t
         for spec, expected in (
             ({"resolved": {"mode": "observe"}}, Mode.OBSERVE),
             ({"mode": "off", "resolved": {"mode": "observe"}}, Mode.OFF),
+            ({"mode": "harvest", "resolved": {"drain": "a driver upgrade"}}, Mode.OFF),
             ({"mode": "nonsense"}, Mode.OFF),
             ({}, before),
         ):
@@ -445,6 +447,7 @@ async def test_of_pod_and_namespace_the_stricter_mode_holds(tmp_path):
 async def test_a_pause_of_the_cluster_is_lifted_by_the_cluster_and_one_of_the_node_is_not(tmp_path):
     async with kube_node(tmp_path) as node:
         brake = node.world.brake
+        await until(lambda: node.room.api.brake.synced, 60)
         node.room.api.found({"spec": {"paused": True}})
         assert (brake.is_paused, brake.paused_by) == (True, "GPUHarvestNode")
         node.room.api.found({"spec": {"paused": False}})
@@ -454,6 +457,58 @@ async def test_a_pause_of_the_cluster_is_lifted_by_the_cluster_and_one_of_the_no
         node.room.api.found({"spec": {"paused": True}})
         node.room.api.found({"spec": {"paused": False}})
         assert brake.is_paused
+
+
+def fleet_pause(**spec):
+    return {"metadata": {"name": "valve-pause"}, "spec": {"paused": True, **spec}}
+
+
+@scenario
+async def test_the_brake_of_the_fleet_holds_at_once_whatever_the_own_object_says(tmp_path):
+    async with kube_node(tmp_path) as node:
+        brake, policies = node.world.brake, node.room.api.brake.sink
+        await until(lambda: node.room.api.own.synced and node.room.api.brake.synced, 60)
+        node.room.api.found({"spec": {}})
+        policies.put(fleet_pause())
+        assert (brake.is_paused, brake.paused_by) == (True, "HarvestPolicy valve-pause")
+
+        node.room.api.found({"spec": {"mode": "harvest"}})
+        assert brake.is_paused
+        node.room.api.found({"spec": {"paused": True}})
+        policies.drop(fleet_pause())
+        assert brake.is_paused  # another policy wants it still
+
+        node.room.api.found({"spec": {}})
+        assert not brake.is_paused
+
+
+@scenario
+async def test_a_brake_for_some_nodes_is_left_to_the_controller(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await until(lambda: node.room.api.brake.synced, 60)
+        node.room.api.brake.sink.put(fleet_pause(nodeSelector={"pool": "a"}))
+        assert not node.world.brake.is_paused
+
+
+def test_a_pause_that_a_restart_found_is_lifted_only_when_everybody_was_heard(tmp_path):
+    world = World(tmp_path)
+    world.brake.pause("HarvestPolicy valve-pause")
+    follower = Follower(world.brake, world.keeper)
+
+    follower.obey({"spec": {}})
+    assert world.brake.is_paused  # whether the brake is still there, nobody has said
+
+    follower.obey_brake(False)
+    assert not world.brake.is_paused
+
+
+@scenario
+async def test_a_paused_node_says_so_whatever_its_bucket_holds(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await until(lambda: node.api.reports and node.api.reports[-1]["phase"] == "Harvesting", 60)
+        node.room._memory.rate = replace(node.room._memory.rate, tokens=0.0)
+        node.room.api.brake.sink.put(fleet_pause())
+        await until(lambda: node.api.reports[-1]["phase"] == "Paused", 60)
 
 
 @scenario

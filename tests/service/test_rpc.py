@@ -223,7 +223,10 @@ def test_every_promise_is_a_metric(tmp_path):
     assert all(family.documentation for family in families.values())
 
 
-def test_metrics_are_served_over_http_and_nothing_else_is(tmp_path):
+PAGES = ("/metrics", "/secret", "/healthz", "/readyz", "/readyz")
+
+
+def test_metrics_and_probes_are_served_over_http_and_nothing_else_is(tmp_path):
     async def fetch(port, path):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
@@ -233,14 +236,18 @@ def test_metrics_are_served_over_http_and_nothing_else_is(tmp_path):
 
     async def run():
         world = World(tmp_path)
-        server = await serve_metrics("127.0.0.1", 0, world.node.status)
+        missing = ["no kubelet", ""]
+        server = await serve_metrics("127.0.0.1", 0, world.node.status, missing=lambda: missing.pop(0))
         port = server.sockets[0].getsockname()[1]
-        answers = [await asyncio.wait_for(fetch(port, path), PATIENCE_S) for path in ("/metrics", "/secret")]
+        answers = [await asyncio.wait_for(fetch(port, path), PATIENCE_S) for path in PAGES]
         server.close()
         return answers
 
-    good, bad = asyncio.run(run())
+    good, bad, healthy, unready, ready = asyncio.run(run())
 
     assert good.startswith("HTTP/1.1 200")
     assert "# HELP valve_harvest_seconds_total" in good
     assert bad.startswith("HTTP/1.1 404")
+    assert healthy.startswith("HTTP/1.1 200")
+    assert (unready.startswith("HTTP/1.1 503"), unready.endswith("not ready: no kubelet\n")) == (True, True)
+    assert ready.startswith("HTTP/1.1 200")

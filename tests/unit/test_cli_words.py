@@ -106,6 +106,18 @@ def test_doctor_reads_version_and_flavour_of_the_driver(text, expected):
     assert expected == doctor.driver_version(text)
 
 
+@pytest.mark.parametrize(
+    ("programs", "verdict"),
+    [(["bash", "python3"], doctor.Verdict.FINE), (["bash", "dcgm-exporter"], doctor.Verdict.NOTE)],
+)
+def test_doctor_warns_of_a_meter_that_cannot_tell_offline_work_apart(tmp_path, programs, verdict):
+    for pid, comm in enumerate(programs, start=1):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "comm").write_text(f"{comm}\n")
+
+    assert doctor.check_dcgm(tmp_path).verdict is verdict
+
+
 def test_doctor_knows_the_same_driver_branches_as_the_abi_header(repository):
     header = (repository / "proto/abi/nvrm.h").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +13,8 @@ SETTINGS = GuardSettings()
 CARDS = (Card(gpu=GpuIndex(0)), Card(gpu=GpuIndex(1)))
 
 
-def holder(*gpus: int, heard: bool = True, name: str = "serving/chat-0/engine") -> Holder:
-    return Holder(name=name, gpus=frozenset(map(GpuIndex, gpus)), is_heard=heard)
+def holder(*gpus: int, heard: bool = True, injected: bool = True, name: str = "serving/chat-0/engine") -> Holder:
+    return Holder(name=name, gpus=frozenset(map(GpuIndex, gpus)), is_heard=heard, is_injected=injected)
 
 
 def test_a_gpu_whose_every_holder_is_heard_is_harvested() -> None:
@@ -34,6 +35,22 @@ def test_one_holder_that_is_not_heard_closes_the_gpu() -> None:
     assert verdict.is_guarded
     assert verdict.reason == "serving/bare/engine holds it, and no process of its pod runs with the shim"
     assert verdict.online == ("serving/bare", "serving/chat-0")
+
+
+@pytest.mark.parametrize(
+    ("heard", "injected", "risk"),
+    [
+        (False, False, "serving/chat-0/engine runs without the shim"),
+        (False, True, ""),  # an engine that starts: it is heard before it needs memory
+        (True, False, ""),
+    ],
+)
+def test_only_a_holder_that_will_never_be_heard_is_at_risk_from_offline_memory(
+    heard: bool, injected: bool, risk: str
+) -> None:
+    own, other = judge(CARDS, [holder(0, heard=heard, injected=injected)], [], SETTINGS)
+
+    assert (own.risk, other.risk) == (risk, "")
 
 
 def test_a_holder_whose_mode_lends_nothing_closes_the_gpu_though_it_is_heard() -> None:

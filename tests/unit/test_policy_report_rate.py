@@ -41,6 +41,16 @@ def test_a_node_that_flips_at_every_look_writes_at_the_rate_of_its_bucket() -> N
     assert len(written) <= 3600 / 30 + 3
 
 
+def test_an_order_of_people_is_answered_at_once_and_a_figure_waits_its_turn() -> None:
+    settled = RateState(tokens=0.0, seen_ns=SECOND_NS, written_ns=SECOND_NS, written=("old",), next_ns=99 * SECOND_NS)
+
+    for asked, written in ((True, True), (False, False)):
+        state, decision = decide_report(settled, ("new",), 0.5, 2 * SECOND_NS, SETTINGS, asked=asked)
+        assert decision.write is written
+        assert 0.0 <= state.tokens < 1.0
+    assert not decide_report(settled, ("old",), 0.5, 2 * SECOND_NS, SETTINGS, asked=True)[1].write
+
+
 @given(st.lists(st.integers(0, 600), max_size=60), st.floats(0, 0.999))
 def test_over_any_stretch_the_bucket_bounds_the_writes(at: list[int], phase: float) -> None:
     written = run([(second, index) for index, second in enumerate(sorted(at))], 600, phase)

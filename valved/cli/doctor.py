@@ -36,6 +36,9 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
 
 
+DCGM = ("nv-hostengine", "dcgm-exporter")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     check: str
@@ -170,6 +173,25 @@ def check_mps() -> Finding:
     return fine("MPS", "no control daemon")
 
 
+def check_dcgm(folder: Path = Path("/proc")) -> Finding:
+    seen = {comm for comm in map(_comm, folder.glob("[0-9]*/comm")) if comm in DCGM}
+    if not seen:
+        return fine("DCGM", "nothing measures whole cards")
+    return Finding(
+        check="DCGM",
+        verdict=Verdict.NOTE,
+        what=f"{', '.join(sorted(seen))} counts offline work as the online service's",
+        fix="scale and alert on the service's own metrics, or on valve_service_busy (docs/cluster.md)",
+    )
+
+
+def _comm(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # it has just ended
+        return ""
+
+
 def check_preload() -> Finding:
     library = preload_library()
     if not library.is_file():
@@ -237,6 +259,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_driver,
     check_nodes,
     check_mps,
+    check_dcgm,
     check_preload,
     check_glibc,
     check_seccomp,

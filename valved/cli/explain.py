@@ -16,7 +16,9 @@ from valved.cli.exits import OK, USAGE, CliError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("explain", help="why a GPU or process is in its state")
+    parser = commands.add_parser(
+        "explain", help="why a GPU or process is in its state", epilog="in a cluster: explain pod [NAMESPACE/]NAME"
+    )
     parser.add_argument(
         "subject",
         nargs="+",

@@ -12,6 +12,7 @@ from valve_scheduler import names
 from valve_scheduler.kube.access import Access, from_kubeconfig, in_cluster
 from valve_scheduler.kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable
 from valve_scheduler.kube.reflector import Reflector, Sink
+from valve_scheduler.policies import BRAKE, is_brake
 
 from valved.kube import status
 from valved.kube.pods import PodBook
@@ -20,6 +21,7 @@ log = logging.getLogger("valved.kube")
 
 Json = dict[str, Any]
 NODES_PATH = f"{names.API_PATH}/gpuharvestnodes"
+POLICIES_PATH = f"{names.API_PATH}/harvestpolicies"
 MANAGER = "valved"
 
 
@@ -27,8 +29,18 @@ def access(kubeconfig: str, environment: dict[str, str]) -> Access:
     return from_kubeconfig(kubeconfig) if kubeconfig else in_cluster(environment)
 
 
+def brake_view(client: KubeClient, braked: Callable[[bool], None]) -> Reflector:
+    """The one policy that pauses every node, watched by each: a pause of a fleet is one write."""
+    sink = Sink(
+        replace=lambda items: braked(any(map(is_brake, items))),
+        put=lambda item: braked(is_brake(item)),
+        drop=lambda _: braked(False),
+    )
+    return Reflector(client, POLICIES_PATH, sink, query={"fieldSelector": f"metadata.name={BRAKE}"})
+
+
 class ApiServer:
-    def __init__(self, client: KubeClient, node: str, book: PodBook) -> None:
+    def __init__(self, client: KubeClient, node: str, book: PodBook, braked: Callable[[bool], None]) -> None:
         self.written = 0
         self.failed = 0
         self.found: Callable[[Json], None] = lambda harvest_node: None  # the node's own object, at every change
@@ -49,9 +61,11 @@ class ApiServer:
             query={"fieldSelector": f"metadata.name={node}"},
         )
 
+        self.brake = brake_view(client, braked)
+
     async def run(self) -> None:
-        """Follow pods and the own object until cancelled."""
-        await asyncio.gather(self.pods.run(), self.own.run())
+        """Follow pods, the own object and the fleet's brake until cancelled."""
+        await asyncio.gather(self.pods.run(), self.own.run(), self.brake.run())
 
     async def fetch_pod(self, namespace: str, name: str) -> None:
         """Have one pod in the book now; OSError when the API server cannot say."""

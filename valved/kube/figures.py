@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -13,7 +13,12 @@ from valved.policy.guard import Verdict
 
 
 def families(
-    verdicts: tuple[Verdict, ...], slots: Slots, plugin: Plugin, injector: Injector, api: ApiServer
+    verdicts: tuple[Verdict, ...],
+    slots: Slots,
+    plugin: Plugin,
+    injector: Injector,
+    api: ApiServer,
+    resting: Sequence[str],
 ) -> Iterator[Metric]:
     guarded = GaugeMetricFamily("valve_gpu_guarded", "1: closed, somebody may use it unheard", labels=["gpu"])
     offered = GaugeMetricFamily("valve_gpu_harvestable", "1: offline work may be placed there", labels=["gpu"])
@@ -34,6 +39,8 @@ def families(
     yield created
     bare = len(injector.bare())
     yield GaugeMetricFamily("valve_online_uninjected", "Online containers that run without the shim", value=bare)
+    text = "Online services that were delayed beyond their budget: nothing is harvested beside them for now"
+    yield GaugeMetricFamily("valve_breakers_open", text, value=len(resting))
     reports = CounterMetricFamily("valve_reports", "Reports of the node, by what became of them", labels=["result"])
     reports.add_metric(["written"], float(api.written))
     reports.add_metric(["failed"], float(api.failed))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from uuid import UUID
 
 from valve_scheduler import names
 
@@ -14,7 +13,7 @@ from valved.kube.cgroup import pod_of
 from valved.kube.levels import LevelBook, Standing
 from valved.kube.offline import Reading
 from valved.kube.podresources import Holding
-from valved.kube.pods import PodBook
+from valved.kube.pods import Pod, PodBook
 from valved.kube.status import LentFacts
 from valved.mechanism.cards import CardUse
 from valved.mechanism.ports import GpuInfo, ProcessPort
@@ -50,6 +49,7 @@ class Observer:
     register: Register
     processes: ProcessPort
     kv: Kv | None = None
+    has_shim: Callable[[Pod, str], bool] = lambda pod, container: False  # by a route that leaves no mark on the pod
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
@@ -64,6 +64,7 @@ class Observer:
                     name=f"{holding.namespace}/{holding.pod}/{holding.container}",
                     gpus=self._gpus_of(holding),
                     is_heard=pod is not None and pod.uid in heard,
+                    is_injected=pod is None or pod.is_injected or self.has_shim(pod, holding.container),
                     mode=self._mode_of(holding.namespace, pod.mode if pod is not None else ""),
                 )
             )
@@ -143,15 +144,22 @@ class Observer:
             group, online = pod_of(claim.cgroup), self.keeper.online.get(claim.service)
             if group is None or online is None:
                 continue
+            pod = self.book.pods.get(group.uid)
             namespace, _, name = self.books.services[claim.service].name.partition("/")
             yield LentFacts(
                 pod_uid=group.uid,
                 namespace=namespace,
                 pod=name,
+                service=pod.service if pod is not None else "",
                 lent_s=lent_s.get(claim.service, 0.0),
                 delay_s=online.delay_ns / 1e9,
                 preemptions=online.preemptions,
             )
+
+    def resting(self, now_ns: int) -> list[str]:
+        """Online services that Valve has delayed too much: nothing is harvested beside them for now."""
+        resting = (key for key, online in self.keeper.online.items() if now_ns < online.breaker.open_until_ns)
+        return sorted(self.books.services[key].name for key in resting)
 
     def free_bytes(self, use: CardUse) -> int:
         """What offline work could have: all but what others use."""
@@ -170,7 +178,7 @@ class Observer:
 
     def _gpus_of(self, holding: Holding) -> frozenset[GpuIndex]:
         """Shared GPUs are listed as UUID::n. A device we cannot place may be any of them."""
-        by_name = {uuid_text(gpu): gpu.index for gpu in self.gpus}
+        by_name = {gpu.uuid_text: gpu.index for gpu in self.gpus}
         found = [by_name.get(device.partition("::")[0]) for device in holding.ids]
         if None in found or not found:
             return frozenset(by_name.values())
@@ -180,11 +188,6 @@ class Observer:
         group = pod_of(self.processes.cgroup(pid) or "")
         pod = self.book.pods.get(group.uid) if group is not None else None
         return f"process {pid} ({self.processes.comm(pid)})" + (f" of {pod.key}" if pod is not None else "")
-
-
-def uuid_text(gpu: GpuInfo) -> str:
-    """As the driver, the device plugin and placements write it."""
-    return f"GPU-{UUID(bytes=gpu.uuid)}"
 
 
 def _obstacle(use: CardUse | None) -> str:

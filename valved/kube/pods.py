@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from valve_scheduler import names
-from valve_scheduler.objects import annotation
+from valve_scheduler.objects import annotation, owner_name
 
 from valved.kube.cgroup import pod_of
 from valved.model.ids import Role
@@ -25,7 +25,9 @@ class Pod:
     namespace: str
     name: str
     role: Role
+    service: str = ""  # its Deployment, StatefulSet or the like
     wish: str = ""  # annotation inject
+    is_injected: bool = False  # so say the webhook or the policy
     mode: str = ""  # annotation mode: how far Valve may go with its GPUs
     gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
     gpu_containers: frozenset[str] | None = None  # who asks for whole GPUs; None: nobody told us
@@ -75,6 +77,7 @@ class PodBook:
                 name=name,
                 role=_role({"metadata": metadata}),
                 wish=_wish(metadata),
+                is_injected=_is_injected({"metadata": metadata}),
                 mode=annotation({"metadata": metadata}, names.MODE),
                 gpus=_gpus(metadata),
             )
@@ -117,7 +120,9 @@ def read_pod(item: Json) -> Pod:
         namespace=metadata.get("namespace", ""),
         name=metadata.get("name", ""),
         role=_role(item),
+        service=owner_name(item),
         wish=_wish(metadata),
+        is_injected=_is_injected(item),
         mode=annotation(item, names.MODE),
         gpus=_gpus(metadata),
         gpu_containers=asking,
@@ -138,6 +143,10 @@ def _asks(container: Json) -> bool:
 
 def _wish(metadata: Json) -> str:
     return annotation({"metadata": metadata}, names.INJECT)
+
+
+def _is_injected(item: Json) -> bool:
+    return annotation(item, names.INJECTION) == "ok"
 
 
 def _gpus(metadata: Json) -> tuple[str, ...]:

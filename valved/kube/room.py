@@ -29,7 +29,7 @@ from valved.kube.apiserver import ApiServer, Json, access, now_text
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
 from valved.kube.nri import Connection, Injector
-from valved.kube.observer import Gained, Observer, uuid_text
+from valved.kube.observer import Gained, Observer
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holding, Holdings, KubeletHoldings
 from valved.kube.pods import PodBook
@@ -120,9 +120,10 @@ class Room:
         )
         if host.kv is not None:
             host.kv.reserve.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
-        self.api = ApiServer(client or KubeClient(access(table.kubeconfig, dict(os.environ))), table.node, self.book)
-        self.api.found = self._own_object
         self._follower = Follower(host.brake, host.keeper)
+        client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
+        self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)
+        self.api.found = self._own_object
         self._cards = CardReader()
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
         settings = InjectionSettings(
@@ -133,19 +134,22 @@ class Room:
             holdings=self._holdings,
             book=self.book,
             fetch=self.api.fetch_pod,
-            uuids=frozenset(map(uuid_text, self._gpus)),
+            uuids=frozenset(gpu.uuid_text for gpu in self._gpus),
             cdi_folder=Path(table.cdi_folder) if table.backend == "cdi" else None,
             toolkit_folders=tuple(map(Path, table.toolkit_folders)),
         )
         self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
         self.injector = Injector(self.book, settings)
         self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
+        if self.nri is not None:
+            self._observer.has_shim = self.injector.has_shim
         period_ns = round(table.report_s * SECOND_NS)
         self._rate = RateSettings(period_ns=period_ns, spacing_ns=min(period_ns, RateSettings().spacing_ns))
         self._phase = crc32(table.node.encode()) / 2**32
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
+        host.keeper.is_measuring = True
         host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
         for reading in self._observer.readings(host.clock.now_ns(), {}, {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
@@ -297,7 +301,7 @@ class Room:
             is_draining=brake.is_draining,
             gpus=tuple(
                 status.GpuFacts(
-                    uuid=uuid_text(infos[verdict.gpu]),
+                    uuid=infos[verdict.gpu].uuid_text,
                     name=infos[verdict.gpu].name,
                     total_bytes=infos[verdict.gpu].total_bytes,
                     verdict=verdict,
@@ -307,7 +311,9 @@ class Room:
             offline=self.offline.facts(live),
             lent=tuple(self._observer.lent(memory.lent_s)),
             bare=tuple(f"{one.name}: {one.reason}" for one in self.injector.bare()),
-            is_serving=self.plugin.is_registered and memory.is_clean,
+            resting=tuple(self._observer.resting(self._host.clock.now_ns())),
+            drain=self._follower.drain,
+            is_serving=not self.missing(),
         )
 
     async def _report(self, now_ns: int) -> None:
@@ -316,7 +322,8 @@ class Room:
             return
         facts = self._facts()
         standing = status.standing(facts, self.series, memory.rate.written, self._rate)
-        rate, decision = decide_report(memory.rate, standing, self._phase, now_ns, self._rate)
+        asked = memory.rate.written[:1] != standing[:1]  # the phase: only people change it
+        rate, decision = decide_report(memory.rate, standing, self._phase, now_ns, self._rate, asked=asked)
         if not decision.write:
             memory.rate = rate
             return
@@ -342,8 +349,15 @@ class Room:
             self._observer.namespace_modes = self._follower.namespace_modes
             self._wake.set()
 
+    def missing(self) -> str:
+        """What keeps this node from serving slots; empty when nothing does."""
+        if not self._memory.is_clean:
+            return "the kubelet has not said who holds which GPU"
+        return "" if self.plugin.is_registered else "not registered with the kubelet"
+
     def metrics(self) -> Iterator[Metric]:
-        return figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api)
+        resting = self._observer.resting(self._host.clock.now_ns())
+        return figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9

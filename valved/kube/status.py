@@ -51,6 +51,7 @@ class LentFacts:
     pod_uid: str
     namespace: str
     pod: str
+    service: str  # that the pod is one of; empty while nobody told us
     lent_s: float  # GPU time that offline work ran on its GPUs
     delay_s: float
     preemptions: int
@@ -73,6 +74,8 @@ class NodeFacts:
     offline: tuple[OfflineFacts, ...]
     lent: tuple[LentFacts, ...]
     bare: tuple[str, ...]  # online containers without the shim
+    resting: tuple[str, ...]  # online services beside which the breaker stops all harvesting
+    drain: str  # why the cluster wants no offline work here; empty: it does not mind
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
     @property
@@ -117,6 +120,18 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             reason="RunsWithoutShim" if facts.bare else "AllInjected",
             message=_some(facts.bare) or "every online container with GPUs has the shim",
         ),
+        Condition(
+            kind="BreakerOpen",
+            is_true=bool(facts.resting),
+            reason="DelayedTooMuch" if facts.resting else "WithinBudget",
+            message=_some(facts.resting) or "no online service is delayed beyond its budget",
+        ),
+        Condition(
+            kind="Draining",
+            is_true=bool(facts.drain),
+            reason="Asked" if facts.drain else "NotAsked",
+            message=facts.drain or "offline pods may stay",
+        ),
     )
 
 
@@ -129,7 +144,8 @@ def standing(
         (gpu.uuid, side_of(series.idle(index, 600), old.get(gpu.uuid), settings))
         for index, gpu in enumerate(facts.gpus)
     )
-    return facts.phase, tuple(gpu.verdict.reason for gpu in facts.gpus), sides
+    verdicts = tuple((gpu.verdict.reason, gpu.verdict.risk) for gpu in facts.gpus)
+    return facts.phase, (verdicts, facts.resting), sides
 
 
 def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Mapping[str, str]) -> Json:
@@ -184,6 +200,8 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
     }
     if verdict.reason:
         entry["reason"] = verdict.reason[:256]
+    if verdict.risk:
+        entry["onlineRisk"] = verdict.risk[:256]
     return entry
 
 
@@ -217,6 +235,7 @@ def _lent(pod: LentFacts) -> Json:
         "podUID": pod.pod_uid,
         "namespace": pod.namespace,
         "pod": pod.pod,
+        "service": pod.service,
         "lentSeconds": round(pod.lent_s, 3),
         "delaySeconds": round(pod.delay_s, 6),
         "preemptions": pod.preemptions,

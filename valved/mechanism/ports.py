@@ -16,6 +16,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
+from uuid import UUID
 
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 
@@ -109,6 +110,11 @@ class GpuInfo:
     uuid: bytes  # 16 bytes, as UVM uses them
     name: str
     total_bytes: int
+
+    @property
+    def uuid_text(self) -> str:
+        """As the driver, device plugins and placements write it."""
+        return f"GPU-{UUID(bytes=self.uuid)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

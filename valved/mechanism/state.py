@@ -58,7 +58,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     delay_ns: int = 0
     held_ns: int = 0
     harvest_ns: int = 0
-    useful_tokens: int = 0
+    tokens: list[tuple[int, int, int]] = []  # useful ones: pid and start time of the process, how many
     requests: int = 0
     most_preempted: int = 0
     preempted: list[int] = []

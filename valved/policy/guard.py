@@ -27,6 +27,7 @@ class Holder:
     name: str  # namespace/pod/container
     gpus: frozenset[GpuIndex]
     is_heard: bool  # a process of its pod runs with the shim and is registered
+    is_injected: bool = True  # or nobody knows better: it will be heard from its first CUDA call on
     mode: str = ""  # of its pod or namespace; off and observe lend nothing
 
 
@@ -53,6 +54,7 @@ class Verdict:
     is_guarded: bool  # offline work that is there already must stop, too
     is_heard: bool  # everybody who uses it runs with the shim
     online: tuple[str, ...]  # who holds it
+    risk: str = ""  # who will never be heard: no memory can be given back to it in time
 
     @property
     def is_harvestable(self) -> bool:
@@ -76,6 +78,7 @@ def judge(
 
 def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], settings: GuardSettings) -> Verdict:
     unheard = [holder.name for holder in holders if not holder.is_heard]
+    mute = [holder.name for holder in holders if not (holder.is_heard or holder.is_injected)]
     kept = [holder for holder in holders if holder.mode in LENDS_NOTHING]
     reason = ""
     if strangers:
@@ -94,4 +97,5 @@ def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], setting
         is_guarded=bool(strangers or unheard or kept),
         is_heard=not (strangers or unheard),
         online=tuple(sorted({holder.name.rpartition("/")[0] for holder in holders})),
+        risk=f"{mute[0]} runs without the shim" if mute else "",
     )

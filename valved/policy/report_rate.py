@@ -3,7 +3,8 @@
 A thousand nodes share one API server. A report every 30 s each is 33 writes a second; writing whenever a figure moves
 by 5 % would be a write at nearly every sample of a busy node, and drive all of them to whatever cap there is. So only a
 change that decides something comes early: a GPU becomes harvestable or ceases to be, or crosses a share of idle time
-that jobs ask for.
+that jobs ask for. Only people pass the bucket: when somebody paused or resumed the node, or set its mode, they wait for
+its word.
 """
 
 from __future__ import annotations
@@ -41,9 +42,16 @@ class RateDecision:
 
 
 def decide_report(
-    state: RateState, standing: tuple[object, ...], phase: float, now_ns: int, settings: RateSettings
+    state: RateState,
+    standing: tuple[object, ...],
+    phase: float,
+    now_ns: int,
+    settings: RateSettings,
+    *,
+    asked: bool = False,
 ) -> tuple[RateState, RateDecision]:
-    """`standing` is what a decision elsewhere depends on; `phase` in [0, 1) tells this node from the others.
+    """`standing` is what a decision elsewhere depends on; `phase` in [0, 1) tells this node from the others; `asked`:
+    the change is somebody's order.
 
     The heartbeat after the first report comes after a part of the period, so that nodes started together part.
     """
@@ -55,11 +63,13 @@ def decide_report(
     if not (due or early):
         return state, RateDecision(write=False, reason="nothing new", again_ns=state.next_ns)
     spaced_ns = 0 if state.written_ns is None else state.written_ns + settings.spacing_ns
-    if tokens < 1.0 or now_ns < spaced_ns:
+    if not (early and asked) and (tokens < 1.0 or now_ns < spaced_ns):
         refilled_ns = now_ns + round(max(0.0, 1.0 - tokens) * settings.period_ns)
         return state, RateDecision(write=False, reason="bucket empty", again_ns=max(refilled_ns, spaced_ns, now_ns + 1))
     period_ns = round(settings.period_ns * (phase if first and phase > 0 else 1.0))
-    state = replace(state, tokens=tokens - 1.0, written_ns=now_ns, written=standing, next_ns=now_ns + max(period_ns, 1))
+    state = replace(
+        state, tokens=max(0.0, tokens - 1.0), written_ns=now_ns, written=standing, next_ns=now_ns + max(period_ns, 1)
+    )
     return state, RateDecision(write=True, reason="changed" if early else "heartbeat", again_ns=state.next_ns)
 
 

@@ -52,6 +52,7 @@ class GateService:
         }
         self.is_braked = False  # paused or off: nobody is woken
         self.is_observing = False  # look as if offline work were there
+        self.is_measuring = False  # likewise: somebody decides by how idle GPUs are where offline work may come
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
@@ -379,7 +380,7 @@ class GateService:
                 self._gate.hold(online.id, int(StampKind.GATE))
 
     def _has_offline(self, online: OnlineService) -> bool:
-        return self.is_observing or any(self.gpus[gpu].channels for gpu in online.gpus)
+        return self.is_observing or self.is_measuring or any(self.gpus[gpu].channels for gpu in online.gpus)
 
     def _is_resting(self, online: OnlineService, now_ns: int) -> bool:
         return now_ns < online.breaker.open_until_ns

@@ -154,7 +154,7 @@ class Handover:
             cgroup=claim.cgroup if claim is not None else "",
             gpus=sorted(entry.gpus),
             harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
-            useful_tokens=self._register.tokens(entry.id),
+            tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
         )
         online = self._keeper.online.get(entry.id)
         return saved if online is None else _with_online(saved, online)
@@ -226,16 +226,18 @@ class Handover:
     def _restore_service(self, saved: SavedService, clients: list[SavedClient]) -> None:
         """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
         role = Role(saved.role)
-        alive = {client.pid for client in clients if self._is_alive(client.pid, client.start_time)}
-        if saved.root is None or not (alive or self._is_alive(*saved.root)):
+        living = [client for client in clients if self._is_alive(client.pid, client.start_time)]
+        alive = {client.pid for client in living}
+        root = self._root(saved, living)
+        if root is None:
             return
-        root = ProcessId(pid=saved.root[0], start_time=saved.root[1])
         gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._keeper.gpus)
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
         self._books.claims[root] = Claim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
         self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
-        self._register.past_tokens[entry.id] = saved.useful_tokens
+        for pid, start_time, tokens in saved.tokens:
+            self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)
         self._register.watch_root(root)
         if role is not Role.ONLINE:
             return
@@ -246,6 +248,14 @@ class Handover:
         online.away = alive & shims
         _restore_online(online, saved, self._clock.now_ns())
         online.cooldown = read_cooldown(online.cooldown_state, self._keeper.settings.cooldown)
+
+    def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
+        """Whose end ends the service: who was claimed, or where that one is gone the first client that outlived it."""
+        if saved.root is not None and self._is_alive(*saved.root):
+            return ProcessId(pid=saved.root[0], start_time=saved.root[1])
+        if saved.root is None or not living:
+            return None
+        return ProcessId(pid=living[0].pid, start_time=living[0].start_time)
 
     def settle(self, *, patience_over: bool) -> None:
         """Enable what nobody came back for. Called again from time to time while anything is left."""

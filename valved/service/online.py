@@ -112,13 +112,11 @@ class OnlineService:
                 hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
             if client.role is Role.HOOK:
                 continue
-            launchers.append(
-                LauncherView(
-                    is_idle=view.is_idle,
-                    idle_ns=view.idle_ns,
-                    watcher_ns=max(view.watcher_ns, self.watch_since_ns),
-                )
-            )
+            # A watcher starts with its process's first context: a front end that makes none would be silent for ever.
+            # Who launched nothing has nothing to prove. (A launch meanwhile is seen by the native side.)
+            has_none = self.watching and not (view.submitted or view.watcher_ns)
+            heard_ns = now_ns if has_none else max(view.watcher_ns, self.watch_since_ns)
+            launchers.append(LauncherView(is_idle=view.is_idle, idle_ns=view.idle_ns, watcher_ns=heard_ns))
             gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
         open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)

@@ -42,6 +42,7 @@ from valved.service.identity import (
     place,
 )
 from valved.service.journal import Journal
+from valved.service.useful import UsefulTokens
 
 CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
 REGION_BYTES = 4096 + 256 * 64 + 4096  # VALVE_REGION_BYTES
@@ -129,7 +130,7 @@ class Register:
         self.mode = Mode.HARVEST
         self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
-        self.past_tokens: dict[ServiceId, int] = {}  # useful tokens of hooks that left, by service
+        self.useful = UsefulTokens()
         self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send)
         self._gate = gate
         self._books = books
@@ -311,9 +312,7 @@ class Register:
             return
         self._exits.forget(client)
         self.channels.forget(client)
-        if entry.role is Role.HOOK:
-            tokens = self._gate.view(client).useful_tokens
-            self.past_tokens[entry.service] = self.past_tokens.get(entry.service, 0) + tokens
+        self._read_tokens(entry)
         enabled = self._gate.remove_client(client)
         self._keeper.counters.channels_enabled_on_exit += len(enabled)
         changed = False
@@ -340,10 +339,18 @@ class Register:
         self.drop_if_empty(entry.service)
         self.channels.changed()
 
+    def _read_tokens(self, entry: ClientEntry) -> None:
+        if entry.role is Role.HOOK:
+            self.useful.read(entry.service, entry.process, self._gate.view(entry.id).useful_tokens)
+
     def tokens(self, service: ServiceId) -> int:
         """Useful tokens that the service's engines reported, each counted once."""
-        hooks = [entry.id for entry in self._books.clients_of(service) if entry.role is Role.HOOK]
-        return self.past_tokens.get(service, 0) + sum(self._gate.view(hook).useful_tokens for hook in hooks)
+        return sum(self.tokens_by_process(service).values())
+
+    def tokens_by_process(self, service: ServiceId) -> dict[ProcessId, int]:
+        for entry in self._books.clients_of(service):
+            self._read_tokens(entry)
+        return self.useful.by_process(service)
 
     def drop_if_empty(self, service: ServiceId) -> None:
         """A service without clients ends with its claimed process; an unclaimed one ends at once."""
@@ -361,7 +368,7 @@ class Register:
             self._keeper.remove_service(service)
         self._books.drop_service(service)
         self.channels.harvest.forget(service)
-        self.past_tokens.pop(service, None)
+        self.useful.forget(service)
         self.channels.refresh_lease_flags()
         self.channels.changed()
 

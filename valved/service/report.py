@@ -114,7 +114,7 @@ class Reporter:
         reach, reason = self._gate.reach(info.index)
         return GpuState(
             index=info.index,
-            uuid=info.uuid.hex(),
+            uuid=info.uuid_text,
             name=info.name,
             gated=self._gate.is_gated(info.index),
             channels=account.channels,
