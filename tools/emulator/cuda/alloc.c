@@ -53,7 +53,8 @@ static void release_area(struct range *area)
 
 static CUresult take_area(struct context *ctx, uint64_t bytes, struct range **out)
 {
-	struct range *area = area_take((bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE, LARGE_PAGE, 0);
+	uint64_t whole_pages = (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+	struct range *area = area_take(RANGE_DEVICE, whole_pages, LARGE_PAGE, 0);
 
 	if (!area)
 		return CUDA_ERROR_OUT_OF_MEMORY;

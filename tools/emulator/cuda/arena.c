@@ -40,7 +40,7 @@ static uint64_t search(uint64_t from, uint64_t bytes, uint64_t alignment)
 	return 0;
 }
 
-struct range *area_take(uint64_t bytes, uint64_t alignment, uint64_t wanted)
+struct range *area_take(enum range_kind kind, uint64_t bytes, uint64_t alignment, uint64_t wanted)
 {
 	struct range *area = cell_new();
 	uint64_t base = 0;
@@ -55,6 +55,7 @@ struct range *area_take(uint64_t bytes, uint64_t alignment, uint64_t wanted)
 			base = search(ARENA_BASE, bytes, alignment);
 	}
 	if (base) {
+		area->kind = kind; /* before others can find it */
 		area->base = base;
 		area->bytes = bytes;
 		area->id = ++memory.next_id;

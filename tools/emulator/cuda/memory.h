@@ -68,7 +68,8 @@ void book_add(struct book *book, struct range *range);
 void book_remove(struct book *book, struct range *range);
 
 /* arena.c */
-struct range *area_take(uint64_t bytes, uint64_t alignment, uint64_t wanted); /* NULL: no room */
+struct range *area_take(enum range_kind kind, uint64_t bytes, uint64_t alignment,
+                        uint64_t wanted); /* NULL: no room */
 void area_give(struct range *area);
 
 /* alloc.c */

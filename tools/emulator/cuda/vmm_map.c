@@ -24,10 +24,9 @@ CUAPI(cuMemAddressReserve, CUdeviceptr *out, size_t bytes, size_t alignment, CUd
 		alignment = LARGE_PAGE;
 	if (!out || flags || !bytes || bytes % LARGE_PAGE || alignment & (alignment - 1))
 		return CUDA_ERROR_INVALID_VALUE;
-	struct range *area = area_take(bytes, alignment, wanted);
+	struct range *area = area_take(RANGE_RESERVED, bytes, alignment, wanted);
 	if (!area)
 		return CUDA_ERROR_OUT_OF_MEMORY;
-	area->kind = RANGE_RESERVED;
 	sleep_model_ns(emu.board->reserve_ns);
 	if (uvm_create_range(area->base, area->bytes)) {
 		area_give(area);
