@@ -116,6 +116,7 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_ps_per_pair: int = 1_300  # and its attention to each earlier one
     order_s: float = 1.0  # a mapping order under a closed gate that takes longer has hung
     step_s: float = 30.0  # the same for one that waits for the next step of the engine
+    let_ms: float = 500.0  # for memory that a request waits for offline work runs so long beside it, to end its step
     attach_s: float = 60.0  # an elastic range whose engine has not attached by then is backed whole
     tick_ms: float = 50.0  # how often books are read when nobody rings
     ranges_per_client: int = 1024  # 128 layers, K and V apart, on 4 GPUs
@@ -248,6 +249,8 @@ def check(config: Config) -> None:
         "memory.attach_s": config.memory.attach_s,
         "memory.tick_ms": config.memory.tick_ms,
     }
+    if config.memory.let_ms < 0:
+        raise ConfigError(f"memory.let_ms = {config.memory.let_ms}: must be 0 or more", field="memory.let_ms")
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(f"{name} = {value}: must be greater than 0", field=name)

@@ -316,6 +316,23 @@ def test_observe_sees_and_stamps_rings_and_disables_nothing(rig: Rig) -> None:
     assert workload.on() == 0
 
 
+def test_a_gpu_that_is_let_runs_though_held_and_its_next_stop_is_nobodys_delay(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    word = online.control["gate_epoch"]
+
+    rig.gate.let(frozenset({0}))
+    wait_until(lambda: workload.on() == 1, "its channels are on")
+    assert online.control["gate_epoch"] == word  # closed: launches meanwhile do not ring
+    rig.gate.drain_stamps()
+    rig.gate.let(frozenset())
+    wait_until(lambda: workload.on() == 0, "they are off again")
+    stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE)
+
+    assert (stamp.client, stamp.launch_ns, stamp.channels) == (0, 0, 1)
+
+
 def test_draining_enables_everything_and_tells_every_client(rig: Rig) -> None:
     workload = rig.offline()
     workload.add(3)

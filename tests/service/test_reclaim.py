@@ -433,6 +433,98 @@ def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):
     world.check()
 
 
+def waiting_world(tmp_path, *, let_ms=500.0, step_s=30.0):
+    """An offline engine in the middle of a step, stopped by a request, and an online service whose reserve is small."""
+    memory = MemoryTable(handle_mib=2, headroom_min_mib=2, headroom_max_mib=8, let_ms=let_ms, step_s=step_s)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=20)
+    offline = world.engine("offline", columns=16)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.shim.has_stepped = offline.shim.steps = True
+    offline.book["steps"] = 7
+    online = world.engine("online", columns=16)
+    world.gate.hint(online.client, started=1, ended=0)
+    world.gate.launch(online.shim.client)
+    world.run(20)
+    assert world.gate.off
+    return world, offline, online
+
+
+def keep_asking(world, online, ms):
+    """An engine renews its hint."""
+    for _ in range(ms // 100):
+        world.gate.hint(online.client, started=1, ended=0)
+        world.gate.beat(online.shim.client)
+        world.run(100)
+
+
+def test_a_step_that_the_gate_stopped_is_let_end_for_a_request_that_waits_for_its_memory(tmp_path):
+    world, _, online = waiting_world(tmp_path)
+
+    online.want(used=4, wanted=32)
+    world.run(30)
+
+    assert len(online.backed()) >= 32
+    assert world.gate.off  # and offline work stands again
+    [*_, reclaim] = reclaims(world)
+    assert 0 < reclaim.detail["let_ns"] < 30e6
+    assert max(world.keeper.online[online.shim.entry.service].request_figures()[1:2]) >= 1  # the request was hit by it
+    world.check()
+
+
+def test_without_being_let_it_would_wait_for_ever(tmp_path):
+    world, _, online = waiting_world(tmp_path, let_ms=0.0)
+
+    online.want(used=4, wanted=32)
+    keep_asking(world, online, 5000)
+
+    assert len(online.backed()) < 32
+    world.check()
+
+
+def test_a_reserve_that_nobody_waits_for_is_not_worth_running_beside_online(tmp_path):
+    world, offline, online = waiting_world(tmp_path)
+
+    online.want(used=4, wanted=16)
+    world.run(100)
+    lets = sum("let_ns" in reclaim.detail for reclaim in reclaims(world))
+    online.want(used=len(online.backed()))
+    keep_asking(world, online, 1000)
+
+    assert offline.shim.at_step
+    assert world.gate.off
+    assert sum("let_ns" in reclaim.detail for reclaim in reclaims(world)) == lets
+    world.check()
+
+
+def test_offline_work_is_let_run_for_a_bounded_time_and_rests_as_long(tmp_path):
+    world, offline, online = waiting_world(tmp_path, let_ms=100.0, step_s=2.0)
+    offline.shim.steps = False  # it never comes to the end of its step
+    on = 0
+
+    online.want(used=4, wanted=32)
+    for _ in range(200):
+        world.run(10)
+        world.gate.hint(online.client, started=1, ended=0)
+        on += not world.gate.off
+
+    assert 90 <= on <= 110
+    world.check()
+
+
+def test_a_pause_ends_it_at_once(tmp_path):
+    world, offline, online = waiting_world(tmp_path)
+    offline.shim.steps = False
+    online.want(used=4, wanted=32)
+    world.run(20)
+    assert not world.gate.off
+
+    world.brake.pause("somebody")
+    world.run(5)
+
+    assert world.gate.off
+
+
 def test_status_and_explain_tell_the_story_of_a_reclaim(world):
     world.engine("offline", columns=16)
     world.run(500)

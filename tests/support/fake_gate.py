@@ -60,6 +60,7 @@ class FakeGate:
         self.stops = {}  # GPU -> when its channels are off after a hold
         self.deaf = set()  # GPUs that never stop
         self.launches_held = set()
+        self.let_gpus = frozenset()  # held, and on all the same
         self.memory = {}  # client -> what set_memory was last told
         self.opening = {}  # GPU -> until when its channels are still off after a wake
         self.foreign_enabled = []
@@ -247,7 +248,9 @@ class FakeGate:
         (self.launches_held.add if on else self.launches_held.discard)(client)
 
     def _is_held(self, gpu):
-        return not (self.observe or self.draining) and any(s.holds and gpu in s.gpus for s in self.services.values())
+        if self.observe or self.draining or gpu in self.let_gpus:
+            return False
+        return any(s.holds and gpu in s.gpus for s in self.services.values())
 
     def reach(self, gpu):
         return Reach.CHANNEL_OWN, ""
@@ -265,6 +268,11 @@ class FakeGate:
     def set_observe(self, on):
         self.observe = on
         self._apply()
+
+    def let(self, gpus):
+        ended, self.let_gpus = self.let_gpus - gpus, gpus
+        self._apply()
+        self._stopping({gpu for gpu in ended if self._is_held(gpu)})
 
     def set_draining(self, on):
         self.draining = on

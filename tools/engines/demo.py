@@ -28,6 +28,8 @@ from valve_tools.engines.benchmark import Client
 from valve_tools.engines.figures import METRICS, Bench, Look, Outcome, report, share, show
 from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides
 
+from valved.model.ids import Remap
+
 LOOK_S = 0.1
 RATE_S = 5.0
 ONLINE = ["--dataset-name", "random", "--random-input-len", "384", "--random-output-len", "24"]
@@ -57,7 +59,7 @@ class Demo:
         server = self.warm_up()
         try:
             self.rounds_of(whole, parts)
-        finally:  # its engine is a process of its own, and would outlive it
+        finally:
             end(server)
 
     def rounds_of(self, whole: Path, parts: list[Path]) -> None:
@@ -166,6 +168,7 @@ def options() -> Any:
     parser.add_argument("--prompts", type=int, default=30, help="of each benchmark")
     parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
     parser.add_argument("--step-us", default=STEP_US, help="what a model step takes, and each token in it")
+    parser.add_argument("--remap", default="helper", choices=[way.value for way in Remap], help="how memory is taken")
     parser.add_argument("--port", type=int, default=18231)
     parser.add_argument("--report", type=Path, help="write what was measured to this file, as Markdown")
     parser.add_argument("--keep", type=Path, help="leave logs and outputs in this folder")
@@ -182,7 +185,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="valve-vllm-") as scratch:
         folder = chosen.keep.resolve() if chosen.keep else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        with EmulatedNode(folder, config=CONFIG.format(pool_mib=POOL_MIB)) as node:
+        with EmulatedNode(folder, config=CONFIG.format(pool_mib=POOL_MIB, remap=chosen.remap)) as node:
             favour(node.start_valved())
             sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=chosen.step_us)
             counts = {"rounds": chosen.rounds, "requests": chosen.requests, "prompts": chosen.prompts}
@@ -191,7 +194,7 @@ def main() -> int:
     console.export_text()  # the story so far stays out of the report
     is_right = show(console, demo.outcome)
     if chosen.report:
-        arguments = " ".join(f"--{name} {count}" for name, count in counts.items())
+        arguments = " ".join(f"--{name} {value}" for name, value in {**counts, "remap": chosen.remap}.items())
         chosen.report.write_text(report(f"{arguments} --rate {chosen.rate} --report FILE", console.export_text()))
     return 0 if is_right else 1
 

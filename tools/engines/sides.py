@@ -19,7 +19,7 @@ from valve_tools.engines.mount import mount
 CONFIG = """
 [memory]
 handle_mib = 2
-remap = "helper"
+remap = "{remap}"
 order_s = 10.0
 pool_mib = {pool_mib}
 spare_mib = 0

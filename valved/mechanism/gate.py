@@ -328,6 +328,9 @@ class NativeGate:
     def set_observe(self, on: bool) -> None:
         self._brake(lib.VALVE_BRAKE_OBSERVE, on)
 
+    def let(self, gpus: frozenset[GpuIndex]) -> None:
+        lib.valve_gate_let(self._gate, sum(1 << gpu for gpu in gpus))
+
     def set_draining(self, on: bool) -> None:
         for holder in self._clients.values():
             lib.valve_client_draining(holder.native, on)

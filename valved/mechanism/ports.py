@@ -212,6 +212,9 @@ class GatePort(Protocol):
         """Observe: rings are seen and stamped, holds are kept, and nothing is ever disabled."""
         ...
 
+    def let(self, gpus: frozenset[GpuIndex]) -> None:
+        """Channels of these GPUs, and of no others, stay on though they are held. Gate words stay as they are."""
+
     def set_draining(self, on: bool) -> None: ...
 
     def enable_all(self) -> tuple[ChannelRef, ...]:

@@ -26,9 +26,12 @@ static int real_ioctl(int fd, unsigned long request, void *argument)
 
 enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 {
+	const struct valve_gate *gate = gpu->gate;
+
 	if (holders_count(holders) == 0)
 		return VALVE_GPU_RUNNING;
-	return load_acquire(&gpu->gate->brakes) ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
+	return load_acquire(&gate->brakes) || load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED
+	                                                                                  : VALVE_GPU_STOPPED;
 }
 
 static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve_gpu_info *info)
@@ -126,6 +129,17 @@ void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear)
 	store_full(&gate->brakes, (gate->brakes & ~clear) | set);
 	for (uint32_t i = 0; i < gate->gpu_count; i++)
 		issuer_kick(&gate->gpu[i]);
+}
+
+/* The gate words stay closed: online launches meanwhile do not ring, and nothing is stopped for them. */
+void valve_gate_let(struct valve_gate *gate, uint32_t mask)
+{
+	uint32_t changed = gate->let ^ mask;
+
+	store_full(&gate->let, mask);
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		if (changed & 1u << i)
+			issuer_kick(&gate->gpu[i]);
 }
 
 /* The issuer has seen everything up to now (it may be half way through an edge that is over already) and is where it

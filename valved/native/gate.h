@@ -85,7 +85,8 @@ struct valve_entry {
 
 enum valve_gpu_state {
 	VALVE_GPU_RUNNING = 0,
-	VALVE_GPU_WATCHED = 1, /* held, but a brake (observe, drain) keeps the channels on */
+	VALVE_GPU_WATCHED =
+	        1, /* held, but a brake (observe, drain) or valve_gate_let keeps the channels on */
 	VALVE_GPU_STOPPED = 2,
 	VALVE_GPU_STOPPING = 3, /* the issuer is walking */
 	VALVE_GPU_ENABLING = 4, /* the issuer walks back, or could not and will again: anything may run */
@@ -105,6 +106,8 @@ const char *valve_gate_version(struct valve_gate *gate);
 const char *valve_gate_refusal(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
 void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear);
+void valve_gate_let(struct valve_gate *gate,
+                    uint32_t mask); /* GPUs whose channels are on though they are held */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
 int valve_stamps_fd(struct valve_gate *gate);
 uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uint32_t max);

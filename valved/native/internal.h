@@ -191,6 +191,7 @@ struct valve_gate {
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
 	uint32_t brakes; /* valve_brake bits */
+	uint32_t let;    /* GPUs: the caller writes, issuers read */
 	uint32_t quit;   /* futex */
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];

@@ -66,6 +66,8 @@ static void stop(struct gpu *gpu, uint64_t holders)
 {
 	struct valve_stamp stamp = service_stamp(gpu, holders);
 
+	if (gpu->state == VALVE_GPU_WATCHED) /* held for a while already: no launch has waited for this */
+		stamp.client = stamp.launch_ns = stamp.seen_ns = 0;
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
 	if (stamp.channels) {

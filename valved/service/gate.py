@@ -57,6 +57,7 @@ class GateService:
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
         self._unstopped: set[GpuIndex] = set()  # whose last disable failed
+        self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
         self._journal = journal
@@ -146,6 +147,23 @@ class GateService:
         """GPUs on which memory moves right now."""
         self._set_standing_hold(MEMORY_SERVICE, gpus)
 
+    def is_held(self, gpus: Iterable[GpuIndex]) -> bool:
+        return any(self.gpus[gpu].holders for gpu in gpus)
+
+    def may_let(self, gpus: Iterable[GpuIndex]) -> bool:
+        """Something is stopped here, and by online services alone: no brake, no guard, no mapping under the gate."""
+        return any(map(self.is_stopped, gpus)) and all(self.gpus[gpu].holders <= self.online.keys() for gpu in gpus)
+
+    def let(self, gpus: frozenset[GpuIndex]) -> None:
+        """Offline work runs on these GPUs, and on no others, although online services hold them. The requests that
+        are open when it is stopped again were hit by it.
+        """
+        ended, self._let = self._let - gpus, gpus
+        self._gate.let(gpus)
+        for online in self.online.values():
+            if online.holding and online.gpus & ended:
+                self._count_on_requests(online)
+
     def is_proven_stopped(self, gpu: GpuIndex) -> bool:
         """Nothing of offline runs here: the disable came back, and came back well."""
         if not self._gate.is_stopped(gpu):
@@ -164,6 +182,7 @@ class GateService:
         if gpus == held:
             return
         if gpus:
+            self.let(self._let - gpus)
             self._gate.put_service(service, gpus)
         else:
             self._gate.remove_service(service)

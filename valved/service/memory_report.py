@@ -11,13 +11,14 @@ from valved.mechanism.stats import Histogram, MemoryCounters
 from valved.model.events import Event
 from valved.model.ids import GpuIndex, Remap, Role
 from valved.model.states import EngineState, Explanation, GpuMemoryState, MemoryState, PhaseState
+from valved.service.account import Reclaim
 from valved.service.engines import Engine
 from valved.service.journal import Journal
 from valved.service.memory import Memory
-from valved.service.reclaim import Mover, Reclaim
+from valved.service.reclaim import Mover
 from valved.service.reserve import Reserve
 
-PHASES = ("gate", "select", "tell", "take", "give", "total")
+PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
 KEPT = 256  # reclaims that can be explained
 PICKS = 8  # columns named in an explanation
 
@@ -45,6 +46,8 @@ class MemoryReport:
                 "give": (reclaim.taken_ns, reclaim.given_ns),
                 "total": (reclaim.began_ns, reclaim.given_ns),
             }
+            if reclaim.let_ns:
+                spans["let"] = (0, reclaim.let_ns)
             for name, (first_ns, last_ns) in spans.items():
                 self.phases[name].add(max(0, last_ns - first_ns))
 

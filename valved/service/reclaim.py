@@ -8,8 +8,9 @@
     give      who asked maps the handles, zeroes them, and reads in its own table that they are there
     open      the hold is dropped
 
-A cooperative reclaim has no gate: the same orders wait for the next step of the engine, channels on. Where it was tried
-(service/outside.py) valved makes the memory sparse itself instead of asking for it.
+A cooperative reclaim has no gate: the same orders wait for the next step of the engine, channels on; if a service
+waits, they are on although it holds the GPU (service/beside.py). Where it was tried (service/outside.py) valved makes
+the memory sparse itself instead of asking for it.
 
 An order that does not come back in time: its columns stay lost, its process launches nothing more until the order has
 come back after all (a half-done mapping must meet no kernel), the GPUs open so that it can, and that client is asked
@@ -19,8 +20,6 @@ cooperatively from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,8 @@ from valved.mechanism.stats import MemoryCounters
 from valved.model.events import Event, EventKind
 from valved.model.ids import ClientId, GpuIndex, Reach, Remap, Role, ServiceId
 from valved.policy.eviction import EvictionSettings
+from valved.service.account import Need, Reclaim
+from valved.service.beside import Beside
 from valved.service.engines import Cells, Engine
 from valved.service.gate import GateService
 from valved.service.journal import Journal
@@ -39,7 +40,7 @@ from valved.service.memory import Memory
 from valved.service.orders import Order
 from valved.service.outside import Outside
 from valved.service.pool import Ints, KvRangeBook
-from valved.service.victims import Victims, choose
+from valved.service.victims import choose
 
 SECOND_NS = 1_000_000_000
 GATE_NS = SECOND_NS  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
@@ -47,37 +48,6 @@ TRIES = 3  # of one growth: memory that the driver did not have after all is ask
 TURNING_NS = 1_000_000  # look again whether a gate is through
 RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
 STOPS = frozenset({Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF})  # ways that really stop a kernel
-
-
-@dataclass(slots=True, kw_only=True)
-class Need:
-    """Handles that somebody waits for."""
-
-    service: ServiceId
-    handles: dict[GpuIndex, int]
-    asked_ns: int
-    ready: Pause = field(default_factory=Pause)  # all that could be taken is free
-    given: Pause = field(default_factory=Pause)  # and has arrived, or will not
-
-
-@dataclass(slots=True, kw_only=True)
-class Reclaim:
-    """The account of one: what `valve explain reclaim` and the histograms are made of. Times are CLOCK_MONOTONIC."""
-
-    needs: list[Need]
-    missing: dict[GpuIndex, int]
-    how: Remap
-    began_ns: int
-    chose_ns: int = 0
-    stopped_ns: int = 0
-    selected_ns: int = 0
-    told_ns: int = 0
-    taken_ns: int = 0
-    given_ns: int = 0
-    victims: list[Victims] = field(default_factory=list)
-    freed: int = 0
-    late: int = 0
-    reason: str = ""
 
 
 class Mover:
@@ -108,6 +78,7 @@ class Mover:
         self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
         self._is_running = False
+        self._beside = Beside(keeper, clock, round(memory.settings.let_ms * 1e6))
         keeper.after_drain.append(self._may_have_stopped)
         outside.stopper = self
 
@@ -139,7 +110,7 @@ class Mover:
         need = None
         if self.fitting(engine, columns) < len(columns):
             handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
-            need = self._ask(engine.service, handles)
+            need = self._ask(engine.service, handles, lambda: self._is_short(engine))
             await need.ready
         else:
             await self._while_turning()
@@ -173,7 +144,7 @@ class Mover:
         empty = book.empty_slots()
         need = None
         if may_take and len(empty) > self.affordable(book.gpu):
-            need = self._ask(self._memory.service_of(book.key.client), {book.gpu: len(empty)})
+            need = self._ask(self._memory.service_of(book.key.client), {book.gpu: len(empty)}, lambda: True)
             await need.ready
         orders: list[Order] = []
         if self._memory.pool.ranges.get(book.key) is book and (book.is_elastic or self._fits(book)):
@@ -233,7 +204,8 @@ class Mover:
 
     def can_lend(self, engine: Engine) -> bool:
         """Zeroing needs the channels of who gets the memory: not while they are off."""
-        return engine.can_lose and not any(self._keeper.is_stopped(gpu) for gpu in engine.gpus)
+        is_open = not self._beside.is_on and not any(self._keeper.is_stopped(gpu) for gpu in engine.gpus)
+        return engine.can_lose and is_open
 
     # Back again
 
@@ -318,8 +290,8 @@ class Mover:
 
     # Taking from offline work
 
-    def _ask(self, service: ServiceId, handles: dict[GpuIndex, int]) -> Need:
-        need = Need(service=service, handles=handles, asked_ns=self._clock.now_ns())
+    def _ask(self, service: ServiceId, handles: dict[GpuIndex, int], is_waited_for: Callable[[], bool]) -> Need:
+        need = Need(service=service, handles=handles, asked_ns=self._clock.now_ns(), is_waited_for=is_waited_for)
         self._needs.append(need)
         if not self._is_running:
             start(self._serve())
@@ -404,7 +376,12 @@ class Mover:
         reclaim.stopped_ns = reclaim.selected_ns
         orders = self._tell_and_take(reclaim, KvHow.AT_STEP)
         deadline_ns = self._clock.now_ns() + self._order_ns(reclaim.how)
-        await until(all_of([order.settled for order in orders]), self._clock, deadline_ns)
+        gpus = frozenset().union(*(victims.engine.gpus for victims in reclaim.victims))
+        settled = all_of([order.settled for order in orders])
+        reclaim.let_ns = await self._beside.until_settled(
+            settled, gpus, lambda: any(need.is_waited_for() for need in reclaim.needs), deadline_ns
+        )
+        await self._while_turning()  # offline work stands again before anybody maps
         reclaim.late = sum(not order.settled.is_set for order in orders)
         self._taken(reclaim, orders)
         await self._wait_given(reclaim)
@@ -449,37 +426,13 @@ class Mover:
                 service=reclaim.needs[0].service,
                 gpus=tuple(sorted(reclaim.missing)),
                 reason=reclaim.reason or "; ".join(v.decision.reason for v in reclaim.victims) or "nothing to take",
-                **self._account(reclaim),
+                **reclaim.account(self._memory.pool.handle_bytes),
             )
             self.counters.reclaims += 1
             self.counters.reclaims_short += reclaim.freed < sum(reclaim.missing.values())
             self.counters.reclaimed_handles += reclaim.freed
             self.counters.late_orders += reclaim.late
             self.finished(reclaim, event)
-
-    def _account(self, reclaim: Reclaim) -> dict[str, Any]:
-        stopped_ns = max(reclaim.stopped_ns, reclaim.began_ns)
-        phases = {}
-        if reclaim.taken_ns:
-            phases = {
-                "gate_ns": stopped_ns - reclaim.began_ns,
-                "select_ns": reclaim.selected_ns - reclaim.chose_ns,
-                "tell_ns": reclaim.told_ns - stopped_ns,
-                "take_ns": reclaim.taken_ns - reclaim.told_ns,
-                "give_ns": reclaim.given_ns - reclaim.taken_ns,
-            }
-        return {
-            "how": reclaim.how.value,
-            "missing": sum(reclaim.missing.values()),
-            "freed": reclaim.freed,
-            "bytes": reclaim.freed * self._memory.pool.handle_bytes,
-            "columns": sum(len(victims.columns) for victims in reclaim.victims),
-            "cost": sum(victims.decision.total_cost for victims in reclaim.victims),
-            "from": ",".join(str(victims.engine.service) for victims in reclaim.victims),
-            "late": reclaim.late,
-            "total_ns": reclaim.given_ns - reclaim.began_ns,
-            **phases,
-        }
 
     # The gate, one at a time
 
@@ -574,6 +527,11 @@ class Mover:
         if self._is_here(engine):
             engine.going[columns] = engine.lost[columns] = False
             self._memory.tell(engine)
+
+    def _is_short(self, engine: Engine) -> bool:
+        """It would use more than it has."""
+        here = engine.backed_columns() & ~engine.lost
+        return self._is_here(engine) and engine.view().wanted_blocks > int(here.sum()) * engine.blocks_per_column
 
     def _is_here(self, engine: Engine) -> bool:
         return self._memory.engines.get(engine.service) is engine and engine.is_complete

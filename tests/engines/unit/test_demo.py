@@ -29,7 +29,7 @@ def looks(*states):
 
 def test_valved_takes_the_demos_settings(tmp_path):
     path = tmp_path / "valve.toml"
-    path.write_text(CONFIG.format(pool_mib=POOL_MIB))
+    path.write_text(CONFIG.format(pool_mib=POOL_MIB, remap="helper"))
 
     assert load_config(path, {}).memory.pool_mib == POOL_MIB
 
