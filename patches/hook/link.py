@@ -22,16 +22,17 @@ from pathlib import Path
 
 from valve_hook import VERSION, wire
 from valve_hook.shared import Book, Foreign, Region, Table
-from valve_hook.shim import shim_call
+from valve_hook.shim import kv_ranges, shim_call
 
 log = logging.getLogger("valve")
 ENV_RUN_DIR = "VALVE_RUN_DIR"
 ENV_ROLE = "VALVE_ROLE"  # what `valve run` was asked for: a hint how long to wait, nothing else
 RETRY_S = 2.0
-REFUSED_S = 60.0  # until a layout that was refused is told again
+AGAIN_S = 60.0  # until a layout that was refused is told again
 ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
 LOOK_S = 0.1
 GONE_S = 30.0  # so long a first step waits for a valved that is being started again, or for its ranks
+UNMET_S = 5.0  # and for one that this process never met, where its ranks might have: a restart takes two seconds
 OFFLINE_GONE_S = 90.0  # nobody waits for an answer; and after memory.attach_s (60 s) its cache is backed, hook or not
 RENEW_S = 0.2  # a fifth of the default lease; the control page says what holds here
 
@@ -128,7 +129,9 @@ class Link:
     path: Path
     retry_s: float = RETRY_S
     gone_s: float = GONE_S
+    unmet_s: float = UNMET_S
     is_preloaded: bool = True  # the shim is here: the engine's cache may have no memory yet
+    ranges: Callable[[], int | None] = kv_ranges
     region: Region | None = None
     session: Session | None = None
     role: int = 0
@@ -159,16 +162,26 @@ class Link:
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
         """Ask for the table and wait for valved's answer, once: a cache whose memory is valved's may have none until
         then, and what a step computes from it would be believed. A valved that died comes back; one that waits for
-        the engine's ranks will have heard of them. Not so long for a valved that was never there.
+        the engine's ranks will have heard of them. One that left nothing here but its socket is not waited for.
         """
         self.wanted = wanted
         self._answered.clear()
         self._is_waiting = True
         self._poke.set()
-        if not self._answered.wait(wait_s) and (self.is_preloaded or self.connections):
-            self._answered.wait(self.gone_s)
+        if not self._answered.wait(wait_s):
+            self._answered.wait(self._patience_s())
         self._is_waiting = False
         return self.session
+
+    def _patience_s(self) -> float:
+        """How much longer a first step may wait: by what of this engine may be valved's memory."""
+        if self.connections:
+            return self.gone_s
+        if not self.is_preloaded:
+            return 0.0
+        if self.ranges() != 0:
+            return self.gone_s
+        return self.unmet_s if self.wanted is not None and self.wanted.ranks > 1 else 0.0
 
     def register_layout(self, layout: Layout) -> None:
         self.layout = layout
@@ -195,7 +208,8 @@ class Link:
                     self._serve(self._socket)
             except (OSError, NoDaemon, Foreign, ValueError, struct.error) as error:
                 self.said = f"{type(error).__name__}: {error}"
-                if not isinstance(error, OSError | NotYet):
+                is_nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError) and not self._patience_s()
+                if is_nobody or not isinstance(error, OSError | NotYet):
                     self._answered.set()
             self._socket, self._told = None, ()
             self._poke.wait(min(self.retry_s, LOOK_S) if self._is_waiting else self.retry_s)
@@ -289,7 +303,7 @@ class Link:
 
     def _stay_out(self, layout: Layout | None, why: str) -> None:
         """valved would say the same in two seconds. Requests are counted on; and it is asked again in a while."""
-        self.said, self._again_at = why, time.monotonic() + REFUSED_S
+        self.said, self._again_at = why, time.monotonic() + AGAIN_S
         if layout is not self._refused:
             log.warning("valve: %s; nothing is reclaimed from this process", why)
         self._refused = layout
@@ -372,8 +386,13 @@ def process_link() -> Link | None:
         return None
     pid = os.getpid()
     if pid not in _links:
-        patience_s = OFFLINE_GONE_S if os.environ.get(ENV_ROLE) == "offline" else GONE_S
-        is_preloaded = shim_call("valve_kv_begin") is not None
-        _links[pid] = Link(build=f"valve_hook {VERSION}", path=path, gone_s=patience_s, is_preloaded=is_preloaded)
+        is_offline = os.environ.get(ENV_ROLE) == "offline"  # its launcher has met a valved
+        _links[pid] = Link(
+            build=f"valve_hook {VERSION}",
+            path=path,
+            gone_s=OFFLINE_GONE_S if is_offline else GONE_S,
+            unmet_s=OFFLINE_GONE_S if is_offline else UNMET_S,
+            is_preloaded=shim_call("valve_kv_begin") is not None,
+        )
         _links[pid].start()
     return _links[pid]

@@ -127,6 +127,7 @@ struct valve_kv_row {
  *   void valve_kv_begin(uint32_t flags);  from here to valve_kv_end(), cuMemAlloc of this thread makes ranges with these
  *   void valve_kv_end(void);              flags; what is smaller than one handle stays ordinary memory
  *   void valve_kv_step(void);             between two engine steps: carries out orders that wait for one
+ *   uint32_t valve_kv_ranges(void);       how many ranges there are: 0, and nothing of this process is valved's memory
  */
 
 /* Flags of a range. */

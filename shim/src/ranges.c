@@ -247,6 +247,19 @@ uint64_t valve_ranges_bytes(int device)
 	return bytes;
 }
 
+VALVE_EXPORT uint32_t valve_kv_ranges(void);
+
+uint32_t valve_kv_ranges(void)
+{
+	uint32_t count = 0;
+
+	valve_lock(&book.lock);
+	for (uint32_t i = 0; i < book.used; i++)
+		count += is_there(&book.range[i]);
+	valve_unlock(&book.lock);
+	return count;
+}
+
 /* A forked child: the slots' pages stay, a copy nobody looks at; the mappings were the parent's. */
 void valve_ranges_reset(void)
 {

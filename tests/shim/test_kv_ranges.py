@@ -53,6 +53,20 @@ def test_without_a_daemon_a_bracket_is_nothing(kv_world):
     until(client.gone.is_set, "the link broke")
 
     assert engine.touch(engine.alloc(4 * H, ELASTIC), 4 * H) == 0
+    assert engine.ranges() == 0  # so its hook need not wait for a valved
+
+
+def test_an_engine_learns_whether_it_holds_memory_of_valveds(kv_world):
+    world = kv_world(OFFLINE)
+    world.begin()
+    engine, _ = world.engine()
+    assert engine.ranges() == 0
+
+    address = engine.alloc(4 * H, ELASTIC)
+    assert engine.ranges() == 1
+    engine.free(address)
+
+    assert engine.ranges() == 0
 
 
 def test_the_size_rule_takes_large_allocations_without_a_bracket(kv_world):

@@ -64,6 +64,9 @@ class Commands:
     def clear(self, address, size):
         return self.cuda.call("cuMemsetD8_v2", address, 0, size)
 
+    def ranges(self):
+        return self.own.valve_kv_ranges()
+
     def step(self):
         self.own.valve_kv_step()
 

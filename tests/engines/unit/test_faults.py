@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import socket
 import struct
@@ -133,21 +134,51 @@ def test_a_daemon_that_never_comes_back_does_not_hold_an_engine_for_ever(tmp_pat
     alone.close()
 
 
-def test_a_socket_that_a_dead_daemon_left_is_not_waited_for_without_the_preload(tmp_path, monkeypatch):
-    """Nothing of this engine can be valved's memory: the first request of an online service need not wait."""
+FOR_EVER_S = 1e6  # whoever waits for this never comes back
+LEFT = {  # of a link whose socket was left by a dead daemon
+    "no preload": {"is_preloaded": False, "ranges": lambda: None},
+    "a preload without memory of Valve's": {"is_preloaded": True, "ranges": lambda: 0},
+}
+
+
+@pytest.fixture
+def stale(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(tmp_path / "link.sock"))
     monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(link_module, "_links", {})
-    waits = []
-    ours = link_module.process_link()
-    ours._answered = SimpleNamespace(wait=waits.append, clear=lambda: None, set=lambda: None)
+    return tmp_path / "link.sock"
 
-    assert ours.attach(WANTED, 1.0) is None
-    ours.is_preloaded = True
-    assert ours.attach(WANTED, 1.0) is None
-    assert waits == [1.0, 1.0, link_module.GONE_S]
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_socket_that_a_dead_daemon_left_is_not_waited_for(stale, left):
+    """Nothing of this engine can be valved's memory: its first request need not wait, not even for a second."""
+    ours = Link(build="test", path=stale, gone_s=FOR_EVER_S, **LEFT[left])
+    ours.start()
+
+    assert ours.attach(WANTED, FOR_EVER_S) is None
+    assert "refused" in ours.said
     ours.close()
+
+
+def test_where_the_dead_daemon_may_have_backed_the_cache_its_successor_is_waited_for(stale):
+    """Each for as long as the doubt is worth: memory of Valve's here, a shim that cannot say, ranks elsewhere."""
+    waits = []
+    for ranges, ranks in ((1, 1), (None, 1), (0, 2)):
+        ours = Link(build="test", path=stale, ranges=lambda ranges=ranges: ranges)
+        ours._answered = SimpleNamespace(wait=waits.append, clear=lambda: None)
+
+        assert ours.attach(dataclasses.replace(WANTED, ranks=ranks), 1.0) is None
+
+    assert waits == [1.0, link_module.GONE_S, 1.0, link_module.GONE_S, 1.0, link_module.UNMET_S]
+
+
+def test_the_batch_of_valve_run_waits_for_the_daemon_that_its_launcher_met(stale, monkeypatch):
+    monkeypatch.setattr(link_module, "_links", {})
+    monkeypatch.setenv("VALVE_ROLE", "offline")
+    ours = link_module.process_link()
+    ours.close()
+
+    assert (ours.gone_s, ours.unmet_s) == (link_module.OFFLINE_GONE_S, link_module.OFFLINE_GONE_S)
 
 
 def test_a_daemon_that_manages_no_memory_still_hears_of_requests(tmp_path):
