@@ -6,6 +6,7 @@ node benchmarks and tests/node share this one way of bringing it up and taking i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,10 +62,32 @@ class EmulatedNode:
                 child.send_signal(signal.SIGCONT)
                 child.kill()
             child.wait()
+        self._end_descendants()
         if self._emulator:
             self._emulator.close()
         if self._server:
             emulated.stop(self._server)
+
+    def inhabitants(self) -> list[int]:
+        """Processes that live on this node's card, whoever started them: its folder stands in their environment."""
+        mine = f"VALVE_EMU_DIR={self.folder / 'emu'}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mine in entry.read_bytes().split(b"\0"):
+                    found.append(int(entry.parent.name))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def _end_descendants(self) -> None:
+        """An engine runs in processes of its own, in sessions of their own; those that are stopped stay killed."""
+        deadline = time.monotonic() + PATIENCE_S
+        while left := self.inhabitants():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise NodeError(f"processes that do not end: {left}")
+            time.sleep(0.005)
 
     @property
     def emulator(self) -> Emulator:
