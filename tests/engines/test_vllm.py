@@ -113,6 +113,19 @@ def test_without_this_protection_tokens_change(engines, handling, is_async):
     assert total(results, "wrong") > 0 or any(trial["crash"] for trial in results)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("hole", [{"zeroes": False}, {"lost": "nan"}], ids=["not zeroed", "quarantine not finite"])
+def test_memory_that_is_not_finite_spoils_requests_that_lost_nothing(engines, hole):
+    """Hazard 8: attention multiplies unused slots by zero, and zero times NaN is NaN. In every other campaign, too, the
+    memory that comes back is NaN before it is zeroed.
+    """
+    trial = {"seed": 0, "requests": 24, "every": 4, "held": 5, **hole}
+    results = engines.campaign({"trials": [trial] * 3})
+    print(f"\n{hole}: {total(results, 'wrong')} of {total(results, 'requests')} wrong")
+
+    assert total(results, "wrong") > 0
+
+
 def test_a_request_that_stays_in_the_list_of_the_last_step_breaks_the_engine(engines):
     """Async scheduling: the runner keeps its old row, and vLLM ends with a KeyError or with wrong tokens."""
     plan = {"async": True, "handling": "no_prev_step_fix", "trials": trials(1, events=8)}

@@ -8,6 +8,7 @@ output. Runs inside the engines' environment, with the exported hook on PYTHONPA
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -150,10 +151,14 @@ class Injector:
 
     def reset(self) -> None:
         self.events, self.calls, self.taken = 0, 0, []  # taken: (blocks, given back at this step)
+        self.zeroes, self.lost = True, "garbage"
         self.step, self.layers = 0, len(self.runner.model.model.layers)
 
-    def start(self, seed: int, *, every: int, held: int, most: int, columns: bool, limit: int) -> None:
+    def start(
+        self, seed: int, *, every: int, held: int, most: int, columns: bool, limit: int, zeroes: bool, lost: str
+    ) -> None:
         self.reset()
+        self.zeroes, self.lost = zeroes, lost
         self.chance = random.Random(seed)
         self.every, self.held, self.most, self.columns, self.limit = every, held, most, columns, limit
         self.armed = True
@@ -177,7 +182,7 @@ class Injector:
         if layer == self.at_layer and self.events < self.limit:
             self._take()
         for blocks, _ in self.taken:
-            self._fill(blocks, garbage=True)
+            self._spoil(blocks)
 
     def _take(self) -> None:
         out = {block for blocks, _ in self.taken for block in blocks}
@@ -191,22 +196,24 @@ class Injector:
         if blocks:
             self.events += 1
             self.node.take(blocks)
-            self._fill(blocks, garbage=True)
+            self._spoil(blocks)
             self.taken.append((blocks, self.step + self.held))
             if not self.held:
                 self._give([self.taken.pop()[0]])
 
     def _give(self, groups: list[list[int]]) -> None:
+        """The memory that comes was another tenant's: NaN. Who gets it zeroes it before its engine is told."""
         for blocks in groups:
-            self._fill(blocks, garbage=False)
+            for cache in self.runner.kv_caches:
+                cache[blocks] = math.nan
+                if self.zeroes:
+                    cache[blocks] = 0.0
             self.node.give(blocks)
 
-    def _fill(self, blocks: list[int], *, garbage: bool) -> None:
+    def _spoil(self, blocks: list[int]) -> None:
         for cache in self.runner.kv_caches:
-            cache[blocks] = 0.0
-            if garbage:
-                cache[blocks] += self.chance.uniform(-3, 3)
-                cache[blocks, ..., ::2] *= -1.7
+            cache[blocks] = math.nan if self.lost == "nan" else self.chance.uniform(-3, 3)
+            cache[blocks, ..., ::2] *= -1.7
 
 
 def cheapest_column(node: Any, out: set[int]) -> int:
@@ -319,6 +326,8 @@ class Campaign:
             most=options.get("most", 12),
             columns=options.get("take") == "columns",
             limit=options.get("events", 1_000_000),
+            zeroes=options.get("zeroes", True),
+            lost=options.get("lost", "garbage"),
         )
         began = time.monotonic()
         try:

@@ -60,6 +60,26 @@ def test_a_handle_that_comes_back_without_zeroing_has_its_bytes(four):
     assert tagged(engine, address, range(4)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("fills", "byte"), [("works", "00"), ("silent", "ff")])
+def test_what_new_memory_held_is_seen_by_nobody(kv_world, fills, byte):
+    """The card hands out NaN, which would spoil every request that shares a block with it. A card that fills nothing
+    shows that it is our zeroing, of handles and of the page behind lost slots, that keeps it away.
+    """
+    made = kv_world(OFFLINE)
+    pool = made.begin()
+    made.emulator.set(poison="255", fills=fills)
+    try:
+        engine, client = made.engine()
+        address = engine.alloc(4 * H, ELASTIC)
+        number = made.range_of(pool).range
+        pool.order(client, QUARANTINE, number, [Entry(0), Entry(1), Entry(3)])
+        pool.create(client, number, [0, 3], zero=True)
+    finally:
+        made.emulator.set(poison="0", fills="works")
+
+    assert {engine.read(address + slot * H + at, 64) for slot in (0, 1, 3) for at in (0, H - 64)} == {byte * 64}
+
+
 def test_a_handle_is_zeroed_before_its_new_owner_is_told(four):
     pool, engine, client, number, address = four
     names = list(pool.fds)

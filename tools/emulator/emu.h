@@ -112,6 +112,7 @@ struct emu_board {
 	struct emu_park park[EMU_PARKS];
 	uint64_t reserve_ns, book_ns;  /* model time of cuMemAddressReserve and of cuMemMap: no ioctl */
 	uint64_t fill_gbps, copy_gbps; /* of the card's own memory; 0: costs nothing */
+	uint64_t silent_fills;         /* 1: cuMemset writes nothing */
 };
 
 /*

@@ -62,7 +62,7 @@ static CUresult run_fill(struct work *work, struct channel *channel)
 	const struct fill_work *fill = (const struct fill_work *)work;
 	uint64_t clock = turn_clock(channel), gbps = emu.board->fill_gbps;
 
-	for (size_t y = 0; y < fill->height; y++)
+	for (size_t y = 0; y < fill->height && !emu.board->silent_fills; y++)
 		if (!fill_row(channel, fill, fill->to + y * fill->pitch))
 			return CUDA_SUCCESS;
 	if (gbps)

@@ -88,6 +88,7 @@ void board_follow_knobs(void)
 	store(&S.board->book_ns, (uint64_t)knob(K_book_us));
 	store(&S.board->fill_gbps, (uint64_t)knob(K_fill_gbps));
 	store(&S.board->copy_gbps, (uint64_t)knob(K_copy_gbps));
+	store(&S.board->silent_fills, (uint64_t)knob(K_fills));
 }
 
 const char *setting(const char *name, const char *value)

@@ -29,6 +29,8 @@
 	X(book_us, "us", "1.45", "cuMemMap: books only, no call below")                                      \
 	X(fill_gbps, "int", "2500", "GB/s of cuMemset, 0: costs nothing")                                    \
 	X(copy_gbps, "int", "1500", "GB/s of a copy inside the card, 0: costs nothing")                      \
+	X(poison, "int", "0", "new memory is full of this byte; 255: NaN as a float of any width")           \
+	X(fills, "works,silent", "works", "silent: cuMemset says OK and writes nothing")                     \
 	X(slice_us, "us", "1024", "time slice of a TSG that has set none")                                   \
 	X(stop_wait_ms, "ms", "4000",                                                                        \
 	  "closing a process: wait for each disabled channel that has work queued")                          \

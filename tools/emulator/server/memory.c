@@ -6,6 +6,7 @@
 #include "server.h"
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -35,11 +36,30 @@ void memory_put(struct memory *m)
 	free(m);
 }
 
+/* A card promises nothing of what new memory holds. */
+static bool poison(const struct memory *m)
+{
+	uint8_t some[65536];
+	uint64_t at = 0;
+
+	if (!knob(K_poison))
+		return true;
+	memset(some, (int)knob(K_poison), sizeof some);
+	while (at < m->size) {
+		size_t length = m->size - at < sizeof some ? (size_t)(m->size - at) : sizeof some;
+
+		if (pwrite(m->memfd, some, length, (off_t)at) != (ssize_t)length)
+			return false;
+		at += length;
+	}
+	return true;
+}
+
 int memory_fd(struct memory *m)
 {
 	if (m->memfd < 0) {
 		m->memfd = memfd_create("valve-emu-memory", MFD_CLOEXEC);
-		if (m->memfd >= 0 && ftruncate(m->memfd, (off_t)m->size)) {
+		if (m->memfd >= 0 && (ftruncate(m->memfd, (off_t)m->size) || !poison(m))) {
 			close(m->memfd);
 			m->memfd = -1;
 		}
