@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from valve_tools.cluster import network
-from valve_tools.cluster.controlplane import binaries
-from valve_tools.cluster.node import missing
+from valve_tools.demo.cluster import programs_or_why_not
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -18,7 +16,7 @@ VALVE = Path(sys.executable).parent / "valve"
 
 def test_every_check_of_the_demo_holds_from_install_to_uninstall(tmp_path: Path) -> None:
     """A cluster of its own: the chart's pods on a real node, workloads, a fleet, and nothing left behind."""
-    problem = missing(binaries(ROOT)) or network.missing()
+    problem, _ = programs_or_why_not(ROOT)
     if problem:
         pytest.skip(problem)
     screen = tmp_path / "screen"

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from valve_scheduler import names
 from valve_tools.cluster import image
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
@@ -105,8 +106,10 @@ class RealNode:
         if self._emulator is not None:
             emulated.stop(self._emulator)
         self._unmount()
-        with contextlib.suppress(OSError, http.client.HTTPException, Refused):
-            self.plane.api.delete(f"/api/v1/nodes/{NAME}")
+        # Its report too: the controller that deletes those of nodes that left need not run here.
+        for path in (f"/api/v1/nodes/{NAME}", f"{names.API_PATH}/gpuharvestnodes/{NAME}"):
+            with contextlib.suppress(OSError, http.client.HTTPException, Refused):
+                self.plane.api.delete(path)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._alone.close()
 
@@ -394,7 +397,7 @@ class RealNode:
         return int(node["status"].get("allocatable", {}).get(resource, 0))
 
     def report(self) -> Json:
-        found = self.plane.api.get(f"/apis/valve.gpu/v1alpha1/gpuharvestnodes/{NAME}")
+        found = self.plane.api.get(f"{names.API_PATH}/gpuharvestnodes/{NAME}")
         return dict(found.get("status") or {})
 
     def ctr(self, *arguments: str) -> str:

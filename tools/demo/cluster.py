@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=12.0, help="for which gating is shown")
     parser.add_argument("--pairs", type=int, default=8, help="of pod starts, with and without injection")
     options = parser.parse_args(argv)
-    problem, programs = _programs(Path.cwd())
+    problem, programs = programs_or_why_not(Path.cwd())
     if programs is None:
         print(f"valve demo cluster: {problem}", file=sys.stderr)
         return 2
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     return 130
 
 
-def _programs(root: Path) -> tuple[str, Path | None]:
+def programs_or_why_not(root: Path) -> tuple[str, Path | None]:
     if not (root / "tests/cluster/build_tools.sh").exists():
         return "run it in a checkout of Valve: make demo-cluster", None
     try:
