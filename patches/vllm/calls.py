@@ -12,6 +12,7 @@ from valve_hook import VERSION
 from valve_hook.keeper import Keeper
 from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
+from valve_hook.shim import shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.vllm.progress import Progress
@@ -34,6 +35,7 @@ class SchedulerHook:
         )
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
+        self._between_steps = shim_call("valve_kv_step")
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
@@ -60,7 +62,9 @@ class SchedulerHook:
             self._dropping = len(self.ledger.steps)
 
     def while_idle(self) -> None:
-        """On the link's thread: an engine without requests takes no step, but gives back what valved asks for."""
+        """On the link's thread: an engine without requests takes no step, but gives back what valved asks for. Where
+        the worker lives in this process, what waits for the place between two of its steps need not wait either.
+        """
         with self.engine.lock:
             if self._is_idle and not self.scheduler.requests:
                 self.keeper.guard(self._look)
@@ -68,6 +72,8 @@ class SchedulerHook:
     def _look(self) -> None:
         self.keeper.sync()
         self.keeper.publish()
+        if self._between_steps is not None:
+            self._between_steps()
 
     def after_schedule(self, output: Any) -> None:
         self.engine.record(self.ledger, output)

@@ -130,6 +130,20 @@ def test_an_engine_that_is_idle_after_an_unforeseen_end_gives_back(node, how):
     close(scheduler)
 
 
+def test_what_waits_for_an_engines_next_step_need_not_wait_for_an_idle_engine(node):
+    """Memory is moved between two steps; an engine without requests makes none. Never while it has one."""
+    scheduler = hooked(node, blocks=60)
+    had_requests = []
+    scheduler._valve._between_steps = lambda: had_requests.append(bool(scheduler.requests))
+    run(scheduler, prompts(1, 6), depth=2)
+    scheduler.launch()  # schedules nothing: idle from here on
+    seen = len(had_requests)
+
+    wait_for(lambda: len(had_requests) > seen, "the link's thread stands in for the engine's")
+    assert not any(had_requests)
+    close(scheduler)
+
+
 @pytest.mark.parametrize("what", ["believe its empty step", "reset the prefix cache"])
 def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
     """The link's thread is in the middle of withholding when the engine's comes."""
