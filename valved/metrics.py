@@ -250,7 +250,7 @@ def render(look: Callable[[], NodeState], more: More = None) -> bytes:
 
 
 async def serve_metrics(
-    host: str, port: int, look: Callable[[], NodeState], more: More = None, missing: Callable[[], str] = lambda: ""
+    host: str, port: int, look: Callable[[], NodeState], more: More = None, missing: Callable[[], str] | None = None
 ) -> asyncio.Server:
     """GET /metrics, /healthz and /readyz; anything else is 404. `missing`: what keeps the daemon from being ready. One
     request per connection."""
@@ -261,7 +261,7 @@ async def serve_metrics(
         if path == b"/healthz":
             return "200 OK", b"ok\n"
         if path == b"/readyz":
-            text = missing()
+            text = missing() if missing else ""
             return ("503 Service Unavailable", f"not ready: {text}\n".encode()) if text else ("200 OK", b"ok\n")
         return "404 Not Found", b"not here; try /metrics, /healthz or /readyz\n"
 

@@ -483,6 +483,22 @@ async def test_the_brake_of_the_fleet_holds_at_once_whatever_the_own_object_says
 
 
 @scenario
+async def test_an_end_that_meets_the_first_list_of_pods_is_the_end(tmp_path):
+    """Regression: before Python 3.12 wait_for swallows a cancellation that comes with its answer; SIGTERM then hung."""
+    async with kube_node(tmp_path) as node:
+        synced, running = asyncio.Event(), node._running
+        node.room.api.pods.wait_synced = synced.wait  # the room has not made its first step
+        await until(lambda: synced._waiters, 60)
+        synced.set()
+        await asyncio.sleep(0)  # now the list is there, and the room has not heard
+
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+        assert running.cancelled()
+
+
+@scenario
 async def test_a_brake_for_some_nodes_is_left_to_the_controller(tmp_path):
     async with kube_node(tmp_path) as node:
         await until(lambda: node.room.api.brake.synced, 60)

@@ -28,7 +28,7 @@ from valved.service.report import Reporter
 
 MS = 1_000_000
 SECOND = 1_000_000_000
-DRIVER = DriverState(version="580.159.04", branch=580, known=True, open_modules=True, device_only_lock=False)
+DRIVER = DriverState(version="580.159.04", branch=580, known=True, open_modules=True)
 
 
 class FakeProcesses:

@@ -9,7 +9,6 @@ guarded. Nothing here is asked when an online pod starts, except NRI, and that m
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -49,6 +48,7 @@ from valved.service.gate import GateService
 from valved.service.journal import Journal
 from valved.service.kv import Kv
 from valved.service.register import Register
+from valved.service.upkeep import end
 
 log = logging.getLogger("valved.kube")
 
@@ -149,7 +149,7 @@ class Room:
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
-        host.keeper.is_measuring = True
+        host.keeper.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
         host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
         for reading in self._observer.readings(host.clock.now_ns(), {}, {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
@@ -166,7 +166,7 @@ class Room:
             tasks.append(asyncio.ensure_future(_keep_going(self.plugin.run)))
             await asyncio.wait(tasks)  # not gather: each is cancelled once, or the plugin could not end its streams
         finally:
-            await _end(tasks)
+            await end(tasks)
             self._host.journal.unwatch(self._watcher)
             self._cards.close()
             self.api.close()
@@ -183,8 +183,11 @@ class Room:
 
     async def _first_reconciliation(self) -> None:
         """The pods first: identity comes from them. An API server that is away must not keep the node waiting."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.api.pods.wait_synced(), self._list_s)
+        synced = asyncio.ensure_future(self.api.pods.wait_synced())
+        try:
+            await asyncio.wait({synced}, timeout=self._list_s)  # not wait_for: see upkeep.end
+        finally:
+            synced.cancel()
         while not self._memory.has_holdings:
             await self.reconcile()
             if not self._memory.has_holdings:
@@ -370,15 +373,6 @@ def _figures(account: GpuAccount) -> tuple[int, int, int, int]:
 def _gained(before: tuple[int, int, int, int], after: tuple[int, int, int, int]) -> Gained:
     opened, harvested, gated, stops = (now - then for then, now in zip(before, after, strict=True))
     return Gained(open_s=opened / 1e9, harvest_s=harvested / 1e9, gated_s=gated / 1e9, stops=stops)
-
-
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel until all are done: before Python 3.12 wait_for may swallow a cancellation that meets its answer."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=BOOK_S)
 
 
 async def _keep_going(part: Callable[[], Awaitable[None]]) -> None:

@@ -22,7 +22,7 @@ class DriverState:
     branch: int
     known: bool
     open_modules: bool
-    device_only_lock: bool
+    device_only_lock: bool | None = None  # None: not measured yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def _set(message: Any, name: str, value: Any) -> None:
                 fill(target.add(), item)
             else:
                 target.append(item)
-    else:
+    elif value is not None:  # an optional field that nobody can fill yet
         setattr(message, name, _scalar(value))
 
 

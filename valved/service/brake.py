@@ -101,7 +101,7 @@ class Brake:
 
     def _apply(self) -> None:
         self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
-        self._keeper.is_observing = self.mode is Mode.OBSERVE
+        self._keeper.ask_idleness("observe", self.mode is Mode.OBSERVE)
         self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
         self.allow_reclaim(self.mode is Mode.HARVEST and not self.is_draining)
         self._register.mode = self.mode

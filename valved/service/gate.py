@@ -51,8 +51,7 @@ class GateService:
             info.index: GpuAccount(since_ns=clock.now_ns()) for info in gate.gpus()
         }
         self.is_braked = False  # paused or off: nobody is woken
-        self.is_observing = False  # look as if offline work were there
-        self.is_measuring = False  # likewise: somebody decides by how idle GPUs are where offline work may come
+        self._askers: set[str] = set()
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
@@ -192,6 +191,10 @@ class GateService:
         self.drain()
         self.look_at_all()
         self._may_have_opened()
+
+    def ask_idleness(self, asker: str, on: bool) -> None:
+        """Somebody wants to know how idle GPUs are although no offline work is there to gain by it."""
+        (self._askers.add if on else self._askers.discard)(asker)
 
     # Stamps: what the native side did
 
@@ -399,7 +402,7 @@ class GateService:
                 self._gate.hold(online.id, int(StampKind.GATE))
 
     def _has_offline(self, online: OnlineService) -> bool:
-        return self.is_observing or self.is_measuring or any(self.gpus[gpu].channels for gpu in online.gpus)
+        return bool(self._askers) or any(self.gpus[gpu].channels for gpu in online.gpus)
 
     def _is_resting(self, online: OnlineService, now_ns: int) -> bool:
         return now_ns < online.breaker.open_until_ns

@@ -1,0 +1,267 @@
+"""The composition root: the only file that constructs things; read it to see what the daemon is made of.
+
+Order of the start: native gate, books, what a predecessor left, link socket, API. There are two ends. SIGTERM drains:
+every channel is enabled and the shims are told to pass through, because nobody may come after us. SIGUSR2 (sent by
+`valved --replace`), or SIGTERM while a `valved --wait` stands in line, hands over: gates stay as they are for the
+successor, so offline work never runs beside a busy service in between. Both write the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from valved import paths
+from valved.config import Config
+from valved.mechanism import signals, state
+from valved.mechanism.clock import LoopClock
+from valved.mechanism.driver import driver_state
+from valved.mechanism.outside import UvmDoors
+from valved.mechanism.ports import GatePort, ProcessPort
+from valved.mechanism.stats import NodeCounters
+from valved.mechanism.trace import LineFile
+from valved.mechanism.watch import FolderWatch
+from valved.model.events import EventKind
+from valved.policy.cooldown import CooldownSettings
+from valved.service.books import Books
+from valved.service.brake import Brake
+from valved.service.gate import GateService, GateSettings
+from valved.service.handover import Handover
+from valved.service.journal import Journal
+from valved.service.kv import Kv, put_together, tell_others
+from valved.service.ladder import Ladder
+from valved.service.link_server import LinkServer
+from valved.service.node import Node
+from valved.service.register import Register
+from valved.service.report import Reporter
+from valved.service.upkeep import Upkeep, end, read_cards
+
+
+@dataclass(slots=True, kw_only=True)
+class Daemon:
+    """Everything that lives as long as the process does."""
+
+    loop: asyncio.AbstractEventLoop
+    gate: GatePort
+    journal: Journal
+    books: Books
+    keeper: GateService
+    register: Register
+    handover: Handover
+    brake: Brake
+    ladder: Ladder
+    node: Node
+    link: LinkServer
+    kv: Kv | None
+    stop: asyncio.Event
+
+
+def build(
+    config: Config, run_dir: Path, gate: GatePort, processes: ProcessPort, loop: asyncio.AbstractEventLoop
+) -> Daemon:
+    clock = LoopClock(loop)
+    stop = asyncio.Event()
+    journal = Journal(clock, config.ring_events, _files(config, run_dir))
+    books = Books()
+    settings = GateSettings(
+        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
+    )
+    keeper = GateService(gate, books, journal, clock, settings, NodeCounters())
+    register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link)
+    kv = None
+    if config.memory.enabled:
+        kv = put_together(
+            gate,
+            books,
+            keeper,
+            register,
+            journal,
+            clock,
+            processes,
+            loop,
+            config,
+            fd_limit=raise_fd_limit(),
+            outside_port=UvmDoors(loop),
+        )
+    ladder = Ladder(
+        books,
+        keeper,
+        journal,
+        clock,
+        config.ladder,
+        lambda process, number: signals.send(process, number, processes),
+        register.leave,
+    )
+    brake = Brake(gate, keeper, register, ladder, journal, run_dir / paths.PAUSE_FILE)
+    handover = Handover(
+        run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
+    )
+    ladder.changed = handover.save_soon
+    handover.frozen, handover.let_go = ladder.frozen, ladder.release
+    reporter = Reporter(
+        gate,
+        books,
+        keeper,
+        register,
+        brake,
+        journal,
+        clock,
+        version=_version(),
+        run_dir=run_dir,
+        lease_ns=config.lease_ns,
+        driver=driver_state(gate.driver_version()),
+    )
+    node = Node(keeper, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
+    if kv is not None:
+        tell_others(kv, reporter, node, handover, brake, config)
+    link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s)
+    return Daemon(
+        loop=loop,
+        gate=gate,
+        journal=journal,
+        books=books,
+        keeper=keeper,
+        register=register,
+        handover=handover,
+        brake=brake,
+        ladder=ladder,
+        node=node,
+        link=link,
+        kv=kv,
+        stop=stop,
+    )
+
+
+def take_over(daemon: Daemon, config: Config, run_dir: Path) -> None:
+    """Pick up what a predecessor left, then apply mode and pause."""
+    saved, problem = state.load(run_dir / state.STATE_FILE)
+    if problem:
+        daemon.journal.emit(EventKind.NOTED, reason=problem)
+    mode = config.mode
+    if saved is not None:
+        daemon.handover.restore(saved, config.link.come_back_s)
+        mode = saved.policy.mode or mode
+        if saved.policy.cooldown is not None:
+            start, floor, ceiling, factor, window = saved.policy.cooldown
+            daemon.keeper.settings.cooldown = CooldownSettings(
+                start_ns=start, floor_ns=floor, ceiling_ns=ceiling, factor=factor, window_ns=window
+            )
+    daemon.brake.set_mode(mode, "start")
+    daemon.brake.look_at_file()
+
+
+async def run(config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort) -> None:
+    from valved.rpc.server import serve  # grpc is the heaviest import: only a daemon that really starts pays for it
+
+    loop = asyncio.get_running_loop()
+    run_dir = folder.path
+    daemon = build(config, run_dir, gate, processes, loop)
+    daemon.handover.is_ours = folder.is_ours
+    loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
+    take_over(daemon, config, run_dir)
+    watch = FolderWatch(run_dir)
+    if watch.fd >= 0:
+        loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
+    room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
+    daemon.link.start()
+    server = await serve(daemon.node, run_dir / paths.API_SOCKET)
+    metrics = await _start_metrics(config, daemon, room)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _leave, daemon, run_dir, number.name)
+    loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
+    daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
+    upkeep = Upkeep(gate, daemon.keeper, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
+    beside = [asyncio.create_task(upkeep.run())]
+    if daemon.kv is not None:
+        beside.append(asyncio.create_task(read_cards(daemon.kv.reserve)))
+    if room is not None:
+        beside.append(asyncio.create_task(room.run()))
+    await daemon.stop.wait()
+    await end(beside)  # the room takes its slots back
+    daemon.journal.emit(
+        EventKind.STOPPED, reason="drained" if daemon.brake.is_draining else "gates stay for a successor"
+    )
+    await server.stop(grace=0.5)
+    if metrics is not None:
+        metrics.close()
+    daemon.handover.save()
+    daemon.link.stop()
+    daemon.register.close()
+    if daemon.kv is not None:
+        daemon.kv.close()
+    daemon.journal.close()
+    loop.remove_reader(gate.stamps_fd())
+    if daemon.brake.is_draining:
+        gate.close()
+
+
+def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort) -> Any:
+    if not config.kube.node:
+        return None
+    from valved.kube.room import Host, Room  # numpy and the API client: only on such a node
+
+    host = Host(
+        gate=daemon.gate,
+        books=daemon.books,
+        keeper=daemon.keeper,
+        register=daemon.register,
+        brake=daemon.brake,
+        journal=daemon.journal,
+        clock=LoopClock(daemon.loop),
+        processes=processes,
+        run_dir=run_dir,
+        version=_version(),
+        kv=daemon.kv,
+    )
+    return Room(host, config.kube)
+
+
+async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
+    if not config.metrics_port:
+        return None
+    from valved.metrics import serve_metrics
+
+    more, missing = (room.metrics, room.missing) if room is not None else (None, None)
+    return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
+
+
+def _leave(daemon: Daemon, run_dir: Path, by: str) -> None:
+    if daemon.brake.is_draining or state.has_successor(run_dir):
+        daemon.stop.set()
+    else:
+        daemon.brake.drain(by, daemon.stop.set)
+
+
+def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:
+    watch.clear()
+    brake.look_at_file()
+
+
+def _files(config: Config, run_dir: Path) -> list[tuple[LineFile, bool]]:
+    files = []
+    if config.audit_bytes:
+        files.append((LineFile(run_dir / "audit.jsonl", config.audit_bytes), False))
+    if config.trace_file:
+        files.append((LineFile(Path(config.trace_file), config.trace_bytes), True))
+    return files
+
+
+def raise_fd_limit() -> int:
+    """Every handle of the memory pool is a descriptor: take as many as we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def _version() -> str:
+    try:
+        return version_of("valve")
+    except PackageNotFoundError:
+        return "0"
