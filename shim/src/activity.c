@@ -110,6 +110,21 @@ void valve_ring(void)
 	valve_wake_watcher();
 }
 
+/*
+ * The pages and the bell have just changed hands. Launches of other threads meanwhile were counted in a page that is gone,
+ * read its closed word, or rang where no bell was yet: one count and one ring speak for all of them. Who never launched
+ * owns no slot.
+ */
+void valve_speak_for_the_past(void)
+{
+	if (load_relaxed(&valve_shim.role) != VALVE_ROLE_ONLINE || !load_acquire(&valve_shim.next_slot))
+		return;
+	if (!valve_submitted())
+		add_full(&slot_at(VALVE_SLOTS - 1)->submitted, 1);
+	store_relaxed(&VALVE_REGION->rung_epoch, 0); /* even: no epoch that is rung */
+	valve_ring();
+}
+
 static void hold(void)
 {
 	while (load_relaxed(&VALVE_CONTROL->order) == VALVE_ORDER_HOLD)

@@ -216,6 +216,7 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 		adopt(socket_fd, &welcome, &fds);
 		valve_unlock(&valve_shim.link_lock);
 		socket_fd = -1;
+		valve_speak_for_the_past();
 	}
 	valve_fds_close(&fds); /* mappings outlive their descriptors */
 	if (socket_fd >= 0)

@@ -2,8 +2,8 @@
  * region.c - the two shared pages: valved's memfds come and go under fixed addresses.
  *
  * mremap replaces a mapping in one step, so a launching thread sees the old words or the new ones, never a hole.
- * Counts made between the copy and the step are lost; they belong to launches of a process that is born busy anyway,
- * so the watcher's first proof of idleness covers them.
+ * Counts made between the copy and the step are lost. They belong to launches of a process that has proven nothing to
+ * this valved, and valve_speak_for_the_past makes sure that it does not read as one that never launched.
  */
 #include "shim.h"
 

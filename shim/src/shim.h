@@ -137,6 +137,7 @@ bool valve_is_secure(void);
 /* activity.c */
 void *valve_launch_slow(struct valve_entry *entry); /* from the trampolines: returns where to jump */
 void valve_ring(void);
+void valve_speak_for_the_past(void);
 uint64_t valve_submitted(void);
 void valve_wake_watcher(void);
 

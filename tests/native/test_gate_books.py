@@ -88,7 +88,8 @@ def test_gaps_are_told_once_and_the_newest_when_many(rig: Rig) -> None:
         online.region.memory[at : at + 16] = (1000 + number).to_bytes(8, "little") + number.to_bytes(8, "little")
     online.region["gaps"] = 100
 
-    gaps = rig.gate.view(online.client).gaps
+    assert rig.gate.view(online.client).gaps == ()  # who does not ask takes none
+    gaps = rig.gate.view(online.client, with_gaps=True).gaps
 
     assert [gap.gap_ns for gap in gaps] == list(range(36, 100))
-    assert rig.gate.view(online.client).gaps == ()
+    assert rig.gate.view(online.client, with_gaps=True).gaps == ()

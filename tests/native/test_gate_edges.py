@@ -8,7 +8,7 @@ from gates import Rig, wait_until
 
 from valved.mechanism import region
 from valved.mechanism.ports import StampKind, WakeOutcome
-from valved.model.ids import GpuIndex, Reach, ServiceId
+from valved.model.ids import ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)
 
@@ -140,6 +140,28 @@ def test_wake_is_refused_while_a_launch_is_not_proven_done(rig: Rig) -> None:
     assert rig.gate.is_gated(GpuIndex(0))
 
     online.finish()
+    woken(rig)
+
+
+def test_wake_is_refused_while_a_client_has_not_taken_its_region(rig: Rig) -> None:
+    """It may have run for hours before valved came, and launches all the while without a word that we could read."""
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.gate.create_client(ClientId(99), Role.ONLINE, SERVICE)
+
+    assert not rig.gate.view(ClientId(99)).is_filled
+    assert rig.gate.wake(SERVICE) is WakeOutcome.REFUSED
+    assert online.control["gate_epoch"] % 2 == 0
+    assert workload.on() == 0
+
+    rig.gate.remove_client(ClientId(99))
+    woken(rig)
+
+
+def test_a_hook_that_has_not_taken_its_region_keeps_nobody_waiting(rig: Rig) -> None:
+    rig.online(7, {0})
+    rig.gate.create_client(ClientId(99), Role.HOOK, SERVICE)
+
     woken(rig)
 
 

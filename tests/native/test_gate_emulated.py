@@ -18,6 +18,7 @@ from valved.mechanism import region
 from valved.mechanism.gate import GateSettings, NativeGate
 from valved.mechanism.ports import ArmResult, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+from valved.policy.locks import SAMPLES, LockState, Stop, step_locks
 
 SERVICE = ServiceId(7)
 OFFLINE = ClientId(1)
@@ -227,6 +228,37 @@ def test_a_gpu_whose_driver_hangs_delays_no_ring_for_another(cuda: Any) -> None:
 
         assert (stamp.kind, stamp.status) == (StampKind.GATE, 0)
         assert not here.gate.is_stopped(GpuIndex(0))
+
+
+def _lock_told_by_stops() -> bool | None:
+    """Calls of 20 ms: a thread that a busy machine starts late is late by little of that."""
+    with world() as here:
+        here.emulator.set(rpc_us=20_000)
+        here.workload(gpu=0, channels=1)
+        here.workload(gpu=1, channels=1)
+        online, state = here.online({0, 1}), LockState()
+        while len(state.lags) < SAMPLES:
+            here.wake(0, 1)
+            epoch = online.control["gate_epoch"] + 1
+            online.launch()
+            for gpu in (0, 1):
+                wanted = (epoch, gpu, StampKind.GATE)
+                here.stamp(lambda stamp, wanted=wanted: (stamp.epoch, stamp.gpu, stamp.kind) == wanted)
+            for one in sorted((one for one in here.stamps if one.epoch == epoch), key=lambda one: one.done_ns):
+                stop = Stop(service=7, epoch=epoch, ioctl_ns=one.ioctl_ns, done_ns=one.done_ns)
+                state = step_locks(state, stop)
+            online.finish()
+        return state.is_per_gpu
+
+
+@on_gpu(gpus=2, knobs={"lock": "device-only"})
+def test_the_stops_of_a_patched_driver_tell_of_a_lock_for_each_gpu(cuda: Any) -> None:
+    assert _lock_told_by_stops() is True
+
+
+@on_gpu(gpus=2, knobs={"lock": "stock"})
+def test_the_stops_of_a_stock_driver_tell_of_one_lock_for_all(cuda: Any) -> None:
+    assert _lock_told_by_stops() is False
 
 
 @on_gpu(gpus=2)

@@ -6,7 +6,7 @@ import pytest
 from fake_gate import STOP_NS
 from node_world import MS, SECOND, World
 
-from valved.mechanism.ports import Stamp, StampKind
+from valved.mechanism.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode
 from valved.policy.wake import WakeReason
@@ -223,6 +223,70 @@ def test_a_process_that_never_launched_has_no_watcher_to_be_silent(world):
     world.run(3_000)
 
     assert not world.gate.off
+
+
+def test_an_online_process_that_has_not_taken_its_region_proves_nothing(world):
+    """Regression: one that ran before this valved launches all the while, and no word of it was seen yet."""
+    world.offline()
+    online = world.online()
+    world.gate.clients[online].view = ClientView.untouched()
+
+    world.run(10_000)
+
+    assert world.gate.off
+    assert world.state(online).decision.reason is WakeReason.BUSY
+    world.gate.clients[online].view = ClientView.untouched(is_filled=True)
+    world.run(1_000)
+    assert not world.gate.off
+
+
+def test_who_only_looks_takes_nothing_from_what_the_cooldown_learns(world):
+    """Regression: each `valve status` took the gaps of the moment with it."""
+    world.offline()
+    online = world.online()
+    world.work(online, ms=5)
+    world.run(15)
+    world.work(online, ms=5)
+    world.reporter.status()
+    world.run(20)
+
+    assert world.state(online).cooldown.cooldown_ns == pytest.approx(30 * MS, rel=0.01)
+
+
+def test_the_first_request_that_an_engine_ever_tells_of_counts_its_preemption(world):
+    """Regression: launched before its first report, behind a wake that no report led to, it went free."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    assert not world.gate.off
+
+    world.gate.launch(online)
+    world.run(1)
+    world.gate.hint(online, 1, 0)
+    world.run(30)
+    world.gate.finish(online)
+    world.gate.hint(online, 1, 1)
+    world.run(30)
+
+    assert world.state(online).request_figures() == (1, 1, [0, 1, 0, 0, 0, 0, 0, 0])
+
+
+def test_what_was_stopped_before_a_process_told_of_requests_is_nobodys_after_the_next_wake(world):
+    world.offline()
+    online = world.online()
+    for _ in range(3):  # warm-ups
+        world.run(100)
+        world.work(online, ms=2)
+    world.run(100)
+    world.gate.hint(online, 1, 0)
+    world.gate.launch(online)
+    world.run(30)
+    world.gate.finish(online)
+    world.gate.hint(online, 1, 1)
+    world.run(30)
+
+    assert world.state(online).preemptions == 4
+    assert world.state(online).request_figures()[1:] == (1, [0, 1, 0, 0, 0, 0, 0, 0])
 
 
 def test_zero_open_requests_wake_without_a_cooldown(world):

@@ -76,6 +76,39 @@ def test_useful_tokens_are_counted_once_however_often_valved_and_the_engine_s_li
     assert seen == [*[1000] * 8, 1500]
 
 
+def test_requests_are_counted_once_however_often_valved_and_the_engine_s_link_begin_anew(first):
+    """Regression: an engine says what it counted in all to whomever it connects, and each of them added it up again."""
+    first.offline(pid=300)
+    engine = first.online(pid=200)
+    world, hook = first, first.hook(engine)
+    first.run(100)
+    first.gate.hint(hook, 1, 0)
+    first.work(engine, ms=5)
+    first.gate.hint(hook, 1, 1)
+    first.run(100)
+    first.gate.hint(hook, 2, 1)
+    first.work(engine, ms=5)  # the second request stopped offline work, too, and is open
+    seen = []
+    for _ in range(2):
+        world = successor(world)
+        engine = world.online(pid=200)
+        world.offline(pid=300)
+        hook = world.hook(engine)
+        world.gate.hint(hook, 2, 1)
+        world.run(100)
+        seen.append(world.state(engine).request_figures())
+        world.register.leave(hook, "link")
+        hook = world.hook(engine)
+        world.gate.hint(hook, 2, 1)
+        world.run(100)
+        seen.append(world.state(engine).request_figures())
+    world.gate.hint(hook, 2, 2)
+    world.run(100)
+
+    assert seen == [(1, 1, [0, 1, 0, 0, 0, 0, 0, 0])] * 4
+    assert world.state(engine).request_figures() == (2, 1, [0, 2, 0, 0, 0, 0, 0, 0])
+
+
 def test_online_services_hold_again_before_any_client_is_back(first):
     """Else offline work would run beside an online process that nobody watches."""
     online = first.online()

@@ -113,8 +113,8 @@ class World:
         """The disable and enable calls that reached the driver, in order."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def daemon(self, role: int = ONLINE) -> FakeDaemon:
-        made = FakeDaemon(self.folder, role)
+    def daemon(self, role: int = ONLINE, **words: int) -> FakeDaemon:
+        made = FakeDaemon(self.folder, role, words)
         self.daemons.append(made)
         return made
 

@@ -284,6 +284,35 @@ def test_a_new_daemon_finds_the_counts_and_the_channels(world):
     assert (heir.bells(), heir.region.busy) == (1, 1)
 
 
+def test_a_daemon_that_comes_to_a_process_amid_its_work_hears_of_it_at_once(world):
+    """Its launches read no gate word of this daemon: one may be running now, and no other may follow for seconds."""
+    puppet, client = world.online()
+    puppet.launch(4)
+    world.daemons[0].close()
+    client.gone.wait()
+    puppet.launch(1)
+
+    heir = world.daemon(ONLINE, gate_epoch=3).client()
+
+    until(heir.bells, "it rings")
+    assert (heir.region.busy, heir.region.rung_epoch, heir.submitted()) == (1, 3, 5)
+
+
+def test_a_process_that_never_launched_has_nothing_to_say_to_a_new_daemon(world):
+    puppet, client = world.online()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    world.daemons[0].close()
+    client.gone.wait()
+
+    heir = world.daemon(ONLINE, gate_epoch=3).client()
+
+    heir.expect(CHANNEL_ADD, h_channel=FIRST)  # told after the bell would have rung
+    assert (heir.bells(), heir.region.rings, heir.submitted()) == (0, 0, 0)
+
+
 def test_many_deaths_leak_no_descriptor_and_no_thread(world):
     puppet, _ = world.online()
     before, threads = len(puppet.fds()), puppet.threads()

@@ -305,13 +305,13 @@ class Client:
 class FakeDaemon:
     """Accepts clients and answers as told. `on_message` returns True when it answered itself."""
 
-    def __init__(self, folder: Path, role: int = ONLINE) -> None:
+    def __init__(self, folder: Path, role: int = ONLINE, words: dict[str, int] | None = None) -> None:
         self.role = role
         self.lease_ns = 10**15  # long: a test that is about the lease sets its own
         self.refusal: int | None = None
         self.silent = False
         self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT
-        self.words: dict[str, int] = {}  # of every client's control page
+        self.words = dict(words or {})  # of every client's control page
         self.on_hello: Callable[[Client, Message], bool] | None = None
         self.on_message: Callable[[Client, Message], bool] | None = None
         self.clients: queue.Queue[Client] = queue.Queue()

@@ -24,7 +24,7 @@ from valved.model.ids import GpuIndex, Reach, Role
 
 OPEN_NS = 200_000  # a wake returns before the driver has enabled the channels
 STOP_NS = 400_000  # launch to channels off on one GPU, as the paper measures it
-EMPTY = ClientView.untouched()
+EMPTY = ClientView.untouched(is_filled=True)
 
 
 @dataclasses.dataclass
@@ -227,9 +227,12 @@ class FakeGate:
         channel = self.clients[client].channels[key]
         self._switch(self.clients[client], key, channel, {channel.gpu} if self._is_held(channel.gpu) else set())
 
-    def view(self, client):
+    def view(self, client, *, with_gaps=False):
         entry = self.clients[client]
-        view, entry.view = entry.view, dataclasses.replace(entry.view, gaps=())
+        rest = dataclasses.replace(entry.view, gaps=())
+        if not with_gaps:
+            return rest
+        view, entry.view = entry.view, rest
         return view
 
     def is_gated(self, gpu):

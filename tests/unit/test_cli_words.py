@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from valve.v1 import node_pb2
 
 from valved.cli import doctor, explain, run, systemd, words
 from valved.cli.exits import CliError
@@ -104,6 +105,21 @@ def test_the_start_time_of_a_process_survives_brackets_in_its_name(tmp_path):
 )
 def test_doctor_reads_version_and_flavour_of_the_driver(text, expected):
     assert expected == doctor.driver_version(text)
+
+
+@pytest.mark.parametrize(
+    ("lock", "widths", "verdict"),
+    [
+        (None, [], doctor.Verdict.FINE),
+        (False, [1, 1], doctor.Verdict.FINE),
+        (None, [4], doctor.Verdict.UNKNOWN),
+        (False, [1, 2], doctor.Verdict.FINE),
+        (False, [1, 4], doctor.Verdict.NOTE),
+        (True, [8], doctor.Verdict.FINE),
+    ],
+)
+def test_doctor_names_the_driver_patch_where_it_would_pay(lock, widths, verdict):
+    assert doctor.judge_lock(node_pb2.Driver(device_only_lock=lock), widths).verdict is verdict
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ PREFILL_NS = 40 * MS
 BATCH = 8
 STALL_SHARE = 2e-4  # of gaps: a garbage collection, a reload of weights
 STALL_NS = 700 * MS
-NOTHING = ClientView.untouched()
+NOTHING = ClientView.untouched(is_filled=True)
 
 
 class Timer:
@@ -127,12 +127,13 @@ class VirtualGate:
         self._stamp(StampKind.WAKE, ClientId(0), 0, self.clock.now_ns())
         return WakeOutcome.WOKEN
 
-    def view(self, client: ClientId) -> ClientView:
+    def view(self, client: ClientId, *, with_gaps: bool = False) -> ClientView:
         now_ns = self.clock.now_ns()
         if client == self.hook:
             return replace(self.hint, hint_ns=now_ns)
         view = replace(self.view_of, watcher_ns=now_ns)
-        self.view_of = replace(self.view_of, gaps=())
+        if with_gaps:
+            self.view_of = replace(self.view_of, gaps=())
         return view
 
     def is_gated(self, gpu: GpuIndex) -> bool:

@@ -68,13 +68,16 @@ def node() -> Iterator[Node]:
         connection.close()
 
 
-def is_running(folder: Path) -> bool:
-    """Whether a valved answers in this folder right now."""
+def status_of(folder: Path) -> Any | None:
+    """What the valved of this folder says of itself; None if none answers."""
     connection = Node(folder)
     try:
-        connection.status()
+        return connection.status()
     except CliError:
-        return False
+        return None
     finally:
         connection.close()
-    return True
+
+
+def is_running(folder: Path) -> bool:
+    return status_of(folder) is not None

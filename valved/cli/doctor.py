@@ -18,10 +18,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from valve.v1 import node_pb2
 
-from valved.cli.client import is_running
+from valved.cli import words
+from valved.cli.client import is_running, status_of
 from valved.cli.exits import FINDINGS, OK
 from valved.paths import preload_library, run_dir
 
@@ -36,6 +39,8 @@ class Verdict(enum.Enum):
     UNKNOWN = "unknown"
 
 
+ONLINE = node_pb2.ROLE_ONLINE
+PATCH_PAYS = 3  # GPUs of one service: the second one waits for one call, and a stop stays below 1 ms
 DCGM = ("nv-hostengine", "dcgm-exporter")
 
 
@@ -255,6 +260,31 @@ def check_daemon() -> Finding:
     return Finding(check="valved", verdict=Verdict.NOTE, what=f"none answers in {folder}", fix="valve up")
 
 
+def check_lock() -> Finding:
+    """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another."""
+    answer = status_of(run_dir())
+    if answer is None:
+        return Finding(check="driver lock", verdict=Verdict.UNKNOWN, what="valved measures it, and none answers here")
+    return judge_lock(answer.driver, [len(service.gpus) for service in answer.services if service.role == ONLINE])
+
+
+def judge_lock(driver: Any, widths: list[int]) -> Finding:
+    """`widths`: GPUs of each online service."""
+    widest = max(widths, default=0)
+    if widest < 2:
+        return fine("driver lock", "no online service uses several GPUs: one lock is as good as many")
+    if not driver.HasField("device_only_lock"):
+        return Finding(check="driver lock", verdict=Verdict.UNKNOWN, what=words.lock(driver))
+    if driver.device_only_lock or widest < PATCH_PAYS:
+        return fine("driver lock", words.lock(driver))
+    return Finding(
+        check="driver lock",
+        verdict=Verdict.NOTE,
+        what=f"stock: the {widest} GPUs of a service are stopped one after another",
+        fix="the one-word driver patch stops them side by side (patches/driver)",
+    )
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_driver,
     check_nodes,
@@ -265,6 +295,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_seccomp,
     check_privileges,
     check_daemon,
+    check_lock,
 )
 MARKS = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red", Verdict.UNKNOWN: "magenta"}
 

@@ -47,13 +47,8 @@ def head(answer: Any) -> Text:
     text = Text.assemble(
         ("valved ", "bold"), f"{answer.version}, pid {answer.pid}, mode ", (words.mode(answer), "bold"), "\n"
     )
-    if len(answer.gpus) < 2:
-        text.append(f"driver {driver.version}{known}\n")
-        return text
-    lock = "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
-    text.append(
-        f"driver {driver.version}{known}, {lock}\n" if len(answer.gpus) > 1 else f"driver {driver.version}{known}\n"
-    )
+    lock = f", {words.lock(driver)}" if len(answer.gpus) > 1 else ""
+    text.append(f"driver {driver.version}{known}{lock}\n")
     return text
 
 

@@ -29,6 +29,13 @@ def gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
+def lock(driver: Any) -> str:
+    """How the driver stops several GPUs, as far as it has shown."""
+    if not driver.HasField("device_only_lock"):
+        return "lock not measured yet"
+    return "per-GPU lock (patched)" if driver.device_only_lock else "stock lock: GPUs are gated one after another"
+
+
 def role(value: int) -> str:
     return ROLES.get(value, "unknown")
 

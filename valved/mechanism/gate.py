@@ -199,7 +199,7 @@ class NativeGate:
         if reach is Reach.CHANNEL_FD and numbers.fd < 0:
             return "the workload's nvidiactl fd has not been passed"
         needed = {Reach.CHANNEL_SELF: region.FEATURE_SELF_GATE, Reach.LAUNCH_GATE: region.FEATURE_HOLD}.get(reach, 0)
-        lib.valve_client_view(holder.native, self._view)
+        lib.valve_client_view(holder.native, self._view, False)
         return "the client does not offer it" if needed & ~self._view.features else None
 
     def _try_and_arm(self, entry: Channel, *, is_tested: bool) -> int:
@@ -283,8 +283,8 @@ class NativeGate:
 
     # looking
 
-    def view(self, client: ClientId) -> ClientView:
-        lib.valve_client_view(self._clients[client].native, self._view)  # one without sense reads as zeros
+    def view(self, client: ClientId, *, with_gaps: bool = False) -> ClientView:
+        lib.valve_client_view(self._clients[client].native, self._view, with_gaps)  # one without sense reads as zeros
         return readings.view(self._view)
 
     def is_stopped(self, gpu: GpuIndex) -> bool:

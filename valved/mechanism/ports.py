@@ -70,6 +70,7 @@ class Gap:
 class ClientView:
     """One consistent look into a client's region. Everything in it is the client's claim."""
 
+    is_filled: bool  # its process has taken the region and written there; else all of this is zero and proves nothing
     submitted: int  # sum over its slots
     idle_submitted: int  # everything up to here is proven done
     idle_ns: int
@@ -85,18 +86,18 @@ class ClientView:
     self_stops: int
     order_done: int
     order_status: int
-    gaps: tuple[Gap, ...]  # new ones since the last look
+    gaps: tuple[Gap, ...]  # new ones since somebody last asked for gaps
 
     @classmethod
-    def untouched(cls) -> ClientView:
-        """A region that its process has written nothing to yet."""
-        numbers = {field.name: 0 for field in fields(cls) if field.name not in ("busy", "gaps")}
-        return cls(**numbers, busy=False, gaps=())
+    def untouched(cls, *, is_filled: bool = False) -> ClientView:
+        """A region of which its process has made no use yet."""
+        numbers = {field.name: 0 for field in fields(cls) if field.name not in ("is_filled", "busy", "gaps")}
+        return cls(**numbers, is_filled=is_filled, busy=False, gaps=())
 
     @property
     def is_idle(self) -> bool:
         """Nothing was submitted since the watcher last proved the GPU drained."""
-        return self.submitted == self.idle_submitted
+        return self.is_filled and self.submitted == self.idle_submitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,9 @@ class GatePort(Protocol):
 
     def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None: ...
 
-    def view(self, client: ClientId) -> ClientView: ...
+    def view(self, client: ClientId, *, with_gaps: bool = False) -> ClientView:
+        """Each gap is handed out once: only who learns from them asks for them."""
+        ...
 
     def is_gated(self, gpu: GpuIndex) -> bool:
         """Channels are off, about to be, or not enabled yet."""

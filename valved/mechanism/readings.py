@@ -30,6 +30,7 @@ def stamp(native: Any) -> Stamp:
 def view(native: Any) -> ClientView:
     gaps = (native.gaps[i] for i in range(native.gap_count))
     return ClientView(
+        is_filled=bool(native.filled),
         submitted=native.submitted,
         idle_submitted=native.idle_submitted,
         idle_ns=native.idle_ns,

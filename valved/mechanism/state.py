@@ -46,6 +46,17 @@ class SavedClient(msgspec.Struct, frozen=True, kw_only=True):
     channels: list[SavedChannel]  # of an offline client, less those that the application switched itself
 
 
+class SavedRequests(msgspec.Struct, frozen=True, array_like=True):
+    """What one process had told of its requests."""
+
+    pid: int
+    start_time: int
+    role: int
+    started: int
+    ended: int
+    open_hits: list[tuple[int, int]]  # preemptions so far, of how many open requests
+
+
 class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     name: str
@@ -62,6 +73,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     most_preempted: int = 0
     preempted: list[int] = []
+    told: list[SavedRequests] = []
 
 
 class SavedGpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -176,8 +176,7 @@ int valve_client_take_fd(struct valve_client *client, int fd)
 	return -EMFILE;
 }
 
-/* A region that its client has not yet filled in (magic 0) has launched nothing. One that is filled in wrongly is
- * nobody we understand: never idle. */
+/* 0: its client has not filled it in yet. 1: it makes sense. Else it is nobody's whom we understand. */
 static int region_state(const struct valve_region *region)
 {
 	uint64_t magic = load_acquire(&region->magic);
@@ -209,7 +208,8 @@ static uint64_t sum_submitted(const struct valve_region *region)
 }
 
 /* All that was ever submitted is proven done. The proof is read before the counters, which only grow: if they agree,
- * they agreed at one instant. */
+ * they agreed at one instant. An online process that has not filled in its region proves nothing: one that ran before
+ * this valved did may be launching all the while, and reads no word of ours yet. A hook has nothing to prove. */
 bool client_is_idle(const struct valve_client *client)
 {
 	const struct valve_region *region = client->region;
@@ -217,7 +217,7 @@ bool client_is_idle(const struct valve_client *client)
 
 	switch (region_state(region)) {
 	case 0:
-		return true;
+		return client->role != VALVE_ROLE_ONLINE;
 	case 1:
 		idle = load_full(&region->idle_submitted);
 		return sum_submitted(region) == idle;
@@ -247,8 +247,9 @@ static void read_gaps(struct valve_client *client, struct valve_view *out)
 	client->gaps_seen = total;
 }
 
-/* One look. 0, or -EPROTO for a region that makes no sense (out is zero then). */
-int valve_client_view(struct valve_client *client, struct valve_view *out)
+/* One look. 0, or -EPROTO for a region that makes no sense (out is zero then). A gap is handed out once, to whoever asks
+ * for gaps. */
+int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps)
 {
 	const struct valve_region *region = client->region;
 	int state = region_state(region);
@@ -257,6 +258,7 @@ int valve_client_view(struct valve_client *client, struct valve_view *out)
 	memset(out, 0, sizeof *out);
 	if (state <= 0)
 		return state;
+	out->filled = 1;
 	do { /* the watcher's seqlock; a client that leaves it odd gets a torn look at its own words */
 		seq = load_acquire(&region->idle_seq);
 		out->idle_submitted = load_acquire(&region->idle_submitted); /* acquire: before the second */
@@ -276,7 +278,8 @@ int valve_client_view(struct valve_client *client, struct valve_view *out)
 	out->self_stops = load_relaxed(&region->self_stops);
 	out->order_done = load_relaxed(&region->order_done);
 	out->order_status = load_relaxed(&region->order_status);
-	read_gaps(client, out);
+	if (with_gaps)
+		read_gaps(client, out);
 	return 0;
 }
 

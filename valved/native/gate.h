@@ -63,6 +63,7 @@ struct valve_view {
 	uint64_t submitted, idle_submitted, idle_ns, launch_ns, rings, watcher_ns;
 	uint64_t hint_ns, requests_started, requests_ended, useful_tokens, self_stops;
 	uint32_t busy, open_requests, order_done, order_status, features;
+	uint32_t filled;    /* its client has written there: the rest means something */
 	uint32_t gap_count; /* of the entries below: new ones since the last look */
 	struct valve_gap_view gaps[64];
 };
@@ -123,7 +124,7 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
                                       uint64_t service_id, int control, int region, int doorbell, int order);
 void valve_client_free(struct valve_gate *gate, struct valve_client *client);
 int valve_client_take_fd(struct valve_client *client, int fd);
-int valve_client_view(struct valve_client *client, struct valve_view *out);
+int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps);
 void valve_client_watch(struct valve_client *client, uint32_t on);
 void valve_client_online(struct valve_client *client, uint32_t on);
 void valve_client_draining(struct valve_client *client, uint32_t on);

@@ -16,13 +16,16 @@ from valved.mechanism.clock import Clock
 from valved.mechanism.ports import ClientView, GatePort, Stamp, StampKind, WakeOutcome
 from valved.mechanism.stats import GpuAccount, NodeCounters
 from valved.model.events import EventKind
-from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.ids import GpuIndex, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerSettings, BreakerState, Tally, step_breaker
 from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldown
+from valved.policy.locks import LockState, Stop, step_locks
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
 from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry
 from valved.service.journal import Journal
 from valved.service.online import OnlineService, is_hinting
+
+DRIVER_CALLS = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)  # made by valved itself; the other rungs ask the process
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class GateService:
             info.index: GpuAccount(since_ns=clock.now_ns()) for info in gate.gpus()
         }
         self.is_braked = False  # paused or off: nobody is woken
+        self.locks = LockState()  # what the stops told of the driver's locks
         self._askers: set[str] = set()
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
@@ -119,7 +123,7 @@ class GateService:
     def client_left(self, client: ClientEntry) -> None:
         online = self.online.get(client.service)
         if online is not None:
-            online.forget(client.id)
+            online.forget(client)
             self.look_soon(online)
 
     def is_stopped(self, gpu: GpuIndex) -> bool:
@@ -231,7 +235,14 @@ class GateService:
             self._held(online, stamp)
         if stamp.client and stamp.launch_ns:
             self._count_preemption(online, account, stamp)
+        if online is not None and len(online.gpus) > 1 and stamp.ioctl_ns:
+            self._learn_lock(stamp)
         self._record(EventKind.GATE, stamp, (stamp.gpu,), _why(stamp))
+
+    def _learn_lock(self, stamp: Stamp) -> None:
+        if self._gate.reach(stamp.gpu)[0] in DRIVER_CALLS:
+            stop = Stop(service=stamp.service, epoch=stamp.epoch, ioctl_ns=stamp.ioctl_ns, done_ns=stamp.done_ns)
+            self.locks = step_locks(self.locks, stop)
 
     def _count_preemption(self, online: OnlineService | None, account: GpuAccount | None, stamp: Stamp) -> None:
         """Only a launch that found offline work running was delayed by us."""
@@ -358,21 +369,18 @@ class GateService:
                 self.look_soon(online)
 
     def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
-        return [(client, self._gate.view(client.id)) for client in self._books.clients_of(service)]
+        clients = self._books.clients_of(service)
+        return [(client, self._gate.view(client.id, with_gaps=True)) for client in clients]
 
     def _count_on_requests(self, online: OnlineService) -> None:
-        """Every request open at this preemption was hit by it.
-
-        The look takes gaps out of the client's ring that nobody then counts; a hinted service needs no cooldown.
-        """
-        unheard = dict(online.tallies)
+        """Every request open at this preemption was hit by it, also the first one of which an engine will ever tell."""
         for client in self._books.clients_of(online.id):
-            if client.role is Role.HOOK or online.is_hinted:
+            requests = online.tally_of(client)
+            if client.role is Role.HOOK or requests.is_heard:
                 view = self._gate.view(client.id)
                 if is_hinting(client, view):
-                    online.tally_of(client).preempted_amid(view.requests_started, view.requests_ended)
-                    unheard.pop(client.id, None)
-        for requests in unheard.values():
+                    requests.preempted_amid(view.requests_started, view.requests_ended)
+                    continue
             requests.preempted()
 
     def _set_watch(self, online: OnlineService, on: bool) -> None:

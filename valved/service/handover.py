@@ -23,6 +23,7 @@ from valved.mechanism.state import (
     SavedGpu,
     SavedMemory,
     SavedPolicy,
+    SavedRequests,
     SavedService,
     SavedState,
 )
@@ -35,6 +36,7 @@ from valved.service.gate import GateService
 from valved.service.journal import Journal
 from valved.service.online import OnlineService
 from valved.service.register import Register
+from valved.service.requests import RequestTally
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
@@ -157,7 +159,17 @@ class Handover:
             tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
         )
         online = self._keeper.online.get(entry.id)
-        return saved if online is None else _with_online(saved, online)
+        return saved if online is None else _with_online(saved, online, self._saved_requests(online))
+
+    def _saved_requests(self, online: OnlineService) -> list[SavedRequests]:
+        told = dict(online.left)
+        for client in self._books.clients_of(online.id):
+            told[client.process, client.role] = online.tally_of(client)
+        return [
+            SavedRequests(process.pid, process.start_time, role, *tally.seen, tally.open_hits())
+            for (process, role), tally in told.items()
+            if tally.is_heard and self._is_alive(process.pid, process.start_time)
+        ]
 
     def _saved_clients(self) -> list[SavedClient]:
         return [
@@ -298,7 +310,7 @@ class Handover:
         return self._processes.start_time(pid) == start_time
 
 
-def _with_online(saved: SavedService, online: OnlineService) -> SavedService:
+def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests]) -> SavedService:
     requests, most, histogram = online.request_figures()
     mark = online.cooldown_state
     return msgspec.structs.replace(
@@ -310,6 +322,7 @@ def _with_online(saved: SavedService, online: OnlineService) -> SavedService:
         requests=requests,
         most_preempted=most,
         preempted=histogram,
+        told=told,
     )
 
 
@@ -319,6 +332,9 @@ def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> 
     past.ended, past.most = saved.requests, saved.most_preempted
     if len(saved.preempted) == len(past.histogram):
         past.histogram = list(saved.preempted)
+    for one in saved.told:
+        process = ProcessId(pid=one.pid, start_time=one.start_time)
+        online.left[process, Role(one.role)] = RequestTally.resumed(one.started, one.ended, one.open_hits)
     if saved.cooldown is not None:
         mark_ns, age_ns, gaps = saved.cooldown
         online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)

@@ -9,7 +9,7 @@ from valved.mechanism.clock import TimerHandle
 from valved.mechanism.link import Feature
 from valved.mechanism.ports import ClientView
 from valved.mechanism.stats import Histogram
-from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
     Cooldown,
@@ -58,7 +58,8 @@ class OnlineService:
     epoch_delay_ns: int = 0
     latency: Histogram = field(default_factory=Histogram)
     tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
-    past_requests: RequestTally = field(default_factory=RequestTally)  # of hooks that left
+    left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # who may come back and count on
+    past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
 
     def begin_hold(self, at_ns: int) -> None:
@@ -139,20 +140,21 @@ class OnlineService:
         self.tally_of(client).report(view.requests_started, view.requests_ended)
 
     def tally_of(self, client: ClientEntry) -> RequestTally:
-        return self.tallies.setdefault(client.id, RequestTally())
+        tally = self.tallies.get(client.id)
+        if tally is None:
+            tally = self.left.pop((client.process, client.role), None) or RequestTally()
+            self.tallies[client.id] = tally
+        return tally
 
-    def forget(self, client: ClientId) -> None:
-        """A client left; what its hook counted stays in the books."""
-        tally = self.tallies.pop(client, None)
-        if tally is not None:
-            past = self.past_requests
-            past.histogram = [a + b for a, b in zip(past.histogram, tally.histogram, strict=True)]
-            past.ended += tally.ended
-            past.most = max(past.most, tally.most)
+    def forget(self, client: ClientEntry) -> None:
+        """A client left. Its process may connect again, and says then what it counted in all."""
+        tally = self.tallies.pop(client.id, None)
+        if tally is not None and tally.is_heard:
+            self.left[client.process, client.role] = tally
 
     def request_figures(self) -> tuple[int, int, list[int]]:
         """Requests ended, most preemptions of one, and the histogram."""
-        all_ = [self.past_requests, *self.tallies.values()]
+        all_ = [self.past_requests, *self.left.values(), *self.tallies.values()]
         histogram = [sum(column) for column in zip(*(tally.histogram for tally in all_), strict=True)]
         return sum(tally.ended for tally in all_), max(tally.most for tally in all_), histogram
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from valved.mechanism.clock import Clock
@@ -87,7 +88,7 @@ class Reporter:
             paused=brake.is_paused,
             paused_by=brake.paused_by,
             draining=brake.is_draining,
-            driver=self._driver,
+            driver=replace(self._driver, device_only_lock=self._keeper.locks.is_per_gpu),
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
             services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),

@@ -7,6 +7,8 @@ comes out is never below the true one, which is what a promise of "at most one" 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 BUCKETS = 8  # the last one means "7 or more"
 
 
@@ -17,16 +19,37 @@ class RequestTally:
         self.ended = 0
         self._open: list[list[int]] = []  # runs of [preemptions at start, how many started then], oldest first
         self._preemptions = 0
-        self._unclaimed = 0  # preemptions while nothing was open: the launch came before its report
+        self._unclaimed = 0  # preemptions that a request may have met which is not reported yet
         self._seen_started = 0
         self._seen_ended = 0
 
+    @classmethod
+    def resumed(cls, started: int, ended: int, open_: Iterable[tuple[int, int]]) -> RequestTally:
+        """Of a process that somebody counted before; `open_` as `open_hits` gave it."""
+        tally = cls()
+        tally._seen_started, tally._seen_ended = started, ended
+        tally._open = [[-hits, count] for hits, count in open_]
+        return tally
+
+    @property
+    def is_heard(self) -> bool:
+        return self._seen_started > 0
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """Started and ended, as last reported."""
+        return self._seen_started, self._seen_ended
+
+    def open_hits(self) -> list[tuple[int, int]]:
+        """(preemptions so far, how many requests), oldest first."""
+        return [(self._preemptions - base, count) for base, count in self._open]
+
     def preempted(self) -> None:
+        """A preemption; nobody knows who began since the last report."""
         self._preemptions += 1
+        self._unclaimed += 1
         if self._open:
             self.most = max(self.most, self._preemptions - self._open[0][0])
-        else:
-            self._unclaimed += 1
 
     def woken(self) -> None:
         """Offline runs again: a preemption that no request claimed by now belonged to none (a warm-up, a probe)."""
@@ -56,7 +79,8 @@ class RequestTally:
         if begun:
             self._open.append([self._preemptions - self._unclaimed, begun])
             self.most = max(self.most, self._unclaimed)
-            self._unclaimed = 0
+        if self._open:
+            self._unclaimed = 0  # theirs: who begins from here on was not there
 
     def _finish(self, done: int) -> None:
         self.ended += done
