@@ -1,6 +1,7 @@
 /*
  * exercise.c - everything at once, for a libcuda built with a sanitizer: threads with streams of their own launch, copy,
- * record, capture, map and free for a while; then a context faults, and another is made and destroyed.
+ * record, capture, map and free for a while, each its own objects and all of them the same ones; then a context faults,
+ * and another is made and destroyed.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -49,6 +50,19 @@
 	X(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))         \
 	X(cuMemUnmap, (CUdeviceptr, size_t))                                                                 \
 	X(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                            \
+	X(cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle *, void *))                             \
+	X(cuPointerGetAttribute, (void *, int, CUdeviceptr))                                                 \
+	X(cuMemGetAccess, (unsigned long long *, const CUmemLocation *, CUdeviceptr))                        \
+	X(cuDeviceGetDefaultMemPool, (CUmemoryPool *, CUdevice))                                             \
+	X(cuDeviceSetMemPool, (CUdevice, CUmemoryPool))                                                      \
+	X(cuMemPoolSetAttribute, (CUmemoryPool, int, void *))                                                \
+	X(cuMemPoolGetAttribute, (CUmemoryPool, int, void *))                                                \
+	X(cuDevicePrimaryCtxGetState, (CUdevice, unsigned *, int *))                                         \
+	X(cuCtxSetFlags, (unsigned))                                                                         \
+	X(cuCtxGetFlags, (unsigned *))                                                                       \
+	X(cuModuleGetFunctionCount, (unsigned *, CUmodule))                                                  \
+	X(cuFuncSetAttribute, (CUfunction, int, int))                                                        \
+	X(cuEventElapsedTime, (float *, CUevent, CUevent))                                                   \
 	X(cuLaunchHostFunc, (CUstream, CUhostFn, void *))                                                    \
 	X(cuLaunchKernel, (CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
 	                   CUstream, void **, void **))
@@ -58,6 +72,7 @@ CALLS(X)
 
 #define THREADS 4
 #define ROUNDS  6
+#define AT_ONCE 20 /* times in each round, so that threads meet there */
 #define MIB     (1u << 20)
 
 #define CHECK(call)                                                                   \
@@ -70,7 +85,10 @@ CALLS(X)
 	} while (0)
 
 static CUcontext context;
+static CUmodule module;
 static CUfunction fill, spin;
+static CUevent begin, end;  /* recorded and read by every thread */
+static CUdeviceptr mapping; /* of every thread */
 static int called;
 
 static void on_host(void *user)
@@ -120,6 +138,40 @@ static void mappings(CUstream stream)
 	CHECK(cuMemAddressFree(base, 4 * MIB));
 }
 
+/* What the real library's callers share without a lock of their own. */
+static void same_objects(CUstream stream, unsigned round)
+{
+	static const char *const names[] = {"emu_copy", "emu_touch", "emu_tag", "emu_fill"};
+	CUmemAccessDesc access = {{1, 0}, 3};
+	CUmemGenericAllocationHandle handle;
+	CUfunction f;
+	CUmemoryPool pool;
+	uint64_t bytes = 0;
+	unsigned long long flags;
+	unsigned count, primary;
+	float elapsed;
+	int active;
+
+	CHECK(cuModuleGetFunction(&f, module, names[round % 4]));
+	CHECK(cuFuncSetAttribute(f, 8, 1024));
+	CHECK(cuModuleGetFunctionCount(&count, module));
+	CHECK(cuDevicePrimaryCtxGetState(0, &primary, &active));
+	CHECK(cuCtxSetFlags(round % 2));
+	CHECK(cuCtxGetFlags(&primary));
+	CHECK(cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)mapping));
+	CHECK(cuMemSetAccess(mapping, 2 * MIB, &access, 1));
+	CHECK(cuPointerGetAttribute(&active, 16, mapping));
+	CHECK(cuMemGetAccess(&flags, &access.location, mapping));
+	CHECK(cuMemRelease(handle));
+	CHECK(cuDeviceGetDefaultMemPool(&pool, 0));
+	CHECK(cuDeviceSetMemPool(0, pool));
+	CHECK(cuMemPoolSetAttribute(pool, 8, &bytes));
+	CHECK(cuMemPoolGetAttribute(pool, 7, &bytes));
+	CHECK(cuEventRecord(begin, stream));
+	CHECK(cuEventRecord(end, stream));
+	cuEventElapsedTime(&elapsed, begin, end); /* another thread may just have recorded them */
+}
+
 static void *worker(void *argument)
 {
 	CUstream stream, side;
@@ -146,6 +198,8 @@ static void *worker(void *argument)
 		CHECK(cuStreamDestroy_v2(side));
 		graphs(stream, memory);
 		mappings(stream);
+		for (unsigned i = 0; i < AT_ONCE; i++)
+			same_objects(stream, i);
 		cuEventQuery(event);
 		CHECK(cuEventSynchronize(event));
 		CHECK(cuEventDestroy_v2(event));
@@ -175,8 +229,9 @@ static void fault(void)
 
 int main(void)
 {
+	CUmemAllocationProp prop = {.type = 1, .location = {1, 0}};
+	CUmemGenericAllocationHandle handle;
 	pthread_t threads[THREADS];
-	CUmodule module;
 	CUevent event;
 
 	CHECK(cuInit(0));
@@ -185,10 +240,20 @@ int main(void)
 	CHECK(cuModuleLoadData(&module, "// valve-emu\n"));
 	CHECK(cuModuleGetFunction(&fill, module, "emu_fill"));
 	CHECK(cuModuleGetFunction(&spin, module, "emu_spin"));
+	CHECK(cuEventCreate(&begin, 0));
+	CHECK(cuEventCreate(&end, 0));
+	CHECK(cuMemAddressReserve(&mapping, 2 * MIB, 0, 0, 0));
+	CHECK(cuMemCreate(&handle, 2 * MIB, &prop, 0));
+	CHECK(cuMemMap(mapping, 2 * MIB, 0, handle, 0));
+	CHECK(cuMemRelease(handle));
 	for (int i = 0; i < THREADS; i++)
 		pthread_create(&threads[i], NULL, worker, NULL);
 	for (int i = 0; i < THREADS; i++)
 		pthread_join(threads[i], NULL);
+	CHECK(cuMemUnmap(mapping, 2 * MIB));
+	CHECK(cuMemAddressFree(mapping, 2 * MIB));
+	CHECK(cuEventDestroy_v2(begin));
+	CHECK(cuEventDestroy_v2(end));
 	CHECK(cuEventCreate(&event, 0));
 	CHECK(cuCtxRecordEvent(context, event));
 	CHECK(cuEventSynchronize(event));

@@ -24,21 +24,25 @@ uint32_t memory_object_new(struct device *dev, uint32_t cls, uint64_t bytes, uin
 static CUresult back_area(struct context *ctx, struct range *area)
 {
 	struct device *dev = ctx->dev;
+	uint32_t h_memory, status = memory_object_new(dev, NV01_MEMORY_LOCAL_USER, area->bytes, &h_memory);
 
-	area->ctx = ctx;
-	area->dev = dev;
-	uint32_t status = memory_object_new(dev, NV01_MEMORY_LOCAL_USER, area->bytes, &area->h_memory);
 	if (status) {
 		area_give(area);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	status = uvm_create_range(area->base, area->bytes);
 	if (!status)
-		status = uvm_map(dev, area->base, area->bytes, 0, area->h_memory);
-	if (!status)
+		status = uvm_map(dev, area->base, area->bytes, 0, h_memory);
+	if (!status) {
+		pthread_mutex_lock(&memory.lock); /* others find it already */
+		area->ctx = ctx;
+		area->dev = dev;
+		area->h_memory = h_memory;
+		pthread_mutex_unlock(&memory.lock);
 		return CUDA_SUCCESS;
+	}
 	uvm_free_range(area->base);
-	rm_free(dev->h_device, area->h_memory);
+	rm_free(dev->h_device, h_memory);
 	area_give(area);
 	return CUDA_ERROR_OPERATING_SYSTEM;
 }
@@ -129,7 +133,7 @@ static CUresult alloc_small(struct context *ctx, struct range *piece)
 	return CUDA_SUCCESS;
 }
 
-CUresult device_alloc(struct context *ctx, size_t bytes, struct range **out)
+CUresult device_alloc(struct context *ctx, size_t bytes, struct pool *pool, struct range **out)
 {
 	struct range *area = NULL, *range = cell_new();
 	CUresult result;
@@ -137,6 +141,7 @@ CUresult device_alloc(struct context *ctx, size_t bytes, struct range **out)
 	range->kind = RANGE_DEVICE;
 	range->ctx = ctx;
 	range->dev = ctx->dev;
+	range->pool = pool;
 	range->bytes = bytes;
 	if (bytes < SMALL_LIMIT) {
 		result = alloc_small(ctx, range);
@@ -215,7 +220,7 @@ CUAPI(cuMemAlloc_v2, CUdeviceptr *out, size_t bytes)
 		return result;
 	if (!out || !bytes)
 		return CUDA_ERROR_INVALID_VALUE;
-	result = device_alloc(ctx, bytes, &range);
+	result = device_alloc(ctx, bytes, NULL, &range);
 	if (!result)
 		*out = range->base;
 	return result;

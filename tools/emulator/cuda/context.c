@@ -101,8 +101,12 @@ CUAPI(cuDevicePrimaryCtxRetain, CUcontext *out, CUdevice handle)
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
 	pthread_mutex_lock(&primary_lock);
-	if (!dev->primary)
-		result = create(dev, dev->primary_flags, true, &dev->primary);
+	if (!dev->primary) {
+		struct context *ctx = NULL;
+
+		result = create(dev, __atomic_load_n(&dev->primary_flags, __ATOMIC_RELAXED), true, &ctx);
+		__atomic_store_n(&dev->primary, ctx, __ATOMIC_RELEASE); /* cuDevicePrimaryCtxGetState */
+	}
 	if (!result) {
 		dev->primary_refs++;
 		*out = (CUcontext)dev->primary;
@@ -125,7 +129,7 @@ static CUresult primary_drop(CUdevice handle, bool reset)
 		result = CUDA_ERROR_INVALID_CONTEXT;
 	if (dev->primary && (reset || --dev->primary_refs == 0)) {
 		destroy(dev->primary);
-		dev->primary = NULL;
+		__atomic_store_n(&dev->primary, NULL, __ATOMIC_RELEASE);
 		dev->primary_refs = 0;
 	}
 	pthread_mutex_unlock(&primary_lock);
@@ -162,10 +166,11 @@ CUAPI(cuDevicePrimaryCtxGetState, CUdevice handle, unsigned *flags, int *active)
 		return result;
 	if (!dev)
 		return CUDA_ERROR_INVALID_DEVICE;
+	/* Without the lock: who destroys a context whose channels are off holds it for long. */
 	if (flags)
-		*flags = dev->primary_flags;
+		*flags = __atomic_load_n(&dev->primary_flags, __ATOMIC_RELAXED);
 	if (active)
-		*active = dev->primary != NULL;
+		*active = __atomic_load_n(&dev->primary, __ATOMIC_ACQUIRE) != NULL;
 	return CUDA_SUCCESS;
 }
 
@@ -178,9 +183,11 @@ CUAPI(cuDevicePrimaryCtxSetFlags_v2, CUdevice handle, unsigned flags)
 		return result;
 	if (!dev)
 		return CUDA_ERROR_INVALID_DEVICE;
-	dev->primary_flags = flags;
+	__atomic_store_n(&dev->primary_flags, flags, __ATOMIC_RELAXED);
+	pthread_mutex_lock(&primary_lock);
 	if (dev->primary)
-		dev->primary->flags = flags;
+		__atomic_store_n(&dev->primary->flags, flags, __ATOMIC_RELAXED);
+	pthread_mutex_unlock(&primary_lock);
 	return CUDA_SUCCESS;
 }
 

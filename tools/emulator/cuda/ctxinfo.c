@@ -46,7 +46,7 @@ CUAPI(cuCtxGetDevice_v2, CUdevice *out, CUcontext handle)
 ANSWER(handle, ctx->dev->ordinal)
 
 CUAPI(cuCtxGetFlags, unsigned *out)
-ANSWER(NULL, ctx->flags)
+ANSWER(NULL, __atomic_load_n(&ctx->flags, __ATOMIC_RELAXED))
 
 CUAPI(cuCtxGetApiVersion, CUcontext handle, unsigned *out)
 ANSWER(handle, API_VERSION)
@@ -66,7 +66,7 @@ CUAPI(cuCtxSetFlags, unsigned flags)
 		return result;
 	if (flags & ~SCHEDULE_FLAGS)
 		return CUDA_ERROR_INVALID_VALUE;
-	ctx->flags = flags;
+	__atomic_store_n(&ctx->flags, flags, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
@@ -138,9 +138,10 @@ static CUresult peer_access(CUcontext handle, bool enable)
 	if (!context_valid(handle) || peer == ctx)
 		return CUDA_ERROR_INVALID_CONTEXT;
 	uint32_t bit = 1u << peer->dev->ordinal;
-	if (enable == ((ctx->peers & bit) != 0))
+	uint32_t before = enable ? __atomic_fetch_or(&ctx->peers, bit, __ATOMIC_RELAXED)
+	                         : __atomic_fetch_and(&ctx->peers, ~bit, __ATOMIC_RELAXED);
+	if (enable == ((before & bit) != 0))
 		return enable ? CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED : CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
-	ctx->peers ^= bit;
 	return CUDA_SUCCESS;
 }
 

@@ -53,7 +53,7 @@ CUresult driver_check(void)
 {
 	if (emu.forked || !__atomic_load_n(&emu.ready, __ATOMIC_ACQUIRE))
 		return CUDA_ERROR_NOT_INITIALIZED;
-	return exiting ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
+	return __atomic_load_n(&exiting, __ATOMIC_RELAXED) ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
 }
 
 static void child_after_fork(void)
@@ -69,7 +69,7 @@ static void at_exit(void)
 	if (setting(SETTING_exit_waits) && driver_check() == CUDA_SUCCESS)
 		for (struct context *ctx = emu.contexts; ctx; ctx = ctx->next)
 			context_wait(ctx);
-	exiting = true;
+	__atomic_store_n(&exiting, true, __ATOMIC_RELAXED); /* other threads go on */
 }
 
 static CUresult open_board(void)

@@ -134,7 +134,17 @@ CUAPI(cuEventRecordWithFlags, CUevent handle, CUstream stream, unsigned flags)
 	return flags > 1 ? CUDA_ERROR_INVALID_VALUE : cuEventRecord(handle, stream);
 }
 
-/* Done, pending or captured; with `wait` set it blocks until the event has happened. */
+/* Done, pending or captured. */
+static CUresult state_locked(struct event *event)
+{
+	if (event->capture)
+		return capture_misuse_event_locked(event);
+	if (event->ctx->sticky)
+		return event->ctx->sticky;
+	return event->mark && !deps_met(&event->mark->after) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+}
+
+/* With `wait` set it blocks until the event has happened. */
 static CUresult look(CUevent handle, bool wait)
 {
 	struct event *event = event_from(handle);
@@ -146,19 +156,13 @@ static CUresult look(CUevent handle, bool wait)
 		return CUDA_ERROR_INVALID_HANDLE;
 	pthread_mutex_lock(&emu.lock);
 	struct context *ctx = event->ctx;
-	struct mark *mark = event->mark;
-	if (event->capture)
-		result = capture_misuse_event_locked(event);
-	else if (ctx->sticky)
-		result = ctx->sticky;
-	else if (mark && !deps_met(&mark->after))
-		result = CUDA_ERROR_NOT_READY;
+	result = state_locked(event);
 	if (!wait || result != CUDA_ERROR_NOT_READY) {
 		pthread_mutex_unlock(&emu.lock);
 		return result;
 	}
 	struct dependencies left = {0};
-	deps_copy(&left, &mark->after);
+	deps_copy(&left, &event->mark->after);
 	pthread_mutex_unlock(&emu.lock);
 	deps_wait(&left);
 	pthread_mutex_lock(&emu.lock);
@@ -185,17 +189,17 @@ CUAPI(cuEventElapsedTime_v2, float *out, CUevent start, CUevent end)
 
 	if (!out)
 		return CUDA_ERROR_INVALID_VALUE;
-	if (!first || !last || !first->mark || !last->mark ||
-	    ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
+	if (!first || !last || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
 		return CUDA_ERROR_INVALID_HANDLE;
-	CUresult result = look(start, false);
+	pthread_mutex_lock(&emu.lock); /* another thread may record them anew meanwhile */
+	CUresult result = first->mark && last->mark ? state_locked(first) : CUDA_ERROR_INVALID_HANDLE;
 	if (!result)
-		result = look(end, false);
-	if (result)
-		return result;
-	double real = (double)last->mark->time_ns - (double)first->mark->time_ns;
-	*out = (float)(real * emu.board->time_scale / 1e6);
-	return CUDA_SUCCESS;
+		result = state_locked(last);
+	double real = result ? 0 : (double)last->mark->time_ns - (double)first->mark->time_ns;
+	pthread_mutex_unlock(&emu.lock);
+	if (!result)
+		*out = (float)(real * emu.board->time_scale / 1e6);
+	return result;
 }
 
 CUAPI(cuEventElapsedTime, float *out, CUevent start, CUevent end)

@@ -15,7 +15,7 @@ static CUresult get_attribute(int *out, int attribute, const struct function *fu
 		return CUDA_ERROR_INVALID_HANDLE;
 	if (!out || attribute < 0 || attribute >= FUNCTION_ATTRIBUTES)
 		return CUDA_ERROR_INVALID_VALUE;
-	*out = function->attributes[attribute];
+	*out = __atomic_load_n(&function->attributes[attribute], __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
@@ -25,7 +25,7 @@ static CUresult set_attribute(struct function *function, int attribute, int valu
 		return CUDA_ERROR_INVALID_HANDLE;
 	if (attribute < MAX_DYNAMIC_SHARED || attribute >= FUNCTION_ATTRIBUTES)
 		return CUDA_ERROR_INVALID_VALUE;
-	function->attributes[attribute] = value;
+	__atomic_store_n(&function->attributes[attribute], value, __ATOMIC_RELAXED);
 	return CUDA_SUCCESS;
 }
 
@@ -142,8 +142,10 @@ CUAPI(cuModuleGetFunctionCount, unsigned *out, CUmodule handle)
 	if (!out || !module)
 		return CUDA_ERROR_INVALID_HANDLE;
 	*out = 0;
+	pthread_mutex_lock(&emu.lock);
 	for (const struct function *f = module->functions; f; f = f->next)
 		++*out;
+	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 

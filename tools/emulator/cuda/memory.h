@@ -73,7 +73,7 @@ struct range *area_take(enum range_kind kind, uint64_t bytes, uint64_t alignment
 void area_give(struct range *area);
 
 /* alloc.c */
-CUresult device_alloc(struct context *ctx, size_t bytes, struct range **out);
+CUresult device_alloc(struct context *ctx, size_t bytes, struct pool *pool, struct range **out);
 CUresult device_free(struct range *range);
 struct range *range_at(uint64_t address, bool only_base);
 void memory_forget_context(struct context *ctx);

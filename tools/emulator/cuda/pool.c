@@ -70,13 +70,16 @@ static CUresult alloc_from(struct pool *pool, CUdeviceptr *out, size_t bytes, CU
 		return result;
 	if (!out || !bytes)
 		return CUDA_ERROR_INVALID_VALUE;
-	if (stream->capture)
+	pthread_mutex_lock(&emu.lock);
+	bool is_captured = stream->capture != NULL;
+	pthread_mutex_unlock(&emu.lock);
+	if (is_captured)
 		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* memory nodes are not emulated */
-	result = device_alloc(stream->ctx, bytes, &range);
+	pool = pool ? pool : pool_of(stream->ctx->dev);
+	result = device_alloc(stream->ctx, bytes, pool, &range);
 	if (result)
 		return result;
-	range->pool = pool ? pool : pool_of(stream->ctx->dev);
-	account(range->pool, (int64_t)bytes);
+	account(pool, (int64_t)bytes);
 	*out = range->base;
 	return CUDA_SUCCESS;
 }
@@ -153,7 +156,9 @@ CUAPI(cuDeviceSetMemPool, CUdevice handle, CUmemoryPool pool_handle)
 	if (!dev || !pool || pool->dev != dev)
 		return dev ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_INVALID_DEVICE;
 	pool_of(dev);
+	pthread_mutex_lock(&emu.lock);
 	dev->pool = pool;
+	pthread_mutex_unlock(&emu.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -195,8 +200,10 @@ CUAPI(cuMemPoolDestroy, CUmemoryPool handle)
 
 	if (!pool || pool == pool->dev->default_pool)
 		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&emu.lock);
 	if (pool->dev->pool == pool)
 		pool->dev->pool = pool->dev->default_pool;
+	pthread_mutex_unlock(&emu.lock);
 	pool->magic = 0;
 	return CUDA_SUCCESS;
 }
@@ -218,9 +225,11 @@ CUAPI(cuMemPoolSetAttribute, CUmemoryPool handle, int attribute, void *value)
 
 	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
 		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
 	memcpy(&pool->attributes[attribute], value, attribute_bytes(attribute));
 	if (attribute > RESERVED_NOW)
 		pool->highest = pool->used;
+	pthread_mutex_unlock(&memory.lock);
 	return CUDA_SUCCESS;
 }
 
@@ -230,9 +239,11 @@ CUAPI(cuMemPoolGetAttribute, CUmemoryPool handle, int attribute, void *value)
 
 	if (!pool || !value || attribute < FIRST_ATTRIBUTE || attribute > USED_HIGH)
 		return CUDA_ERROR_INVALID_VALUE;
+	pthread_mutex_lock(&memory.lock);
 	uint64_t now = pool->attributes[attribute];
 	if (attribute >= RESERVED_NOW) /* reserved now, reserved at most, used now, used at most */
 		now = (attribute - RESERVED_NOW) % 2 ? pool->highest : pool->used;
+	pthread_mutex_unlock(&memory.lock);
 	memcpy(value, &now, attribute_bytes(attribute));
 	return CUDA_SUCCESS;
 }

@@ -92,7 +92,7 @@ static void leave(struct step *step)
 
 static void count_busy(struct step *step, struct member *m, uint32_t tid)
 {
-	if (tid == step->runner)
+	if (tid == __atomic_load_n(&step->runner, __ATOMIC_RELAXED))
 		__atomic_add_fetch(&step->slot->busy_ns, now_ns() - m->since_ns, __ATOMIC_RELAXED);
 }
 
@@ -296,7 +296,8 @@ static void prepare(void)
 static struct step *step_of(uint32_t runner)
 {
 	for (int i = 0; i < STEPS; i++)
-		if (stage_of(&steps[i]) == STARTED && steps[i].runner == runner)
+		if (stage_of(&steps[i]) == STARTED &&
+		    __atomic_load_n(&steps[i].runner, __ATOMIC_RELAXED) == runner)
 			return &steps[i];
 	return NULL;
 }
@@ -309,7 +310,7 @@ static struct step *claim(uint32_t runner)
 		if (!__atomic_compare_exchange_n(&steps[i].stage, &none, CLAIMED, false, __ATOMIC_SEQ_CST,
 		                                 __ATOMIC_SEQ_CST))
 			continue;
-		steps[i].runner = runner;
+		__atomic_store_n(&steps[i].runner, runner, __ATOMIC_RELAXED); /* others look who it is */
 		steps[i].depth = 1;
 		return &steps[i];
 	}

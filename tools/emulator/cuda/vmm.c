@@ -34,21 +34,22 @@ struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *pro
 	return handle;
 }
 
-void handle_drop(struct vmm_handle *handle, bool is_mapping)
+/* False: there was nothing to give back. */
+bool handle_drop(struct vmm_handle *handle, bool is_mapping)
 {
 	pthread_mutex_lock(&memory.lock);
-	if (is_mapping)
-		handle->mappings--;
-	else
-		handle->refs--;
-	bool is_last = !handle->refs && !handle->mappings;
+	unsigned *count = is_mapping ? &handle->mappings : &handle->refs;
+	bool had = *count > 0;
+	*count -= had;
+	bool is_last = had && !handle->refs && !handle->mappings;
 	if (is_last)
 		handle->magic = 0;
 	pthread_mutex_unlock(&memory.lock);
-	if (!is_last)
-		return;
-	rm_free(handle->dev->h_device, handle->h_memory);
-	cell_free(handle);
+	if (is_last) {
+		rm_free(handle->dev->h_device, handle->h_memory);
+		cell_free(handle);
+	}
+	return had;
 }
 
 /* Where the memory is asked for; host memory hangs off the first device, as everything in RM hangs off one. */
@@ -112,10 +113,7 @@ CUAPI(cuMemRelease, CUmemGenericAllocationHandle value)
 
 	if (result)
 		return result;
-	if (!handle || !handle->refs)
-		return CUDA_ERROR_INVALID_VALUE;
-	handle_drop(handle, false);
-	return CUDA_SUCCESS;
+	return handle && handle_drop(handle, false) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUAPI(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle *out, void *address)

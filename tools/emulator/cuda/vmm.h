@@ -19,6 +19,7 @@ struct vmm_handle {
 struct vmm_handle *handle_from(CUmemGenericAllocationHandle value);
 struct vmm_handle *handle_new(struct device *dev, const CUmemAllocationProp *prop, uint64_t bytes,
                               uint32_t h_memory);
-void handle_drop(struct vmm_handle *handle, bool is_mapping); /* one reference or one mapping less */
+bool handle_drop(struct vmm_handle *handle,
+                 bool is_mapping); /* one reference or one mapping less; false: none left */
 
 #endif

@@ -192,6 +192,13 @@ static CUresult check_descs(const CUmemAccessDesc *descs, size_t count)
 	return CUDA_SUCCESS;
 }
 
+static void set_access(struct range *mapping, int device, int flags)
+{
+	pthread_mutex_lock(&memory.lock); /* who asks about an address reads it */
+	mapping->access[device] = flags;
+	pthread_mutex_unlock(&memory.lock);
+}
+
 /* One UVM call per mapping and GPU whose access changes. */
 static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 {
@@ -203,13 +210,13 @@ static CUresult grant(struct range *mapping, const CUmemAccessDesc *desc)
 	int before = mapping->access[dev->ordinal];
 	if (before == desc->flags)
 		return CUDA_SUCCESS;
-	mapping->access[dev->ordinal] = desc->flags;
+	set_access(mapping, dev->ordinal, desc->flags);
 	if (desc->flags && !before)
 		status = uvm_map(dev, mapping->base, mapping->bytes, 0, mapping->handle->h_memory);
 	else if (!desc->flags && !has_access(mapping))
 		status = uvm_unmap(dev, mapping->base, mapping->bytes);
 	if (status)
-		mapping->access[dev->ordinal] = before;
+		set_access(mapping, dev->ordinal, before);
 	return status ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
