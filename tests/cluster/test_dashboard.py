@@ -7,6 +7,7 @@ import socket
 import subprocess
 import urllib.parse
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cluster_pods import PODS, submit, wait_bound
 from node_rig import Offline, Online
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, free_port, wait_for
-from valve_tools.cluster.fleet import create_nodes, delete_nodes, offline_pod
+from valve_tools.cluster.fleet import Heartbeat, create_nodes, delete_nodes, offline_pod
 from valve_tools.cluster.webhook import start_webhook
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.emulator.node import Options
@@ -35,6 +36,7 @@ RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 RULES = CHART / "files/rules.yaml"
 # Averages over five minutes need two scrapes within them, so the shortest of intervals gives data at once.
 EVERY = "1s"
+ROOM = 8  # pods, of 24 GPUs
 
 
 def queries() -> Iterator[tuple[str, str]]:
@@ -85,6 +87,8 @@ def prometheus(
     runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
     control_plane.api.post(RUNTIMES, runtime | {"handler": "nvidia"})
     create_nodes(control_plane.api, 3)
+    heartbeat = Heartbeat(control_plane.api, 3)
+    heartbeat.start()
     metrics = free_port()
     folder = tmp_path_factory.mktemp("node")
     with EmulatedNode(folder, options=Options(gpus=1), mode="harvest", config=f"metrics_port = {metrics}") as node:
@@ -104,6 +108,7 @@ def prometheus(
             started.process.wait(30)
             for name in ("controller", "webhook", "kube-scheduler", "extender"):
                 control_plane.kill(name)
+            heartbeat.stop()
             delete_nodes(control_plane.api)
             control_plane.api.delete(f"{RUNTIMES}/nvidia")
             helm.uninstall()
@@ -138,11 +143,16 @@ def test_a_panel_of_the_dashboard_has_data(
     control_plane: ControlPlane, prometheus: Prometheus, title: str, query: str
 ) -> None:
     numbers = itertools.count()
+    waiting: deque[str] = deque()
 
     def has_data() -> list[str]:
-        # What is averaged over time needs something to happen meanwhile: a stop, and a pod to be placed.
+        # What is averaged over time needs something to happen meanwhile: a stop, and a pod to be placed. Older ones make
+        # room: the scheduler asks nobody about a pod that fits on no node.
         prometheus.online.launch(us=200)
-        control_plane.api.post(PODS, offline_pod(f"more-{next(numbers)}"))
+        waiting.append(f"more-{next(numbers)}")
+        control_plane.api.post(PODS, offline_pod(waiting[-1]))
+        if len(waiting) > ROOM:
+            control_plane.api.delete(f"{PODS}/{waiting.popleft()}", {"gracePeriodSeconds": 0})
         return prometheus.figures(query)
 
     assert wait_for(title, has_data, 60)

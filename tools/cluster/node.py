@@ -59,6 +59,10 @@ def missing(programs: Path) -> str:
         return f"no {', '.join(absent)}: build them once with `make cluster-tools` (Go 1.26, 7 minutes)"
     if os.geteuid() != 0:
         return "a kubelet needs root"
+    if not os.access("/sys/fs/cgroup", os.W_OK):
+        return "a kubelet needs a control group tree that it may write"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        return "containers need the right to mount"
     if shutil.which("runc") is None:
         return "no runc: apt-get install runc"
     if not Path("/bin/busybox").exists():
