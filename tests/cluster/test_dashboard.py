@@ -146,8 +146,8 @@ def test_a_panel_of_the_dashboard_has_data(
     waiting: deque[str] = deque()
 
     def has_data() -> list[str]:
-        # What is averaged over time needs something to happen meanwhile: a stop, and a pod to be placed. Older ones make
-        # room: the scheduler asks nobody about a pod that fits on no node.
+        # What is averaged over time needs something to happen meanwhile: a stop, and a pod to be placed. Older pods
+        # make room: the scheduler asks nobody about a pod that fits on no node.
         prometheus.online.launch(us=200)
         waiting.append(f"more-{next(numbers)}")
         control_plane.api.post(PODS, offline_pod(waiting[-1]))
