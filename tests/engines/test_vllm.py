@@ -113,8 +113,13 @@ def test_without_this_protection_tokens_change(engines, handling, is_async):
     assert total(results, "wrong") > 0 or any(trial["crash"] for trial in results)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("hole", [{"zeroes": False}, {"lost": "nan"}], ids=["not zeroed", "quarantine not finite"])
+@pytest.mark.parametrize(
+    "hole",
+    [
+        pytest.param({"zeroes": False}, id="not zeroed", marks=pytest.mark.quick),
+        pytest.param({"lost": "nan"}, id="quarantine not finite"),
+    ],
+)
 def test_memory_that_is_not_finite_spoils_requests_that_lost_nothing(engines, hole):
     """Hazard 8: attention multiplies unused slots by zero, and zero times NaN is NaN. In every other campaign, too, the
     memory that comes back is NaN before it is zeroed.
