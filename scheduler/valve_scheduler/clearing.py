@@ -4,6 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from valve_scheduler.conditions import Told
 from valve_scheduler.objects import Object, pod_place
 
 # A node that registers anew under its name meanwhile keeps what a person has set for it.
@@ -15,7 +16,7 @@ class Leaver:
     """A pod to evict; reason and note are those of its event."""
 
     pod: Object
-    reason: str
+    reason: Told
     note: str
 
 
@@ -28,10 +29,10 @@ def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Lea
         node = nodes.get(place.node, {})
         risks = {gpu["uuid"]: gpu["onlineRisk"] for gpu in _gpus(node) if gpu.get("onlineRisk")}
         if why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
-            yield Leaver(pod=pod, reason="NodeDrained", note=f"{place.node} is drained: {why}")
+            yield Leaver(pod=pod, reason=Told.NODE_DRAINED, note=f"{place.node} is drained: {why}")
         elif uuid := next((uuid for uuid in place.gpu_uuids if uuid in risks), ""):
             note = f"{risks[uuid]} and may need memory of {uuid} on {place.node}"
-            yield Leaver(pod=pod, reason="OnlineAtRisk", note=note)
+            yield Leaver(pod=pod, reason=Told.ONLINE_AT_RISK, note=note)
 
 
 def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -> Iterator[tuple[str, dict[str, str]]]:

@@ -34,7 +34,7 @@ _NODES = f"{names.API_PATH}/gpuharvestnodes"
 # What a person reads instead of a table without rows.
 _EMPTY = {
     "nodes": "No node has reported: is the daemon running on nodes with GPUs?",
-    "workloads": "No offline workload has run yet.",
+    "workloads": "No offline job with an SLA has run yet.",
     "pods": "There is no offline pod.",
     "usage": "No namespace has an account yet: one is opened when its first pod has harvested or lent GPU time.",
 }

@@ -10,15 +10,16 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from valve_scheduler import metrics, names
 from valve_scheduler.accounts import ACCOUNT, Worth, charge, entries_of
 from valve_scheduler.clearing import ghosts, leavers
+from valve_scheduler.conditions import Told, event
 from valve_scheduler.errors import InvalidObject
 from valve_scheduler.kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
-from valve_scheduler.kube.lease import Lease
+from valve_scheduler.kube.lease import DURATION_S, Lease
 from valve_scheduler.kube.reflector import Reflector, Sink
 from valve_scheduler.monitor import (
     MonitorSettings,
@@ -43,11 +44,22 @@ from valve_scheduler.objects import (
 from valve_scheduler.placement import Job, PlacementSettings
 from valve_scheduler.policies import merge_patch, node_spec
 from valve_scheduler.probes import Probes
-from valve_scheduler.profiling import is_enough, levels_of, measured_spec, store, to_profile
+from valve_scheduler.profiling import (
+    GIVEN_UP_NOTE,
+    PROFILING_NOTE,
+    is_enough,
+    levels_of,
+    measured_spec,
+    store,
+    to_profile,
+)
+from valve_scheduler.reach import Beyond, beyond
 from valve_scheduler.requeue import Pending, newly_feasible
+from valve_scheduler.shadows import is_news, standing
+from valve_scheduler.shadows import status_of as shadow_status
 from valve_scheduler.state import ClusterState
 from valve_scheduler.views import labels_view, nodes_view, pods_view, policies_view, profiles_view, workloads_view
-from valve_scheduler.workloads import event, new_workload, owner_of, status_of, workload_name
+from valve_scheduler.workloads import new_workload, owner_of, status_of, workload_name
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +75,7 @@ class ControllerSettings:
     probe_host: str = "0.0.0.0"
     probe_port: int = 8902
     lease_name: str = "valve-controller"
+    lease_s: float = DURATION_S
     requeue_every_s: float = 1.0
     policy_every_s: float = 1.0
     clear_every_s: float = 5.0
@@ -127,6 +140,8 @@ class Controller:
         self._pending = Pending()
         self._afresh_at_s = 0.0
         self._told: dict[str, tuple[Json, float]] = {}
+        self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
+        self._said: set[tuple[str, str]] = set()  # UID and reason of what is told once
 
     def missing(self) -> list[str]:
         """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
@@ -167,6 +182,7 @@ class Controller:
         # Whoever judges a node knows the default; what differs from it stands in the node.
         defaults = {} if theta == PlacementSettings().theta else {"alignmentThreshold": theta}
         profile = to_profile(self.pods.items.values(), self.profiles.items, now_s)
+        await self._tell_profiled({uid for uids in profile.values() for uid in uids})
         patches = []
         for (_, name), node in self.nodes.items.items():
             wanted = node_spec(policies, self.labels.get(name, {}), profile.get(name, ()), defaults)
@@ -181,6 +197,22 @@ class Controller:
         if patches:
             log.info("policies", extra={"nodes": len(patches)})
         await asyncio.gather(*patches)
+
+    async def judge_policies(self) -> None:
+        """Say of each policy where it holds, and what overrules it where it does not."""
+        policies, now_s = self._state.policies, self._now_s()
+        nodes = {name: self.labels.get(name, {}) for _, name in self.nodes.items}
+        modes = {name: (node.get("spec") or {}).get("mode") for (_, name), node in self.nodes.items.items()}
+        said = {name: mode for name, mode in modes.items() if mode}
+        for policy in policies.items:
+            status = shadow_status(policy, standing(policy, policies, nodes, said), now_s)
+            if status == policy.get("status"):
+                continue
+            path = f"{names.API_PATH}/harvestpolicies/{policy['metadata']['name']}/status"
+            if await self._patch(path, {"status": status}) and is_news(policy, status):
+                note = status["conditions"][0]["message"]
+                told = event(policy, Told.POLICY_SHADOWED, note, now_s, kind="HarvestPolicy")
+                await self._post_event(told)
 
     # Accounts
 
@@ -241,8 +273,28 @@ class Controller:
                 status = {"phase": "Ready", "source": "Measured", "samples": len(levels)}
                 metadata = {"namespace": key[0], "name": key[1]}
                 with contextlib.suppress(ApiError, Unreachable):  # the next round tries again
-                    await store(self._client, metadata, measured_spec(workload, levels), status)
+                    spec = measured_spec(workload, levels)
+                    await store(self._client, metadata, spec, status)
                     log.info("profiled", extra={"profile": "/".join(key), "levels": len(levels)})
+                    speed = spec["standaloneTokensPerSecond"]
+                    note = f"OfflineProfile {key[1]} is Ready: {speed:g} tokens/s alone, {len(levels)} levels of memory"
+                    await self._tell_once(pod, Told.PROFILED, note)
+
+    async def _tell_profiled(self, uids: set[str]) -> None:
+        """Where a pod runs with a part of its memory its owner shall read why, and what became of it."""
+        if not uids and not self._profiled:
+            return
+        pods = {pod["metadata"]["uid"]: pod for pod in self.pods.items.values()}
+        before, self._profiled = self._profiled, {uid: pods[uid] for uid in uids}
+        for uid in uids - before.keys():
+            note = f"is measured for OfflineProfile {annotation(pods[uid], names.PROFILE)}: {PROFILING_NOTE}"
+            await self._tell_once(pods[uid], Told.PROFILING, note)
+        for uid in before.keys() & pods.keys() - uids:
+            pod = pods[uid]
+            name = annotation(pod, names.PROFILE)
+            if (pod["metadata"]["namespace"], name) not in self.profiles.items and not pod_place(pod).finished:
+                note = f"OfflineProfile {name} is not made from this pod: {GIVEN_UP_NOTE}"
+                await self._tell_once(pod, Told.PROFILING_ENDED, note)
 
     # Nodes that are drained or gone
 
@@ -284,14 +336,15 @@ class Controller:
             note = (
                 f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {track.sample.sla:.2f}; moved"
             )
-            if await self._evict(pods[track.sample.pod_uid], "SLAMissed", note):
+            if await self._evict(pods[track.sample.pod_uid], Told.SLA_MISSED, note):
                 owners[track.sample.owner_uid] = evicted(owner, node, now_s, rules)
         await self._write_workloads(running, owners, now_s)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
-        """SLA windows of the node's policy; without a node those of the whole cluster, with its eviction budget."""
-        labels = self.labels.get(node, {}) if node else {}
-        return with_policy(self._settings.monitor, self._state.policies.of_node(labels))
+        """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
+        policies = self._state.policies
+        spec = policies.of_node(self.labels.get(node, {})) if node else policies.of_cluster()
+        return with_policy(self._settings.monitor, spec)
 
     def _running(self) -> list[Json]:
         return [
@@ -329,7 +382,7 @@ class Controller:
         status = self.nodes.items.get(("", node), {}).get("status") or {}
         return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
 
-    async def _evict(self, pod: Object, reason: str, note: str) -> bool:
+    async def _evict(self, pod: Object, reason: Told, note: str) -> bool:
         """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again."""
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
@@ -339,7 +392,7 @@ class Controller:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
         }
-        found = {"pod": path, "reason": reason, "note": note}
+        found = {"pod": path, "reason": reason.value, "note": note}
         try:
             await self._client.request("POST", f"{path}/eviction", body=body)
         except (ApiError, Unreachable) as error:
@@ -349,33 +402,65 @@ class Controller:
             return False
         metrics.evictions.labels("evicted").inc()
         log.info("evicted", extra=found)
-        await self._tell(pod, reason, note)
+        await self._post_event(event(pod, reason, note, self._now_s()))
 
         return True
 
-    async def _tell(self, pod: Object, reason: str, note: str) -> None:
-        """One event on the pod, where its owner looks first."""
-        path = f"/apis/events.k8s.io/v1/namespaces/{pod['metadata']['namespace']}/events"
+    async def _tell_once(self, pod: Object, reason: Told, note: str) -> None:
+        mark = (pod["metadata"]["uid"], reason.value)
+        if mark not in self._said:
+            told = event(pod, reason, note, self._now_s(), once=True)
+            if await self._post_event(told):
+                self._said.add(mark)
+
+    async def _post_event(self, told: Json) -> bool:
+        """One event on the object, where its owner looks first. True: it stands there."""
+        path = f"/apis/events.k8s.io/v1/namespaces/{told['metadata']['namespace']}/events"
         try:
-            await self._client.request("POST", path, body=event(pod, reason, note, self._now_s()))
+            await self._client.request("POST", path, body=told)
         except (ApiError, Unreachable) as error:
+            if isinstance(error, ApiError) and error.status == 409:  # told before we began
+                return True
             log.warning("event refused", extra={"error": str(error)})
+            return False
+        return True
 
     async def _write_workloads(self, running: list[Json], owners: dict[str, Owner], now_s: float) -> None:
         tracks: defaultdict[str, list[Track]] = defaultdict(list)
         for track in self._tracks.values():
             tracks[track.sample.owner_uid].append(track)
-        for pod in running:
-            key = (pod["metadata"]["namespace"], workload_name(owner_uid(pod)))
-            if key not in self.workloads.items and tracks[owner_uid(pod)]:
+        lost = {owner_uid(pod): (pod, why) for pod, why in self._unreachable(now_s)}
+        for pod in [*running, *(pod for pod, _ in lost.values())]:
+            uid = owner_uid(pod)
+            key = (pod["metadata"]["namespace"], workload_name(uid))
+            if key not in self.workloads.items and (tracks[uid] or uid in lost):
                 await self._create_workload(pod)
         for (namespace, name), workload in list(self.workloads.items.items()):
             uid = workload["spec"]["ownerUID"]
             before = workload.get("status") or {}
-            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules())
+            why = lost[uid][1] if uid in lost else None
+            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
             if status != before:
                 path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
                 await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+        live = {pod["metadata"]["uid"] for pod in self.pods.items.values()}
+        self._said = {mark for mark in self._said if mark[0] in live}
+        for pod, why in lost.values():
+            await self._tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
+
+    def _unreachable(self, now_s: float) -> Iterator[tuple[Json, Beyond]]:
+        """Refused pods that would get their SLA on no node, if nothing else ran there."""
+        known: dict[Job, Beyond | None] = {}
+        for pod in self.pods.items.values():
+            job = self._refused_job(pod)
+            if job is None:
+                continue
+            job = replace(job, avoid=frozenset())
+            if job not in known:
+                sets = self._state.sets(job.gpus)
+                known[job] = beyond(self._state.open_fleet(now_s), sets, job, self._settings.placement)
+            if why := known[job]:
+                yield pod, why
 
     async def _create_workload(self, pod: Json) -> None:
         workload = new_workload(pod, sla_of(pod))
@@ -384,17 +469,19 @@ class Controller:
             created = await self._client.request("POST", path, body=workload)
             self.workloads.items[key_of(created)] = created
 
-    async def _patch(self, path: str, patch: Json) -> None:
+    async def _patch(self, path: str, patch: Json) -> bool:
         try:
             await self._client.request("PATCH", path, body=patch, content_type=MERGE_PATCH)
         except (ApiError, Unreachable) as error:
             log.warning("patch refused", extra={"path": path, "error": str(error)})
+            return False
+        return True
 
 
 async def run_controller(client: KubeClient, settings: ControllerSettings, identity: str) -> None:
     """Until cancelled; followers keep their views warm and do nothing."""
     controller = Controller(client, settings)
-    lease = Lease(client, settings.namespace, settings.lease_name, identity)
+    lease = Lease(client, settings.namespace, settings.lease_name, identity, settings.lease_s)
 
     async def every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -411,6 +498,7 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
         every(settings.policy_every_s, controller.apply_policies),
         every(settings.clear_every_s, controller.clear),
         every(settings.monitor_every_s, controller.monitor),
+        every(settings.monitor_every_s, controller.judge_policies),
         every(settings.monitor_every_s, controller.forget),
         every(settings.monitor_every_s, controller.account),
         every(settings.monitor_every_s, controller.measure),

@@ -23,6 +23,7 @@ from valve_scheduler.errors import SchedulerError
 from valve_scheduler.extender_service import ExtenderSettings, run_extender
 from valve_scheduler.kube.access import find
 from valve_scheduler.kube.client import KubeClient
+from valve_scheduler.kube.lease import DURATION_S
 from valve_scheduler.monitor import MonitorSettings
 from valve_scheduler.placement import PlacementSettings
 from valve_scheduler.webhook import WebhookSettings, run_webhook
@@ -61,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     controller.add_argument("--namespace", default=os.environ.get("POD_NAMESPACE", "valve-system"))
     controller.add_argument("--probe-host", default="0.0.0.0")
     controller.add_argument("--probe-port", type=int, default=8902, help="/healthz /readyz /metrics")
+    controller.add_argument(
+        "--lease", type=float, default=DURATION_S, metavar="SECONDS", help="until another one leads"
+    )
     controller.add_argument("--monitor-every", type=float, default=30.0, metavar="SECONDS")
     controller.add_argument("--sla-window", type=float, default=MonitorSettings().window_s, metavar="SECONDS")
 
@@ -115,6 +119,7 @@ def _service(client: KubeClient, options: argparse.Namespace) -> Coroutine[Any, 
             namespace=options.namespace,
             probe_host=options.probe_host,
             probe_port=options.probe_port,
+            lease_s=options.lease,
             monitor_every_s=options.monitor_every,
             monitor=MonitorSettings(window_s=options.sla_window),
             placement=PlacementSettings(theta=options.alignment_threshold),

@@ -24,7 +24,7 @@ def node_row(node: Object, now_s: float) -> Row:
     status, spec = node.get("status") or {}, node.get("spec") or {}
     row: Row = {
         "node": node["metadata"]["name"],
-        "mode": mode_in_force(spec) or "default",
+        "mode": mode_in_force(spec) or status.get("mode") or "default",
         "phase": status.get("phase", ""),
         "gpu": status.get("gpuModel", ""),
         "gpus": len(status.get("gpus") or []),

@@ -1,7 +1,8 @@
 """HarvestPolicies: which settings hold on which node and for which namespace. Pure.
 
-One policy serves a node: of those whose nodeSelector matches its labels the one with the most keys, then the first by
-name. Namespaces and the eviction budget belong to the whole cluster, so they are read from policies without a selector.
+One policy rules a node: of those that say something of nodes and whose nodeSelector matches its labels the one with the
+most keys, then the first by name. Namespaces and the eviction budget belong to the whole cluster, so they are read from
+policies without a selector, the first by name. Who is overruled is for `shadows.py` to say.
 A policy that is not valid is refused by the API server's schema; what gets past it is left out by name.
 """
 
@@ -18,6 +19,8 @@ _DRIVER_LABELS = ("nvidia.com/gpu.deploy.client", "nvidia.com/gpu.deploy.device-
 BRAKE = "valve-pause"  # every daemon and every extender watches it
 # What a node's daemon obeys, as it stands in the policy.
 _FOR_NODES = ("mode", "alignmentThreshold", "slotsPerGPU", "reclaimsPerHour", "cooldown")
+# Whoever says none of these (a pause, a drain, caps of namespaces) rules no node and overrules nobody.
+_RULING = frozenset({*_FOR_NODES, "sla"})
 
 _NOTHING: Object = {}
 
@@ -37,10 +40,20 @@ class Policies:
     items: tuple[Object, ...] = ()
     namespaces: Mapping[str, NamespaceRule] = field(default_factory=dict)
 
+    def ruler(self, labels: Mapping[str, str]) -> Object | None:
+        """The policy that rules a node."""
+        fitting = [item for item in self.items if is_ruling(item["spec"]) and selects(item["spec"], labels)]
+        return max(fitting, key=lambda item: _keys(item["spec"]), default=None)  # max keeps the first among equals
+
     def of_node(self, labels: Mapping[str, str]) -> Object:
-        """The spec of the policy that serves a node; empty when none does."""
-        fitting = [item["spec"] for item in self.items if _selects(item["spec"], labels)]
-        return max(fitting, key=_keys, default={})  # max keeps the first among equals
+        """The spec of the policy that rules a node; empty when none does."""
+        ruler = self.ruler(labels)
+        return _NOTHING if ruler is None else ruler["spec"]
+
+    def of_cluster(self) -> Object:
+        """What a policy says of the whole cluster's evictions."""
+        saying = (item["spec"] for item in self.items if "eviction" in item["spec"] and not _keys(item["spec"]))
+        return {"eviction": next(saying, _NOTHING).get("eviction") or {}}
 
     def rule(self, namespace: str) -> NamespaceRule:
         return self.namespaces.get(namespace) or self.namespaces.get(ANY_NAMESPACE) or NamespaceRule()
@@ -53,7 +66,7 @@ class Policies:
     def paused(self, labels: Mapping[str, str]) -> bool:
         """Any policy can pause; none can lift the pause of another. The brake is not for the controller to spread."""
         pausing = (item for item in self.items if item["spec"].get("paused") and not is_brake(item))
-        return any(_selects(item["spec"], labels) for item in pausing)
+        return any(selects(item["spec"], labels) for item in pausing)
 
     def drained_by(self, labels: Mapping[str, str]) -> str:
         """Why the node must be free of offline work, whatever its mode; empty when it need not."""
@@ -61,7 +74,7 @@ class Policies:
             if labels.get(label, "").startswith("paused-"):
                 return f"{label}={labels[label]}"
         draining = (item for item in self.items if item["spec"].get("drain"))
-        return next((f"HarvestPolicy {i['metadata']['name']}" for i in draining if _selects(i["spec"], labels)), "")
+        return next((f"HarvestPolicy {i['metadata']['name']}" for i in draining if selects(i["spec"], labels)), "")
 
 
 def is_brake(policy: Object) -> bool:
@@ -110,8 +123,12 @@ def merge_patch(before: Object, after: Object) -> dict[str, Any]:
     return patch
 
 
-def _selects(spec: Object, labels: Mapping[str, str]) -> bool:
+def selects(spec: Object, labels: Mapping[str, str]) -> bool:
     return all(labels.get(key) == value for key, value in (spec.get("nodeSelector") or {}).items())
+
+
+def is_ruling(spec: Object) -> bool:
+    return not _RULING.isdisjoint(spec)
 
 
 def _keys(spec: Object) -> int:

@@ -244,6 +244,15 @@ class ClusterState:
             open_gpus=self._harvestable & ~self._taken,
         )
 
+    def open_fleet(self, now_s: float) -> Fleet:
+        """As if every node harvested and no offline job ran: what could be, whatever stands in its way now."""
+        counts = np.fromiter(map(len, self._uuids), dtype=np.intp, count=len(self._uuids))
+        return replace(
+            self.fleet(now_s),
+            standing=np.full(len(self._names), Standing.HARVESTING, dtype=np.int8),
+            open_gpus=np.arange(MAX_GPUS) < counts[:, None],
+        )
+
     def sets(self, gpu_count: int) -> GpuSets:
         """Set figures of every node for jobs of this size.
 

@@ -1,12 +1,14 @@
 """OfflineWorkload objects: from the monitor's values to what people and the extender read, and back. Pure."""
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 from valve_scheduler import names
+from valve_scheduler.conditions import condition, time_text
 from valve_scheduler.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
 from valve_scheduler.objects import Object, owner_uid
+from valve_scheduler.reach import Beyond
 
 KEPT_EVICTIONS = 192  # a day of them, at the defaults
 
@@ -45,28 +47,6 @@ def new_workload(pod: Object, sla: float) -> dict[str, Any]:
     }
 
 
-def event(pod: Object, reason: str, note: str, now_s: float) -> dict[str, Any]:
-    """What happened to a pod and why, as `kubectl describe pod` shows it."""
-    metadata = pod["metadata"]
-    at = datetime.fromtimestamp(now_s, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    regarding = {"apiVersion": "v1", "kind": "Pod"} | {key: metadata[key] for key in ("namespace", "name", "uid")}
-
-    return {
-        "apiVersion": "events.k8s.io/v1",
-        "kind": "Event",
-        # A name of our own, as kubelets make them: the API server takes no generateName that ends in a dot.
-        "metadata": {"name": f"{metadata['name'][:200]}.{int(now_s * 1e6):x}", "namespace": metadata["namespace"]},
-        "eventTime": at,
-        "reportingController": f"{names.DOMAIN}/controller",
-        "reportingInstance": "valve-controller",
-        "action": "Evict",
-        "type": "Normal",
-        "reason": reason,
-        "note": note,
-        "regarding": regarding,
-    }
-
-
 def owner_of(workload: Object) -> Owner:
     status = workload.get("status") or {}
     return Owner(
@@ -76,34 +56,44 @@ def owner_of(workload: Object) -> Owner:
 
 
 def status_of(
-    owner: Owner, tracks: Sequence[Track], before: Object, now_s: float, settings: MonitorSettings
+    owner: Owner,
+    tracks: Sequence[Track],
+    before: Object,
+    now_s: float,
+    settings: MonitorSettings,
+    beyond: Beyond | None = None,
 ) -> dict[str, Any]:
-    """Status of an owner: its worst pod decides; a condition's transition time moves only with its status."""
-    old = {condition["type"]: condition for condition in before.get("conditions") or []}
+    """Status of an owner: its worst pod decides; a condition's transition time moves only with its status.
+
+    `beyond`: why a pod of it that waits would get its SLA nowhere.
+    """
+    old = before.get("conditions") or []
     worst = min(tracks, key=_standing, default=None)
     conditions = []
     if worst is not None:
         met = {Verdict.MET: "True", Verdict.MISSED: "False", Verdict.PERSISTENTLY_MISSED: "False"}
         message = f"{worst.sample.node}: {_MESSAGES[worst.verdict]}"
-        condition = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
-        conditions.append(_condition(*condition, old, now_s))
+        verdict = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
+        conditions.append(condition(*verdict, old, now_s))
     if is_unreachable(owner, now_s, settings):
         rounds = len(owner.rounds(now_s, settings))
         message = f"evicted {rounds} times within a day without reaching the SLA; it stays where it is"
-        conditions.append(_condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
+        conditions.append(condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
+    elif beyond is not None:
+        conditions.append(condition("SLAUnreachable", "True", beyond.reason, beyond.message, old, now_s))
     kept = owner.evicted_at_s[-KEPT_EVICTIONS:]
     avoid = sorted(owner.avoid_until_s.items())
     status: dict[str, Any] = {
         "evictions": len(owner.evicted_at_s),
-        "evictionTimes": [_text(at_s) for at_s in kept],
-        "avoidNodes": [{"node": node, "until": _text(at_s)} for node, at_s in avoid if at_s > now_s],
+        "evictionTimes": [time_text(at_s) for at_s in kept],
+        "avoidNodes": [{"node": node, "until": time_text(at_s)} for node, at_s in avoid if at_s > now_s],
         "conditions": conditions,
     }
     if worst is not None and worst.achieved is not None:
         status["achieved"] = round(worst.achieved, 4)
     backoff_s = backoff_until_s(owner, now_s, settings)
     if backoff_s > now_s:
-        status["backoffUntil"] = _text(backoff_s)
+        status["backoffUntil"] = time_text(backoff_s)
 
     return status
 
@@ -112,22 +102,6 @@ def _standing(track: Track) -> tuple[float, str]:
     """Pods with a measure before pods without, the lowest achieved first."""
     achieved = float("inf") if track.achieved is None else track.achieved / max(track.sample.sla, 1e-9)
     return achieved, track.sample.pod_uid
-
-
-def _condition(kind: str, status: str, reason: str, message: str, old: dict[str, Any], now_s: float) -> dict[str, Any]:
-    since = old.get(kind, {})
-    unchanged = since.get("status") == status
-    return {
-        "type": kind,
-        "status": status,
-        "reason": reason,
-        "message": message,
-        "lastTransitionTime": since["lastTransitionTime"] if unchanged else _text(now_s),
-    }
-
-
-def _text(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _seconds(text: str) -> float:

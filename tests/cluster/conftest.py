@@ -1,5 +1,6 @@
 """The real control plane for tests marked `cluster`: built once, started once for all of them."""
 
+import signal
 import urllib.request
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -54,7 +55,15 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+def ends_in_order() -> Iterator[None]:
+    """A run that is told to end takes its processes and mounts down, as it does for Ctrl-C."""
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.fixture(scope="session")
+def control_plane(ends_in_order: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """API server, etcd and controller manager with Valve's CRDs; no scheduler, no nodes."""
     plane = ControlPlane(tmp_path_factory.mktemp("cluster"), binaries(ROOT))
     try:

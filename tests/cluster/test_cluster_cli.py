@@ -34,7 +34,7 @@ def test_status_lists_every_node_with_what_it_offers(control_plane: ControlPlane
     assert {(row["phase"], row["harvestable"]) for row in rows} == {("Harvesting", 8)}
     told = valve(control_plane, "status").stdout
     assert "gpu-0039" in told
-    assert "No offline workload has run yet." in told
+    assert "No offline job with an SLA has run yet." in told
 
 
 def test_explain_says_what_the_scheduler_said(scheduling: ControlPlane) -> None:

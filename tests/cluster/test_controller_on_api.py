@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,8 +42,8 @@ def watched(scheduling: ControlPlane) -> Iterator[ControlPlane]:
     scheduling.kill("controller")
 
 
-def job(name: str) -> Json:
-    pod = offline_pod(name, sla="0.1", profile="measured")
+def job(name: str, sla: str = "0.1") -> Json:
+    pod = offline_pod(name, sla=sla, profile="measured")
     template = {"metadata": {**pod["metadata"], "name": None}, "spec": pod["spec"]}
     # An eviction is no failure of the job: it loses no retry by it.
     ignore = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -182,6 +183,44 @@ def test_an_offline_pod_leaves_the_gpu_of_an_online_pod_that_nobody_hears(watche
     wait_for("an event that says why", lambda: told(watched, name, "OnlineAtRisk"))
     del mine["onlineRisk"]
     api.patch(f"{report}/status", {"status": {"gpus": gpus}})
+
+
+def test_a_job_whose_sla_no_node_could_keep_is_told_so(watched: ControlPlane) -> None:
+    owner = watched.api.post(JOBS, job("greedy", sla="0.99"))["metadata"]["uid"]
+
+    def said() -> Json | None:
+        conditions = status_of(watched, owner).get("conditions") or []
+        return next((one for one in conditions if one["type"] == "SLAUnreachable"), None)
+
+    condition = wait_for("the condition", said)
+    (pod,) = pods_of(watched, "greedy")
+    (event,) = wait_for("the event", lambda: told(watched, pod["metadata"]["name"], "SLAUnreachable"))
+
+    assert (condition["status"], condition["reason"]) == ("True", "FleetTooBusy")
+    assert event["message"] == f"FleetTooBusy: {condition['message']}"
+    shown = watched.api.table(f"{GROUP}/offlineworkloads")[f"owner-{owner}"]
+    assert (shown["Unreachable"], shown["Met"]) == ("True", None)
+    watched.api.delete(f"{JOBS}/greedy", {"propagationPolicy": "Background"})
+
+
+def test_a_pod_that_is_measured_for_its_profile_is_told_so_once(watched: ControlPlane) -> None:
+    api = watched.api
+    wanted = f"wanted-{uuid.uuid4().hex[:8]}"  # as long as the pod lives the controller would make it anew
+    [name] = submit(api, 1, profile=wanted)
+    (bound,) = wait_bound(api, 1)
+    spec = f"{HARVEST_NODES}/{bound['spec']['nodeName']}"
+    wait_for("the node to be told", lambda: "profile" in api.get(spec)["spec"].get("resolved", {}))
+    wait_for("the event", lambda: told(watched, name, "Profiling"))
+    start(watched, bound)
+
+    watched.kill("controller")
+    watched.restart("controller")
+    levels = [{"limitMiB": mib, "usefulTokens": 9.0 * mib, "runnableSeconds": 90.0} for mib in (10, 20, 30)]
+    api.patch(f"{spec}/status", {"status": {"offline": [{"podUID": bound["metadata"]["uid"], "levels": levels}]}})
+    wait_for("the end", lambda: told(watched, name, "Profiled"))
+
+    assert len(told(watched, name, "Profiling")) == 1
+    assert api.table(f"{GROUP}/offlineprofiles")[wanted]["Phase"] == "Ready"
 
 
 def is_going(plane: ControlPlane, pod: str) -> bool:

@@ -89,6 +89,36 @@ def test_a_policy_follows_the_labels_of_nodes(controlled: ControlPlane) -> None:
     controlled.api.delete(f"{POLICIES}/pool")
 
 
+def test_a_policy_that_another_overrules_says_so_where_people_look(controlled: ControlPlane) -> None:
+    """The columns of `kubectl get`, and an event; with the rights of the chart."""
+    api, selector = controlled.api, {"kubernetes.io/hostname": node_name(5)}
+    policy(controlled, "night", nodeSelector=selector, mode="harvest")
+    policy(controlled, "pool", nodeSelector=selector, reclaimsPerHour=9)
+    policy(controlled, "typing-error", nodeSelector={"pol": "late"}, reclaimsPerHour=9)
+
+    def said() -> dict[str, tuple[int, int, str]]:
+        rows = api.table(POLICIES)
+        return {name: (row["Nodes"], row["In force"], row["Shadowed"]) for name, row in rows.items()}
+
+    expected = {"night": (1, 1, "InForce"), "pool": (1, 0, "OtherPolicy"), "typing-error": (0, 0, "SelectsNoNode")}
+    wait_for("the columns", lambda: said() == expected)
+    wait_for("the event", lambda: told_policies(controlled) == {"pool"})
+    api.delete(f"{POLICIES}/night")
+
+    wait_for("its end", lambda: said()["pool"] == (1, 1, "InForce"))
+
+
+def told_policies(plane: ControlPlane) -> set[str]:
+    events = plane.api.get("/api/v1/namespaces/default/events")["items"]
+    return {one["involvedObject"]["name"] for one in events if one["reason"] == "PolicyShadowed"}
+
+
+def test_kubectl_shows_the_mode_in_force_of_every_node(controlled: ControlPlane, nodes: int) -> None:
+    rows = controlled.api.table(NODES)
+
+    assert {name: row["Mode"] for name, row in rows.items()} == {node_name(index): "harvest" for index in range(nodes)}
+
+
 @pytest.fixture(autouse=True)
 def no_policies_left(controlled: ControlPlane) -> Iterator[None]:
     """A pause that outlives its test would keep every later pod waiting."""

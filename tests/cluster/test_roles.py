@@ -14,6 +14,7 @@ import yaml
 from cluster_helm import Helm
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_scheduler import names
+from valve_scheduler.workloads import new_workload
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import delete_pods, node_name, offline_pod, report
@@ -21,6 +22,7 @@ from valve_tools.cluster.fleet import delete_pods, node_name, offline_pod, repor
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("chart")]
 
 Json = dict[str, Any]
+WORKLOADS = f"/apis/{names.API_VERSION}/namespaces/default/offlineworkloads"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 HOOKS = "admissionregistration.k8s.io/mutatingwebhookconfigurations"
 ALLOWED = [
@@ -36,6 +38,7 @@ ALLOWED = [
     ("valve-scheduler", "watch valve.gpu/harvestpolicies"),
     ("valve-controller", "watch nodes"),
     ("valve-controller", "patch valve.gpu/gpuharvestnodes"),
+    ("valve-controller", "patch valve.gpu/harvestpolicies/status"),
     ("valve-controller", "delete valve.gpu/gpuharvestnodes"),
     ("valve-controller", "create valve.gpu/harvestaccounts"),
     ("valve-controller", "create valve.gpu/offlineprofiles"),
@@ -300,6 +303,39 @@ def test_a_daemon_reports_for_its_own_node_only(control_plane: ControlPlane, nod
         daemon.with_extra("authentication.kubernetes.io/node-name", node_name(2)).patch(path, patch)
 
     daemon.with_extra("authentication.kubernetes.io/node-name", node_name(1)).patch(path, patch)
+
+
+def test_what_is_made_with_an_owner_passes_where_owners_are_guarded(control_plane: ControlPlane) -> None:
+    """As on OpenShift: whoever blocks the deletion of an owner must have rights on it. Nothing of Valve does."""
+    api, everybody = control_plane.api, ("system:serviceaccounts", "system:authenticated")
+    pod = api.post(PODS, offline_pod("owns"))
+    workload = new_workload(pod, 0.3)
+    controller = api.user(user("valve-controller"), *everybody)
+
+    stored = controller.post(WORKLOADS, workload)
+    (owner,) = stored["metadata"]["ownerReferences"]
+    assert owner["uid"] == pod["metadata"]["uid"]
+    blocking = {"name": "blocks", "ownerReferences": [{**owner, "blockOwnerDeletion": True}]}
+    with pytest.raises(Refused, match="cannot set blockOwnerDeletion"):  # the guard is up
+        controller.post(WORKLOADS, {**workload, "metadata": blocking})
+
+    api.delete(f"{WORKLOADS}/{stored['metadata']['name']}")
+
+
+def test_the_drain_hook_needs_no_more_than_its_role(control_plane: ControlPlane) -> None:
+    api, policy = control_plane.api, f"{names.API_PATH}/harvestpolicies/valve-drain"
+    accounts = "/api/v1/namespaces/valve-system/serviceaccounts"
+    api.post(accounts, {"metadata": {"name": "valve-drain"}})
+    access = control_plane.account_kubeconfig("valve-system", "valve-drain")
+    command = [sys.executable, "-m", "valve_scheduler.main", f"--kubeconfig={access}", "drain", "--timeout=30"]
+
+    runs = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2)]
+    made = api.get(policy)
+    api.delete(policy)
+    api.delete(f"{accounts}/valve-drain")
+
+    assert [run.returncode for run in runs] == [0, 0], [run.stderr for run in runs]
+    assert made["metadata"]["ownerReferences"][0]["name"] == "valve-controller"
 
 
 @pytest.mark.parametrize("key", [names.GPUS, names.PREDICTED, names.DECISION])

@@ -62,16 +62,26 @@ class World:
         asyncio.run(self.controller.requeue())
         return [path for _, path, _ in self.calls]
 
-    def policy(self, name: str, **spec: Any) -> None:
-        self.policies.sink.put({"metadata": {"name": name}, "spec": spec})
+    def policy(self, name: str, status: Json | None = None, **spec: Any) -> None:
+        metadata = {"name": name, "uid": f"uid-{name}"}
+        self.policies.sink.put({"metadata": metadata, "spec": spec, **({"status": status} if status else {})})
+
+    def events(self) -> list[tuple[str, str]]:
+        return [(body["reason"], body["note"]) for _, path, body in self.calls if path.endswith("/events")]
+
+    def judge_policies(self) -> list[tuple[str, Json]]:
+        self.calls.clear()
+        asyncio.run(self.controller.judge_policies())
+        return [(path.split("/")[-2], body["status"]) for method, path, body in self.calls if method == "PATCH"]
 
     def apply_policies(self) -> list[tuple[str, Json]]:
         self.calls.clear()
         asyncio.run(self.controller.apply_policies())
-        for _, path, body in self.calls:
+        patches = [(path, body) for method, path, body in self.calls if method == "PATCH"]
+        for path, body in patches:
             node = self.controller.nodes.items["", path.rpartition("/")[2]]
             node["spec"] = {**node.get("spec", {}), **drop_null(body["spec"])}
-        return [(path.rpartition("/")[2], body["spec"]) for _, path, body in self.calls]
+        return [(path.rpartition("/")[2], body["spec"]) for path, body in patches]
 
     def clear(self) -> list[tuple[str, str]]:
         self.calls.clear()
@@ -265,8 +275,112 @@ def test_the_node_of_a_pod_whose_profile_is_missing_is_told_to_measure_it() -> N
     world.pods.sink.put(asking)
 
     assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"profile": ["uid-p1"]}})]
+    ((reason, note),) = world.events()
+    assert (reason, note.partition(":")[0]) == ("Profiling", "is measured for OfflineProfile m")
+    assert world.apply_policies() == []
     world.profile()
     assert world.apply_policies() == [("n1", {"paused": False, "resolved": {"profile": None}})]
+    assert world.events() == []
+
+
+def measured_pod() -> Json:
+    found = pod(annotations={names.PROFILE: "m"}, node="n1", held=uuids("n1")[0], phase="Running")
+    found["metadata"]["creationTimestamp"] = datetime.fromtimestamp(NOW_S - 5, timezone.utc).isoformat()
+
+    return found
+
+
+def test_a_pod_that_is_measured_hears_how_that_ended() -> None:
+    world, levels = World(), [{"limitMiB": mib, "usefulTokens": mib, "runnableSeconds": 100.0} for mib in (1, 2, 3)]
+    world.pods.sink.put(measured_pod())
+    world.report(offline=[{"podUID": "uid-p1", "levels": levels}])
+
+    asyncio.run(world.controller.measure())
+
+    assert world.events() == [("Profiled", "OfflineProfile m is Ready: 0.03 tokens/s alone, 3 levels of memory")]
+
+
+def test_a_pod_that_shows_too_little_within_its_hour_hears_that_too() -> None:
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(measured_pod())
+    world.apply_policies()
+
+    world.now_s += 3_600.0
+    world.apply_policies()
+
+    ((reason, note),) = world.events()
+    assert reason == "ProfilingEnded"
+    assert "no three levels of memory within an hour" in note
+
+
+def test_an_event_that_a_controller_before_us_told_is_not_told_again() -> None:
+    """The API server knows it by its name; a refusal of another kind is tried again."""
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(measured_pod())
+    world.refusals["events"] = ApiError(500, "InternalError", "etcd")
+    world.apply_policies()
+    first = world.calls[0][2]["metadata"]["name"]
+
+    for answer in (ApiError(409, "AlreadyExists", "there"), None):
+        world.controller._profiled.clear()
+        world.refusals = {"events": answer} if answer else {}
+        world.apply_policies()
+        names_told = [body["metadata"]["name"] for _, path, body in world.calls if path.endswith("/events")]
+        assert names_told == ([first] if answer else [])
+
+
+def test_a_job_that_no_node_could_serve_is_told_once_and_its_condition_says_why() -> None:
+    world = World()
+    world.profile()
+    world.report(idle=0.2)
+    world.pods.sink.put(refused_pod())
+
+    calls = world.round()
+
+    assert [path.rpartition("/")[2] for _, path in calls] == ["offlineworkloads", "status", "events"]
+    (condition,) = world.calls[1][2]["status"]["conditions"]
+    assert (condition["type"], condition["status"], condition["reason"]) == ("SLAUnreachable", "True", "FleetTooBusy")
+    ((reason, note),) = world.events()
+    assert (reason, note.startswith("FleetTooBusy: ")) == ("SLAUnreachable", True)
+    assert EVENT not in world.round()
+
+    world.report(idle=0.9)
+    world.round()
+
+    (status,) = [body["status"] for _, path, body in world.calls if path.endswith("/status")]
+    assert status["conditions"] == []
+
+
+def test_a_policy_that_another_overrules_is_told_and_not_again() -> None:
+    world = World()
+    world.report("n1")
+    world.policy("a", mode="off")
+    world.policy("b", mode="harvest")
+
+    said = dict(world.judge_policies())
+
+    assert [said[name]["conditions"][0]["reason"] for name in "ab"] == ["InForce", "OtherPolicy"]
+    assert world.events() == [("PolicyShadowed", "HarvestPolicy a rules 1 of its 1 nodes (n1)")]
+    (event,) = [body for _, path, body in world.calls if path.endswith("/default/events")]
+    assert (event["regarding"]["kind"], event["regarding"]["name"]) == ("HarvestPolicy", "b")
+
+    world.policy("a", said["a"], mode="off")
+    world.policy("b", said["b"], mode="harvest")
+    assert world.judge_policies() == []
+    assert world.events() == []
+
+
+def test_a_policy_whose_status_cannot_be_written_is_not_told_every_round() -> None:
+    """After a rollback of the CRDs it has none."""
+    world = World()
+    world.policy("a", nodeSelector={"pool": "a"}, namespaces=[{"name": "x"}])
+    world.refusals["status"] = ApiError(404, "NotFound", "no such subresource")
+
+    world.judge_policies()
+
+    assert world.events() == []
 
 
 def test_a_node_whose_crd_drops_what_it_is_told_is_not_told_every_second() -> None:

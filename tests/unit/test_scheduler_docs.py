@@ -9,9 +9,12 @@ import pytest
 import yaml
 from valve_scheduler import names
 from valve_scheduler.admission import AdmissionSettings, mutate_offline
-from valve_scheduler.monitor import MonitorSettings
+from valve_scheduler.conditions import Told
+from valve_scheduler.monitor import MonitorSettings, Verdict
 from valve_scheduler.objects import offline_pod, workload_profile
 from valve_scheduler.placement import REASON_TEXT
+from valve_scheduler.reach import NEVER, TOO_BUSY
+from valve_scheduler.shadows import Shadow
 
 ROOT = Path(__file__).resolve().parents[2]
 MANUAL = (ROOT / "docs/cluster.md").read_text()
@@ -19,7 +22,7 @@ MANUAL = (ROOT / "docs/cluster.md").read_text()
 
 def example(kind: str) -> dict[str, Any]:
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", MANUAL, re.S)]
-    return next(block for block in blocks if block["kind"] == kind)
+    return next(block for block in blocks if block.get("kind") == kind)
 
 
 @pytest.mark.parametrize("text", REASON_TEXT.values())
@@ -48,6 +51,25 @@ def test_the_manuals_know_the_limits_of_evictions() -> None:
     assert f"After {settings.max_rounds} rounds within a day" in (ROOT / "docs/troubleshooting.md").read_text()
     assert settings.avoid_s == 6 * 3600
     assert "avoided for six hours" in MANUAL
+
+
+@pytest.mark.parametrize("word", [*Told, *Verdict])
+def test_every_event_and_every_verdict_is_explained(word: Told | Verdict) -> None:
+    (tables,) = re.findall(r"^## Events and conditions\n(.*?)^## ", MANUAL, re.M | re.S)
+
+    assert re.search(rf"\b{word.value}\b", tables)
+
+
+@pytest.mark.parametrize("reason", [*(shadow.value for shadow in Shadow), NEVER, TOO_BUSY])
+def test_every_reason_of_a_shadow_and_of_an_sla_out_of_reach_is_explained(reason: str) -> None:
+    assert f"| {reason} |" in MANUAL
+
+
+def test_every_condition_of_a_node_is_named() -> None:
+    kinds = re.findall(r'kind="(\w+)"', (ROOT / "valved/kube/status.py").read_text())
+
+    assert len(kinds) == 7
+    assert f"| GPUHarvestNode | {', '.join(kinds)}; " in MANUAL
 
 
 def test_every_injection_mark_is_explained() -> None:

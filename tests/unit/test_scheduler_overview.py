@@ -53,6 +53,8 @@ def test_the_mode_shown_is_the_one_in_force() -> None:
     node = harvest_node()
 
     assert node_row(node, NOW_S)["mode"] == "default"
+    node["status"]["mode"] = "observe"  # the daemon's own word, where nobody set one
+    assert node_row(node, NOW_S)["mode"] == "observe"
     assert node_row(node | {"spec": {"resolved": {"mode": "observe"}}}, NOW_S)["mode"] == "observe"
     assert node_row(node | {"spec": {"mode": "off", "resolved": {"mode": "observe"}}}, NOW_S)["mode"] == "off"
 

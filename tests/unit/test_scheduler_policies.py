@@ -109,7 +109,7 @@ def test_sla_windows_follow_the_node_and_the_rest_stays_as_it_was() -> None:
         policy("pool", nodeSelector={"pool": "a"}, sla={"windowSeconds": 120, "windows": 2}),
     )
 
-    fleet, node = (with_policy(base, found.of_node(labels)) for labels in ({}, {"pool": "a"}))
+    fleet, node = (with_policy(base, spec) for spec in (found.of_cluster(), found.of_node({"pool": "a"})))
 
     assert (fleet.budget_share, fleet.max_rounds, fleet.avoid_s, fleet.window_s) == (0.1, 2, 60.0, base.window_s)
     assert (node.window_s, node.windows, node.backoff_s) == (120.0, 2, base.backoff_s)

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 Json = dict[str, Any]
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
 MERGE_PATCH = "application/merge-patch+json"
 KEPT_S = 45.0  # the API server closes a connection after 90 s without a request
 
@@ -55,10 +56,12 @@ class Api:
         """The same user, with one more fact of its token, such as the node it runs on."""
         return Api(self._port, self._token, self._impersonate, self._groups, (*self._extra, (key, value)))
 
-    def call(self, method: str, path: str, body: Any = None, *, content_type: str = "application/json") -> Json:
+    def call(
+        self, method: str, path: str, body: Any = None, *, content_type: str = "application/json", accept: str = "*/*"
+    ) -> Json:
         data = None if body is None else json.dumps(body)
         try:
-            status, raw = self._exchange(method, path, data, content_type)
+            status, raw = self._exchange(method, path, data, content_type, accept)
         except (OSError, http.client.HTTPException):
             self._local.connection = None  # half-used: the next call starts afresh
             raise
@@ -71,13 +74,14 @@ class Api:
 
         return dict(answer)
 
-    def _exchange(self, method: str, path: str, data: str | None, content_type: str) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, data: str | None, content_type: str, accept: str) -> tuple[int, bytes]:
         if time.monotonic() - getattr(self._local, "used_s", 0.0) > KEPT_S:
             self._local.connection = None
         connection = self._connection()
         connection.putrequest(method, path)
         connection.putheader("Authorization", f"Bearer {self._token}")
         connection.putheader("Content-Type", content_type)
+        connection.putheader("Accept", accept)
         if self._impersonate:
             connection.putheader("Impersonate-User", self._impersonate)
         for group in self._groups:
@@ -95,6 +99,12 @@ class Api:
 
     def get(self, path: str) -> Json:
         return self.call("GET", path)
+
+    def table(self, path: str) -> dict[str, dict[str, Any]]:
+        """What `kubectl get` shows: by name, column and cell."""
+        found = self.call("GET", path, accept=TABLE)
+        heads = [column["name"] for column in found["columnDefinitions"]]
+        return {row["object"]["metadata"]["name"]: dict(zip(heads, row["cells"], strict=True)) for row in found["rows"]}
 
     def post(self, path: str, body: Any) -> Json:
         return self.call("POST", path, body)

@@ -32,6 +32,7 @@ CHART_LEASE = {"leaseDuration": "10s", "renewDeadline": "7s", "retryPeriod": "2s
 SHORT_LEASE = {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}  # for tests that wait for it
 # As the chart sets it.
 SCHEDULER_ENVIRONMENT = {"GOGC": "400", "GOMEMLIMIT": "400MiB"}
+START_S = 240.0  # what a machine that is busy with other things may take for it
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -103,7 +104,8 @@ class ControlPlane:
         etcd, peers = free_port(), free_port()
         self.spawn("etcd", *self._etcd_flags(etcd, peers), environment=self._environment)
         self.spawn("kube-apiserver", *self._apiserver_flags(etcd), environment=self._environment)
-        wait_for("the API server", lambda: self.api.get("/version"))
+        # Ready, not only up: the controller manager gives up by itself if it is not, within ten seconds.
+        wait_for("the API server", lambda: self.api.get("/readyz"), START_S)
         self.spawn(
             "kube-controller-manager",
             f"--kubeconfig={self.kubeconfig}",
@@ -118,9 +120,13 @@ class ControlPlane:
             "--bind-address=127.0.0.1",
             f"--cert-dir={self.folder}/manager",
         )
-        wait_for(
-            "the default service account", lambda: self.api.get("/api/v1/namespaces/default/serviceaccounts/default")
-        )
+        wait_for("the default service account", self._has_default_account, START_S)
+
+    def _has_default_account(self) -> bool:
+        """Made by the controller manager; one that ended is started again, as a kubelet would."""
+        if self.processes["kube-controller-manager"].poll() is not None:
+            self.restart("kube-controller-manager")
+        return bool(self.api.get("/api/v1/namespaces/default/serviceaccounts/default"))
 
     def spawn(
         self,
@@ -207,7 +213,7 @@ class ControlPlane:
     def start_controller(self, *arguments: str, name: str = "controller", kubeconfig: Path | None = None) -> int:
         """Returns its port for probes."""
         access = f"--kubeconfig={kubeconfig or self.kubeconfig}"
-        flags = ["-m", "valve_scheduler.main", access, "controller"]
+        flags = ["-m", "valve_scheduler.main", access, "controller", "--lease=3"]  # as SHORT_LEASE
         probes = free_port()
         flags += ["--probe-host=127.0.0.1", f"--probe-port={probes}", *arguments]
         self.spawn(name, *flags, program=sys.executable)
@@ -311,6 +317,8 @@ class ControlPlane:
             f"--token-auth-file={self.folder}/tokens.csv",
             "--endpoint-reconciler-type=none",
             "--allow-privileged",
+            # On OpenShift it is on: who names an owner that must wait for the owned needs rights on the owner.
+            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
             f"--service-cluster-ip-range={SERVICES}",
             # Webhooks are called at their pods: nobody forwards the addresses of services here.
             "--enable-aggregator-routing",

@@ -97,6 +97,7 @@ def report(index: int, random: np.random.Generator, *, idle: float | None = None
 
     return {
         "phase": "Harvesting",
+        "mode": "harvest",
         "gpuModel": "H100",
         "memoryMiB": MEMORY_MIB,
         "harvestableGPUs": MAX_GPUS,

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from valve_scheduler import names
-from valve_tools.cluster import image
+from valve_tools.cluster import image, network
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
-from valve_tools.cluster.network import PodNetwork
+from valve_tools.cluster.leftovers import CONTAINERD, PREFIX, end_containers, locked, sweep, unmount
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import is_running
@@ -79,16 +78,17 @@ class RealNode:
             raise NotBuilt(problem)
         self.plane = plane
         # Short: a socket's path has 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="vn-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._alone = contextlib.ExitStack()
+        self._alone.enter_context(locked(self.folder))
         self.run_dir = self.folder / "run"
         self.shim_folder = self.folder / "shim"
         self.nri_socket = self.folder / "nri.sock"
-        self.containerd_socket = self.folder / "c.sock"
+        self.containerd_socket = self.folder / CONTAINERD
         self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
         self.uuids: list[str] = []
         self._gpus = gpus
-        self._network = PodNetwork(plane, self.folder) if pod_network else None
-        self._alone = contextlib.ExitStack()
+        self._network = network.PodNetwork(plane, self.folder) if pod_network else None
         self._emulator: subprocess.Popen[str] | None = None
         self._has_stand_in = False
 
@@ -106,10 +106,10 @@ class RealNode:
         for name in ("kubelet", "valved", "valved-next", "gpuplugin", "containerd"):
             if name in self.plane.processes:
                 self.plane.kill(name)
-        self._end_containers()
+        end_containers(self.folder)
         if self._emulator is not None:
             emulated.stop(self._emulator)
-        self._unmount()
+        unmount(self.folder)
         # Its report too: the controller that deletes those of nodes that left need not run here.
         for path in (f"/api/v1/nodes/{NAME}", f"{names.API_PATH}/gpuharvestnodes/{NAME}"):
             with contextlib.suppress(OSError, http.client.HTTPException, Refused):
@@ -121,6 +121,8 @@ class RealNode:
 
     def _start(self) -> None:
         self._alone.enter_context(the_only_node())
+        if sweep() and not network.missing():
+            network.PodNetwork(self.plane, self.folder).stop()  # the bridge of a killed one
         self.run_dir.mkdir()
         self._emulator = emulated.start(self.folder / "emu", emulated.Options(gpus=self._gpus))
         self.uuids = _uuids(self.folder / "emu")
@@ -136,12 +138,12 @@ class RealNode:
     def _start_containerd(self) -> None:
         cni = self.folder / "cni"
         cni.mkdir()
-        network = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}  # pods use the host's
+        plumbing = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}  # pods use the host's
         if self._network is not None:
             self._alone.callback(self._network.stop)
             self._network.start()
-            network = self._network.configuration()
-        (cni / "10-pods.conflist").write_text(json.dumps(network))
+            plumbing = self._network.configuration()
+        (cni / "10-pods.conflist").write_text(json.dumps(plumbing))
         runtime = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes"
         configuration = f"""
             version = 3
@@ -426,24 +428,6 @@ class RealNode:
     def _is_ready(self) -> bool:
         conditions = self.plane.api.get(f"/api/v1/nodes/{NAME}")["status"].get("conditions") or []
         return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-
-    def _end_containers(self) -> None:
-        """Shims and containers that outlived their containerd, known by the folder that is ours alone."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                pid = int(path.parent.name)
-                if f"-address {self.containerd_socket}" not in path.read_text().replace("\0", " "):
-                    continue
-                for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                    os.kill(int(child), signal.SIGKILL)
-                os.kill(pid, signal.SIGKILL)
-
-    def _unmount(self) -> None:
-        """What kubelet and containerd left mounted below our folder, the innermost first."""
-        mounts = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
-        inside = [line.split()[1] for line in mounts if line.split()[1].startswith(str(self.folder))]
-        for path in sorted(inside, reverse=True):
-            subprocess.run(["umount", "-l", path], check=False, capture_output=True)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def check_dcgm(folder: Path = Path("/proc")) -> Finding:
         check="DCGM",
         verdict=Verdict.NOTE,
         what=f"{', '.join(sorted(seen))} counts offline work as the online service's",
-        fix="scale and alert on the service's own metrics, or on valve_service_busy (docs/cluster.md)",
+        fix="scale and alert on the service's own metrics, or on those of valved (docs/cluster.md)",
     )
 
 

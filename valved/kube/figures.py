@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from valved.kube.apiserver import ApiServer
 from valved.kube.deviceplugin import Plugin, Slots
 from valved.kube.nri import Injector
+from valved.kube.observer import OnlineUse
+from valved.mechanism.ports import GpuInfo
+from valved.model.ids import GpuIndex
 from valved.policy.guard import Verdict
 
 
@@ -45,3 +48,29 @@ def families(
     reports.add_metric(["written"], float(api.written))
     reports.add_metric(["failed"], float(api.failed))
     yield reports
+
+
+def without_offline(
+    gpus: Iterable[GpuInfo], used_bytes: Mapping[GpuIndex, int], pods: Iterable[OnlineUse]
+) -> Iterator[Metric]:
+    """What DCGM would show if no offline work ran: for autoscalers, and for alerts on memory."""
+    uuids = {gpu.index: gpu.uuid_text for gpu in gpus}
+    card = GaugeMetricFamily(
+        "valve_gpu_online_memory_bytes",
+        "GPU memory in use, less that of offline processes",
+        labels=["gpu", "uuid"],
+    )
+    for gpu, used in used_bytes.items():
+        card.add_metric([str(gpu), uuids[gpu]], float(used))
+    labels = ["namespace", "pod"]
+    busy = CounterMetricFamily(
+        "valve_online_busy_seconds", "Time in which the online pod held its GPUs, cooldown included", labels=labels
+    )
+    memory = GaugeMetricFamily(
+        "valve_online_memory_bytes", "GPU memory of the online pod's own processes", labels=[*labels, "gpu", "uuid"]
+    )
+    for use in pods:
+        busy.add_metric([use.namespace, use.pod], use.busy_s)
+        for gpu, held in use.bytes_on.items():
+            memory.add_metric([use.namespace, use.pod, str(gpu), uuids[gpu]], float(held))
+    yield from (card, busy, memory)

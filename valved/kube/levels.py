@@ -118,6 +118,10 @@ class LevelBook:
             return self._kept.get(uid, ())
         return tuple(level for level in one.levels if level.runnable_s > 0) if one.is_over else ()
 
+    def under_way(self) -> tuple[str, ...]:
+        """Pods that are lent their memory in steps just now."""
+        return tuple(sorted(uid for uid, one in self._series.items() if not one.is_over))
+
     def keep(self, live: Collection[str]) -> None:
         """The others are forgotten."""
         self._series = {uid: one for uid, one in self._series.items() if uid in live}

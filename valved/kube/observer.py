@@ -40,6 +40,16 @@ class Gained:
     stops: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineUse:
+    """What an online pod uses of its GPUs itself, whatever offline work does there."""
+
+    namespace: str
+    pod: str
+    busy_s: float
+    bytes_on: Mapping[GpuIndex, int]  # of its own processes, as NVML counts them; empty where that does not say
+
+
 @dataclass(slots=True, kw_only=True)
 class Observer:
     gpus: tuple[GpuInfo, ...]
@@ -155,6 +165,18 @@ class Observer:
                 delay_s=online.delay_ns / 1e9,
                 preemptions=online.preemptions,
             )
+
+    def uses(self, now_ns: int, cards: Mapping[bytes, CardUse]) -> Iterator[OnlineUse]:
+        for key, online in self.keeper.online.items():
+            namespace, _, pod = self.books.services[key].name.partition("/")
+            pids = {client.process.pid for client in self.books.clients_of(key)}
+            of_pod = {
+                gpu.index: sum(held for pid, held in cards[gpu.uuid].by_pid.items() if pid in pids)
+                for gpu in self.gpus
+                if gpu.uuid in cards
+            }
+            bytes_on = {gpu: held for gpu, held in of_pod.items() if held}
+            yield OnlineUse(namespace=namespace, pod=pod, busy_s=online.busy_ns(now_ns) / 1e9, bytes_on=bytes_on)
 
     def resting(self, now_ns: int) -> list[str]:
         """Online services that Valve has delayed too much: nothing is harvested beside them for now."""

@@ -315,9 +315,14 @@ class Room:
             lent=tuple(self._observer.lent(memory.lent_s)),
             bare=tuple(f"{one.name}: {one.reason}" for one in self.injector.bare()),
             resting=tuple(self._observer.resting(self._host.clock.now_ns())),
+            profiling=tuple(map(self._named, self.offline.levels.under_way())),
             drain=self._follower.drain,
             is_serving=not self.missing(),
         )
+
+    def _named(self, uid: str) -> str:
+        pod = self.book.pods.get(uid)
+        return pod.key if pod is not None else uid
 
     async def _report(self, now_ns: int) -> None:
         memory = self._memory
@@ -359,8 +364,12 @@ class Room:
         return "" if self.plugin.is_registered else "not registered with the kubelet"
 
     def metrics(self) -> Iterator[Metric]:
-        resting = self._observer.resting(self._host.clock.now_ns())
-        return figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
+        now_ns, cards = self._host.clock.now_ns(), self._memory.cards
+        resting = self._observer.resting(now_ns)
+        yield from figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
+        known = ((gpu.index, cards.get(gpu.uuid)) for gpu in self._gpus)
+        used = {gpu: use.total_bytes - self._observer.free_bytes(use) for gpu, use in known if use is not None}
+        yield from figures.without_offline(self._gpus, used, self._observer.uses(now_ns, cards))
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9

@@ -75,6 +75,7 @@ class NodeFacts:
     lent: tuple[LentFacts, ...]
     bare: tuple[str, ...]  # online containers without the shim
     resting: tuple[str, ...]  # online services beside which the breaker stops all harvesting
+    profiling: tuple[str, ...]  # offline pods that are lent their memory in steps
     drain: str  # why the cluster wants no offline work here; empty: it does not mind
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
@@ -127,6 +128,12 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             message=_some(facts.resting) or "no online service is delayed beyond its budget",
         ),
         Condition(
+            kind="Profiling",
+            is_true=bool(facts.profiling),
+            reason="MemoryInSteps" if facts.profiling else "NothingToMeasure",
+            message=_some(facts.profiling) or "no offline pod is measured",
+        ),
+        Condition(
             kind="Draining",
             is_true=bool(facts.drain),
             reason="Asked" if facts.drain else "NotAsked",
@@ -153,6 +160,7 @@ def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Map
     total = max((gpu.total_bytes for gpu in facts.gpus), default=0)
     return {
         "phase": facts.phase,
+        "mode": facts.mode.value,
         "gpuModel": facts.gpus[0].name.removeprefix("NVIDIA ")[:64] if facts.gpus else "",
         "memoryMiB": total // MIB,
         "harvestableGPUs": facts.harvestable,

@@ -73,6 +73,10 @@ class OnlineService:
         self.since_ns = at_ns
         self._age_mark(at_ns, held_ns=max(0, at_ns - self.cooldown_state.seen_ns))
 
+    def busy_ns(self, now_ns: int) -> int:
+        """Time in which it held its GPUs, the hold under way included."""
+        return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
+
     def _age_mark(self, at_ns: int, held_ns: int) -> None:
         """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
         old = self.cooldown_state

@@ -5,21 +5,25 @@ compared."""
 
 import asyncio
 import logging
+import math
 from datetime import datetime, timezone
 
 from valve_scheduler.kube.client import ApiError, Json, KubeClient, Unreachable
 
 log = logging.getLogger(__name__)
 
-DURATION_S, RENEW_S = 15.0, 5.0
+DURATION_S = 15.0  # renewed after a third of it, ours until two thirds have passed
 
 
 class Lease:
-    def __init__(self, client: KubeClient, namespace: str, name: str, identity: str) -> None:
+    def __init__(
+        self, client: KubeClient, namespace: str, name: str, identity: str, duration_s: float = DURATION_S
+    ) -> None:
         self._client = client
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name = name
         self._identity = identity
+        self._duration_s = duration_s
         self._seen: tuple[str, str] = ("", "")
         self._seen_at_s = 0.0
         self._held_until_s = float("-inf")
@@ -35,7 +39,7 @@ class Lease:
                 await self._try()
             except (ApiError, Unreachable) as error:
                 log.warning("lease not renewed", extra={"lease": self._name, "error": str(error)})
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(self._duration_s / 3)
 
     async def _try(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -51,15 +55,19 @@ class Lease:
         if renewed != self._seen:
             self._seen, self._seen_at_s = renewed, now_s
         ours = renewed[0] in ("", self._identity)
-        if ours or now_s - self._seen_at_s > DURATION_S:
+        if ours or now_s - self._seen_at_s > self._duration_s:
             # The resourceVersion in the body makes this fail for all but one of several candidates.
             await self._write("PUT", f"{self._collection}/{self._name}", lease, now_s)
 
     async def _write(self, method: str, path: str, lease: Json, now_s: float) -> None:
         renewed = datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec = {"holderIdentity": self._identity, "leaseDurationSeconds": int(DURATION_S), "renewTime": renewed}
+        spec = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": math.ceil(self._duration_s),
+            "renewTime": renewed,
+        }
         body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **lease, "spec": spec}
         await self._client.request(method, path, body=body)
         if not self.held:
             log.info("leads", extra={"lease": self._name, "identity": self._identity})
-        self._held_until_s = now_s + DURATION_S * 2 / 3
+        self._held_until_s = now_s + self._duration_s * 2 / 3
