@@ -243,16 +243,14 @@ def test_restart_after_restart_nothing_grows(world, emulated_gpus):
     pool, engine, client, number, address = begin(world)
     pool.order(client, QUARANTINE, number, [Entry(6)])
     pool.close()
-    counts = []
+    before = len(engine.fds())
     for _ in range(4):
         world.daemons[-1].close()
         again = world.begin()
         world.daemons[-1].client()
         told(again, 7)
         again.close()
-        until(lambda: len(engine.fds()) == min([*counts, 10**6]) or not counts, "steady")
-        counts.append(len(engine.fds()))
+        until(lambda: len(engine.fds()) <= before, "what was sent along is closed, and nothing else is open")
 
-    assert len(set(counts[1:])) == 1
     assert emulated_gpus.wait(lambda state: state.used_bytes() == 8 * H, "seven and the zero page")
     assert tagged(engine, address) == [0, 1, 2, 3, 4, 5, 7]
