@@ -33,8 +33,6 @@ class SchedulerHook:
             link=ranks, engine=engine, ledger=engine.ledger, blocks=engine.pages, mode=mode, agree=ranks.agree
         )
         self.useful_tokens = 0
-        self.ended = 0
-        self._done: set[int] = set()  # who was done after the last step
         self._has_looked = False  # since a batch was chosen
         self._is_well = True
         self._between_steps = shim_call("valve_kv_step")
@@ -65,13 +63,14 @@ class SchedulerHook:
         if not self._has_looked:
             self._look()
         self._has_looked = False
-        dropped = self.engine.retract_dropped()
-        self.keeper.sync()
-        self.engine.settle(dropped)
-        self.engine.look_done()
+        try:
+            self.keeper.sync()
+        finally:
+            self.engine.retract_dropped()
+        self.engine.ledger.end_steps()
         self.keeper.publish()
         if self.link.region is not None and self.ranks.is_first:
-            self.link.region.write(self.engine.open_requests(), self.ended, self.useful_tokens)
+            self.link.region.write(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
 
     def after_choose(self, batch: Any) -> None:
         if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
@@ -82,7 +81,7 @@ class SchedulerHook:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
         self.engine.wait(result)
         self.guard(self._look)
-        names = self._disbelieved(batch)
+        ended, names = self._disbelieved(batch)
         undo = self.engine.disbelieve(batch, names) if names else None
         is_prompt = batch.forward_mode.is_extend()
         before = sum(len(each.output_ids) for each in batch.reqs) if is_prompt else 0
@@ -90,14 +89,10 @@ class SchedulerHook:
         def after_result() -> None:
             if undo is not None:
                 undo()
-            done = {id(each) for each in batch.reqs if each.finished()}
-            again = len(done & self._done)  # with overlap a request is in one more step after its last
-            self.ended += len(done) - again
-            self._done = done
             if is_prompt:
                 self.useful_tokens += max(0, sum(len(each.output_ids) for each in batch.reqs) - before)
             else:
-                self.useful_tokens += max(0, len(batch.reqs) - again - len(names))
+                self.useful_tokens += max(0, len(batch.reqs) - ended - len(names))
 
         return after_result
 
@@ -111,17 +106,24 @@ class SchedulerHook:
             self.keeper.give_up("the hook failed on one of the ranks")
             self.keeper.mode = Mode.NONE  # what the ranks know may differ by now
 
-    def _disbelieved(self, batch: Any) -> Collection[str]:
-        """Whose output of this step is dropped; mostly nobody's, and then nobody is looked at one by one."""
-        is_threatened, has_judged = self._is_threatened(), False
-        hit: set[str] = set()
-        names: set[str] = set()
+    def _disbelieved(self, batch: Any) -> tuple[int, Collection[str]]:
+        """How many had ended before this step of theirs, and whose output of it is dropped; mostly nobody's, and then
+        nobody is looked at one by one.
+        """
+        ended, names, hit = 0, set[str](), set[str]()
+        is_for_all = self.engine.drops_all or self.ranks.session is not self.keeper.session
+        lost = self.keeper.peek()
+        is_threatened, has_judged = is_for_all or len(lost) > 0, False
         try:
             step = self.engine.come_in(batch)
+            ended = step.ended
             if not (step.dropped or is_threatened):
-                return ()
+                return ended, ()
             everybody = {each.rid for each in batch.reqs}
-            hit = (everybody & self._hit(everybody)) - step.dropped
+            if is_for_all or (len(lost) and self.keeper.mode is not Mode.FULL):
+                hit = everybody - step.dropped
+            elif len(lost):
+                hit = (everybody & self.keeper.hit(lost)) - step.dropped
             if hit and batch.return_logprob and batch.forward_mode.is_extend():
                 hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
             names = hit | step.dropped
@@ -133,19 +135,7 @@ class SchedulerHook:
             hit = names = {each.rid for each in batch.reqs}
         self.engine.drop(batch, hit)
         self.keeper.receipts.dropped_tokens += len(names)
-        return names
-
-    def _is_threatened(self) -> bool:
-        return self.engine.drops_all or self.ranks.session is not self.keeper.session or len(self.keeper.peek()) > 0
-
-    def _hit(self, everybody: set[str]) -> set[str]:
-        keeper = self.keeper
-        if self.engine.drops_all or self.ranks.session is not keeper.session:
-            return everybody
-        lost = keeper.peek()
-        if not len(lost):
-            return set()
-        return set(keeper.hit(lost)) if keeper.mode is Mode.FULL else everybody
+        return ended, names
 
 
 def _hook(scheduler: Any) -> SchedulerHook | None:
@@ -207,7 +197,7 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
     """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
-    if _current is None or not _current.engine.withheld_pages:
+    if _current is None or not _current.engine.taken_pages:
         return retracted, aborted
     kept = [each for each in aborted if each.beam_group is None]
     for request in kept:

@@ -21,8 +21,10 @@ SCHEDULER_NAMES = (
     "max_queued_requests",
     "_add_request_to_queue",
     "device_module",
+    "send_abort_output",
 )
-TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "all_values_flatten", "tree_components")
+ROWS_NAMES = ("req_to_token", "write", "free")
+TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "tree_components")
 CORE_NAMES = ("evict_device_start", "evict_device_end", "collect_path_info", "collect_full_device_indices")
 
 
@@ -44,6 +46,7 @@ def judge(version: str, scheduler: Any) -> Mode:
         }
     )
     lacks = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
+    lacks += [f"ReqToTokenPool.{name}" for name in ROWS_NAMES if not hasattr(scheduler.req_to_token_pool, name)]
     if lacks:
         raise Refused(f"SGLang {version} lacks {', '.join(lacks)}")
     return Mode.FULL if can_forget(scheduler.tree_cache) else Mode.COARSE

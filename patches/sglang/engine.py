@@ -16,13 +16,16 @@ What is easily got wrong here:
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
-from valve_hook.sglang.steps import Launched, StepLedger, launched
+from valve_hook.sglang.steps import Launched, StepLedger, launched, look_up, on_device
 from valve_hook.shared import Blocks
 
+WHY_ENDED = "its KV memory was taken, and what it held could not be computed again"
 LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 MANY = 32  # running requests, beyond which they are not looked at one by one
 OFFER_EVERY = 16  # steps between two looks for free columns: each reads the free list from the device
@@ -44,13 +47,16 @@ class SglangEngine:
             page_table=scheduler.req_to_token_pool.req_to_token,
         )
         self.withheld = np.zeros(self.pages, dtype=bool)
-        self.withheld_pages = 0
-        self.drops_all = False
+        self.taken = np.zeros(self.pages, dtype=bool)  # off the free list: what is withheld, unless somebody held it
+        self.taken_pages = 0
+        self.drops_all = self.has_abandoned = False
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self._column_of = np.zeros(self.pages, dtype=np.int64)
         self._looks = 0
-        self._clear = self.allocator.clear
-        self.allocator.clear = self.clear
+        self._clear, self.allocator.clear = self.allocator.clear, self.clear
+        rows = scheduler.req_to_token_pool
+        self._write_row, rows.write = rows.write, self.write_row
+        self._free_row, rows.free = rows.free, self.free_row
 
     # ---- what the keeper asks ----
 
@@ -58,37 +64,35 @@ class SglangEngine:
         names, found = {*running, *left}, self._holding()
         hit = [found[name] for name in found if name in names]
         computed = {each.rid: each.kv.kv_committed_len for each in hit if each.rid in running}
+        self.ledger.settle(names)
         self._retract(hit)
-        self.settle(names)
         return computed
 
     def forget(self, blocks: Blocks) -> int:
-        """Evict every leaf whose path has a spoilt page: nobody holds one, because who did has been retracted."""
-        if not self.tree.supports_prefix_sharing():
-            return 0
-        bad = np.zeros(self.pages, dtype=bool)
-        bad[blocks] = True
-        before = self._spoilt_in_tree(bad)
-        if before:
-            self._evict(bad)
-            if self._spoilt_in_tree(bad):
-                raise RuntimeError("the radix cache still holds a spoilt page")
-        return before
+        """Evict each cached path with a spoilt page. Who held one has been retracted: what is not free is cached."""
+        cached = self._in_use(blocks)
+        if cached:
+            self._evict(blocks)
+            if self._in_use(blocks):
+                raise RuntimeError("spoilt pages are in use by nobody we know")
+        return cached
 
     def withhold(self, blocks: Blocks) -> None:
         new = blocks[(blocks != 0) & ~self.withheld[blocks]]
         if not len(new):
             return
-        self._note(new, is_withheld=True)
-        gone = self._filter_free_pages()
-        if gone != len(new):
-            self._note(new, is_withheld=False)
-            raise RuntimeError(f"{len(new) - gone} pages without memory are in use by nobody we know")
+        self.withheld[new] = True
+        self._take_off()
+        held = int(np.count_nonzero(~self.taken[new]))
+        if held and not self.has_abandoned:
+            self.release(new)
+            raise RuntimeError(f"{held} pages without memory are in use by nobody we know")
 
     def release(self, blocks: Blocks) -> None:
-        back = blocks[self.withheld[blocks]]
+        self.withheld[blocks] = False
+        back = blocks[self.taken[blocks]]
         if len(back):
-            self._note(back, is_withheld=False)
+            self.taken[back] = False
             self._hand_out(np.concatenate((self._free_pages(), back.astype(np.int64))))
 
     def reset(self) -> int:
@@ -100,23 +104,34 @@ class SglangEngine:
         try:
             with self._unlimited_queue():
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self.retract_dropped()
+            self.ledger.clear()
+            if self.ranks > 1:  # one of them may have failed half way: all queues are alike again
+                scheduler.waiting_queue.sort(key=lambda each: each.rid)
+            if not scheduler.flush_cache(empty_cache=False):
+                raise RuntimeError("the cache could not be flushed with everybody retracted")
         finally:
             self.drops_all = False
-        self.retract_dropped()
-        self.ledger.flying.clear()
-        if self.ranks > 1:  # one of them may have failed half way: all queues are alike again
-            scheduler.waiting_queue.sort(key=lambda each: each.rid)
-        if not scheduler.flush_cache(empty_cache=False):
-            raise RuntimeError("the cache could not be flushed with everybody retracted")
-        scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return len(scheduler.waiting_queue)
 
     def abandon(self) -> int:
+        """Who holds pages ends as SGLang ends a request that finds no memory; of them and of the cache nothing is kept.
+        Should somebody unknown hold a page, it is withheld when it comes back.
+        """
+        from sglang.srt.managers.io_struct import AbortReq
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+        if not self.has_abandoned:
+            self.has_abandoned, self._free = True, self.allocator.free
+            self.allocator.free = self.free
         holding = list(self._holding().values())
+        self.ledger.settle({each.rid for each in holding})
+        self._take_back(holding)
         for each in holding:
-            each.to_finish = FINISH_ABORT("its KV memory was taken, and could not be computed again")
+            each.to_finish = FINISH_ABORT(WHY_ENDED, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+            self.scheduler.send_abort_output(AbortReq(rid=each.rid, finished_reason=each.to_finish.to_json()), each)
+        self._empty_cache()
         return len(holding)
 
     def arrange(self, column_of: Blocks) -> None:
@@ -136,7 +151,7 @@ class SglangEngine:
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler = self.scheduler
         free = self.allocator.available_size() // self.page_tokens
-        used = self.pages - 1 - free - self.withheld_pages
+        used = self.pages - 1 - free - self.taken_pages
         wanted = used + sum(
             -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
             for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
@@ -146,8 +161,7 @@ class SglangEngine:
     # ---- what a step says ----
 
     def launch(self, batch: Any) -> None:
-        """Two steps are in flight at most; should one's output never come, its rows are not kept for ever."""
-        self.ledger.flying = [*self.ledger.flying[-3:], launched(batch, self.page_tokens)]
+        self.ledger.begin_step(launched(batch))
 
     def wait(self, result: Any) -> None:
         """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only
@@ -165,9 +179,6 @@ class SglangEngine:
             raise RuntimeError("output of a step that was not the next one launched")
         step.is_in = True
         return step
-
-    def look_done(self) -> None:
-        self.ledger.flying = [step for step in self.ledger.flying if not step.is_in]
 
     def disbelieve(self, batch: Any, names: Collection[str]) -> Callable[[], None]:
         """From here on SGLang skips these requests of the batch like retracted ones; returns what undoes it."""
@@ -189,15 +200,11 @@ class SglangEngine:
         """Their output of this step is gone: they are to be retracted before anything else is chosen."""
         self._dropped += [each for each in batch.reqs if each.rid in names]
 
-    def retract_dropped(self) -> set[str]:
+    def retract_dropped(self) -> None:
         dropped, self._dropped = self._dropped, []
-        self._retract({id(each): each for each in dropped if each.kv.holds_kv and not each.finished()}.values())
-        return {each.rid for each in dropped}
-
-    def settle(self, names: Collection[str]) -> None:
-        """What they wrote in steps in flight has been judged; output of theirs that still comes in is not believed."""
-        for step in self.ledger.flying:
-            step.dropped |= set(names)
+        if dropped:
+            self.ledger.settle({each.rid for each in dropped})
+            self._retract({id(each): each for each in dropped if each.kv.holds_kv and not each.finished()}.values())
 
     def open_requests(self) -> int:
         """Exact where it matters, near none: beyond, who has just finished may be among them."""
@@ -205,19 +212,30 @@ class SglangEngine:
         running = len(scheduler.running_batch.reqs)
         return len(scheduler.waiting_queue) + (running if running > MANY else len(self._holding()))
 
-    # ---- for the user ----
+    # ---- what SGLang calls, by way of us ----
+
+    def write_row(self, indices: Any, values: Any) -> None:
+        """One row, where the cache's pages take the place of a request's own; in a decode step one place of each."""
+        if isinstance(indices[0], int):
+            self.ledger.keep(indices[0])
+        self._write_row(indices, values)
+
+    def free_row(self, request: Any) -> None:
+        self.ledger.keep(request.kv.req_pool_idx, has_ended=request.finished())
+        self._free_row(request)
 
     def clear(self) -> None:
-        """SGLang's own flush hands out all pages again."""
+        """A flush, by us or by the user, hands out all pages again."""
         self._clear()
-        if self.withheld_pages:
-            self._filter_free_pages()
+        self.taken[:] = False
+        self._take_off()
+
+    def free(self, slots: Any) -> None:
+        """After all has failed: pages without memory that somebody held."""
+        self._free(slots)
+        self._take_off()
 
     # ---- parts ----
-
-    def _note(self, pages: Blocks, *, is_withheld: bool) -> None:
-        self.withheld[pages] = is_withheld
-        self.withheld_pages += len(pages) if is_withheld else -len(pages)
 
     def _holding(self) -> dict[str, Any]:
         """Who holds pages and is not done, by name; in the order in which they run."""
@@ -226,15 +244,22 @@ class SglangEngine:
         flying = [step.requests for step in self.ledger.flying]
         chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
         everybody = [each for group in (*batches, *flying, chunked) for each in group]
-        return {each.rid: each for each in everybody if each.kv.holds_kv and not each.finished()}
+        return {each.rid: each for each in dict.fromkeys(everybody) if each.kv.holds_kv and not each.finished()}
 
     def _retract(self, requests: Iterable[Any]) -> None:
-        """Back to the queue, wherever they stand; a limit of the queue is for newcomers."""
-        requests, scheduler = list(requests), self.scheduler
-        if not requests:
-            return
+        """Back to the queue; a limit of the queue is for newcomers."""
+        requests = list(requests)
+        if requests:
+            self._take_back(requests)
+            with self._unlimited_queue():
+                for each in requests:
+                    self.scheduler._add_request_to_queue(each, is_retracted=True)
+
+    def _take_back(self, requests: list[Any]) -> None:
+        """Their pages, wherever they stand."""
         from sglang.srt.managers.schedule_batch import retract_all
 
+        scheduler = self.scheduler
         retract_all(
             reqs=requests,
             req_to_token_pool=scheduler.req_to_token_pool,
@@ -250,9 +275,6 @@ class SglangEngine:
                 batch.batch_is_full = False
         if id(scheduler.chunked_req) in gone:
             scheduler.chunked_req = None
-        with self._unlimited_queue():
-            for each in requests:
-                scheduler._add_request_to_queue(each, is_retracted=True)
         scheduler.running_batch.batch_is_full = False
 
     @contextlib.contextmanager
@@ -263,41 +285,67 @@ class SglangEngine:
         finally:
             self.scheduler.max_queued_requests = limit
 
-    def _spoilt_in_tree(self, bad: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
-        slots = self.tree.all_values_flatten().cpu().numpy()
-        return int(np.count_nonzero(bad[slots // self.page_tokens])) // self.page_tokens
+    def _in_use(self, blocks: Blocks) -> int:
+        is_asked = np.zeros(self.pages, dtype=bool)
+        is_asked[blocks] = True
+        return len(blocks) - int(np.count_nonzero(is_asked[self._free_pages()]))
 
-    def _evict(self, bad: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """SGLang's own eviction walk over the free leaves, of which those on a sound path are passed over.
+    def _evict(self, blocks: Blocks) -> None:
+        """Leaf by leaf, and a parent when its last child is gone. Both tree cores have these calls."""
+        import torch
 
-        A leaf that goes makes a leaf of its parent, which the walk comes to next. Both tree cores, Python and Rust,
-        offer these calls.
-        """
+        core, leaves = self.tree.tree_core, self._leaves()
+        if not leaves:
+            return
+        paths = core.collect_path_info(leaves)
+        root = paths[0][0].parent_id
+        slots = [core.collect_full_device_indices(leaf, root) for leaf in leaves]
+        is_bad = np.zeros(self.pages, dtype=bool)
+        is_bad[blocks] = True
+        pages = torch.cat(slots) // self.page_tokens
+        spoilt = np.flatnonzero(look_up(on_device(pages, is_bad), pages).cpu().numpy())
+        ends = np.cumsum([len(each) for each in slots])
+        hit, where = np.unique(np.searchsorted(ends, spoilt, side="right"), return_index=True)
+        tracker, gone = dict.fromkeys(self.tree.tree_components, 0), Counter[int]()
+        for at, first in zip(hit.tolist(), spoilt[where].tolist(), strict=True):
+            sound = first - int(ends[at]) + len(slots[at])
+            for node in reversed(paths[at]):
+                if node.path_end <= sound or gone[node.node_id] < node.num_children:
+                    break
+                self.tree._evict_device_leaf(node.node_id, tracker)
+                gone[node.parent_id] += 1
+
+    def _leaves(self) -> list[int]:
+        """Of the cache, those that nobody uses: SGLang's own eviction walk, with nothing evicted."""
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         core, full = self.tree.tree_core, ComponentType.FULL
+        found: list[int] = []
         tracker = dict.fromkeys(self.tree.tree_components, 0)
         core.evict_device_start(full, self.pages * self.page_tokens)
         try:
             while True:
                 node, has_moved = self.tree._evict_device_next_node(full, tracker)
                 if node is None and not has_moved:
-                    return
-                if node is not None and bad[self._path_pages(core, node)].any():
-                    self.tree._evict_device_leaf(node, tracker)
+                    return found
+                if node is not None:
+                    found.append(node)
         finally:
             core.evict_device_end(full)
 
-    def _path_pages(self, core: Any, node: int) -> Any:
-        root = core.collect_path_info((node,))[0][0].parent_id
-        return core.collect_full_device_indices(node, root).cpu().numpy() // self.page_tokens
+    def _empty_cache(self) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-    def _filter_free_pages(self) -> int:
-        """How many pages were taken off the free list."""
+        if self.tree.supports_prefix_sharing():
+            self.tree.evict(EvictParams(num_tokens=self.pages * self.page_tokens))
+
+    def _take_off(self) -> None:
+        """What is withheld, off the free list."""
         free = self._free_pages()
         is_held = self.withheld[free]
-        self._hand_out(free[~is_held])
-        return int(is_held.sum())
+        if is_held.any():
+            self.taken[free[is_held]] = True
+            self._hand_out(free[~is_held])
 
     def _free_pages(self) -> Any:
         self.allocator.merge_and_sort_free()
@@ -306,6 +354,7 @@ class SglangEngine:
     def _hand_out(self, pages: Any) -> None:
         """From now on, lowest first; and the idle leak check is told how many there are."""
         self.allocator.free_pages = self.allocator.free_pages.new_tensor(np.sort(pages, kind="stable"))
+        self.taken_pages = int(np.count_nonzero(self.taken))
         checker = getattr(self.scheduler, "invariant_checker", None)
         if checker is not None:
-            checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - self.withheld_pages * self.page_tokens
+            checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - self.taken_pages * self.page_tokens

@@ -210,13 +210,12 @@ def idle_state(folder: Path) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def main() -> None:
-    model, folder, plan = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+def start_engine(model: str, folder: Path, **options: Any) -> Any:
+    """A real SGLang on CPU, with the fake node's socket in this folder."""
     os.environ["VALVE_RUN_DIR"] = str(folder)
     import sglang
-    from fastapi import HTTPException
 
-    engine = sglang.Engine(
+    return sglang.Engine(
         model_path=model,
         device="cpu",
         attention_backend="torch_native",
@@ -224,12 +223,23 @@ def main() -> None:
         disable_cuda_graph=True,
         skip_tokenizer_init=True,
         dtype="float32",
+        log_level="warning",
+        **options,
+    )
+
+
+def main() -> None:
+    model, folder, plan = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    from fastapi import HTTPException
+
+    engine = start_engine(
+        model,
+        folder,
         max_total_tokens=plan.get("tokens", 3000),
         page_size=plan.get("page", 1),
         chunked_prefill_size=128,
         disable_overlap_schedule=not plan.get("overlap", True),
         tp_size=plan.get("ranks", 1),
-        log_level="warning",
     )
     sampling = [{"temperature": 0, "max_new_tokens": 50 - number % 7, "ignore_eos": True} for number in range(24)]
     work = prompts(1, 24)

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -29,7 +30,7 @@ def match(tree, prompt):
 
 def story(core):
     allocator = TokenToKVPoolAllocator(64, torch.float32, "cpu", None, False)
-    pool = SimpleNamespace(req_to_token=torch.zeros((4, 64), dtype=torch.int64))
+    pool = ReqToTokenPool(4, 64, "cpu", False)
     parts = {"tree_components": (ComponentType.FULL,), "tree_core_backend": core}
     tree = UnifiedRadixCache(CacheInitParams(False, pool, allocator, 1, **parts))
     slots = {}

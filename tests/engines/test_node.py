@@ -20,16 +20,22 @@ def useful_tokens(sides):
     return batch.useful_tokens if batch is not None else 0
 
 
+def start(engines, node, folder, count):
+    """What a batch answers with no Valve near it, and the same batch at work as an offline job."""
+    node.start_valved()
+    sides = Sides(node=node, folder=folder, python=engines.python)
+    sides.prepare()
+    requests = sides.write_requests(count)[0]
+    alone = sides.finish(sides.start_batch("", "undisturbed", requests), "undisturbed")
+    batch = sides.start_batch("offline", "batch", requests)
+    sides.wait_for_work(batch, "batch")
+    return sides, alone, batch
+
+
 def test_a_batch_outlives_daemons_and_each_request_is_answered_once(engines, tmp_path):
     """valved is killed and started again, again and again; tokens are those of a run without Valve."""
     with EmulatedNode(tmp_path, config=CONFIG.format(pool_mib=POOL_MIB, remap="helper")) as node:
-        node.start_valved()
-        sides = Sides(node=node, folder=tmp_path, python=engines.python)
-        sides.prepare()
-        requests = sides.write_requests(120)[0]
-        alone = sides.finish(sides.start_batch("", "undisturbed", requests), "undisturbed")
-        batch = sides.start_batch("offline", "batch", requests)
-        sides.wait_for_work(batch, "batch")
+        sides, alone, batch = start(engines, node, tmp_path, 120)
         restarts = 0
         while batch.poll() is None and restarts < 4:
             node.stop_valved(signal.SIGKILL)
@@ -56,13 +62,7 @@ def beside_bursts(engines, folder, *, seconds, count, **knobs):
     cache = ["--kv-blocks", BLOCKS, "--kv-planes", PLANES, "--block-kib", BLOCK_KIB]
     load = ["--trace", folder / "requests.csv", "--duration", plan.seconds, "--decode-us", 4000]
     with EmulatedNode(folder, options=Options(knobs=knobs), config=plan.config(folder / "trace.jsonl")) as node:
-        node.start_valved()
-        sides = Sides(node=node, folder=folder, python=engines.python)
-        sides.prepare()
-        requests = sides.write_requests(count)[0]
-        alone = sides.finish(sides.start_batch("", "undisturbed", requests), "undisturbed")
-        batch = sides.start_batch("offline", "batch", requests)
-        sides.wait_for_work(batch, "batch")
+        sides, alone, batch = start(engines, node, folder, count)
         online = start_online(node, [str(part) for part in (ONLINE, *cache, *load)], folder)
         node.wait_for(lambda: online.poll() is not None, "the online service is done", 600.0)
         reclaims = node.status().memory.reclaims

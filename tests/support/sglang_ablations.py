@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from valve_hook.sglang import calls
-from valve_hook.sglang.steps import StepLedger
+from valve_hook.sglang.steps import NOTHING_WRITTEN, StepLedger
 
 
 def forgetting(engine: Any) -> None:
@@ -28,19 +29,13 @@ def withholding(engine: Any) -> None:
 
 def taint(engine: Any) -> None:
     """What a hit step wrote counts as sound."""
-    engine.ledger.__class__ = type(
-        "NoTaint", (StepLedger,), {"__slots__": (), "_first": lambda _, starts: starts + (1 << 30)}
-    )
+    nothing = {"__slots__": (), "_first_written": lambda _, step: np.full(len(step.rows), NOTHING_WRITTEN)}
+    engine.ledger.__class__ = type("NoTaint", (StepLedger,), nothing)
 
 
 def row_copies(engine: Any) -> None:
     """The page table as it is when a loss is noticed, not as it was when the step was launched."""
-
-    def nobody(ledger: Any, step: Any) -> Any:
-        rows = StepLedger._rows(ledger, step)
-        return rows.only(rows.counts < 0)
-
-    engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_rows": nobody})
+    engine.ledger.__class__ = type("NoCopies", (StepLedger,), {"__slots__": (), "_keep": lambda *_: None})
 
 
 def waiting_for_the_step(engine: Any) -> None:
@@ -49,7 +44,7 @@ def waiting_for_the_step(engine: Any) -> None:
 
 def settling(engine: Any) -> None:
     """Output of a step is believed of a request that was retracted after the step's launch and runs again."""
-    engine.settle = lambda names: None
+    engine.ledger.__class__ = type("NoSettling", (StepLedger,), {"__slots__": (), "settle": lambda *_: None})
 
 
 def skipping_without_overlap(engine: Any) -> None:
@@ -81,6 +76,21 @@ def telling_the_leak_check(engine: Any) -> None:
 
 def sparing_the_last(engine: Any) -> None:
     calls.spare = lambda retracted, aborted: (retracted, aborted)
+
+
+def acting_on_losses(engine: Any) -> None:
+    """One way after the other fails, and the hook gives up."""
+    engine.discard = engine.reset = lambda *_: 1 // 0
+
+
+def emptying_the_cache(engine: Any) -> None:
+    """When the hook gives up."""
+    engine._empty_cache = lambda: None
+
+
+def catching_what_comes_back(engine: Any) -> None:
+    """When the hook gives up: pages that somebody unknown held."""
+    engine.free = engine.allocator.free
 
 
 def filtering_after_a_flush(engine: Any) -> None:

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -27,7 +27,17 @@ class Tensor(np.ndarray):
         return np.asarray(self)
 
     def new_tensor(self, data):
-        return tensor(data)
+        return np.array(data, dtype=self.dtype).view(Tensor)
+
+    def index_select(self, dim, index):
+        assert dim == 0
+        return self[index]
+
+    def bool(self):
+        return self.astype(np.bool_)
+
+    def clone(self):
+        return self.copy()
 
 
 def tensor(data):
@@ -84,7 +94,7 @@ class Kv:
 class Batch:
     reqs: list[Req]
     forward_mode: Mode
-    req_to_token_pool: SimpleNamespace
+    req_to_token_pool: Rows
     spans: dict[str, tuple[int, int]]  # what this step computes of each
     batch_is_full: bool = False
     return_logprob: bool = False
@@ -92,6 +102,10 @@ class Batch:
     @property
     def req_pool_indices(self):
         return [each.kv.req_pool_idx for each in self.reqs]
+
+    @property
+    def req_pool_indices_cpu(self):
+        return tensor(self.req_pool_indices)
 
     @property
     def seq_lens_cpu(self):
@@ -103,6 +117,24 @@ class Batch:
 
     def filter_batch(self, keep_indices):
         self.reqs = [self.reqs[at] for at in keep_indices]
+
+
+class Rows:
+    """ReqToTokenPool: a row of slots for each request."""
+
+    def __init__(self, rows):
+        self.req_to_token = np.zeros((rows, 400), dtype=np.int64).view(Tensor)
+        self.clear()
+
+    def write(self, indices, values):
+        self.req_to_token[indices] = values
+
+    def free(self, request):
+        self.free_rows.append(request.kv.req_pool_idx)
+        request.kv = Kv()
+
+    def clear(self):
+        self.free_rows = list(range(len(self.req_to_token)))
 
 
 class MHATokenToKVPool:
@@ -140,7 +172,7 @@ class Allocator:
         return taken
 
     def free(self, pages):
-        self.free_pages = tensor([*pages, *self.free_pages.tolist()])
+        self.free_pages = tensor([*self.free_pages.tolist(), *pages])
 
 
 @dataclass(eq=False)
@@ -197,7 +229,10 @@ class Tree:
     def leaves(self):
         return [number for number, node in self.nodes.items() if number and not node.children and not node.locks]
 
-    def evict(self, pages):
+    def evict(self, params):
+        self.make_room(params.num_tokens // self.page)
+
+    def make_room(self, pages):
         while pages > 0 and self.leaves():
             self._evict_device_leaf(self.leaves()[0], {})
             pages -= 1
@@ -228,7 +263,22 @@ class Tree:
         self.allocator.free([node.page])
 
     def collect_path_info(self, numbers):
-        return [[SimpleNamespace(parent_id=0)] for _ in numbers]
+        return [self._path_info(number) for number in numbers]
+
+    def _path_info(self, number):
+        chain = []
+        while number:
+            chain.insert(0, number)
+            number = self.nodes[number].parent
+        return [
+            SimpleNamespace(
+                node_id=each,
+                parent_id=self.nodes[each].parent,
+                path_end=place * self.page,
+                num_children=len(self.nodes[each].children),
+            )
+            for place, each in enumerate(chain, 1)
+        ]
 
     def collect_full_device_indices(self, number, root):
         pages = []
@@ -255,9 +305,8 @@ class Scheduler:
         self.page, self.enable_overlap, self.chunk, self.hooks = page_size, overlap, chunk, hooks
         self.token_to_kv_pool_allocator = self.allocator = Allocator(pages, page_size)
         self.tree_cache = self.tree = Tree(self.allocator)
-        self.req_to_token_pool = SimpleNamespace(req_to_token=np.zeros((rows, 400), dtype=np.int64).view(Tensor))
+        self.req_to_token_pool = Rows(rows)
         self.table = self.req_to_token_pool.req_to_token
-        self.free_rows = list(range(rows))
         self.running_batch = self.batch([], Mode.DECODE)
         self.last_batch = self.chunked_req = self.hisparse_coordinator = self.max_queued_requests = None
         self.waiting_queue: list[Req] = []
@@ -343,7 +392,7 @@ class Scheduler:
         kv, tokens = request.kv, request.tokens
         path = []
         if not kv.holds_kv:
-            if not self.free_rows:
+            if not self.req_to_token_pool.free_rows:
                 return False
             path = self.tree.path(tokens[: len(tokens) - 1])
             request.prefix_len = len(path) * self.page
@@ -355,7 +404,7 @@ class Scheduler:
             self.tree.lock(path[-1] if path else 0, -1)
             return False
         if not kv.holds_kv:
-            kv.req_pool_idx, request.lock = self.free_rows.pop(), path[-1] if path else 0
+            kv.req_pool_idx, request.lock = self.req_to_token_pool.free_rows.pop(), path[-1] if path else 0
             kv.cache_protected_len = request.prefix_len
             self.write(kv, 0, [self.tree.nodes[node].page for node in path])
         self.write(kv, -(-have // self.page), pages)
@@ -384,7 +433,7 @@ class Scheduler:
 
         def fits():
             need = sum(each.kv.kv_allocated_len % self.page == 0 for each in running.reqs)
-            self.tree.evict(need - len(self.allocator.free_pages))
+            self.tree.make_room(need - len(self.allocator.free_pages))
             return need <= len(self.allocator.free_pages)
 
         retracted, aborted = [], []
@@ -448,9 +497,12 @@ class Scheduler:
         if self.running_batch.reqs or self.last_batch or self.result_queue:
             return False
         self.tree.reset()
-        self.free_rows = list(range(len(self.table)))
+        self.req_to_token_pool.clear()
         self.allocator.clear()
         return True
+
+    def send_abort_output(self, abort, request):
+        self.done[request.rid] = abort.finished_reason["message"]
 
     def _add_request_to_queue(self, request, is_retracted=False):
         if self.max_queued_requests is not None and len(self.waiting_queue) >= self.max_queued_requests:
@@ -503,7 +555,7 @@ class Scheduler:
 
     def pages_for(self, have, end):
         need = -(-end // self.page) - -(-have // self.page)
-        self.tree.evict(need - len(self.allocator.free_pages))
+        self.tree.make_room(need - len(self.allocator.free_pages))
         return self.allocator.alloc(need) if need <= len(self.allocator.free_pages) else None
 
     def write(self, kv, first, pages):
@@ -522,7 +574,8 @@ class Scheduler:
         self.allocator.free(
             [page for page, other in zip(own[protected:], kept[protected:], strict=True) if page != other]
         )
-        self.write(kv, 0, kept)
+        slots = [page * self.page + slot for page in kept for slot in range(self.page)]
+        self.req_to_token_pool.write((kv.req_pool_idx, slice(0, len(slots))), slots)
         self.tree.lock(path[-1] if path else 0, 1)
         self.tree.lock(request.lock, -1)
         request.lock = path[-1] if path else 0
@@ -534,8 +587,8 @@ class Scheduler:
         kv = request.kv
         self.allocator.free(self.pages_of(request)[kv.cache_protected_len // self.page :])
         self.tree.lock(request.lock, -1)
-        self.free_rows.append(kv.req_pool_idx)
-        request.kv, request.lock = Kv(), None
+        self.req_to_token_pool.free(request)
+        request.lock = None
         request.prefix_len = request.inflight_middle_chunks = 0
         request.is_retracted = True
 
@@ -544,32 +597,3 @@ class Scheduler:
         if self.is_idle:
             held = self.allocator.available_size() + (len(self.tree.nodes) - 1) * self.page
             assert held == self.invariant_checker.max_total_num_tokens, "pool memory leak"
-
-
-def sglang_modules(scheduler_of):
-    """What the hook imports from sglang, made of the toy's; for sys.modules."""
-
-    def retract_all(
-        *, reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, hisparse_coordinator, offload_kv
-    ):
-        for request in reqs:
-            scheduler_of(tree_cache).release(request)
-
-    names = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.managers": {},
-        "sglang.srt.managers.schedule_batch": {"retract_all": retract_all},
-        "sglang.srt.managers.io_struct": {
-            "PauseGenerationReqInput": lambda mode: SimpleNamespace(mode=mode),
-            "ContinueGenerationReqInput": lambda torch_empty_cache: None,
-        },
-        "sglang.srt.mem_cache": {},
-        "sglang.srt.mem_cache.unified_cache": {},
-        "sglang.srt.mem_cache.unified_cache.component_type": {"ComponentType": SimpleNamespace(FULL=FULL)},
-    }
-    made = {}
-    for name, content in names.items():
-        made[name] = ModuleType(name)
-        vars(made[name]).update(content)
-    return made

@@ -7,10 +7,12 @@ import struct
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import sglang_ablations as without
 from kv_node import KvNode, wait_for
-from toy_sglang import Scheduler, sglang_modules
+from sglang_modules import sglang_modules
+from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook.link import Link
 from valve_hook.sglang import calls, memory
@@ -345,6 +347,87 @@ def test_a_page_in_hands_we_do_not_know_sends_everybody_back(world):
 
     assert scheduler._valve.keeper.mode is Mode.COARSE
     assert node.book()["failures"] == 1
+
+
+def the_hook_gives_up(world, overlap=True, remove=None):
+    """Both ways to handle a loss fail. Who may have read it ends with an error, the rest and all who come have the
+    tokens they would have had, and the cached beginning that lost a page is found by nobody.
+    """
+    work = [(name, [*range(10), number], 12) for number, name in enumerate("abcd", 30)]
+    early, late = ("early", [*range(50, 62), 9], 4), ("late", [*range(50, 62), 7], 6)
+    scheduler, node = world(overlap=overlap)
+    run(scheduler, [early])
+    without.acting_on_losses(scheduler._valve.engine)
+    if remove is not None:
+        remove(scheduler._valve.engine)
+    for request in work:
+        scheduler.add(*request)
+    for _ in range(6):
+        scheduler.turn()
+    cached = [scheduler.tree.nodes[number].page for number in scheduler.tree.path(early[1])][:1]
+    lost = [*cached, scheduler.pages_of(request_of(scheduler, "b"))[1]]
+    scheduler.turn(lambda: lose(node, scheduler, lost))
+    done = finish(scheduler, "abcd") | run(scheduler, [late])
+    ended = {name for name, answer in done.items() if isinstance(answer, str)}
+
+    assert "b" in ended
+    assert {name: done[name] for name in done.keys() - ended} == {
+        name: answer for name, answer in undisturbed([early, *work, late]).items() if name not in ended
+    }
+    assert late[0] not in ended
+    assert node.book()["mode"] == Mode.NONE
+    assert set(lost) == set(np.flatnonzero(scheduler._valve.engine.taken).tolist())
+    give(node, scheduler, lost)
+    scheduler.turn()
+    assert set(lost) <= set(scheduler.allocator.free_pages.tolist())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_the_hook_gave_up_no_token_is_wrong_and_no_page_without_memory_is_used(world, overlap):
+    the_hook_gives_up(world, overlap)
+
+    assert broken(the_hook_gives_up, world, overlap, without.emptying_the_cache)
+
+
+def a_page_without_memory_comes_back_from_hands_we_do_not_know(world, remove=None):
+    scheduler, node = world()
+    if remove is not None:
+        remove(scheduler._valve.engine)
+    stolen = scheduler.allocator.alloc(2)
+    scheduler.check_idle = lambda: None  # it would miss them
+    scheduler._valve.engine.reset = lambda: 1 // 0
+    lose(node, scheduler, stolen)
+    scheduler.turn()
+    assert node.book()["mode"] == Mode.NONE
+    give(node, scheduler, stolen[1:])
+    scheduler.turn()
+    scheduler.allocator.free(stolen)
+    free = scheduler.allocator.free_pages.tolist()
+    assert stolen[0] not in free
+    assert free.count(stolen[1]) == 1
+
+
+def test_after_the_hook_gave_up_a_page_without_memory_is_withheld_when_it_comes_back(world):
+    a_page_without_memory_comes_back_from_hands_we_do_not_know(world)
+
+    assert broken(a_page_without_memory_comes_back_from_hands_we_do_not_know, world, without.catching_what_comes_back)
+
+
+def test_a_row_that_changed_unseen_sends_everybody_back(world):
+    """What the hook cannot copy it does not vouch for, and SGLang, whose call it was, never notices."""
+    scheduler, node = world()
+    work = [("a", list(range(10)), 8), ("b", list(range(50, 60)), 3)]
+    for request in work:
+        scheduler.add(*request)
+    for _ in range(4):
+        scheduler.turn()
+    scheduler._valve.engine.ledger.page_table = None
+    scheduler.turn()
+    scheduler._valve.engine.ledger.page_table = scheduler.table
+    lose(node, scheduler, scheduler.pages_of(request_of(scheduler, "a"))[:1])
+
+    assert finish(scheduler, "ab") == undisturbed(work)
+    assert scheduler._valve.keeper.mode is Mode.COARSE
 
 
 def test_beam_search_ends_reclaiming_before_it_begins(world):

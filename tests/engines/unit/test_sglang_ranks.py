@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kv_node import KvNode, wait_for
-from toy_sglang import Scheduler, sglang_modules
+from sglang_modules import sglang_modules
+from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook.link import Link
 from valve_hook.sglang import calls
