@@ -19,29 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from valved import paths
+from valved.clients.register import Register
+from valved.clients.server import LinkServer
 from valved.config import Config
-from valved.mechanism import signals, state
-from valved.mechanism.clock import LoopClock
-from valved.mechanism.driver import driver_state
-from valved.mechanism.outside import UvmDoors
-from valved.mechanism.ports import GatePort, ProcessPort
-from valved.mechanism.stats import NodeCounters
-from valved.mechanism.trace import LineFile
-from valved.mechanism.watch import FolderWatch
+from valved.gate.freeze import Ladder
+from valved.gate.wake import GateService, GateSettings
+from valved.machine import signals
+from valved.machine.clock import LoopClock
+from valved.machine.driver import driver_state
+from valved.machine.ports import GatePort, ProcessPort
+from valved.machine.uvm import UvmDoors
+from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
+from valved.node.api import Node
+from valved.node.brake import Brake
+from valved.node.handover import Handover
+from valved.node.kv import Kv, put_together, tell_others
+from valved.node.status import Reporter
+from valved.node.upkeep import Upkeep, end, read_cards
 from valved.policy.cooldown import CooldownSettings
-from valved.service.books import Books
-from valved.service.brake import Brake
-from valved.service.gate import GateService, GateSettings
-from valved.service.handover import Handover
-from valved.service.journal import Journal
-from valved.service.kv import Kv, put_together, tell_others
-from valved.service.ladder import Ladder
-from valved.service.link_server import LinkServer
-from valved.service.node import Node
-from valved.service.register import Register
-from valved.service.report import Reporter
-from valved.service.upkeep import Upkeep, end, read_cards
+from valved.state import saved as state
+from valved.state.journal import Journal
+from valved.state.registry import Books
+from valved.state.stats import NodeCounters
+from valved.state.trace import LineFile
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,9 +16,10 @@ from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.daemon import run
 from valved.errors import ValveError
-from valved.mechanism import state, turn
-from valved.mechanism.ports import GatePort
+from valved.machine.ports import GatePort
 from valved.model.ids import Mode
+from valved.node import turn
+from valved.state import saved as state
 
 log = logging.getLogger("valved")
 
@@ -41,8 +42,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def native_gate(config: Config) -> GatePort:
-    from valved.mechanism.gate import GateSettings as NativeSettings
-    from valved.mechanism.gate import NativeGate
+    from valved.gate.adapter import GateSettings as NativeSettings
+    from valved.gate.adapter import NativeGate
 
     return NativeGate(
         NativeSettings(
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.sign()
     gc.freeze()  # what the imports made lives for ever
     gc.set_threshold(*GC_THRESHOLDS)
-    from valved.mechanism.process import LinuxProcesses
+    from valved.machine.processes import LinuxProcesses
 
     try:
         asyncio.run(run(config, folder, native_gate(config), LinuxProcesses()))

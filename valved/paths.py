@@ -1,7 +1,7 @@
 """Where valved and its clients meet, and where the preload library lies. One place decides, everyone asks it.
 
 The run folder: VALVE_RUN_DIR if set; /run/valve for root or where one exists that we may enter; else a folder of the
-user's own. The shim follows the same order in C (shim/src/link.c).
+user's own. The shim follows the same order in C (shim/src/link/link.c).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lay the hook out in a folder: `python -m valve_hook.export FOLDER`, then PYTHONPATH=FOLDER in front of an engine.
 
 So an unchanged image gets the plugin by a mount and one variable, and the engine's own packages are not shadowed: the
-folder holds this package and the dist-info that names its entry points, and nothing else. Done again it changes
-nothing.
+folder holds this package, `valve_abi` and the dist-info that names the entry points, and nothing else. Done again it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import valve_abi
 from valve_hook import VERSION
 
 ENTRY_POINTS = """\
@@ -26,8 +27,12 @@ METADATA = f"Metadata-Version: 2.1\nName: valve-hook\nVersion: {VERSION}\n"
 
 def export(folder: Path) -> Path:
     """Write what differs; a reader beside us never sees half a file."""
-    package = Path(__file__).resolve().parent
-    wanted = {f"valve_hook/{path.relative_to(package)}": path.read_bytes() for path in package.rglob("*.py")}
+    packages = Path(__file__).resolve().parent, Path(valve_abi.__file__).resolve().parent
+    wanted = {
+        f"{package.name}/{path.relative_to(package)}": path.read_bytes()
+        for package in packages
+        for path in package.rglob("*.py")
+    }
     info = f"valve_hook-{VERSION}.dist-info"
     wanted |= {f"{info}/METADATA": METADATA.encode(), f"{info}/entry_points.txt": ENTRY_POINTS.encode()}
     for name, content in wanted.items():

@@ -191,7 +191,7 @@ class Link:
         """Ask valved to look at the book. Never waits; a full socket means that it is being asked already."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._send(wire.Message.KV_NEED, wire.KV_NEED.pack(min(wanted_blocks, 0xFFFFFFFF), 0))
+                self._send(wire.Message.KV_NEED, wire.KV_NEED.pack(min(wanted_blocks, 0xFFFFFFFF)))
 
     def close(self) -> None:
         self._stop = True
@@ -318,7 +318,6 @@ class Link:
             wanted.rows,
             wanted.row_blocks,
             wanted.ranks,
-            0,
             wanted.engine.encode()[:47],
         )
         kind, answer, fds = self._ask(wire.Message.KV_ATTACH, body)
@@ -331,7 +330,7 @@ class Link:
                 return
             if kind != wire.Message.KV_TABLE or len(fds) != 2:
                 raise NoDaemon(f"KV_ATTACH was answered by type {kind} with {len(fds)} descriptors")
-            abi, _, table_bytes, book_bytes, _ = wire.KV_TABLE.unpack(answer)
+            abi, table_bytes, book_bytes = wire.KV_TABLE.unpack(answer)
             if abi != wire.KV_ABI:
                 raise NoDaemon(f"valved speaks KV abi {abi}, this hook {wire.KV_ABI}")
             table, book = Table(fds[0], table_bytes), Book(fds[1], book_bytes)

@@ -1,91 +1,64 @@
-"""What an engine and valved agree on: the hook's part of proto/abi/link.h, kv.h and region.h, and nothing else.
-
-Numbers and layouts only. `tests/engines/unit/test_contract.py` compares them with the headers.
-"""
+"""What an engine and valved agree on: the hook's part of proto/abi/{link,kv,region}.h, and how a packet is cut."""
 
 from __future__ import annotations
 
-import struct
-from enum import IntEnum
+import valve_abi
+from valve_abi import KvMode as Mode
+from valve_abi import LinkType as Message
 
-LINK_MAGIC = 0x4B4E4C56
-LINK_ABI = 1
-LINK_MAX = 2048
-ROLE_HOOK = 3
-FEATURE_HINT = 1 << 1
-FEATURE_MEMORY = 1 << 6
+__all__ = ["Message", "Mode"]  # the headers' own, by the names that the hook uses
 
+LINK_MAGIC, LINK_ABI, LINK_MAX = valve_abi.LINK_MAGIC, valve_abi.LINK_ABI, valve_abi.LINK_MAX
+ROLE_HOOK = valve_abi.Role.HOOK
+FEATURE_HINT, FEATURE_MEMORY = valve_abi.Feature.HINT, valve_abi.Feature.MEMORY
 
-class Message(IntEnum):
-    HELLO = 1
-    WELCOME = 2
-    REFUSED = 3
-    ACK = 4
-    KV_LAYOUT = 22
-    KV_ATTACH = 23
-    KV_TABLE = 24
-    KV_NEED = 25
+# Bodies of messages. Padding is no field.
+HEADER = valve_abi.LINK_HEADER.struct()
+HELLO = valve_abi.LINK_HELLO.struct()
+WELCOME = valve_abi.LINK_WELCOME.struct()
+REFUSED = valve_abi.LINK_REFUSED.struct()
+ACK = valve_abi.LINK_ACK.struct()
+KV_ATTACH = valve_abi.LINK_KV_ATTACH.struct()
+KV_TABLE = valve_abi.LINK_KV_TABLE.struct()
+KV_NEED = valve_abi.LINK_KV_NEED.struct()
+KV_LAYOUT = valve_abi.LINK_KV_LAYOUT.struct()  # tensors follow
+KV_TENSOR = valve_abi.KV_TENSOR.struct()
+KV_TENSORS = valve_abi.KV_TENSORS  # in one packet
+KV_PINNED = valve_abi.LINK_KV_LAYOUT.fields["pinned"].bytes // 4
 
+# The table: valved writes.
+KV_ABI = valve_abi.KV_ABI
+TABLE_MAGIC = valve_abi.KV_TABLE_MAGIC
+TABLE_HEAD = valve_abi.KV_TABLE.struct(last="column_offset")
+TABLE_EPOCH = valve_abi.KV_TABLE.at("epoch")
+TABLE_BACKED_BLOCKS = valve_abi.KV_TABLE.at("backed_blocks")
+TABLE_TARGET_BLOCKS = valve_abi.KV_TABLE.at("target_blocks")
+TABLE_DETACHED = valve_abi.KV_TABLE.at("detached")
+ENTRY_BACKED = valve_abi.KV_BACKED
+KV_ELASTIC = valve_abi.KV_ELASTIC  # flag of a range: the engine heeds the table
 
-HEADER = struct.Struct("<IHHIIQ")  # magic, abi, type, length, seq, sent_ns
-HELLO = struct.Struct("<HHIII32s16s")  # abi_min, abi_max, features, wanted_role, driver, build, comm
-WELCOME = struct.Struct("<HHIQQII")  # abi, role, features, service, client, control_bytes, region_bytes
-REFUSED = struct.Struct("<IHH96s")  # code, daemon_abi_min, daemon_abi_max, text
-ACK = struct.Struct("<II")  # status, want_fd
-KV_ATTACH = struct.Struct("<HHIIIIIII48s")  # abi_min, abi_max, mode, blocks, tokens, rows, row_blocks, ranks, -, engine
-KV_TABLE = struct.Struct("<HHIII")  # abi, -, table_bytes, book_bytes, -
-KV_NEED = struct.Struct("<II")  # wanted_blocks, -
-KV_LAYOUT = struct.Struct("<IIIIII8I")  # blocks, block_tokens, total, first, count, pinned_count, pinned[8]
-KV_TENSOR = struct.Struct("<QQQ6Q")  # base, block_stride, block_bytes, 3 x (count, stride)
-KV_TENSORS = 16  # in one packet
-KV_PINNED = 8
+# The book: the hook writes.
+BOOK_MAGIC = valve_abi.KV_BOOK_MAGIC
+BOOK_HEAD = valve_abi.KV_BOOK.struct(last="cell_offset")
+BOOK_BYTES = valve_abi.KV_BOOK.size
+BOOK_EPOCH_SEEN = valve_abi.KV_BOOK.at("epoch_seen")
+BOOK_GAUGES = valve_abi.KV_BOOK.struct("mode", "steps")
+BOOK_GAUGES_AT = valve_abi.KV_BOOK.at("mode")
+BOOK_RECEIPTS = valve_abi.KV_BOOK.struct("lost_blocks", "waiting")
+BOOK_RECEIPTS_AT = valve_abi.KV_BOOK.at("lost_blocks")
+ROW = valve_abi.KV_ROW.struct()
+MAX_ROWS, MAX_ROW, MAX_BOOK = valve_abi.KV_MAX_ROWS, valve_abi.KV_MAX_ROW, valve_abi.KV_MAX_BOOK
 
-KV_ELASTIC = 1  # flag of a range: the engine heeds the table
-
-# ---- kv.h: the table (valved writes) ----
-KV_ABI = 1
-TABLE_MAGIC = 0x31425456564B4C56
-TABLE_HEAD = struct.Struct("<QIIIIIII")  # magic, abi, bytes, blocks, block_tokens, columns, entry_offset, column_offset
-TABLE_EPOCH = 64
-TABLE_BACKED_BLOCKS = 80
-TABLE_TARGET_BLOCKS = 84
-TABLE_DETACHED = 88
-ENTRY_BACKED = 1
-
-# ---- kv.h: the book (the hook writes) ----
-BOOK_MAGIC = 0x314B4256564B4C56
-BOOK_HEAD = struct.Struct("<QIIIIIII")  # magic, abi, bytes, rows, row_blocks, offered, head and cell offset
-BOOK_BYTES = 192
-BOOK_EPOCH_SEEN = 64
-BOOK_GAUGES = struct.Struct("<IIII")  # mode, used_blocks, wanted_blocks, steps
-BOOK_GAUGES_AT = 72
-BOOK_RECEIPTS = struct.Struct("<QQQQQII")  # lost_blocks, hit_requests, lost_ and dropped_tokens, ...
-BOOK_RECEIPTS_AT = 128
-ROW = struct.Struct("<QII")  # request, blocks, tokens
-MAX_ROWS = 65536
-MAX_ROW = 1 << 20
-MAX_BOOK = 256 << 20
-
-# ---- region.h: the page this process writes ----
-REGION_MAGIC = 0x314E4752564C4156
-REGION_HEAD = struct.Struct("<QIIIIIIII")  # magic, abi, bytes, features, slot_count, slot_, gap_offset, gap_count, pid
-REGION_SLOT_OFFSET = 4096
-REGION_SLOTS = 256
-REGION_GAPS = 64
-REGION_OPEN = 320
-REGION_HINT_NS = 328
-REGION_STARTED = struct.Struct("<QQQ")  # requests_started, requests_ended, useful_tokens
-REGION_STARTED_AT = 336
-CONTROL_LEASE_NS = 136
-CONTROL_ROLE = 20
-
-
-class Mode(IntEnum):
-    """`enum valve_kv_mode`: what the hook can do about a lost block."""
-
-    NONE = 0
-    COARSE = 1
-    FULL = 2
+# The region: the page that this process writes. The control page: valved writes.
+REGION_MAGIC = valve_abi.REGION_MAGIC
+REGION_HEAD = valve_abi.REGION.struct(last="pid")
+REGION_SLOT_OFFSET, REGION_SLOTS, REGION_GAPS = valve_abi.SLOT_OFFSET, valve_abi.SLOTS, valve_abi.GAPS
+REGION_OPEN = valve_abi.REGION.at("open_requests")
+REGION_HINT_NS = valve_abi.REGION.at("hint_ns")
+REGION_STARTED = valve_abi.REGION.struct("requests_started", "useful_tokens")
+REGION_STARTED_AT = valve_abi.REGION.at("requests_started")
+CONTROL_LEASE_NS = valve_abi.CONTROL.at("lease_ns")
+CONTROL_ROLE = valve_abi.CONTROL.at("role")
 
 
 def packet(kind: Message, body: bytes, seq: int, sent_ns: int) -> bytes:

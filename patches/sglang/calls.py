@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from valve_hook import VERSION
-from valve_hook.keeper import Keeper
 from valve_hook.link import Attach, Link, process_link
+from valve_hook.reconciler import Keeper
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of

@@ -32,7 +32,7 @@ OFFER_EVERY = 16  # steps between two looks for free columns: each reads the fre
 
 
 class SglangEngine:
-    """`valve_hook.keeper.Engine` over a Scheduler. Blocks are pages; page 0 is padding."""
+    """`valve_hook.reconciler.Engine` over a Scheduler. Blocks are pages; page 0 is padding."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
         self.scheduler = scheduler

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from valve_hook import VERSION
-from valve_hook.keeper import Keeper
 from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
+from valve_hook.reconciler import Keeper
 from valve_hook.shim import shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.engine import VllmEngine

@@ -10,7 +10,7 @@
  * feature bit.
  *
  * Orders that matter (each is repeated where it is used):
- *   launch   client: submitted++ ; full fence ; read gate_epoch       (shim/src/activity.c, trampolines)
+ *   launch   client: submitted++ ; full fence ; read gate_epoch       (shim/src/activity/activity.c, trampolines)
  *   wake     valved: gate_epoch odd ; full fence ; re-read submitted  (valved/native/hold.c)
  *   One of the two must see the other: either valved sees the count and refuses to wake, or the client sees
  *   the open gate and rings. Wakes are rare and launches are not, so valved pays for both: where both sides announce

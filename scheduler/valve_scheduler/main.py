@@ -15,18 +15,19 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler.admission import AdmissionSettings, Backend
-from valve_scheduler.check import check
-from valve_scheduler.controller import ControllerSettings, run_controller
-from valve_scheduler.drain import DrainSettings, drain
-from valve_scheduler.errors import SchedulerError
-from valve_scheduler.extender_service import ExtenderSettings, run_extender
-from valve_scheduler.kube.access import find
-from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.kube.lease import DURATION_S
-from valve_scheduler.monitor import MonitorSettings
-from valve_scheduler.placement import PlacementSettings
-from valve_scheduler.webhook import WebhookSettings, run_webhook
+from valve_kube.access import find
+from valve_kube.client import KubeClient
+from valve_kube.errors import SchedulerError
+from valve_kube.lease import DURATION_S
+
+from valve_scheduler.cli.check import check
+from valve_scheduler.cli.drain import DrainSettings, drain
+from valve_scheduler.controller.monitor import MonitorSettings
+from valve_scheduler.controller.rounds import ControllerSettings, run_controller
+from valve_scheduler.extender.service import ExtenderSettings, run_extender
+from valve_scheduler.placement.rank import PlacementSettings
+from valve_scheduler.webhook.admission import AdmissionSettings, Backend
+from valve_scheduler.webhook.service import WebhookSettings, run_webhook
 
 _STANDARD = set(vars(logging.makeLogRecord({})))
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-
-from valve_scheduler import wire
+from valve_kube import wire
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@
  *   valve_tls     this thread's counter slot and re-entry guard (initial-exec: one instruction away)
  *   valve_shim    everything else
  *
- * Threads: the application's own; `keeper` (link.c, keeper.c) once the process opened nvidiactl; `watcher` (watcher.c)
+ * Threads: the application's own; `keeper` (link/link.c, link/session.c) once the process opened nvidiactl; `watcher` (watcher.c)
  * once an online process has a CUDA context. Lock order: capture (rm map) before link before nothing; probe (contexts)
  * alone. Nothing here allocates from the application's heap.
  */
@@ -156,7 +156,7 @@ void valve_memory_forget(CUcontext context, int device, bool is_gone);
 void valve_memory_reset(void);
 void valve_orders_wake(void);
 
-/* region.c */
+/* link/pages.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);
 void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control page gives way to our own */
 void valve_map_fresh(void);                            /* both pages, zero: a forked child */
@@ -175,7 +175,7 @@ int valve_orders_take(const struct valve_link_kv_entries *packet, int length, st
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
 void valve_note_flush(void);
 
-/* keeper.c */
+/* link/session.c */
 void valve_register(void); /* the process opened nvidiactl */
 
 /* capture.c: exported hooks that no header declares without large-file renaming, and the ioctl below them */

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from cluster_helm import CHART, Helm
 from cluster_pods import PODS
-from valve_scheduler import names
-from valve_scheduler.objects import mode_in_force
+from valve_kube import names
+from valve_kube.objects import mode_in_force
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import CRDS, offline_pod

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cluster_pods import PODS, submit, wait_bound
-from valve_scheduler.placement import REASON_TEXT, Reason
+from valve_scheduler.placement.rank import REASON_TEXT, Reason
 from valve_tools.cluster.controlplane import ControlPlane
 from valve_tools.cluster.fleet import offline_pod
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_pods import PODS, submit, wait_bound
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report
 

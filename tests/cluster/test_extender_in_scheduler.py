@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster_pods import PODS, held_gpus, submit, wait_bound
-from valve_scheduler import names
-from valve_scheduler.placement import REASON_TEXT, Reason
+from valve_kube import names
+from valve_scheduler.placement.rank import REASON_TEXT, Reason
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, create_nodes, node_name, offline_pod, report

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS
-from valve_scheduler import names
-from valve_scheduler.admission import AdmissionSettings, mutate_online
-from valve_scheduler.injection import Skipped
+from valve_kube import names
+from valve_kube.injection import Skipped
+from valve_scheduler.webhook.admission import AdmissionSettings, mutate_online
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

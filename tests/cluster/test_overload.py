@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 from cluster_pods import held_gpus, submit, wait_bound
-from valve_scheduler import names
-from valve_scheduler.kube.access import from_kubeconfig
-from valve_scheduler.kube.client import KubeClient
+from valve_kube import names
+from valve_kube.access import from_kubeconfig
+from valve_kube.client import KubeClient
 from valve_tools.cluster.api import Api, Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import bound_pods, node_name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS, submit, wait_bound
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import node_name, offline_pod

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cluster_helm import Helm
 from node_pods import OfflinePod, OnlinePod
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.node import NAME, PODS, RealNode

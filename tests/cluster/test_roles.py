@@ -13,8 +13,8 @@ import pytest
 import yaml
 from cluster_helm import Helm
 from cluster_pods import PODS, held_gpus, submit, wait_bound
-from valve_scheduler import names
-from valve_scheduler.workloads import new_workload
+from valve_kube import names
+from valve_scheduler.controller.workloads import new_workload
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import delete_pods, node_name, offline_pod, report

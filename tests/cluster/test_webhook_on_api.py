@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from cluster_helm import Helm
 from cluster_pods import PODS
-from valve_scheduler import names
-from valve_scheduler.certificates import LEAF_LIFE, expires_at, renew
+from valve_kube import names
+from valve_scheduler.webhook.certificates import LEAF_LIFE, expires_at, renew
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gates import FakeDriver, Rig, gate_rig
 
-from valved.mechanism import region
-from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.abi import region
+from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import Role, ServiceId
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gates import FakeDriver, Rig, gate_rig
 
-from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)

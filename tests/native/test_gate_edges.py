@@ -6,8 +6,8 @@ import os
 
 from gates import Rig, wait_until
 
-from valved.mechanism import region
-from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.abi import region
+from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ClientId, GpuIndex, Reach, Role, ServiceId
 
 SERVICE = ServiceId(7)

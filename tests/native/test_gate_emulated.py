@@ -12,11 +12,12 @@ from typing import Any
 from emulated import on_gpu
 from gates import HASTY, SETTINGS, Launcher, wait_until
 from rm_process import RmProcess, Tree, grow_tree
+from valve_abi import Order
 from valve_tools.emulator.client import Emulator
 
-from valved.mechanism import region
-from valved.mechanism.gate import GateSettings, NativeGate
-from valved.mechanism.ports import ArmResult, Stamp, StampKind, WakeOutcome
+from valved.abi import region
+from valved.gate.adapter import GateSettings, NativeGate
+from valved.machine.ports import ArmResult, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.policy.locks import SAMPLES, LockState, Stop, step_locks
 
@@ -196,12 +197,12 @@ def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> Non
 
         online.launch()
         failed = here.stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
-        assert here.control["order"] == region.ORDER_HOLD
+        assert here.control["order"] == Order.HOLD
         here.emulator.release()
         here.stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.epoch == failed.epoch)
         online.finish()
         here.wake(0)
-        wait_until(lambda: here.control["order"] == region.ORDER_RUN, "the hold is taken back")
+        wait_until(lambda: here.control["order"] == Order.RUN, "the hold is taken back")
 
         assert failed.status == -110
         assert here.off() == 0

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from gates import FakeDriver, Rig, gate_rig, wait_until
+from valve_abi import Feature, Order
 
-from valved.mechanism import region
-from valved.mechanism.ports import StampKind, WakeOutcome
+from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import GpuIndex, Reach, ServiceId
 
 SERVICE = ServiceId(7)
-ALL_FEATURES = region.FEATURE_SELF_GATE | region.FEATURE_HOLD
+ALL_FEATURES = Feature.SELF_GATE | Feature.HOLD
 DENIED = 0x1B
 
 
@@ -92,32 +92,32 @@ def test_without_an_fd_the_process_is_ordered_to_stop_itself(rig: Rig) -> None:
         online.launch()
         stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
         assert (stamp.kind, stamp.channels) == (StampKind.GATE, 1)
-        assert workload.control["order"] == region.ORDER_STOP
+        assert workload.control["order"] == Order.STOP
 
         online.finish()
         running(rig)
-        assert workload.control["order"] == region.ORDER_RUN
+        assert workload.control["order"] == Order.RUN
 
 
 def test_a_process_that_can_only_hold_its_launches_is_told_to(rig: Rig) -> None:
     rig.driver.rules.deny_foreign = DENIED
-    workload = rig.offline(features=region.FEATURE_HOLD)
+    workload = rig.offline(features=Feature.HOLD)
     with workload.obeying():
         (result,) = workload.add()
         rig.online(7, {0})
         rig.wait_gated(0)
 
         assert result.reach is Reach.LAUNCH_GATE
-        assert workload.control["order"] == region.ORDER_HOLD
+        assert workload.control["order"] == Order.HOLD
         assert rig.gate.reach(GpuIndex(0))[0] is Reach.LAUNCH_GATE
 
         running(rig)
-        assert workload.control["order"] == region.ORDER_RUN
+        assert workload.control["order"] == Order.RUN
 
 
 def test_a_process_on_two_gpus_runs_only_when_both_let_go(rig: Rig) -> None:
     rig.driver.rules.deny_foreign = DENIED
-    workload = rig.offline(features=region.FEATURE_HOLD)
+    workload = rig.offline(features=Feature.HOLD)
     with workload.obeying():
         workload.add()
         workload.gpu = GpuIndex(1)
@@ -129,11 +129,11 @@ def test_a_process_on_two_gpus_runs_only_when_both_let_go(rig: Rig) -> None:
 
         rig.gate.wake(ServiceId(1))
         rig.wait_gated(0, False)
-        assert workload.control["order"] == region.ORDER_HOLD
+        assert workload.control["order"] == Order.HOLD
 
         rig.gate.wake(ServiceId(2))
         rig.wait_gated(1, False)
-        assert workload.control["order"] == region.ORDER_RUN
+        assert workload.control["order"] == Order.RUN
 
 
 def test_a_disable_that_fails_is_stamped_and_holds_the_launches(rig: Rig) -> None:
@@ -146,12 +146,12 @@ def test_a_disable_that_fails_is_stamped_and_holds_the_launches(rig: Rig) -> Non
     stamp = rig.wait_stamp(lambda stamp: stamp.client == online.client)
 
     assert (stamp.kind, stamp.status) == (StampKind.GATE_FAILED, 0x65)
-    assert workload.control["order"] == region.ORDER_HOLD
+    assert workload.control["order"] == Order.HOLD
 
     rig.driver.rules.fail_disable = 0
     online.finish()
     running(rig)
-    assert workload.control["order"] == region.ORDER_RUN
+    assert workload.control["order"] == Order.RUN
     assert workload.on() == 3
 
 
@@ -165,7 +165,7 @@ def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(hasty: Rig) ->
     stamp = hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
     assert (stamp.status, stamp.client) == (-110, online.client)
-    wait_until(lambda: workload.control["order"] == region.ORDER_HOLD, "the next rung")
+    wait_until(lambda: workload.control["order"] == Order.HOLD, "the next rung")
     assert hasty.driver.counts.hanging == 1
     assert not online.launch()  # the word is closed: online goes on without a call
 
@@ -175,7 +175,7 @@ def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(hasty: Rig) ->
 
     online.finish()
     running(hasty)
-    assert workload.control["order"] == region.ORDER_RUN
+    assert workload.control["order"] == Order.RUN
     assert workload.on() == 2
 
 
@@ -189,7 +189,7 @@ def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stop
 
     ref = late.allocate()
     hasty.gate.add_channel(late.client, ref)
-    assert late.control["order"] == region.ORDER_HOLD
+    assert late.control["order"] == Order.HOLD
 
     hasty.driver.rules.hang = 0
     wait_until(lambda: late.on() == 0, "the mail is read when the ioctl comes back")
@@ -197,7 +197,7 @@ def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stop
     running(hasty)
 
     assert (workload.on(), late.on()) == (1, 1)
-    assert late.control["order"] == region.ORDER_RUN
+    assert late.control["order"] == Order.RUN
 
 
 def test_a_client_that_leaves_while_the_driver_hangs_gives_its_file_back_at_once(hasty: Rig) -> None:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from valved.mechanism.ports import WakeOutcome
+from valved.machine.ports import WakeOutcome
 from valved.model.ids import GpuIndex, ServiceId
 
 GPUS = 2

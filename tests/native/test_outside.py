@@ -8,8 +8,8 @@ import os
 
 from gates import wait_until
 
-from valved.mechanism.outside import UvmDoor, is_uvm
-from valved.mechanism.ports import SparseResult
+from valved.machine.ports import SparseResult
+from valved.machine.uvm import UvmDoor, is_uvm
 
 
 def is_closed(fd: int) -> bool:

@@ -15,7 +15,12 @@ NATIVE = (
     "valve_tools/emulator/lib/libcuda.so.1",
     "valve_tools/emulator/lib/libnvidia-ml.so.1",
 )
-PYTHON = ("valved/main.py", "valve/v1/node_pb2_grpc.py", "valve_tools/bench/command.py", "valve_scheduler/placement.py")
+PYTHON = (
+    "valved/main.py",
+    "valve/v1/node_pb2_grpc.py",
+    "valve_tools/bench/command.py",
+    "valve_scheduler/placement/rank.py",
+)
 
 
 @pytest.fixture(scope="module")

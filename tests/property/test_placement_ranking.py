@@ -5,7 +5,7 @@ from fleets import FULL_MIB
 from hypothesis import given
 from hypothesis import strategies as st
 from valve_scheduler.model import MAX_GPUS, ThroughputCurve, WorkloadProfile, free_histogram, pair_alignment
-from valve_scheduler.placement import (
+from valve_scheduler.placement.rank import (
     Fleet,
     Job,
     PlacementSettings,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valved.service.requests import RequestTally
+from valved.gate.requests import RequestTally
 
 # "start", "preempt", or "end" of one of the open requests (chosen by index)
 steps = st.lists(st.one_of(st.just("start"), st.just("preempt"), st.integers(0, 50)), max_size=60)

@@ -6,7 +6,7 @@ import pytest
 from fake_gate import STOP_NS
 from node_world import MS, SECOND, World
 
-from valved.mechanism.ports import ClientView, Stamp, StampKind
+from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode
 from valved.policy.wake import WakeReason

@@ -9,9 +9,10 @@ import pytest
 from fake_gate import FakeGate
 from node_world import World
 
-from valved.mechanism import state, turn
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role
+from valved.node import turn
+from valved.state import saved as state
 
 
 @pytest.fixture

@@ -28,11 +28,11 @@ from kube_node import (
 )
 from node_world import World
 
+from valved.clients.identity import NO_CLAIM, NOT_YET, Peer
 from valved.kube.follower import Follower
-from valved.mechanism.cards import CardUse
+from valved.machine.cards import CardUse
 from valved.metrics import render
 from valved.model.ids import Mode, Role
-from valved.service.identity import NO_CLAIM, NOT_YET, Peer
 
 # Slots
 

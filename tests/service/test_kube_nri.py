@@ -14,7 +14,7 @@ from fakeapi import until
 from hypothesis import given
 from hypothesis import strategies as st
 from valve.kube import nri_pb2 as pb
-from valve_scheduler.injection import InjectionSettings
+from valve_kube.injection import InjectionSettings
 
 from valved.kube.nri import CREATE_CONTAINER, Connection, Injector
 from valved.kube.pods import PodBook

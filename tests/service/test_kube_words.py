@@ -20,7 +20,7 @@ from kube_node import (
 )
 
 from valved.kube.levels import Series
-from valved.mechanism.cards import CardUse
+from valved.machine.cards import CardUse
 from valved.metrics import render
 
 

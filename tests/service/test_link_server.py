@@ -12,7 +12,7 @@ import threading
 import pytest
 from node_world import World
 
-from valved.mechanism.link import (
+from valved.abi.link import (
     Ack,
     Channel,
     Hello,
@@ -24,9 +24,9 @@ from valved.mechanism.link import (
     build,
     parse,
 )
-from valved.mechanism.process import LinuxProcesses
+from valved.clients.server import PENDING_PER_UID, LinkServer
+from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
-from valved.service.link_server import PENDING_PER_UID, LinkServer
 
 PATIENCE_S = 200.0  # ends only a hung test
 HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), driver=0, build="t", comm="t")

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from memory_world import BASE, Hook, KvWorld
 
+from valved.abi.kv_link import KvHow, KvMode, KvOp
+from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
 from valved.errors import NotFound
-from valved.mechanism import state
-from valved.mechanism.kv_link import KvHow, KvMode, KvOp
-from valved.mechanism.link import LinkType
+from valved.kv.reserve import says_the_same
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Remap
 from valved.model.memory import KvTensor, OnlineMemory, ReservationAction, ReservationDecision
-from valved.service.reserve import says_the_same
+from valved.state import saved as state
 
 MEMORY = MemoryTable(handle_mib=2, remap=Remap.HELPER, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2)
 CONFIG = Config(memory=MEMORY)

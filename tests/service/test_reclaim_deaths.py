@@ -10,9 +10,9 @@ from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, Hook, KvWorld
 
+from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan
+from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
-from valved.mechanism.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan
-from valved.mechanism.link import LinkType, Malformed
 from valved.model.events import EventKind
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor

@@ -8,13 +8,13 @@ import os
 import pytest
 from node_world import MS, World
 
+from valved.abi.link import LinkType, Note, NoteMessage, Refusal, RmClient
+from valved.clients.identity import NOT_YET, PodClaim
 from valved.config import Config, LinkTable, QuotaTable
 from valved.errors import NotFound, NotNow
-from valved.mechanism.link import LinkType, Note, NoteMessage, Refusal, RmClient
-from valved.mechanism.ports import ArmResult
+from valved.machine.ports import ArmResult
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Role
-from valved.service.identity import NOT_YET, PodClaim
 
 CONFIG = Config(
     quota=QuotaTable(clients_per_uid=3, channels_per_client=4, notes_per_client=2),

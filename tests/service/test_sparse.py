@@ -10,14 +10,14 @@ from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, MIB, Hook, KvWorld, Shim
 
+from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
+from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
-from valved.mechanism.kv_link import KvHow, KvOp, KvScratch, KvSpan
-from valved.mechanism.link import LinkType, Malformed
+from valved.kv.outside import UNHEARD, runs_of
+from valved.kv.pool import KvRangeBook, RangeKey
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Remap
 from valved.model.memory import KvTensor
-from valved.service.outside import UNHEARD, runs_of
-from valved.service.pool import KvRangeBook, RangeKey
 
 MEMORY = MemoryTable(
     handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05

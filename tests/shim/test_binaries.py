@@ -37,7 +37,7 @@ def table(repository):
     """Every name that hooks.h asks for, by the preprocessor itself."""
     source = '#include "hooks.h"\n#define E(n, p) NAME n\n#define S(t, b) VALVE_TWIN_##t(E, b)\n'
     text = subprocess.run(
-        ["cc", "-E", "-P", f"-I{repository}/shim/src", "-"],
+        ["cc", "-E", "-P", f"-I{repository}/shim/src/hooks", "-"],
         input=source + "VALVE_SUBMIT_BASES(S) VALVE_OBSERVE_BASES(S)\n",
         check=True,
         capture_output=True,

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-RM = ("rm", "rmcall", "rmcontrol")
-ORDERS = ("vmm", "ranges", "places", "packet", "lock")
-MEMORY = (*ORDERS, "orders", "announce", "alloc", "answers", "scratch")
+RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
+ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
+MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch")
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREADS = ("activity", "contexts", "hint", "lock", "region", "say", "watcher")
+THREADS = ("activity/activity", "activity/contexts", "activity/hint", "activity/watcher", "link/pages", "lock", "say")
+SHIM = ("shim/src", *(f"shim/src/{room}" for room in ("activity", "channels", "hooks", "kv", "link")))
 
 
 def build(repository, out, source, parts, *flags):
     sources = [repository / source, *(repository / "shim/src" / f"{part}.c" for part in parts)]
-    include = [f"-I{repository}/{folder}" for folder in ("proto/abi", "shim/src", "tests/shim/c")]
+    include = [f"-I{repository}/{folder}" for folder in ("proto/abi", *SHIM, "tests/shim/c")]
     command = ["cc", "-std=gnu11", "-D_GNU_SOURCE", "-U_FILE_OFFSET_BITS", "-U_FORTIFY_SOURCE", "-O1", "-g", "-Wall"]
     subprocess.run([*command, *include, *flags, *sources, "-o", out], check=True)
     return out
@@ -113,7 +114,7 @@ def test_coverage_guided_inputs_break_neither_the_ioctl_parser_nor_orders(reposi
     corpus.mkdir()
     sources = [repository / f"tests/fuzz/fuzz_{name}.c", *(repository / "shim/src" / f"{part}.c" for part in parts)]
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-DFUZZER", "-O1", "-g"]
-    flags += [f"-I{repository}/{folder}" for folder in ("proto/abi", "shim/src", "tests/shim/c")]
+    flags += [f"-I{repository}/{folder}" for folder in ("proto/abi", *SHIM, "tests/shim/c")]
     flags += ["-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(["clang", *flags, *sources, "-o", out], check=True)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from valve_scheduler import wire
+from valve_kube import wire
 
 
 class Step(enum.Enum):

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Api
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import bound_pods, gpu_uuids, offline_pod

@@ -1,4 +1,4 @@
-"""A GatePort without C: the contract of mechanism/ports.py on virtual time, for tests of the services.
+"""A GatePort without C: the contract of machine/ports.py on virtual time, for tests of the services.
 
 Tests play the clients: `launch` counts and rings as a shim would, `finish` is the watcher's proof.
 """
@@ -10,7 +10,7 @@ import os
 
 from lent_fds import lend
 
-from valved.mechanism.ports import (
+from valved.machine.ports import (
     ArmResult,
     ClientFds,
     ClientView,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 
-from valved.mechanism.ports import SparseResult
+from valved.machine.ports import SparseResult
 
 SPARSE_NS = 24_000  # a call, however long the run
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from valve_scheduler import wire
-from valve_scheduler.kube.access import Access
+from valve_kube import wire
+from valve_kube.access import Access
 
 Json = dict[str, Any]
 HANG_UP = "hang up"  # in a watch script: close without the last chunk

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, free_histogram
-from valve_scheduler.placement import Fleet, Standing
+from valve_scheduler.placement.rank import Fleet, Standing
 
 FULL_MIB = 80_000.0
 

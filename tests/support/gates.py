@@ -15,9 +15,9 @@ from typing import Any
 import cffi
 from valved.native._gate import ffi, lib
 
-from valved.mechanism import region
-from valved.mechanism.gate import GateSettings, NativeGate
-from valved.mechanism.ports import ArmResult, ClientFds, Stamp
+from valved.abi import region
+from valved.gate.adapter import GateSettings, NativeGate
+from valved.machine.ports import ArmResult, ClientFds, Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 ROOT = Path(__file__).resolve().parents[2]

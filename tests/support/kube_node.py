@@ -11,12 +11,12 @@ from fake_kubelet import FakeKubelet
 from fake_runtime import FakeRuntime
 from fakeapi import FakeApi, until
 from node_world import World
-from valve_scheduler.kube.client import KubeClient
+from valve_kube.client import KubeClient
 
 from valved.config import KubeTable
 from valved.kube.room import Host, Room
-from valved.mechanism.cards import CardUse
-from valved.mechanism.clock import LoopClock
+from valved.machine.cards import CardUse
+from valved.machine.clock import LoopClock
 from valved.model.ids import Role
 
 GIB = 1 << 30
@@ -94,7 +94,7 @@ class Api(FakeApi):
         return await self._say(writer, 200, answer)
 
     async def _say(self, writer, status, answer):
-        from valve_scheduler import wire
+        from valve_kube import wire
 
         writer.write(wire.message(f"HTTP/1.1 {status} X", {}, json.dumps(answer).encode()))
         await writer.drain()

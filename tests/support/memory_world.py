@@ -14,9 +14,8 @@ import numpy as np
 from lent_fds import lend
 from node_world import World
 
-from valved.config import MIB
-from valved.mechanism.kv_files import BOOK_HEAD, ROW, TABLE_HEAD
-from valved.mechanism.kv_link import (
+from valved.abi.kv_files import BOOK_HEAD, ROW, TABLE_HEAD
+from valved.abi.kv_link import (
     CREATE,
     ELASTIC,
     ENTRY,
@@ -34,7 +33,8 @@ from valved.mechanism.kv_link import (
     KvSpan,
     KvTableMessage,
 )
-from valved.mechanism.link import Feature, LinkType
+from valved.abi.link import Feature, LinkType
+from valved.config import MIB
 from valved.model.ids import Remap, Role
 from valved.model.memory import KvTensor
 

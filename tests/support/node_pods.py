@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.node import HOST_FOLDERS, RealNode
 

@@ -10,21 +10,21 @@ from fake_outside import FakeOutside
 from lent_fds import lend
 from virtual import VirtualClock
 
+from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, Schedule
+from valved.clients.register import Register
 from valved.config import Config
-from valved.mechanism.link import Channel, Feature, Hello, LinkType, Packet, Refused, Schedule
-from valved.mechanism.stats import NodeCounters
+from valved.gate.freeze import Ladder
+from valved.gate.wake import GateService, GateSettings
 from valved.model.ids import Role
 from valved.model.states import DriverState
-from valved.service.books import Books
-from valved.service.brake import Brake
-from valved.service.gate import GateService, GateSettings
-from valved.service.handover import Handover
-from valved.service.journal import Journal
-from valved.service.kv import put_together, tell_others
-from valved.service.ladder import Ladder
-from valved.service.node import Node
-from valved.service.register import Register
-from valved.service.report import Reporter
+from valved.node.api import Node
+from valved.node.brake import Brake
+from valved.node.handover import Handover
+from valved.node.kv import put_together, tell_others
+from valved.node.status import Reporter
+from valved.state.journal import Journal
+from valved.state.registry import Books
+from valved.state.stats import NodeCounters
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -267,7 +267,7 @@ class World:
         return hook
 
     def _chain(self, pid):
-        from valved.service.identity import identify
+        from valved.clients.identity import identify
 
         return identify(pid, 1000, self.processes).chain
 

@@ -3,7 +3,7 @@
 from datetime import datetime, timezone
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 
 NOW_S = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
 Json = dict[str, Any]

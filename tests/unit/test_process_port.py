@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from valved.mechanism.process import LinuxProcesses
+from valved.machine.processes import LinuxProcesses
 
 
 def world(root: Path, **processes: tuple[str, int, int, str]) -> LinuxProcesses:

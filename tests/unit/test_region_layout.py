@@ -1,68 +1,14 @@
-"""The Python view of the shared pages against the header that the C sides compile."""
+"""The seals of the shared pages: what a client can do to them, and what it cannot."""
 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import mmap
 import os
-import re
-from pathlib import Path
-from typing import Any
 
-import cffi
 import pytest
 
-from valved.mechanism import region
-from valved.model.ids import Role
-
-HEADER = "proto/abi/region.h"
-
-
-@pytest.fixture(scope="module")
-def header(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """region.h through cffi: names from its text, offsets and values from the compiler."""
-    text = (repository / HEADER).read_text()
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-    text = re.sub(r"^(#|_Static_assert|VALVE_AT).*(?:\\\n.*)*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\buint\d+_t pad\d(\[\d+\])?;|_Alignas\(64\)", "", text)
-    text = re.sub(r"(struct \w+ \{[^}]*)\}", r"\1 ...; }", text)
-    ffi = cffi.FFI()
-    ffi.cdef(text)
-    ffi.set_source("region_layout", '#include "region.h"', include_dirs=[str(repository / "proto/abi")])
-    built = ffi.compile(tmpdir=str(tmp_path_factory.mktemp("layout")))
-    spec = importlib.util.spec_from_file_location("region_layout", built)
-    assert spec is not None
-    assert spec.loader is not None
-
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(("struct", "fields"), [("valve_control", region.CONTROL), ("valve_region", region.REGION)])
-def test_every_word_stands_where_the_header_puts_it(header: Any, struct: str, fields: dict[str, region.Field]) -> None:
-    theirs = {
-        name: (field.offset, header.ffi.sizeof(field.type) * 8)
-        for name, field in header.ffi.typeof(f"struct {struct}").fields
-    }
-
-    assert theirs == {name: (field.offset, field.bits) for name, field in fields.items()}
-
-
-def test_numbers_are_those_of_the_header(repository: Path, header: Any) -> None:
-    text = (repository / HEADER).read_text()
-    ffi, lib = header.ffi, header.lib
-
-    assert f"{region.CONTROL_MAGIC:#x}" in text
-    assert f"{region.REGION_MAGIC:#x}" in text
-    assert re.search(rf"VALVE_SLOTS\s+{region.SLOTS}u", text)
-    assert re.search(rf"VALVE_GAPS\s+{region.GAPS}u", text)
-    assert ffi.sizeof("struct valve_slot") == region.SLOT_BYTES
-    assert (lib.VALVE_ORDER_STOP, lib.VALVE_ORDER_HOLD) == (region.ORDER_STOP, region.ORDER_HOLD)
-    assert lib.VALVE_FEATURE_SELF_GATE == region.FEATURE_SELF_GATE
-    assert lib.VALVE_FEATURE_HOLD == region.FEATURE_HOLD
-    assert list(Role) == [lib.VALVE_ROLE_NONE, lib.VALVE_ROLE_ONLINE, lib.VALVE_ROLE_OFFLINE, lib.VALVE_ROLE_HOOK]
+from valved.abi import region
 
 
 def test_a_sealed_control_page_cannot_be_written_by_whoever_holds_the_fd() -> None:

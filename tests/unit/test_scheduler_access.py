@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from valve_scheduler.kube.access import NoAccess, find
+from valve_kube.access import NoAccess, find
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from valve_scheduler.accounts import MOST_NAMED, Entry, Worth, charge, entries_of
+from valve_scheduler.controller.accounts import MOST_NAMED, Entry, Worth, charge, entries_of
 
 Json = dict[str, Any]
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonpatching import apply
-from valve_scheduler import names
-from valve_scheduler.admission import (
+from valve_kube import names
+from valve_kube.access import Access
+from valve_kube.client import KubeClient
+from valve_kube.injection import Skipped
+from valve_scheduler.webhook.admission import (
     AdmissionSettings,
     Backend,
     Refused,
     mutate_offline,
     mutate_online,
 )
-from valve_scheduler.injection import Skipped
-from valve_scheduler.jsonpatch import diff
-from valve_scheduler.kube.access import Access
-from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.webhook import Webhook, WebhookSettings, review_offline, review_online
+from valve_scheduler.webhook.jsonpatch import diff
+from valve_scheduler.webhook.service import Webhook, WebhookSettings, review_offline, review_online
 
 Pod = dict[str, Any]
 SETTINGS = AdmissionSettings(offline_env={"VLLM_ENGINE_ITERATION_TIMEOUT_S": "3600"})

@@ -6,12 +6,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from valve_kube.access import Access
+from valve_kube.client import KubeClient
 from valve_scheduler import metrics
-from valve_scheduler.certificates import CA_LIFE, LEAF_LIFE, Material, expires_at, renew
-from valve_scheduler.kube.access import Access
-from valve_scheduler.kube.client import KubeClient
 from valve_scheduler.server import Answer, serve, text_answer
-from valve_scheduler.webhook import Webhook, WebhookSettings
+from valve_scheduler.webhook.certificates import CA_LIFE, LEAF_LIFE, Material, expires_at, renew
+from valve_scheduler.webhook.service import Webhook, WebhookSettings
 
 START = datetime.now(timezone.utc).replace(microsecond=0)
 HOSTS = ("valve-webhook.valve-system.svc", "127.0.0.1")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_scheduler import names
-from valve_scheduler.controller import Controller, ControllerSettings
-from valve_scheduler.kube.client import ApiError
-from valve_scheduler.monitor import MonitorSettings
-from valve_scheduler.objects import node_report
-from valve_scheduler.placement import PlacementSettings
+from valve_kube import names
+from valve_kube.client import ApiError
+from valve_kube.objects import node_report
+from valve_scheduler.controller.monitor import MonitorSettings
+from valve_scheduler.controller.rounds import Controller, ControllerSettings
+from valve_scheduler.placement.rank import PlacementSettings
 
 Json = dict[str, Any]
 SETTINGS = ControllerSettings(monitor=MonitorSettings(window_s=900.0, windows=1))

@@ -7,14 +7,14 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from valve_scheduler import names
-from valve_scheduler.admission import AdmissionSettings, mutate_offline
-from valve_scheduler.conditions import Told
-from valve_scheduler.monitor import MonitorSettings, Verdict
-from valve_scheduler.objects import offline_pod, workload_profile
-from valve_scheduler.placement import REASON_TEXT
-from valve_scheduler.reach import NEVER, TOO_BUSY
-from valve_scheduler.shadows import Shadow
+from valve_kube import names
+from valve_kube.objects import offline_pod, workload_profile
+from valve_scheduler.controller.conditions import Told
+from valve_scheduler.controller.monitor import MonitorSettings, Verdict
+from valve_scheduler.controller.shadows import Shadow
+from valve_scheduler.placement.rank import REASON_TEXT
+from valve_scheduler.placement.reach import NEVER, TOO_BUSY
+from valve_scheduler.webhook.admission import AdmissionSettings, mutate_offline
 
 ROOT = Path(__file__).resolve().parents[2]
 MANUAL = (ROOT / "docs/cluster.md").read_text()
@@ -31,7 +31,7 @@ def test_every_reason_is_explained(text: str) -> None:
 
 
 def test_every_error_of_the_extender_is_explained() -> None:
-    source = (ROOT / "scheduler/valve_scheduler/extender.py").read_text()
+    source = (ROOT / "scheduler/valve_scheduler/extender/decide.py").read_text()
     texts = re.findall(r'(?:return|raise NoPlace\(|raise NotReady\()\s*\(?\s*f?"([a-z][^"]+ [^"]+)"', source)
 
     unexplained = [
@@ -74,8 +74,8 @@ def test_every_condition_of_a_node_is_named() -> None:
 
 def test_every_injection_mark_is_explained() -> None:
     room = ROOT / "scheduler/valve_scheduler"
-    marks = re.findall(r'raise Skipped\("(.*?)"\)', (room / "injection.py").read_text())
-    marks += re.findall(r'hidden = "(.+?)"', (room / "admission.py").read_text())
+    marks = re.findall(r'raise Skipped\("(.*?)"\)', (room.parent / "valve_kube" / "injection.py").read_text())
+    marks += re.findall(r'hidden = "(.+?)"', (room / "webhook/admission.py").read_text())
 
     assert len(marks) == 8
     assert [mark for mark in marks if f"`skipped-{mark}`" not in MANUAL] == []

@@ -2,12 +2,12 @@
 
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_scheduler import names
-from valve_scheduler.explain import explain
+from valve_kube import names
+from valve_kube.objects import node_report, pod_place
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
-from valve_scheduler.objects import node_report, pod_place
-from valve_scheduler.placement import REASON_TEXT, PlacementSettings, Reason
-from valve_scheduler.state import ClusterState
+from valve_scheduler.placement.explain import explain
+from valve_scheduler.placement.rank import REASON_TEXT, PlacementSettings, Reason
+from valve_scheduler.placement.state import ClusterState
 
 
 def state_of(*nodes: dict[str, object]) -> ClusterState:

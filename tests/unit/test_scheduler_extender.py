@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_scheduler import names
-from valve_scheduler.errors import NotReady
-from valve_scheduler.extender import Extender
-from valve_scheduler.kube.client import ApiError, Unreachable
-from valve_scheduler.objects import node_report, pod_place
-from valve_scheduler.placement import REASON_TEXT, PlacementSettings, Reason
-from valve_scheduler.policies import read_policies
-from valve_scheduler.state import ClusterState
+from valve_kube import names
+from valve_kube.client import ApiError, Unreachable
+from valve_kube.errors import NotReady
+from valve_kube.objects import node_report, pod_place
+from valve_kube.policies import read_policies
+from valve_scheduler.extender.decide import Extender
+from valve_scheduler.placement.rank import REASON_TEXT, PlacementSettings, Reason
+from valve_scheduler.placement.state import ClusterState
 
 Json = dict[str, Any]
 

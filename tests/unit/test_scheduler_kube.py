@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from fakeapi import GONE, HANG_UP, FakeApi, event, item, until
-from valve_scheduler.kube.client import ApiError, KubeClient, Unreachable
-from valve_scheduler.kube.reflector import Reflector, Sink
+from valve_kube.client import ApiError, KubeClient, Unreachable
+from valve_kube.reflector import Reflector, Sink
 
 
 class View:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from valve_scheduler.cli import main
-from valve_scheduler.measuring import PATTERN, command_at, read_speed
-from valve_scheduler.profiling import read_by_hand
+from valve_scheduler.cli.commands import main
+from valve_scheduler.cli.measuring import PATTERN, command_at, read_speed
+from valve_scheduler.controller.profiling import read_by_hand
 
 BENCHMARK = """
 import sys

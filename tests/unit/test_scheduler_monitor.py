@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from valve_scheduler.monitor import (
+from valve_scheduler.controller.monitor import (
     MonitorSettings,
     Owner,
     Sample,
@@ -17,7 +17,7 @@ from valve_scheduler.monitor import (
     evicted,
     observe,
 )
-from valve_scheduler.workloads import new_workload, owner_of, status_of
+from valve_scheduler.controller.workloads import new_workload, owner_of, status_of
 
 SETTINGS = MonitorSettings()
 NOW_S = 1_000_000.0

@@ -4,9 +4,9 @@ import re
 
 import pytest
 from reports import harvest_node, pod
-from valve_scheduler import names
-from valve_scheduler.errors import InvalidObject
-from valve_scheduler.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
+from valve_kube import names
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
 
 
 def test_a_pod_is_read_with_its_owner_and_wishes() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_scheduler import names
-from valve_scheduler.coverage import coverage
-from valve_scheduler.overview import fleet_row, fleet_text, node_row, pod_rows, usage_rows
+from valve_kube import names
+from valve_scheduler.cli.coverage import coverage
+from valve_scheduler.cli.overview import fleet_row, fleet_text, node_row, pod_rows, usage_rows
 
 Json = dict[str, Any]
 

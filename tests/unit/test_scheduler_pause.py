@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from fakeapi import FakeApi
-from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.pause import NotAll, Paused, pause, resume
+from valve_kube.client import KubeClient
+from valve_scheduler.cli.pause import NotAll, Paused, pause, resume
 
 Json = dict[str, Any]
 NO_ANSWER: tuple[int, Json, dict[str, str]] = (0, {}, {})

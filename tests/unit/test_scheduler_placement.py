@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fleets import FULL_MIB, NodeSpec, fleet_of
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
-from valve_scheduler.placement import (
+from valve_scheduler.placement.rank import (
     REASON_TEXT,
     Job,
     PlacementSettings,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from reports import NOW_S, harvest_node
-from valve_scheduler.monitor import MonitorSettings, with_policy
-from valve_scheduler.objects import mode_in_force, node_report
-from valve_scheduler.placement import Job, PlacementSettings, Reason, rank
-from valve_scheduler.policies import NamespaceRule, Policies, merge_patch, node_spec, read_policies
-from valve_scheduler.state import ClusterState
+from valve_kube.objects import mode_in_force, node_report
+from valve_kube.policies import NamespaceRule, Policies, merge_patch, node_spec, read_policies
+from valve_scheduler.controller.monitor import MonitorSettings, with_policy
+from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, rank
+from valve_scheduler.placement.state import ClusterState
 
 Json = dict[str, Any]
 

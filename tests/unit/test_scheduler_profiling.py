@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reports import NOW_S, pod
-from valve_scheduler import names
-from valve_scheduler.errors import InvalidObject
-from valve_scheduler.objects import workload_profile
-from valve_scheduler.profiling import Level, curve_of, is_enough, levels_of, measured_spec, read_by_hand, to_profile
+from valve_kube import names
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import workload_profile
+from valve_scheduler.controller.profiling import (
+    Level,
+    curve_of,
+    is_enough,
+    levels_of,
+    measured_spec,
+    read_by_hand,
+    to_profile,
+)
 
 BY_HAND = """
 kind: OfflineProfile

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_scheduler.objects import node_report, pod_place
-from valve_scheduler.placement import Job, PlacementSettings, rank
-from valve_scheduler.rankings import Rankings
-from valve_scheduler.state import STALE_AFTER_S, ClusterState
+from valve_kube.objects import node_report, pod_place
+from valve_scheduler.placement.rank import Job, PlacementSettings, rank
+from valve_scheduler.placement.rankings import Rankings
+from valve_scheduler.placement.state import STALE_AFTER_S, ClusterState
 
 NODES = [f"n{number}" for number in range(4)]
 JOBS = [Job(gpus=1), Job(gpus=2), Job(gpus=1, avoid=frozenset({"n1"}))]

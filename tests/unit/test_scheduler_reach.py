@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from reports import NOW_S, harvest_node, uuids
+from valve_kube.objects import PodPlace, node_report
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
-from valve_scheduler.objects import PodPlace, node_report
-from valve_scheduler.placement import Job, PlacementSettings
-from valve_scheduler.reach import NEVER, TOO_BUSY, Beyond, beyond
-from valve_scheduler.state import ClusterState
+from valve_scheduler.placement.rank import Job, PlacementSettings
+from valve_scheduler.placement.reach import NEVER, TOO_BUSY, Beyond, beyond
+from valve_scheduler.placement.state import ClusterState
 
 Json = dict[str, Any]
 

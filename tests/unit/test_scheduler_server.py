@@ -4,10 +4,10 @@ import asyncio
 import json
 
 import pytest
-from valve_scheduler.extender_service import ExtenderService, ExtenderSettings
-from valve_scheduler.kube.access import Access
-from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.leadership import Leadership
+from valve_kube.access import Access
+from valve_kube.client import KubeClient
+from valve_scheduler.extender.leadership import Leadership
+from valve_scheduler.extender.service import ExtenderService, ExtenderSettings
 from valve_scheduler.server import Answer, serve, text_answer
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from reports import NOW_S
-from valve_scheduler.monitor import MonitorSettings, with_policy
-from valve_scheduler.policies import read_policies
-from valve_scheduler.shadows import Shadow, Standing, is_news, standing, status_of
+from valve_kube.policies import read_policies
+from valve_scheduler.controller.monitor import MonitorSettings, with_policy
+from valve_scheduler.controller.shadows import Shadow, Standing, is_news, standing, status_of
 
 Json = dict[str, Any]
 NODES = {"n1": {"pool": "a"}, "n2": {"pool": "a", "zone": "1"}, "n3": {"pool": "b"}}

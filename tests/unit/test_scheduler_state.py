@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
+from valve_kube.objects import node_report, offline_pod, pod_place
 from valve_scheduler.model import WorkloadProfile
-from valve_scheduler.objects import node_report, offline_pod, pod_place
-from valve_scheduler.placement import Job, PlacementSettings, Reason, Standing, gpu_sets, rank
-from valve_scheduler.state import ASSUMED_FOR_S, STALE_AFTER_S, ClusterState
+from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, Standing, gpu_sets, rank
+from valve_scheduler.placement.state import ASSUMED_FOR_S, STALE_AFTER_S, ClusterState
 
 SETTINGS = PlacementSettings()
 

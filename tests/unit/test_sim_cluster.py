@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from valve_scheduler.placement import PlacementSettings
+from valve_scheduler.placement.rank import PlacementSettings
 from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, run_cluster, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from node_world import World
 
-from valved.mechanism.trace import LineFile, read_lines, to_trace_events
 from valved.model.events import Event, EventKind
-from valved.service.journal import Journal
+from valved.state.journal import Journal
+from valved.state.trace import LineFile, read_lines, to_trace_events
 
 SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "proto/trace/event.schema.json").read_text())
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from valve_scheduler import names
-from valve_scheduler.kube.access import from_kubeconfig
-from valve_scheduler.kube.client import KubeClient
-from valve_scheduler.pause import Paused, pause, resume
+from valve_kube import names
+from valve_kube.access import from_kubeconfig
+from valve_kube.client import KubeClient
+from valve_scheduler.cli.pause import Paused, pause, resume
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, free_port, wait_for

@@ -21,11 +21,11 @@ from pathlib import Path
 
 from valve.v1 import node_pb2
 
+from valved.abi import link
+from valved.abi.link import LinkType
+from valved.abi.region import Page, control_page, fill_region, region_page, set_submitted
 from valved.cli.client import Node
 from valved.cli.run import start_time
-from valved.mechanism import link
-from valved.mechanism.link import LinkType
-from valved.mechanism.region import Page, control_page, fill_region, region_page, set_submitted
 from valved.model.ids import Role
 
 PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ class Player:
     rung_epoch: int = 0
 
     def launch(self) -> None:
-        """shim/src/activity.c in slow motion: count, read the word, ring once per open epoch."""
+        """shim/src/activity/activity.c in slow motion: count, read the word, ring once per open epoch."""
         self.submitted += 1
         set_submitted(self.region, 0, self.submitted)
         epoch = self.control["gate_epoch"]

@@ -23,7 +23,7 @@ from valve_tools.bench.gate_host import Run, run_on
 from valve_tools.bench.row import Row, percentile, row_of
 from valve_tools.emulator.node import Options, node
 
-from valved.mechanism.ports import Stamp
+from valved.machine.ports import Stamp
 
 EDGES = 2500
 SPIN_NS = 3_000_000  # longer than the quiet between two edges of gate_peers.launch: the threads never sleep

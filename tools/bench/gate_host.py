@@ -17,8 +17,8 @@ from pathlib import Path
 
 from valve_tools.emulator.node import environment
 
-from valved.mechanism.gate import GateSettings, NativeGate
-from valved.mechanism.ports import Stamp, StampKind, WakeOutcome
+from valved.gate.adapter import GateSettings, NativeGate
+from valved.machine.ports import Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 SERVICE, WORKLOAD, ONLINE = ServiceId(1), ClientId(1), ClientId(2)

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 
-from valved.mechanism import region
+from valved.abi import region
 
 ROOT, DEVICE, SUBDEVICE, TSG, CHANNEL = 0x41, 0x80, 0x2080, 0xA06C, 0xC86F
 SCHEDULE = 0xA06C0101

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 
 from valve_tools.bench.row import Row, row_of
 
-from valved.mechanism.link import Feature
-from valved.mechanism.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeOutcome
-from valved.mechanism.stats import NodeCounters
+from valved.abi.link import Feature
+from valved.gate.wake import GateService, GateSettings
+from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import MS, SECOND, CooldownSettings
 from valved.policy.wake import WakeSettings
-from valved.service.books import Books, ClientEntry
-from valved.service.gate import GateService, GateSettings
-from valved.service.journal import Journal
+from valved.state.journal import Journal
+from valved.state.registry import Books, ClientEntry
+from valved.state.stats import NodeCounters
 
 REQUESTS = 10_000
 GPU = GpuIndex(0)

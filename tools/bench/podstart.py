@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from math import sqrt
 from pathlib import Path
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for

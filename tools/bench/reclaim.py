@@ -28,7 +28,7 @@ from valve_tools.demo.rounds import OFFLINE, ONLINE
 from valve_tools.emulator.node import Options
 from valve_tools.emulator.process import Interval, ProcessPage, inside_ns
 
-from valved.mechanism.trace import read_lines
+from valved.state.trace import read_lines
 
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK_MIB = 2  # a block over all its planes: 16 tokens of an 8B model

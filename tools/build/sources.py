@@ -10,6 +10,7 @@ from pathlib import Path
 
 PACKAGES = {
     "valved": "valved",
+    "scheduler/valve_kube": "valve_kube",
     "scheduler/valve_scheduler": "valve_scheduler",
     "tools": "valve_tools",
     "patches/hook": "valve_hook",
@@ -17,6 +18,7 @@ PACKAGES = {
     "patches/sglang": "valve_hook/sglang",
     "patches/tensorrt_llm": "valve_hook/tensorrt_llm",
     "proto/valve": "valve",
+    "proto/valve_abi": "valve_abi",
 }
 DATA = {".py", ".pyi", ".typed", ".json", ".html", ".css", ".csv", ".toml", ".service", ".yaml"}
 

@@ -14,6 +14,7 @@ from valve_tools.check.tree import ROOT, tracked
 PACKAGES = {
     "valved": "valved",
     "valve_tools": "tools",
+    "valve_kube": "scheduler/valve_kube",
     "valve_scheduler": "scheduler/valve_scheduler",
 }
 # Laid out file by file, as installed: engines beside the core, and the one file that valved shares.
@@ -37,6 +38,11 @@ def type_tree() -> list[str]:
         (tree / "valve_hook" / package).mkdir(parents=True, exist_ok=True)
         for path in (ROOT / folder).glob("*.py"):
             (tree / "valve_hook" / package / path.name).symlink_to(path)
+    (tree / "valve_abi").mkdir()
+    for path in (ROOT / "proto" / "valve_abi").iterdir():
+        (tree / "valve_abi" / path.name).symlink_to(path)
+    generator = [sys.executable, str(ROOT / "proto/abi/generate.py"), str(tree / "valve_abi" / "headers.py")]
+    subprocess.run(generator, check=True)
     (tree / "valve_hook" / "handout.py").symlink_to(ROOT / "valved/policy/handout.py")
     return sorted(path.name for path in tree.iterdir())
 

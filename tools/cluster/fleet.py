@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from valve_scheduler import names
+from valve_kube import names
 from valve_scheduler.model import MAX_GPUS, free_histogram, pair_alignment
 from valve_tools.cluster.api import Api, Json, Refused
 from valve_tools.cluster.controlplane import wait_for

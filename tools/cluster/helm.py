@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod

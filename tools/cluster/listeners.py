@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from valve_scheduler.kube.access import from_kubeconfig
-from valve_scheduler.kube.client import APPLY_PATCH, KubeClient
+from valve_kube.access import from_kubeconfig
+from valve_kube.client import APPLY_PATCH, KubeClient
 from valve_tools.cluster.fleet import node_name, report
 
 from valved.kube import status

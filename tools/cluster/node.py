@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster import image, network
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
@@ -29,7 +29,7 @@ from valve_tools.cluster.leftovers import CONTAINERD, PREFIX, end_containers, lo
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import is_running
-from valved.mechanism.state import has_successor
+from valved.state.saved import has_successor
 
 Json = dict[str, Any]
 NAME = "real-0"

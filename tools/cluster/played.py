@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Api, Json, Refused
 
 LOOK_EVERY_S = 0.5

@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 import msgspec
-from valve_scheduler import names
-from valve_scheduler.kube.access import from_kubeconfig
-from valve_scheduler.kube.client import KubeClient
+from valve_kube import names
+from valve_kube.access import from_kubeconfig
+from valve_kube.client import KubeClient
 from valve_scheduler.server import Answer, json_answer, serve
 
 

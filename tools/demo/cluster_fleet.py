@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from valve_scheduler import names
-from valve_scheduler.placement import REASON_TEXT, Reason
+from valve_kube import names
+from valve_scheduler.placement.rank import REASON_TEXT, Reason
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, node_name, offline_pod

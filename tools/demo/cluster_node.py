@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.bench.podstart import start
 from valve_tools.cluster import image, product
 from valve_tools.cluster.controlplane import ControlPlane, wait_for

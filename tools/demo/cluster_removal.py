@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 from valve_tools.cluster.api import Api, Refused
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import CRDS

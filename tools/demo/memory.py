@@ -32,7 +32,7 @@ from valve_tools.demo.rounds import OFFLINE, ONLINE, last_summary
 from valve_tools.emulator.node import Options
 from valve_tools.sim.traces import NS, Trace, TraceError, read_file
 
-from valved.mechanism.trace import read_lines
+from valved.state.trace import read_lines
 
 BLOCKS, PLANES, BLOCK_KIB = 512, 2, 64  # 16 columns of two 2 MiB handles
 BLOCK_TOKENS = 16

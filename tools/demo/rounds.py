@@ -15,7 +15,7 @@ from typing import Any
 from valve_tools.demo.figures import Run, Served, parse_gates, parse_online, units_between
 from valve_tools.demo.node import EmulatedNode
 
-from valved.mechanism.trace import read_lines
+from valved.state.trace import read_lines
 
 WORKLOADS = Path(__file__).resolve().parent / "bin"
 ONLINE, OFFLINE = WORKLOADS / "valve-demo-online", WORKLOADS / "valve-demo-offline"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_scheduler.placement import PlacementSettings
+from valve_scheduler.placement.rank import PlacementSettings
 from valve_tools.sim.cluster_jobs import JobSettings, Truth, draw_jobs
 from valve_tools.sim.cluster_load import (
     STEPS,

@@ -17,7 +17,7 @@ from valve_scheduler.model import (
     memory_weights,
     runnable_share,
 )
-from valve_scheduler.placement import Fleet, Standing
+from valve_scheduler.placement.rank import Fleet, Standing
 from valve_tools.sim.cluster_load import MINUTES, MINUTES_PER_WINDOW, STEPS, WINDOWS, FleetLoad
 
 HOURS = WINDOWS // 6

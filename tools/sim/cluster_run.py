@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from valve_scheduler.controller.monitor import MonitorSettings
 from valve_scheduler.model import set_members
-from valve_scheduler.monitor import MonitorSettings
 from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, JobTable, Truth
 from valve_tools.sim.cluster_load import WINDOWS
 from valve_tools.sim.cluster_schedulers import PRODUCT, Scheduler

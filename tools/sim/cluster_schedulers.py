@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_scheduler import placement
 from valve_scheduler.model import fits_share, memory_factor, memory_weights, set_members
-from valve_scheduler.placement import Fleet, GpuSets, PlacementSettings, gpu_sets
+from valve_scheduler.placement.rank import Fleet, GpuSets, Job, PlacementSettings, gpu_sets, rank
 from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, Truth
 from valve_tools.sim.cluster_load import WINDOWS
 from valve_tools.sim.cluster_reports import Reports
@@ -90,9 +89,9 @@ class Scheduler:
     def offer(self, window: int, model: int, sla: float, avoid: frozenset[str], open_gpus: NDArray[np.bool_]) -> Offer:
         fleet, sets = self._view(window, model, open_gpus)
         if self.name == PRODUCT:
-            job = placement.Job(gpus=MODELS[model].ranks, sla=sla, profile=self._profiles[model], avoid=avoid)
+            job = Job(gpus=MODELS[model].ranks, sla=sla, profile=self._profiles[model], avoid=avoid)
             began = time.thread_time()
-            ranking = placement.rank(fleet, sets, job, self._settings)
+            ranking = rank(fleet, sets, job, self._settings)
             self.decision_ms.append((time.thread_time() - began) * 1e3)
             share = np.where(ranking.set_index >= 0, ranking.share, 0.0)
             return Offer(share=share, set_index=ranking.set_index.astype(np.int64), score=share)

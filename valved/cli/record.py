@@ -18,7 +18,7 @@ from valve.v1 import node_pb2
 
 from valved.cli.client import Node, explain_error, node
 from valved.cli.exits import FAILED, OK, CliError
-from valved.mechanism.trace import read_lines, to_trace_events
+from valved.state.trace import read_lines, to_trace_events
 
 SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launches
 

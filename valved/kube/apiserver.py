@@ -8,11 +8,11 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from valve_scheduler import names
-from valve_scheduler.kube.access import Access, from_kubeconfig, in_cluster
-from valve_scheduler.kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable
-from valve_scheduler.kube.reflector import Reflector, Sink
-from valve_scheduler.policies import BRAKE, is_brake
+from valve_kube import names
+from valve_kube.access import Access, from_kubeconfig, in_cluster
+from valve_kube.client import APPLY_PATCH, ApiError, KubeClient, Unreachable
+from valve_kube.policies import BRAKE, is_brake
+from valve_kube.reflector import Reflector, Sink
 
 from valved.kube import status
 from valved.kube.pods import PodBook

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 
 VERSION = "0.6.0"
 KIND = f"{names.DOMAIN}/gpu"

@@ -18,8 +18,8 @@ from typing import Any
 import grpc.aio
 from valve.kube import deviceplugin_pb2 as pb
 from valve.kube import deviceplugin_pb2_grpc as rpc
-from valve_scheduler import names
-from valve_scheduler.injection import InjectionSettings
+from valve_kube import names
+from valve_kube.injection import InjectionSettings
 
 from valved.kube import cdi, slots
 from valved.kube.starter import NotReady, Starter

@@ -10,7 +10,7 @@ from valved.kube.apiserver import ApiServer
 from valved.kube.deviceplugin import Plugin, Slots
 from valved.kube.nri import Injector
 from valved.kube.observer import OnlineUse
-from valved.mechanism.ports import GpuInfo
+from valved.machine.ports import GpuInfo
 from valved.model.ids import GpuIndex
 from valved.policy.guard import Verdict
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from valve_scheduler.objects import mode_in_force
-from valve_scheduler.policies import BRAKE
+from valve_kube.objects import mode_in_force
+from valve_kube.policies import BRAKE
 
+from valved.gate.wake import GateService
 from valved.model.ids import Mode
-from valved.service.brake import Brake
-from valved.service.gate import GateService
+from valved.node.brake import Brake
 
 log = logging.getLogger("valved.kube")
 

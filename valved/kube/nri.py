@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from valve.kube import nri_pb2 as pb
-from valve_scheduler.injection import (
+from valve_kube.injection import (
     ContainerTraits,
     InjectionSettings,
     PodTraits,

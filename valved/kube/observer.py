@@ -6,24 +6,24 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from valve_scheduler import names
+from valve_kube import names
 
+from valved.clients.register import Register
 from valved.config import MIB
+from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
 from valved.kube.levels import LevelBook, Standing
 from valved.kube.offline import Reading
 from valved.kube.podresources import Holding
 from valved.kube.pods import Pod, PodBook
 from valved.kube.status import LentFacts
-from valved.mechanism.cards import CardUse
-from valved.mechanism.ports import GpuInfo, ProcessPort
+from valved.kv.engines import Engine
+from valved.machine.cards import CardUse
+from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.node.kv import Kv
 from valved.policy.guard import Card, Holder, Stranger
-from valved.service.books import Books
-from valved.service.engines import Engine
-from valved.service.gate import GateService
-from valved.service.kv import Kv
-from valved.service.register import Register
+from valved.state.registry import Books
 
 # NVIDIA's device plugin, and its DRA driver.
 WHOLE_GPUS = (names.ONLINE_RESOURCE, "gpu.nvidia.com")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from valve_scheduler import names
-from valve_scheduler.objects import annotation, owner_name
+from valve_kube import names
+from valve_kube.objects import annotation, owner_name
 
+from valved.clients.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
 from valved.kube.cgroup import pod_of
 from valved.model.ids import Role
-from valved.service.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
 
 Json = Mapping[str, Any]
 ROLES = {names.ONLINE: Role.ONLINE, names.OFFLINE: Role.OFFLINE}

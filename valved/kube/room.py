@@ -17,12 +17,14 @@ from pathlib import Path
 from zlib import crc32
 
 from prometheus_client.core import Metric
-from valve_scheduler import names
-from valve_scheduler.injection import InjectionSettings
-from valve_scheduler.kube.client import KubeClient
+from valve_kube import names
+from valve_kube.client import KubeClient
+from valve_kube.injection import InjectionSettings
 
 from valved import paths
+from valved.clients.register import Register
 from valved.config import KubeTable
+from valved.gate.wake import GateService
 from valved.kube import cdi, figures, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
@@ -34,21 +36,19 @@ from valved.kube.podresources import Holding, Holdings, KubeletHoldings
 from valved.kube.pods import PodBook
 from valved.kube.series import NodeSeries
 from valved.kube.starter import Starter
-from valved.mechanism.cards import CardReader, CardUse
-from valved.mechanism.clock import Clock
-from valved.mechanism.ports import GatePort, ProcessPort
-from valved.mechanism.stats import GpuAccount
+from valved.machine.cards import CardReader, CardUse
+from valved.machine.clock import Clock
+from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
+from valved.node.brake import Brake
+from valved.node.kv import Kv
+from valved.node.upkeep import end
 from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, judge
 from valved.policy.report_rate import RateSettings, RateState, decide_report
-from valved.service.books import BRAKE_SERVICE, GUARD_SERVICE, Books
-from valved.service.brake import Brake
-from valved.service.gate import GateService
-from valved.service.journal import Journal
-from valved.service.kv import Kv
-from valved.service.register import Register
-from valved.service.upkeep import end
+from valved.state.journal import Journal
+from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, Books
+from valved.state.stats import GpuAccount
 
 log = logging.getLogger("valved.kube")
 

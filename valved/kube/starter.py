@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from valve_scheduler import names
+from valve_kube import names
 
 from valved.kube import cdi
 from valved.kube.podresources import Holding, Holdings

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from valve_scheduler import names
+from valve_kube import names
 
 from valved.kube.levels import Level
 from valved.kube.series import NodeSeries

@@ -1,7 +1,7 @@
 """Frozen values of the memory side: KV layouts, columns, offline requests, reservation and reclaim decisions.
 
 Flow: the engine registers `KvTensor`s -> policy/columns turns them into `Column`s -> the engine reports
-`OfflineRequest`s -> policy/eviction answers with a `ReclaimDecision` -> service/reclaim carries it out.
+`OfflineRequest`s -> policy/eviction answers with a `ReclaimDecision` -> kv/reclaim carries it out.
 Nothing here decides anything; this module imports the standard library only.
 """
 

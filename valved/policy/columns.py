@@ -1,6 +1,6 @@
 """From registered KV tensors to columns: which handles back which blocks, by interval arithmetic on real strides.
 
-Called once per registration by service/reclaim; the result is immutable. Never "blocks per page": an MLA block of
+Called once per registration by kv/reclaim; the result is immutable. Never "blocks per page": an MLA block of
 73,728 bytes straddles handles, and then it belongs to both columns, since losing either loses the block.
 
 A handle belongs to exactly one column. Each plane (one layer's K, say) is cut at the same block numbers, one handle

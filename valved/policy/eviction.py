@@ -1,7 +1,7 @@
 """Which columns to take from the offline engine: selective eviction, the paper's Algorithm 1 on columns.
 
 Two steps, so that the expensive one runs ahead of need. `index_requests` turns the engine's block tables into chains
-and what each column would cost each chain; service/reclaim refreshes it while offline runs. `select` walks it when
+and what each column would cost each chain; kv/reclaim refreshes it while offline runs. `select` walks it when
 memory is wanted: until enough handles, take the column with the least marginal cost. The ids that the engine is told
 afterwards come from the columns, so a slightly old index can make a choice dearer but never wrong.
 

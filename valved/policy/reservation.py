@@ -3,7 +3,7 @@
 A pressure event grows the headroom H by alpha; each quiet tau lowers it by one. Online keeps what it used at most
 within the last tau, and H on top; the rest goes back to offline at once. tau itself is steered so that reclaims per
 hour stay at or under the operator's target: a reclaim above the target doubles it, a calm minute shortens it by delta.
-Called by service/reserve on every change of online memory and once per tick.
+Called by kv/reserve on every change of online memory and once per tick.
 
 One rule beyond the paper: while the window already holds `hold_share` of the target nothing is given back, since each
 further give could only lead to a reclaim above the target. It turns the target from an average into a bound that is

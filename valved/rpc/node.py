@@ -14,8 +14,8 @@ import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.errors import InvalidRequest, NotFound, NotNow, ValveError
+from valved.node.api import Node
 from valved.rpc import convert
-from valved.service.node import Node
 
 CODES = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 from valve.v1 import node_pb2_grpc
 
+from valved.node.api import Node
 from valved.rpc.node import NodeServicer
-from valved.service.node import Node
 
 API_MODE = 0o660  # whoever may call this may claim roles and stop the harvest
 OPTIONS = (("grpc.max_receive_message_length", 1 << 20), ("grpc.so_reuseport", 0))

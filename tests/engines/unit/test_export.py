@@ -33,7 +33,11 @@ def test_both_engines_find_their_plugin_in_the_exported_folder(tmp_path):
 def test_the_folder_holds_nothing_that_could_shadow_an_engines_package(tmp_path):
     export(tmp_path)
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["valve_hook", f"valve_hook-{VERSION}.dist-info"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "valve_abi",
+        "valve_hook",
+        f"valve_hook-{VERSION}.dist-info",
+    ]
 
 
 def test_exporting_again_changes_no_file(tmp_path):

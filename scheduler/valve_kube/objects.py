@@ -1,0 +1,279 @@
+"""From the JSON of the Kubernetes API to values, refusing what cannot be used by name. Pure."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, ThroughputCurve, WorkloadProfile
+from valve_scheduler.model.curve import FloatArray
+
+from valve_kube import names
+from valve_kube.errors import InvalidObject
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPlace:
+    """Where a pod is and which GPUs are its own, as the API server has it.
+
+    Never refused, whatever else it says.
+    """
+
+    uid: str
+    node: str
+    gpu_uuids: tuple[str, ...]
+    finished: bool
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflinePod:
+    """What an offline pod asks for."""
+
+    uid: str
+    namespace: str
+    name: str
+    owner_uid: str
+    gpus: int
+    sla: float
+    profile: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """Status of one GPUHarvestNode, as rows for the arrays of the fleet."""
+
+    node: str
+    phase: str
+    gpu_model: str
+    full_mib: float
+    uuids: tuple[str, ...]
+    harvestable: tuple[bool, ...]
+    idle: FloatArray  # [8]
+    histogram: FloatArray  # [8, bins]
+    alignment: FloatArray  # [8, 8]
+    observed_at_s: float  # wall clock of the node
+    theta: float | None = None  # alignment threshold of the node's policy
+
+
+def annotation(pod: Object, key: str) -> str:
+    """A pod's annotation, else the label of that name (role may be either), else empty."""
+    metadata = pod.get("metadata") or {}
+    found = (metadata.get("annotations") or {}).get(key) or (metadata.get("labels") or {}).get(key) or ""
+
+    return str(found)
+
+
+def resource_count(pod: Object, resource: str) -> int:
+    """How many of an extended resource the pod takes.
+
+    The sum of its containers, or its largest init container.
+    """
+    spec = pod.get("spec") or {}
+
+    def of(container: Object) -> int:
+        limits = (container.get("resources") or {}).get("limits") or {}
+        try:
+            return int(limits.get(resource, 0))
+        except ValueError as error:
+            raise InvalidObject(f"limit {resource} is {limits[resource]!r}, must be a whole number") from error
+
+    running = sum(of(container) for container in spec.get("containers") or [])
+    starting = max((of(container) for container in spec.get("initContainers") or []), default=0)
+
+    return max(running, starting)
+
+
+def sla_of(pod: Object) -> float:
+    """The wanted share of standalone throughput; 0 when the pod states none (best effort)."""
+    text = annotation(pod, names.SLA)
+    if not text:
+        return 0.0
+    try:
+        sla = float(text)
+    except ValueError:
+        sla = math.nan
+    if not 0.0 < sla <= 1.0:
+        raise InvalidObject(f"annotation {names.SLA} is {text!r}, must be a number in (0, 1], such as 0.30")
+
+    return sla
+
+
+def gpus_wanted(pod: Object) -> int:
+    count = resource_count(pod, names.RESOURCE)
+    text = annotation(pod, names.GPUS_REQUIRED) or str(count)
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_GPUS:
+        raise InvalidObject(
+            f"the pod asks for {text!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
+            f"(limit {names.RESOURCE} or annotation {names.GPUS_REQUIRED})"
+        )
+    if count and int(text) != count:
+        raise InvalidObject(
+            f"annotation {names.GPUS_REQUIRED} is {text!r} and limit {names.RESOURCE} is {count}; quotas and slots "
+            "go by the limit, leave the annotation out"
+        )
+
+    return int(text)
+
+
+def pod_place(pod: Object) -> PodPlace:
+    metadata = pod["metadata"]
+    uuids = (metadata.get("annotations") or {}).get(names.GPUS, "")
+
+    return PodPlace(
+        uid=metadata["uid"],
+        node=(pod.get("spec") or {}).get("nodeName") or "",
+        gpu_uuids=tuple(uuid for uuid in uuids.split(",") if uuid),
+        finished=(pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"),
+        namespace=metadata.get("namespace", ""),
+    )
+
+
+def owner_uid(pod: Object) -> str:
+    """The controller of the pod (its Job), which survives eviction; a bare pod is its own."""
+    metadata = pod["metadata"]
+    owners = metadata.get("ownerReferences") or []
+
+    return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
+
+
+def owner_name(pod: Object) -> str:
+    """What people call the thing a pod is one of: its Job, StatefulSet or Deployment; a bare pod by its own name."""
+    metadata = pod["metadata"]
+    owner: Object = next((one for one in metadata.get("ownerReferences") or [] if one.get("controller")), {})
+    name = str(owner.get("name") or metadata.get("name", ""))
+    made_by_deployment = (metadata.get("labels") or {}).get("pod-template-hash", "") if owner else ""
+
+    return name.removesuffix(f"-{made_by_deployment}") if made_by_deployment else name
+
+
+def started_at_s(pod: Object) -> float:
+    """Wall clock of the pod's start on its node; for a pod without one it has just begun."""
+    text = (pod.get("status") or {}).get("startTime")
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else math.inf
+
+
+def created_at_s(pod: Object) -> float:
+    text = pod["metadata"].get("creationTimestamp")
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else -math.inf
+
+
+def offline_pod(pod: Object) -> OfflinePod:
+    """Read a pod that asks for harvested GPUs; raises InvalidObject for annotations that cannot be used."""
+    metadata = pod["metadata"]
+
+    return OfflinePod(
+        uid=metadata["uid"],
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        owner_uid=owner_uid(pod),
+        gpus=gpus_wanted(pod),
+        sla=sla_of(pod),
+        profile=annotation(pod, names.PROFILE),
+    )
+
+
+def workload_profile(profile: Object) -> WorkloadProfile | None:
+    """The measured part of an OfflineProfile; None until it is Ready."""
+    if (profile.get("status") or {}).get("phase") != "Ready":
+        return None
+    spec = profile.get("spec") or {}
+    points = sorted(spec.get("curve") or [], key=lambda point: float(point["freeMiB"]))
+    try:
+        return WorkloadProfile(
+            standalone_tokens_per_s=float(spec.get("standaloneTokensPerSecond", 0.0)),
+            curve=ThroughputCurve(
+                free_mib=tuple(float(point["freeMiB"]) for point in points),
+                tokens_per_s=tuple(float(point["tokensPerSecond"]) for point in points),
+            ),
+            fit_mib=float(spec.get("fitMiB", 0.0)),
+            need_mib=float(spec.get("requiredMiB", 0.0)),
+            deficit_cost=float(spec.get("deficitCost", 0.0)),
+            gpu_model=str((spec.get("workload") or {}).get("gpuModel", "")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        name = profile.get("metadata", {}).get("name", "?")
+        raise InvalidObject(f"OfflineProfile {name}: {error}") from error
+
+
+def node_report(harvest_node: Object) -> NodeReport:
+    """Read a GPUHarvestNode; a report with any impossible part is refused as a whole."""
+    node = harvest_node["metadata"]["name"]
+    status = harvest_node.get("status") or {}
+    try:
+        return _node_report(node, status, harvest_node.get("spec") or {})
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
+
+
+def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
+    gpus = status.get("gpus") or []
+    count = len(gpus)
+    if count > MAX_GPUS:
+        raise ValueError(f"{count} GPUs, at most {MAX_GPUS} are handled")
+    idle = np.zeros(MAX_GPUS)
+    histogram = np.zeros((MAX_GPUS, HISTOGRAM_BINS))
+    for row, gpu in enumerate(gpus):
+        # The hour predicts a job that runs for hours; a node that is younger has only the shorter windows.
+        windows = gpu["idle"]
+        idle[row] = windows.get("1h", windows.get("10m", windows.get("1m", 0.0)))
+        histogram[row] = gpu["freeMemory"]
+    totals = histogram.sum(axis=1, keepdims=True)
+    if not np.isfinite(totals).all() or histogram.min() < 0 or not ((idle >= 0) & (idle <= 1)).all():
+        raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
+    resolved = spec.get("resolved") or {}
+    slots = int(resolved.get("slotsPerGPU", 1))
+    observed_at = datetime.fromisoformat(status["observedAt"].replace("Z", "+00:00"))
+
+    return NodeReport(
+        node=node,
+        phase=phase_in_force(status, spec),
+        gpu_model=status.get("gpuModel", ""),
+        full_mib=float(status["memoryMiB"]),
+        uuids=tuple(gpu["uuid"] for gpu in gpus),
+        harvestable=tuple(bool(gpu.get("harvestable")) and slots > 0 for gpu in gpus),
+        idle=idle,
+        histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
+        alignment=_alignment(status.get("alignment") or [], count),
+        observed_at_s=observed_at.timestamp(),
+        theta=float(resolved["alignmentThreshold"]) if "alignmentThreshold" in resolved else None,
+    )
+
+
+def mode_in_force(spec: Object) -> str:
+    """What the spec of a GPUHarvestNode says; empty leaves it to the daemon's own configuration."""
+    resolved = spec.get("resolved") or {}
+    return "off" if resolved.get("drain") else str(spec.get("mode") or resolved.get("mode") or "")
+
+
+def phase_in_force(status: Object, spec: Object) -> str:
+    """The node's own word, unless its spec already forbids what the daemon has not read yet."""
+    if spec.get("paused"):
+        return "Paused"
+    if mode_in_force(spec) in ("off", "observe") and status.get("phase") == "Harvesting":
+        return "Observing"
+
+    return str(status.get("phase", ""))
+
+
+def _alignment(pairs: list[float], count: int) -> FloatArray:
+    """The upper triangle by rows, (0,1), (0,2), ..., as a symmetric matrix.
+
+    Pairs nobody reported never align.
+    """
+    expected = count * (count - 1) // 2
+    if len(pairs) != expected:
+        raise ValueError(f"{len(pairs)} alignment values for {count} GPUs, must be {expected}")
+    values = np.array(pairs, dtype=np.float64)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError("alignment values must be in [0, 1]")
+    matrix = np.eye(MAX_GPUS)
+    rows, columns = np.triu_indices(count, 1)
+    matrix[rows, columns] = values
+    matrix[columns, rows] = values
+
+    return matrix

@@ -1,0 +1,157 @@
+"""Keeps a local view of one kind of object: a consistent list, then its watch, for ever.
+
+`sync` is one attempt after another: list (paged), replace, watch from there with bookmarks. A dropped watch
+goes on from the last version seen; 410 Gone, or a call of `relist`, starts from the list again."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import uniform
+
+from valve_kube.client import ApiError, Json, KubeClient, Unreachable
+
+log = logging.getLogger(__name__)
+
+# client-go asks for 5 to 10 minutes; the server closes the stream then and we go on from the last bookmark.
+WATCH_S = 300
+# Bookmarks come about once a minute: a stream silent for longer is a connection that died unnoticed.
+SILENCE_S = 150.0
+# Objects without spec and status. A watch that also takes lists gets none of its events: the server tries that first.
+METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sink:
+    """Where the objects go. `replace` gets a whole list, `put` and `drop` single changes."""
+
+    replace: Callable[[list[Json]], None]
+    put: Callable[[Json], None]
+    drop: Callable[[Json], None]
+
+
+class Reflector:
+    def __init__(
+        self,
+        client: KubeClient,
+        path: str,
+        sink: Sink,
+        *,
+        query: Mapping[str, str] | None = None,
+        metadata_only: bool = False,
+    ) -> None:
+        self._client = client
+        self.path = path
+        self.sink = sink
+        self.query = dict(query or {})
+        self._accept = "application/json"
+        self._watch_accept = "application/json"
+        if metadata_only:
+            self._accept, self._watch_accept = (METADATA.format(kind) for kind in ("List", ""))
+        self._version = ""
+        self._wanted = 0  # counts relists, so that a list begun before one does not answer it
+        self._relisted = asyncio.Event()
+        self._listed = asyncio.Event()
+        self.lists = 0
+        self.live_at_s = float("-inf")  # loop time of the last proof that the view is current
+
+    @property
+    def synced(self) -> bool:
+        return self._listed.is_set()
+
+    async def wait_synced(self) -> None:
+        await self._listed.wait()
+
+    def relist(self) -> None:
+        """Forget the version: the next view rests on a new consistent read. Not synced until then."""
+        self._version = ""
+        self._wanted += 1
+        self._listed.clear()
+        self._relisted.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Every failure is logged and retried with back-off, which ends when the server has answered.
+
+        Every node watches: spread in time, or they would all meet a server that comes back in the same moment.
+        """
+        backoff_s = BACKOFF_MIN_S
+        while True:
+            seen_s = self.live_at_s
+            try:
+                while not self._version:
+                    await self._list()
+                await self._watch_once()
+                backoff_s = BACKOFF_MIN_S
+                continue
+            except (ApiError, Unreachable) as error:
+                if self.live_at_s > seen_s:
+                    backoff_s = BACKOFF_MIN_S
+                backoff_s = max(backoff_s, self._refused(error))
+            await asyncio.sleep(backoff_s * uniform(1.0, 1.5))
+            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+
+    def _refused(self, error: ApiError | Unreachable) -> float:
+        """For how many seconds the server asked not to be asked again."""
+        if isinstance(error, Unreachable):
+            log.warning("API server unreachable", extra={"path": self.path, "error": str(error)})
+            return 0.0
+        if error.status == 410:
+            self._version = ""
+        log.warning("watch refused", extra={"path": self.path, "error": str(error)})
+        return error.retry_after_s
+
+    async def _list(self) -> None:
+        wanted = self._wanted
+        items, version = await self._client.list(self.path, self.query, self._accept)
+        if wanted != self._wanted:
+            return
+        self.sink.replace(items)
+        self._version = version
+        self.lists += 1
+        self._alive()
+        self._listed.set()
+
+    async def _watch_once(self) -> None:
+        """One stream, until it ends or a relist is wanted.
+
+        It is left behind, not waited for: before Python 3.12 `wait_for` swallows a cancellation that meets its result,
+        and an extender that had just begun to lead answered 503 until the old stream ended minutes later.
+        """
+        self._relisted.clear()
+        watching = asyncio.ensure_future(self._follow())
+        relisted = asyncio.ensure_future(self._relisted.wait())
+        watching.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        try:
+            await asyncio.wait({watching, relisted}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+        finally:
+            relisted.cancel()
+            watching.cancel()
+
+    async def _follow(self) -> None:
+        query = {
+            **self.query,
+            "resourceVersion": self._version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_S),
+        }
+        wanted = self._wanted
+        async for event in self._client.watch(self.path, query, self._watch_accept, silence_s=SILENCE_S):
+            if wanted != self._wanted:
+                return  # left behind by a relist: this event belongs to the old view
+            self._alive()
+            kind, item = event["type"], event["object"]
+            if kind == "ERROR":
+                raise ApiError(item.get("code", 500), item.get("reason", ""), item.get("message", ""))
+            self._version = item["metadata"]["resourceVersion"]
+            if kind == "DELETED":
+                self.sink.drop(item)
+            elif kind != "BOOKMARK":
+                self.sink.put(item)
+        if wanted == self._wanted:
+            self._alive()
+
+    def _alive(self) -> None:
+        self.live_at_s = asyncio.get_running_loop().time()

@@ -1,0 +1,1 @@
+"""Serves people: `valve cluster` and what the chart runs before an uninstall."""

@@ -1,0 +1,1 @@
+"""Watches the cluster in rounds: SLAs, evictions, policies into nodes, accounts, profiles."""

@@ -1,0 +1,51 @@
+"""What must go from the cluster: offline pods whatever became of their SLA, reports of nodes that are no more. Pure."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from valve_kube.objects import Object, pod_place
+
+from valve_scheduler.controller.conditions import Told
+
+# A node that registers anew under its name meanwhile keeps what a person has set for it.
+FORGET_AFTER_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaver:
+    """A pod to evict; reason and note are those of its event."""
+
+    pod: Object
+    reason: Told
+    note: str
+
+
+def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Leaver]:
+    """`nodes`: GPUHarvestNodes by name."""
+    for pod in pods:
+        place = pod_place(pod)
+        if not place.node or place.finished or pod["metadata"].get("deletionTimestamp"):
+            continue
+        node = nodes.get(place.node, {})
+        risks = {gpu["uuid"]: gpu["onlineRisk"] for gpu in _gpus(node) if gpu.get("onlineRisk")}
+        if why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
+            yield Leaver(pod=pod, reason=Told.NODE_DRAINED, note=f"{place.node} is drained: {why}")
+        elif uuid := next((uuid for uuid in place.gpu_uuids if uuid in risks), ""):
+            note = f"{risks[uuid]} and may need memory of {uuid} on {place.node}"
+            yield Leaver(pod=pod, reason=Told.ONLINE_AT_RISK, note=note)
+
+
+def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -> Iterator[tuple[str, dict[str, str]]]:
+    """Names of the reports without a Node, each with the version that was judged. What a person wrote for a node to
+    come has no report."""
+    for name, node in nodes.items():
+        observed_at = (node.get("status") or {}).get("observedAt")
+        if name in present or not observed_at:
+            continue
+        if now_s - datetime.fromisoformat(observed_at.replace("Z", "+00:00")).timestamp() > FORGET_AFTER_S:
+            yield name, {key: node["metadata"][key] for key in ("uid", "resourceVersion")}
+
+
+def _gpus(node: Object) -> list[Object]:
+    return (node.get("status") or {}).get("gpus") or []

@@ -1,0 +1,516 @@
+"""The SLA controller: watches pods and node reports, keeps OfflineWorkloads, evicts within a budget, asks for
+retries.
+
+One replica acts (Lease). Each round reads the caches once, decides with pure functions and applies the
+effects last; what it must not forget lives in OfflineWorkload status. Nothing is done while a view is
+incomplete."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from valve_kube import names
+from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_kube.errors import InvalidObject
+from valve_kube.lease import DURATION_S, Lease
+from valve_kube.objects import (
+    Object,
+    annotation,
+    offline_pod,
+    owner_name,
+    owner_uid,
+    pod_place,
+    sla_of,
+    started_at_s,
+)
+from valve_kube.policies import merge_patch, node_spec
+from valve_kube.reflector import Reflector, Sink
+
+from valve_scheduler import metrics
+from valve_scheduler.controller.accounts import ACCOUNT, Worth, charge, entries_of
+from valve_scheduler.controller.clearing import ghosts, leavers
+from valve_scheduler.controller.conditions import Told, event
+from valve_scheduler.controller.monitor import (
+    MonitorSettings,
+    Owner,
+    Sample,
+    Track,
+    choose_evictions,
+    evicted,
+    observe,
+    with_policy,
+)
+from valve_scheduler.controller.profiling import (
+    GIVEN_UP_NOTE,
+    PROFILING_NOTE,
+    is_enough,
+    levels_of,
+    measured_spec,
+    store,
+    to_profile,
+)
+from valve_scheduler.controller.shadows import is_news, standing
+from valve_scheduler.controller.shadows import status_of as shadow_status
+from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
+from valve_scheduler.placement.rank import Job, PlacementSettings
+from valve_scheduler.placement.reach import Beyond, beyond
+from valve_scheduler.placement.requeue import Pending, newly_feasible
+from valve_scheduler.placement.state import ClusterState
+from valve_scheduler.placement.views import (
+    labels_view,
+    nodes_view,
+    pods_view,
+    policies_view,
+    profiles_view,
+    workloads_view,
+)
+from valve_scheduler.probes import Probes
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, str]
+_NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """Rounds: retries are looked for each second, SLAs at the pace of node reports."""
+
+    namespace: str = "valve-system"
+    probe_host: str = "0.0.0.0"
+    probe_port: int = 8902
+    lease_name: str = "valve-controller"
+    lease_s: float = DURATION_S
+    requeue_every_s: float = 1.0
+    policy_every_s: float = 1.0
+    clear_every_s: float = 5.0
+    afresh_every_s: float = 30.0
+    monitor_every_s: float = 30.0
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
+
+
+class Store:
+    """Objects of one kind as they are, by namespace and name."""
+
+    def __init__(self) -> None:
+        self.items: dict[Key, Json] = {}
+
+    def tee(self, view: Reflector) -> Reflector:
+        """Keep the raw objects of a view beside what it does with them."""
+        inner = view.sink
+
+        def replace(items: list[Json]) -> None:
+            self.items = {key_of(item): item for item in items}
+            inner.replace(items)
+
+        def put(item: Json) -> None:
+            self.items[key_of(item)] = item
+            inner.put(item)
+
+        def drop(item: Json) -> None:
+            self.items.pop(key_of(item), None)
+            inner.drop(item)
+
+        view.sink = Sink(replace=replace, put=put, drop=drop)
+
+        return view
+
+
+def key_of(item: Json) -> Key:
+    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+class Controller:
+    def __init__(
+        self, client: KubeClient, settings: ControllerSettings, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._now_s = now_s
+        self._state = ClusterState(settings.placement)
+        self.pods, self.nodes, self.workloads, self.accounts, self.profiles = (Store() for _ in range(5))
+        self.labels: dict[str, dict[str, str]] = {}
+        self.views = [
+            self.pods.tee(pods_view(client, self._state)),
+            self.nodes.tee(nodes_view(client, self._state, now_s)),
+            self.profiles.tee(profiles_view(client, self._state)),
+            self.workloads.tee(workloads_view(client, self._state)),
+            policies_view(client, self._state),
+            labels_view(client, self.labels),
+            self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
+        ]
+        self._accounts_view = self.views[-1]
+        self._tracks: dict[str, Track] = {}
+        self._pending = Pending()
+        self._afresh_at_s = 0.0
+        self._told: dict[str, tuple[Json, float]] = {}
+        self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
+        self._said: set[tuple[str, str]] = set()  # UID and reason of what is told once
+
+    def missing(self) -> list[str]:
+        """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
+        return [view.path for view in self.views if not view.synced and view is not self._accounts_view]
+
+    # Retries
+
+    async def requeue(self) -> None:
+        """Bump the capacity epoch of nodes that became good enough for a refused pod; now and then of ones that are."""
+        now_s = self._now_s()
+        if now_s >= self._afresh_at_s:  # what the extender had assumed and let go again changed nothing that we see
+            self._pending, self._afresh_at_s = Pending(), now_s + self._settings.afresh_every_s
+        jobs = frozenset(filter(None, map(self._refused_job, self.pods.items.values())))
+        sets = {job.gpus: self._state.sets(job.gpus) for job in jobs}
+        fleet = self._state.fleet(now_s)
+        self._pending, bumps = newly_feasible(self._pending, fleet, sets, jobs, self._settings.placement)
+        for node in sorted(bumps):
+            patch = {"metadata": {"annotations": {names.EPOCH: str(int(now_s * 1000))}}}
+            await self._patch(f"/api/v1/nodes/{node}", patch)
+            log.info("capacity epoch", extra={"node": node, "pending_kinds": len(jobs)})
+
+    def _refused_job(self, pod: Json) -> Job | None:
+        conditions = (pod.get("status") or {}).get("conditions") or []
+        refused = any(c["type"] == "PodScheduled" and c["status"] == "False" for c in conditions)
+        if not refused or (pod.get("spec") or {}).get("nodeName"):
+            return None
+        try:
+            return self._state.job(offline_pod(pod), self._now_s())
+        except InvalidObject:
+            return None  # the extender told its owner already
+
+    # Policies
+
+    async def apply_policies(self) -> None:
+        """Write into each GPUHarvestNode what the policies say of it, and which of its pods to profile: the one object
+        its daemon follows."""
+        policies, now_s, theta = self._state.policies, self._now_s(), self._settings.placement.theta
+        # Whoever judges a node knows the default; what differs from it stands in the node.
+        defaults = {} if theta == PlacementSettings().theta else {"alignmentThreshold": theta}
+        profile = to_profile(self.pods.items.values(), self.profiles.items, now_s)
+        await self._tell_profiled({uid for uids in profile.values() for uid in uids})
+        patches = []
+        for (_, name), node in self.nodes.items.items():
+            wanted = node_spec(policies, self.labels.get(name, {}), profile.get(name, ()), defaults)
+            spec = node.get("spec") or {}
+            stands = {"paused": bool(spec.get("paused")), "resolved": spec.get("resolved") or {}}
+            told, told_s = self._told.get(name, ({}, 0.0))
+            # An older CRD drops what it does not know: the same is not said to it again every second.
+            if stands != wanted and (told != wanted or now_s - told_s >= self._settings.afresh_every_s):
+                self._told[name] = wanted, now_s
+                patch = {"spec": merge_patch(stands, wanted)}
+                patches.append(self._patch(f"{names.API_PATH}/gpuharvestnodes/{name}", patch))
+        if patches:
+            log.info("policies", extra={"nodes": len(patches)})
+        await asyncio.gather(*patches)
+
+    async def judge_policies(self) -> None:
+        """Say of each policy where it holds, and what overrules it where it does not."""
+        policies, now_s = self._state.policies, self._now_s()
+        nodes = {name: self.labels.get(name, {}) for _, name in self.nodes.items}
+        modes = {name: (node.get("spec") or {}).get("mode") for (_, name), node in self.nodes.items.items()}
+        said = {name: mode for name, mode in modes.items() if mode}
+        for policy in policies.items:
+            status = shadow_status(policy, standing(policy, policies, nodes, said), now_s)
+            if status == policy.get("status"):
+                continue
+            path = f"{names.API_PATH}/harvestpolicies/{policy['metadata']['name']}/status"
+            if await self._patch(path, {"status": status}) and is_news(policy, status):
+                note = status["conditions"][0]["message"]
+                told = event(policy, Told.POLICY_SHADOWED, note, now_s, kind="HarvestPolicy")
+                await self._post_event(told)
+
+    # Accounts
+
+    async def account(self) -> None:
+        """Add what the nodes counted since the last look to the account of each namespace."""
+        if not self._accounts_view.synced:
+            return
+        known = {pod["metadata"]["uid"]: self._worth(pod) for pod in self.pods.items.values()}
+        entries = entries_of(self.nodes.items.values(), known)
+        for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
+            held = self.accounts.items.get((namespace, ACCOUNT), {})
+            before = held.get("status") or {}
+            status = charge(before, entries.get(namespace, []))
+            if status != before and (entries.get(namespace) or before):
+                await self._write_account(namespace, held, status)
+
+    def _worth(self, pod: Json) -> Worth:
+        """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
+        whose = Worth(namespace=pod["metadata"]["namespace"], owner=owner_name(pod))
+        try:
+            wish = offline_pod(pod)
+        except InvalidObject:
+            return whose
+        profile = self._state.job(wish, self._now_s()).profile
+
+        return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
+
+    async def _write_account(self, namespace: str, held: Json, status: Json) -> None:
+        path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/harvestaccounts"
+        if not held:
+            body = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": ACCOUNT}}
+            try:
+                held = await self._client.request("POST", path, body=body)
+            except (ApiError, Unreachable) as error:  # made by the round before and not in our view yet, or later
+                log.info("account not made", extra={"namespace": namespace, "error": str(error)})
+                return
+        # The version makes this fail where another controller wrote since: an amount is never added twice.
+        version = {"metadata": {"resourceVersion": held["metadata"]["resourceVersion"]}}
+        await self._patch(f"{path}/{ACCOUNT}/status", {**version, "status": status})
+
+    # Profiles
+
+    async def measure(self) -> None:
+        """Store what a best-effort run at several memory limits has shown, under the name its pod asks for."""
+        for pod in self._running():
+            key = (pod["metadata"]["namespace"], annotation(pod, names.PROFILE))
+            place = pod_place(pod)
+            node = self.nodes.items.get(("", place.node), {}).get("status") or {}
+            if not key[1] or key in self.profiles.items:
+                continue
+            levels = levels_of(self._reported(place.node, place.uid) or {})
+            if is_enough(levels):
+                workload = {
+                    "model": key[1],
+                    "gpuModel": node.get("gpuModel", ""),
+                    "tensorParallel": len(place.gpu_uuids),
+                }
+                status = {"phase": "Ready", "source": "Measured", "samples": len(levels)}
+                metadata = {"namespace": key[0], "name": key[1]}
+                with contextlib.suppress(ApiError, Unreachable):  # the next round tries again
+                    spec = measured_spec(workload, levels)
+                    await store(self._client, metadata, spec, status)
+                    log.info("profiled", extra={"profile": "/".join(key), "levels": len(levels)})
+                    speed = spec["standaloneTokensPerSecond"]
+                    note = f"OfflineProfile {key[1]} is Ready: {speed:g} tokens/s alone, {len(levels)} levels of memory"
+                    await self._tell_once(pod, Told.PROFILED, note)
+
+    async def _tell_profiled(self, uids: set[str]) -> None:
+        """Where a pod runs with a part of its memory its owner shall read why, and what became of it."""
+        if not uids and not self._profiled:
+            return
+        pods = {pod["metadata"]["uid"]: pod for pod in self.pods.items.values()}
+        before, self._profiled = self._profiled, {uid: pods[uid] for uid in uids}
+        for uid in uids - before.keys():
+            note = f"is measured for OfflineProfile {annotation(pods[uid], names.PROFILE)}: {PROFILING_NOTE}"
+            await self._tell_once(pods[uid], Told.PROFILING, note)
+        for uid in before.keys() & pods.keys() - uids:
+            pod = pods[uid]
+            name = annotation(pod, names.PROFILE)
+            if (pod["metadata"]["namespace"], name) not in self.profiles.items and not pod_place(pod).finished:
+                note = f"OfflineProfile {name} is not made from this pod: {GIVEN_UP_NOTE}"
+                await self._tell_once(pod, Told.PROFILING_ENDED, note)
+
+    # Nodes that are drained or gone
+
+    async def clear(self) -> None:
+        """Evict what must leave, as often as disruption budgets want to be asked."""
+        nodes = {name: node for (_, name), node in self.nodes.items.items()}
+        for leaver in list(leavers(self.pods.items.values(), nodes)):
+            await self._evict(leaver.pod, leaver.reason, leaver.note)
+
+    async def forget(self) -> None:
+        """Delete the reports of nodes that have left the cluster: their daemons cannot."""
+        nodes = {name: node for (_, name), node in self.nodes.items.items()}
+        for name, versions in list(ghosts(nodes, self.labels, self._now_s())):
+            try:
+                path = f"{names.API_PATH}/gpuharvestnodes/{name}"
+                await self._client.request("DELETE", path, body={"preconditions": versions})
+                log.info("report of a node that is gone deleted", extra={"node": name})
+            except (ApiError, Unreachable) as error:  # it has just reported again, or the next round will tell
+                log.info("report not deleted", extra={"node": name, "error": str(error)})
+
+    # SLA
+
+    async def monitor(self) -> None:
+        now_s = self._now_s()
+        running = self._running()
+        samples = [sample for sample in map(self._sample, running) if sample is not None]
+        known = self._tracks
+        self._tracks = {
+            sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
+        }
+        owners = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
+        rules = self._rules()
+        chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, rules)
+        metrics.violations.set(sum(track.verdict.value == "PersistentlyMissed" for track in self._tracks.values()))
+        pods = {pod["metadata"]["uid"]: pod for pod in running}
+        for track in chosen:
+            owner = owners.get(track.sample.owner_uid, Owner())
+            node = track.sample.node
+            note = (
+                f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {track.sample.sla:.2f}; moved"
+            )
+            if await self._evict(pods[track.sample.pod_uid], Told.SLA_MISSED, note):
+                owners[track.sample.owner_uid] = evicted(owner, node, now_s, rules)
+        await self._write_workloads(running, owners, now_s)
+
+    def _rules(self, node: str | None = None) -> MonitorSettings:
+        """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
+        policies = self._state.policies
+        spec = policies.of_node(self.labels.get(node, {})) if node else policies.of_cluster()
+        return with_policy(self._settings.monitor, spec)
+
+    def _running(self) -> list[Json]:
+        return [
+            pod
+            for pod in self.pods.items.values()
+            if pod_place(pod).gpu_uuids
+            and (pod.get("status") or {}).get("phase") == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        ]
+
+    def _sample(self, pod: Json) -> Sample | None:
+        """None for best effort, for a pod its node has not reported, and for what cannot be read."""
+        place = pod_place(pod)
+        try:
+            wish = offline_pod(pod)
+        except InvalidObject:
+            return None
+        reported = self._reported(place.node, place.uid)
+        if wish.sla <= 0 or reported is None:
+            return None
+        profile = self._state.job(wish, self._now_s()).profile
+
+        return Sample(
+            pod_uid=place.uid,
+            owner_uid=wish.owner_uid,
+            node=place.node,
+            sla=wish.sla,
+            standalone_tokens_per_s=profile.standalone_tokens_per_s if profile else 0.0,
+            runtime_s=self._now_s() - started_at_s(pod),
+            demand_s=float(reported.get("demandSeconds", 0.0)),
+            tokens=reported.get("usefulTokens"),
+        )
+
+    def _reported(self, node: str, pod_uid: str) -> Json | None:
+        status = self.nodes.items.get(("", node), {}).get("status") or {}
+        return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
+
+    async def _evict(self, pod: Object, reason: Told, note: str) -> bool:
+        """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again."""
+        metadata = pod["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
+        }
+        found = {"pod": path, "reason": reason.value, "note": note}
+        try:
+            await self._client.request("POST", f"{path}/eviction", body=body)
+        except (ApiError, Unreachable) as error:
+            blocked = isinstance(error, ApiError) and error.status == 429
+            metrics.evictions.labels("blocked" if blocked else "failed").inc()
+            log.warning("eviction refused", extra={**found, "error": str(error)})
+            return False
+        metrics.evictions.labels("evicted").inc()
+        log.info("evicted", extra=found)
+        await self._post_event(event(pod, reason, note, self._now_s()))
+
+        return True
+
+    async def _tell_once(self, pod: Object, reason: Told, note: str) -> None:
+        mark = (pod["metadata"]["uid"], reason.value)
+        if mark not in self._said:
+            told = event(pod, reason, note, self._now_s(), once=True)
+            if await self._post_event(told):
+                self._said.add(mark)
+
+    async def _post_event(self, told: Json) -> bool:
+        """One event on the object, where its owner looks first. True: it stands there."""
+        path = f"/apis/events.k8s.io/v1/namespaces/{told['metadata']['namespace']}/events"
+        try:
+            await self._client.request("POST", path, body=told)
+        except (ApiError, Unreachable) as error:
+            if isinstance(error, ApiError) and error.status == 409:  # told before we began
+                return True
+            log.warning("event refused", extra={"error": str(error)})
+            return False
+        return True
+
+    async def _write_workloads(self, running: list[Json], owners: dict[str, Owner], now_s: float) -> None:
+        tracks: defaultdict[str, list[Track]] = defaultdict(list)
+        for track in self._tracks.values():
+            tracks[track.sample.owner_uid].append(track)
+        lost = {owner_uid(pod): (pod, why) for pod, why in self._unreachable(now_s)}
+        for pod in [*running, *(pod for pod, _ in lost.values())]:
+            uid = owner_uid(pod)
+            key = (pod["metadata"]["namespace"], workload_name(uid))
+            if key not in self.workloads.items and (tracks[uid] or uid in lost):
+                await self._create_workload(pod)
+        for (namespace, name), workload in list(self.workloads.items.items()):
+            uid = workload["spec"]["ownerUID"]
+            before = workload.get("status") or {}
+            why = lost[uid][1] if uid in lost else None
+            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
+            if status != before:
+                path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
+                await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+        live = {pod["metadata"]["uid"] for pod in self.pods.items.values()}
+        self._said = {mark for mark in self._said if mark[0] in live}
+        for pod, why in lost.values():
+            await self._tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
+
+    def _unreachable(self, now_s: float) -> Iterator[tuple[Json, Beyond]]:
+        """Refused pods that would get their SLA on no node, if nothing else ran there."""
+        known: dict[Job, Beyond | None] = {}
+        for pod in self.pods.items.values():
+            job = self._refused_job(pod)
+            if job is None:
+                continue
+            job = replace(job, avoid=frozenset())
+            if job not in known:
+                sets = self._state.sets(job.gpus)
+                known[job] = beyond(self._state.open_fleet(now_s), sets, job, self._settings.placement)
+            if why := known[job]:
+                yield pod, why
+
+    async def _create_workload(self, pod: Json) -> None:
+        workload = new_workload(pod, sla_of(pod))
+        path = f"/apis/{names.API_VERSION}/namespaces/{workload['metadata']['namespace']}/offlineworkloads"
+        with contextlib.suppress(ApiError, Unreachable):  # made by the round before and not in our view yet, or later
+            created = await self._client.request("POST", path, body=workload)
+            self.workloads.items[key_of(created)] = created
+
+    async def _patch(self, path: str, patch: Json) -> bool:
+        try:
+            await self._client.request("PATCH", path, body=patch, content_type=MERGE_PATCH)
+        except (ApiError, Unreachable) as error:
+            log.warning("patch refused", extra={"path": path, "error": str(error)})
+            return False
+        return True
+
+
+async def run_controller(client: KubeClient, settings: ControllerSettings, identity: str) -> None:
+    """Until cancelled; followers keep their views warm and do nothing."""
+    controller = Controller(client, settings)
+    lease = Lease(client, settings.namespace, settings.lease_name, identity, settings.lease_s)
+
+    async def every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            if not controller.missing() and lease.held:
+                try:
+                    await act()
+                except Exception:
+                    log.exception("round failed")
+            await asyncio.sleep(seconds)
+
+    tasks = [view.run() for view in controller.views]
+    rounds = [
+        every(settings.requeue_every_s, controller.requeue),
+        every(settings.policy_every_s, controller.apply_policies),
+        every(settings.clear_every_s, controller.clear),
+        every(settings.monitor_every_s, controller.monitor),
+        every(settings.monitor_every_s, controller.judge_policies),
+        every(settings.monitor_every_s, controller.forget),
+        every(settings.monitor_every_s, controller.account),
+        every(settings.monitor_every_s, controller.measure),
+    ]
+    await Probes(controller.missing).serve(settings.probe_host, settings.probe_port)
+    await asyncio.gather(lease.run(), *tasks, *rounds)

@@ -1,0 +1,109 @@
+"""OfflineWorkload objects: from the monitor's values to what people and the extender read, and back. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from valve_kube import names
+from valve_kube.objects import Object, owner_uid
+
+from valve_scheduler.controller.conditions import condition, time_text
+from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
+from valve_scheduler.placement.reach import Beyond
+
+KEPT_EVICTIONS = 192  # a day of them, at the defaults
+
+_MESSAGES = {
+    Verdict.WARMING_UP: "the pod has just started",
+    Verdict.NO_TOKENS: "the engine reports no tokens; install the engine hook to have the SLA watched",
+    Verdict.NO_PROFILE: "the job's OfflineProfile is missing or not ready",
+    Verdict.MEASURING: "no whole window has passed yet",
+    Verdict.MET: "the last window reached the SLA",
+    Verdict.MISSED: "the last window missed the SLA",
+    Verdict.PERSISTENTLY_MISSED: "several windows in a row missed the SLA; the pod will be moved",
+}
+
+
+def workload_name(owner: str) -> str:
+    return f"owner-{owner}"
+
+
+def new_workload(pod: Object, sla: float) -> dict[str, Any]:
+    """The object for a pod's owner; deleted together with it."""
+    metadata = pod["metadata"]
+    references = [r for r in metadata.get("ownerReferences") or [] if r.get("controller")]
+    itself = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+    owner = references[0] if references else itself
+    reference = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
+
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": "OfflineWorkload",
+        "metadata": {
+            "name": workload_name(owner_uid(pod)),
+            "namespace": metadata["namespace"],
+            "ownerReferences": [reference],
+        },
+        "spec": {"ownerUID": owner["uid"], "ownerName": owner["name"], "sla": sla},
+    }
+
+
+def owner_of(workload: Object) -> Owner:
+    status = workload.get("status") or {}
+    return Owner(
+        evicted_at_s=tuple(_seconds(text) for text in status.get("evictionTimes") or []),
+        avoid_until_s={entry["node"]: _seconds(entry["until"]) for entry in status.get("avoidNodes") or []},
+    )
+
+
+def status_of(
+    owner: Owner,
+    tracks: Sequence[Track],
+    before: Object,
+    now_s: float,
+    settings: MonitorSettings,
+    beyond: Beyond | None = None,
+) -> dict[str, Any]:
+    """Status of an owner: its worst pod decides; a condition's transition time moves only with its status.
+
+    `beyond`: why a pod of it that waits would get its SLA nowhere.
+    """
+    old = before.get("conditions") or []
+    worst = min(tracks, key=_standing, default=None)
+    conditions = []
+    if worst is not None:
+        met = {Verdict.MET: "True", Verdict.MISSED: "False", Verdict.PERSISTENTLY_MISSED: "False"}
+        message = f"{worst.sample.node}: {_MESSAGES[worst.verdict]}"
+        verdict = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
+        conditions.append(condition(*verdict, old, now_s))
+    if is_unreachable(owner, now_s, settings):
+        rounds = len(owner.rounds(now_s, settings))
+        message = f"evicted {rounds} times within a day without reaching the SLA; it stays where it is"
+        conditions.append(condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
+    elif beyond is not None:
+        conditions.append(condition("SLAUnreachable", "True", beyond.reason, beyond.message, old, now_s))
+    kept = owner.evicted_at_s[-KEPT_EVICTIONS:]
+    avoid = sorted(owner.avoid_until_s.items())
+    status: dict[str, Any] = {
+        "evictions": len(owner.evicted_at_s),
+        "evictionTimes": [time_text(at_s) for at_s in kept],
+        "avoidNodes": [{"node": node, "until": time_text(at_s)} for node, at_s in avoid if at_s > now_s],
+        "conditions": conditions,
+    }
+    if worst is not None and worst.achieved is not None:
+        status["achieved"] = round(worst.achieved, 4)
+    backoff_s = backoff_until_s(owner, now_s, settings)
+    if backoff_s > now_s:
+        status["backoffUntil"] = time_text(backoff_s)
+
+    return status
+
+
+def _standing(track: Track) -> tuple[float, str]:
+    """Pods with a measure before pods without, the lowest achieved first."""
+    achieved = float("inf") if track.achieved is None else track.achieved / max(track.sample.sla, 1e-9)
+    return achieved, track.sample.pod_uid
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

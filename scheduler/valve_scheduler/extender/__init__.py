@@ -1,0 +1,1 @@
+"""Answers filter, prioritize and bind of kube-scheduler."""

@@ -1,0 +1,246 @@
+"""filter, prioritize and bind for kube-scheduler, as its extender/v1 wire protocol says.
+
+Refusals of Valve all go to FailedAndUnresolvableNodes: preempting pods would cure none of them. A GPU set is
+chosen in bind, marked assumed, and written by one Binding that sets node and annotations together; what the
+API server did with it is settled before those GPUs are offered again."""
+
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_kube import names
+from valve_kube.client import ApiError, Json, Unreachable
+from valve_kube.errors import InvalidObject, NoPlace, NotReady
+from valve_kube.objects import OfflinePod, offline_pod, pod_place
+
+from valve_scheduler import metrics
+from valve_scheduler.model.curve import FloatArray
+from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
+from valve_scheduler.placement.rankings import Rankings
+from valve_scheduler.placement.state import ClusterState
+
+log = logging.getLogger(__name__)
+
+# Pods between filter and bind; kube-scheduler works on one at a time and binds a few dozen at once.
+_REMEMBERED = 4096
+# kube-scheduler scores every node that passes with all its plugins: a thousand of them cost it more than Valve's whole
+# answer, and a node that is not among the best by share is not chosen anyway (weight 10).
+_CANDIDATES = 64
+_TEXTS = ["", *(REASON_TEXT[Reason(code)] for code in range(1, len(Reason)))]
+
+
+class Api(Protocol):
+    """The part of the API client that bind needs."""
+
+    async def request(self, method: str, path: str, *, body: Any = None) -> Json: ...
+
+
+class Extender:
+    """Stateless but for what it remembers of pods on their way through; `now_s` is the wall clock."""
+
+    def __init__(
+        self, state: ClusterState, api: Api, *, now_s: Callable[[], float], can_answer: Callable[[], bool]
+    ) -> None:
+        self._state = state
+        self._api = api
+        self._now_s = now_s
+        self._can_answer = can_answer
+        self._pods: OrderedDict[str, OfflinePod] = OrderedDict()
+        self._rankings = Rankings(state)
+
+    def filter(self, arguments: Json) -> Json:
+        self._check_ready()
+        wanted = arguments.get("NodeNames")
+        if wanted is None:
+            return _filter_error("NodeNames is missing: set nodeCacheCapable: true for this extender")
+        try:
+            pod = offline_pod(arguments["Pod"])
+        except InvalidObject as error:
+            metrics.invalid.labels("Pod").inc()
+            return _filter_error(f"valve: {error}")
+        if full := self._namespace_full(pod):
+            return _filter_error(f"valve: {full}")
+        self._remember(pod)
+        ranking = self._rank(pod)
+        rows, codes = self._codes(wanted, ranking)
+        pinned = self._state.holding(pod.uid)
+        if pinned is not None:  # an earlier bind is undecided: only the same place can still be right
+            codes = np.where(rows == self._state.row(pinned.node), np.int8(Reason.NONE), np.int8(Reason.NO_FREE_GPUS))
+        passed = np.flatnonzero(codes == Reason.NONE)
+        _count(codes)
+        # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
+        refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
+        best = [wanted[index] for index in _best(passed, ranking.share[rows[passed]])]
+
+        return {"NodeNames": best, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
+
+    def prioritize(self, arguments: Json) -> list[Json]:
+        self._check_ready()
+        wanted = arguments.get("NodeNames") or []
+        ranking = self._rank(offline_pod(arguments["Pod"]))
+        rows = self._state.rows(wanted)
+        shares = np.where(rows < 0, 0.0, ranking.share[rows])
+
+        return [{"Host": name, "Score": score} for name, score in zip(wanted, scores(shares).tolist(), strict=True)]
+
+    async def bind(self, arguments: Json) -> Json:
+        """Never raises: every failure is an Error that puts the pod back into the queue."""
+        try:
+            self._check_ready()
+            await self._bind(arguments)
+        except (NotReady, NoPlace, InvalidObject, ApiError) as error:
+            metrics.binds.labels("refused").inc()
+            return self._bind_failed(arguments, error)
+        except Unreachable as error:
+            metrics.binds.labels("undecided").inc()
+            return self._bind_failed(arguments, error)
+        metrics.binds.labels("bound").inc()
+
+        return {"Error": ""}
+
+    async def _bind(self, arguments: Json) -> None:
+        uid, node = arguments["PodUID"], arguments["Node"]
+        pod = self._pods.get(uid) or await self._read(arguments)
+        held = self._state.holding(uid)
+        if held is not None and held.node != node:
+            raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
+        if held is not None and not held.assumed_until_s:
+            return  # the answer to an earlier call was lost; the Binding was not
+        if held is None and (full := self._namespace_full(pod)):
+            raise NoPlace(full)
+        gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
+        # Synchronous up to here: no other request has seen these GPUs as free.
+        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace, share)
+        await self._post(pod, node, gpus, share)
+        self._pods.pop(uid, None)
+
+    def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
+        """The best set on the node by what is known now, which may be more than when it was filtered."""
+        ranking = self._rank(pod)
+        row = self._state.row(node)
+        reason = Reason.STALE if row is None else Reason(ranking.reason[row])
+        if row is None or reason is not Reason.NONE:
+            raise NoPlace(f"{node}: {REASON_TEXT[reason]}")
+        members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
+
+        return self._state.uuids(node, members.tolist()), float(ranking.share[row])
+
+    async def _post(self, pod: OfflinePod, node: str, gpus: tuple[str, ...], share: float) -> None:
+        annotations = {names.GPUS: ",".join(gpus), names.DECISION: uuid.uuid4().hex[:16]}
+        if share > 0:
+            annotations[names.PREDICTED] = f"{share:.3f}"
+        binding = {
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": {
+                "namespace": pod.namespace,
+                "name": pod.name,
+                "uid": pod.uid,
+                "annotations": annotations,
+            },
+            "target": {"apiVersion": "v1", "kind": "Node", "name": node},
+        }
+        try:
+            await self._api.request("POST", f"{_pod_path(pod)}/binding", body=binding)
+        except ApiError as error:
+            await self._settle(pod, node, gpus, error)
+        self._state.confirm(pod.uid)
+        log.info("bound", extra={"pod": f"{pod.namespace}/{pod.name}", "node": node, **annotations})
+
+    async def _settle(self, pod: OfflinePod, node: str, gpus: tuple[str, ...], error: ApiError) -> None:
+        """The server said no. A conflict may be our own Binding of an earlier try.
+
+        A 5xx may have happened.
+        """
+        if error.status >= 500:
+            raise Unreachable(str(error)) from error
+        if error.status == 409:
+            found = pod_place(await self._api.request("GET", _pod_path(pod)))
+            if found.uid == pod.uid and (found.node, found.gpu_uuids) == (node, gpus):
+                return
+            if found.uid == pod.uid and found.node:
+                self._state.put_pod(found)
+                raise error
+        self._state.release(pod.uid)
+        raise error
+
+    async def _read(self, arguments: Json) -> OfflinePod:
+        path = f"/api/v1/namespaces/{arguments['PodNamespace']}/pods/{arguments['PodName']}"
+        pod = offline_pod(await self._api.request("GET", path))
+        if pod.uid != arguments["PodUID"]:
+            raise NoPlace("the pod was replaced by another of its name")
+
+        return pod
+
+    def _namespace_full(self, pod: OfflinePod) -> str:
+        """Why the policies let the namespace have no GPUs, or no more; empty when they do.
+
+        An error, not a refusal: kube-scheduler then tries again by itself, as no event tells that a pod of the
+        namespace ended elsewhere.
+        """
+        policies = self._state.policies
+        if policies.brake or policies.paused({}):  # each node's own word takes its time
+            return "a HarvestPolicy pauses harvesting on every node"
+        rule = policies.rule(pod.namespace)
+        if rule.mode in ("off", "observe"):
+            return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
+        held = self._state.holding(pod.uid)
+        used = self._state.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
+        if rule.max_gpus is not None and used + pod.gpus > rule.max_gpus:
+            return (
+                f"namespace {pod.namespace} uses {used} of the {rule.max_gpus} harvested GPUs its HarvestPolicy allows"
+            )
+
+        return ""
+
+    def _rank(self, pod: OfflinePod) -> Ranking:
+        now_s = self._now_s()
+        return self._rankings.of(self._state.job(pod, now_s), now_s)
+
+    def _codes(self, wanted: list[str], ranking: Ranking) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
+        """Row and Reason of each asked node; row -1 is a node that never reported."""
+        rows = self._state.rows(wanted)
+        return rows, np.where(rows < 0, np.int8(Reason.STALE), ranking.reason[rows])
+
+    def _remember(self, pod: OfflinePod) -> None:
+        self._pods[pod.uid] = pod
+        self._pods.move_to_end(pod.uid)
+        while len(self._pods) > _REMEMBERED:
+            self._pods.popitem(last=False)
+
+    def _check_ready(self) -> None:
+        if not self._can_answer():
+            raise NotReady("this replica does not lead, or its view of the cluster is not complete yet")
+
+    def _bind_failed(self, arguments: Json, error: Exception) -> Json:
+        pod = f"{arguments.get('PodNamespace')}/{arguments.get('PodName')}"
+        log.warning("bind failed", extra={"pod": pod, "node": arguments.get("Node"), "error": str(error)})
+
+        return {"Error": f"valve: {error}"}
+
+
+def _filter_error(text: str) -> Json:
+    return {"NodeNames": [], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": text}
+
+
+def _pod_path(pod: OfflinePod) -> str:
+    return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+
+
+def _count(codes: NDArray[np.int8]) -> None:
+    metrics.accepted.inc(int((codes == Reason.NONE).sum()))
+    for code, count in enumerate(np.bincount(codes, minlength=len(Reason)).tolist()):
+        if count and code != Reason.NONE:
+            metrics.refusals.labels(Reason(code).name.lower()).inc(count)
+
+
+def _best(passed: NDArray[np.intp], shares: FloatArray) -> list[int]:
+    """The nodes worth scoring, in the order asked; the rest is left out without a reason, as it was not refused."""
+    if len(passed) > _CANDIDATES:
+        passed = np.sort(passed[np.argsort(-shares, kind="stable")[:_CANDIDATES]])
+
+    return [int(index) for index in passed]

@@ -1,0 +1,1 @@
+"""Chooses nodes and GPUs for offline jobs, over the whole cluster in arrays."""

@@ -1,0 +1,88 @@
+"""Why a pod is where it is, or nowhere: the extender's own judgement, told for people. Pure."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from valve_kube import names
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import Object, offline_pod, pod_place
+
+from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Ranking, Reason, rank, ranked_nodes
+from valve_scheduler.placement.state import ClusterState
+
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One reason, how many nodes it holds for, and a few of them."""
+
+    text: str
+    nodes: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """`state` in a word, `candidates` best first with predicted shares, `advice` what would change the answer."""
+
+    pod: str
+    state: str  # placed | finished | placeable | unplaceable | invalid
+    node: str = ""
+    gpus: tuple[str, ...] = ()
+    predicted: str = ""
+    candidates: tuple[tuple[str, float], ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    advice: str = ""
+
+
+def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Explanation:
+    title = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+    place = pod_place(pod)
+    if place.node:
+        predicted = (pod["metadata"].get("annotations") or {}).get(names.PREDICTED, "")
+        word = "finished" if place.finished else "placed"
+        return Explanation(pod=title, state=word, node=place.node, gpus=place.gpu_uuids, predicted=predicted)
+    try:
+        wish = offline_pod(pod)
+    except InvalidObject as error:
+        return Explanation(pod=title, state="invalid", advice=str(error))
+    job, fleet, sets = state.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
+    ranking = rank(fleet, sets, job, state.settings)
+    found = ranked_nodes(fleet, ranking)
+    advice = ""
+    if not found:
+        free = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
+        advice = _advice(job.sla, free, len(state.node_names()))
+
+    return Explanation(
+        pod=title,
+        state="placeable" if found else "unplaceable",
+        candidates=tuple(found[:most]),
+        refusals=_refusals(state, fleet, ranking),
+        advice=advice,
+    )
+
+
+def _refusals(state: ClusterState, fleet: Fleet, ranking: Ranking) -> tuple[Refusal, ...]:
+    """The most frequent reason first; unused rows of the arrays are nobody's."""
+    reasons = {name: Reason(ranking.reason[row]) for row, name in enumerate(fleet.names) if name}
+    counts = Counter(reason for reason in reasons.values() if reason is not Reason.NONE)
+
+    return tuple(
+        Refusal(
+            text=REASON_TEXT[reason],
+            nodes=count,
+            examples=tuple(sorted(name for name, why in reasons.items() if why is reason))[:_EXAMPLES],
+        )
+        for reason, count in counts.most_common()
+    )
+
+
+def _advice(sla: float, without_sla: list[tuple[str, float]], nodes: int) -> str:
+    if not nodes:
+        return "no node reports: is the daemon running on the GPU nodes?"
+    if sla and without_sla:
+        name, share = without_sla[0]
+        return f"the best that can be promised now is {share:.2f} on {name}; the job asks for {sla:.2f}"
+    return ""

@@ -1,0 +1,87 @@
+"""Whether a job that waits could get its SLA anywhere at all, if no other offline job ran. Pure.
+
+Two answers, as they call for different cures: no card of the fleet is up to it even when idle and empty, or the fleet
+is busier than the job allows. The second is judged by the same hour as placement and ends by itself when services get
+quieter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS
+from valve_scheduler.placement.rank import (
+    Fleet,
+    GpuSets,
+    Job,
+    PlacementSettings,
+    Ranking,
+    Reason,
+    gpu_sets,
+    rank,
+    ranked_nodes,
+)
+
+NEVER, TOO_BUSY = "NoNodeCould", "FleetTooBusy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beyond:
+    """Why; the reason and message of condition SLAUnreachable and of the pod's event."""
+
+    reason: str
+    message: str
+
+
+def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -> Beyond | None:
+    """None: some node could. `fleet` and `sets` as they are, with every GPU open that there is."""
+    if not job.sla or job.profile is None or not any(fleet.names):
+        return None
+    free = replace(job, avoid=frozenset())
+    now = rank(fleet, sets, free, settings)
+    if _places(now):
+        return None
+    idle = replace(
+        fleet,
+        idle=np.ones_like(fleet.idle),
+        alignment=np.ones_like(fleet.alignment),
+        histogram=np.broadcast_to(np.eye(HISTOGRAM_BINS, dtype=fleet.histogram.dtype)[-1], fleet.histogram.shape),
+    )
+    best = gpu_sets(np.ones(MAX_GPUS), np.ones((MAX_GPUS, MAX_GPUS)), job.gpus, settings)
+    everywhere = (len(fleet.names), len(best.members))
+    ideal_sets = GpuSets(
+        members=best.members,
+        runnable=np.broadcast_to(best.runnable, everywhere),
+        aligned=np.broadcast_to(best.aligned, everywhere),
+    )
+
+    def in_peace(wish: Job) -> Ranking:
+        return rank(idle, ideal_sets, wish, settings)
+
+    if not _places(in_peace(free)):
+        return Beyond(reason=NEVER, message=_never(idle, free, in_peace))
+    promised = ranked_nodes(fleet, rank(fleet, sets, replace(free, sla=0.0), settings))
+    best_now = f"{promised[0][1]:.2f} on {promised[0][0]}" if promised else "nothing"
+
+    return Beyond(
+        reason=TOO_BUSY,
+        message=f"as busy as the fleet has been for an hour the best is {best_now}, with no other offline job; the job "
+        f"asks for {job.sla:.2f}",
+    )
+
+
+def _never(idle: Fleet, job: Job, in_peace: Callable[[Job], Ranking]) -> str:
+    reasons = {Reason(why) for name, why in zip(idle.names, in_peace(job).reason.tolist(), strict=True) if name}
+    if Reason.SLA in reasons:
+        name, share = ranked_nodes(idle, in_peace(replace(job, sla=0.0)))[0]
+        return f"even idle and empty the best node gives {share:.2f} ({name}); the job asks for {job.sla:.2f}"
+    if Reason.MEMORY in reasons:
+        return f"no {job.gpus} GPUs of a node hold the job even when they are empty"
+    if Reason.NO_FREE_GPUS in reasons:
+        return f"no node of its GPU model has {job.gpus} GPUs"
+    model = job.profile.gpu_model if job.profile else ""
+    return f"no node reports the GPU model of its profile, {model}"
+
+
+def _places(ranking: Ranking) -> bool:
+    return bool((ranking.reason == Reason.NONE).any())

@@ -1,0 +1,142 @@
+"""From watches to the arrays: which objects are followed, and what each change does to the state.
+
+Offline pods are followed by label, never all pods: 30,000 of them would be 300 MB. An object that cannot be
+read is counted and logged, and changes nothing, except that a node whose report is unreadable has none."""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+
+from valve_kube import names
+from valve_kube.client import Json, KubeClient
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import node_report, pod_place, workload_profile
+from valve_kube.policies import read_policies
+from valve_kube.reflector import Reflector, Sink
+
+from valve_scheduler import metrics
+from valve_scheduler.model import WorkloadProfile
+from valve_scheduler.placement.state import ClusterState
+
+log = logging.getLogger(__name__)
+
+OFFLINE_PODS = {"labelSelector": f"{names.ROLE}={names.OFFLINE}"}
+
+
+def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
+    sink = Sink(
+        replace=lambda items: state.replace_pods(pod_place(item) for item in items),
+        put=lambda item: state.put_pod(pod_place(item)),
+        drop=lambda item: state.release(item["metadata"]["uid"]),
+    )
+    return Reflector(client, "/api/v1/pods", sink, query=OFFLINE_PODS)
+
+
+def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], float]) -> Reflector:
+    def put(item: Json) -> None:
+        try:
+            state.put_report(node_report(item), now_s())
+        except InvalidObject as error:
+            _report("GPUHarvestNode", error)
+            state.drop_report(item["metadata"]["name"])
+
+    def replace(items: list[Json]) -> None:
+        for gone in set(state.node_names()) - {item["metadata"]["name"] for item in items}:
+            state.drop_report(gone)
+        for item in items:
+            put(item)
+
+    sink = Sink(replace=replace, put=put, drop=lambda item: state.drop_report(item["metadata"]["name"]))
+    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink)
+
+
+def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
+    def key(item: Json) -> tuple[str, str]:
+        return item["metadata"]["namespace"], item["metadata"]["name"]
+
+    def read(item: Json) -> WorkloadProfile | None:
+        try:
+            return workload_profile(item)
+        except InvalidObject as error:
+            _report("OfflineProfile", error)
+            return None
+
+    def replace(items: list[Json]) -> None:
+        found = {key(item): read(item) for item in items}
+        state.replace_profiles({name: profile for name, profile in found.items() if profile is not None})
+
+    sink = Sink(
+        replace=replace,
+        put=lambda item: state.put_profile(*key(item), read(item)),
+        drop=lambda item: state.put_profile(*key(item), None),
+    )
+    return Reflector(client, f"{names.API_PATH}/offlineprofiles", sink)
+
+
+def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
+    """Owner and the nodes its pods keep away from, each until a wall-clock time.
+
+    Unreadable entries are dropped.
+    """
+    avoid = {}
+    for entry in (workload.get("status") or {}).get("avoidNodes") or []:
+        try:
+            until = datetime.fromisoformat(entry["until"].replace("Z", "+00:00"))
+            avoid[str(entry["node"])] = until.timestamp()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _report("OfflineWorkload", InvalidObject(f"avoidNodes entry {entry!r}: {error!r}"))
+
+    return str((workload.get("spec") or {}).get("ownerUID", "")), avoid
+
+
+def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
+    def put(item: Json) -> None:
+        state.put_avoid(*avoid_list(item))
+
+    sink = Sink(
+        replace=lambda items: state.replace_avoids(dict(map(avoid_list, items))),
+        put=put,
+        drop=lambda item: state.put_avoid(avoid_list(item)[0], {}),
+    )
+    return Reflector(client, f"{names.API_PATH}/offlineworkloads", sink)
+
+
+def labels_view(client: KubeClient, labels: dict[str, dict[str, str]]) -> Reflector:
+    """Labels of the nodes, by name; of a node nothing else is asked for, so nothing else is sent."""
+
+    def put(item: Json) -> None:
+        labels[item["metadata"]["name"]] = item["metadata"].get("labels") or {}
+
+    def replace(items: list[Json]) -> None:
+        labels.clear()
+        for item in items:
+            put(item)
+
+    def drop(item: Json) -> None:
+        labels.pop(item["metadata"]["name"], None)
+
+    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), metadata_only=True)
+
+
+def policies_view(client: KubeClient, state: ClusterState) -> Reflector:
+    kept: dict[str, Json] = {}
+
+    def replace(items: list[Json]) -> None:
+        kept.clear()
+        kept.update((item["metadata"]["name"], item) for item in items)
+        state.policies = read_policies(kept.values())
+
+    def put(item: Json) -> None:
+        kept[item["metadata"]["name"]] = item
+        state.policies = read_policies(kept.values())
+
+    def drop(item: Json) -> None:
+        kept.pop(item["metadata"]["name"], None)
+        state.policies = read_policies(kept.values())
+
+    return Reflector(client, f"{names.API_PATH}/harvestpolicies", Sink(replace=replace, put=put, drop=drop))
+
+
+def _report(kind: str, error: InvalidObject) -> None:
+    metrics.invalid.labels(kind).inc()
+    log.warning("object refused", extra={"kind": kind, "error": str(error)})

@@ -1,0 +1,1 @@
+"""Changes or refuses pods at their creation."""

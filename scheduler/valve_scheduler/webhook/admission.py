@@ -1,0 +1,237 @@
+"""What the webhook does to a pod at creation. Pure: pod in, changed pod or refusal out; applied twice it changes
+nothing.
+
+Offline pods are made what Valve can schedule, and refused when they cannot be (fail closed). Online pods get the
+shim by an addition that every container survives without; on any doubt they stay exactly as they are (fail open).
+"""
+
+import copy
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from valve_kube import names
+from valve_kube.errors import InvalidObject
+from valve_kube.injection import (
+    ContainerTraits,
+    InjectionSettings,
+    PodTraits,
+    check_pod,
+    inject,
+    merge_preload,
+)
+from valve_kube.objects import annotation, gpus_wanted, resource_count, sla_of
+
+Pod = dict[str, Any]
+
+# Written by Valve alone: a pod that brings them was copied from a running one, or forges a placement.
+_OWN = (names.GPUS, names.PREDICTED, names.DECISION)
+_VOLUMES = ("valve-shim", "valve-run")
+# A gated process may not end on SIGTERM before it is woken: longer waits only block the node's drain.
+_MAX_GRACE_S = 30
+
+
+class Backend(enum.Enum):
+    """How an offline container gets its GPUs: by an environment variable or by CDI devices made late on the node."""
+
+    ENVVAR = "envvar"
+    CDI = "cdi"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings(InjectionSettings):
+    """The chart's values."""
+
+    backend: Backend = Backend.ENVVAR
+    runtime_class: str = "nvidia"
+    version: str = ""  # of the shim that online pods get
+    offline_env: Mapping[str, str] = field(default_factory=dict)  # engine timeouts that a gate would trip
+
+
+class Refused(Exception):
+    """The pod cannot run as it is; the text goes to whoever created it."""
+
+
+def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
+    """The pod as Valve schedules it; raises Refused with what its author has to change."""
+    try:
+        _refuse_offline(pod)
+    except InvalidObject as error:
+        raise Refused(str(error)) from error
+    changed = copy.deepcopy(pod)
+    spec, metadata = changed["spec"], changed["metadata"]
+    metadata.setdefault("labels", {})[names.ROLE] = names.OFFLINE
+    spec["schedulerName"] = names.SCHEDULER
+    if spec.get("priorityClassName") != names.PRIORITY_CLASS:
+        spec["priorityClassName"] = names.PRIORITY_CLASS
+        # Resolved from the former class already; the API server refuses values that contradict the new one.
+        spec.pop("priority", None)
+        spec.pop("preemptionPolicy", None)
+    spec["terminationGracePeriodSeconds"] = min(spec.get("terminationGracePeriodSeconds", _MAX_GRACE_S), _MAX_GRACE_S)
+    if settings.backend is Backend.ENVVAR and not spec.get("runtimeClassName"):
+        spec["runtimeClassName"] = settings.runtime_class
+    if not resource_count(pod, names.RESOURCE):
+        _claim(spec["containers"][0], int(annotation(pod, names.GPUS_REQUIRED) or 1))
+    for container in _containers(changed):
+        _devices(container, settings)
+        if _limit(container, names.RESOURCE):
+            _offline_env(container, settings)
+    tolerations = spec.setdefault("tolerations", [])
+    if not any(t.get("key") in (None, "", names.ONLINE_RESOURCE) for t in tolerations):
+        tolerations.append({"key": names.ONLINE_RESOURCE, "operator": "Exists", "effect": "NoSchedule"})
+
+    return changed
+
+
+def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
+    """The pod with the shim preloaded in its GPU containers; raises Skipped with the reason where it must not be."""
+    check_pod(_traits(pod), settings)
+    changed = copy.deepcopy(pod)
+    volumes = changed["spec"].setdefault("volumes", [])
+    present = {volume["name"] for volume in volumes}
+    for name, (folder, _) in zip(_VOLUMES, settings.mounts, strict=True):
+        if name not in present:
+            # DirectoryOrCreate: on a node without Valve the pod still starts, and ld.so ignores the missing file.
+            volumes.append({"name": name, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
+    wish = annotation(pod, names.INJECT)
+    for container in _containers(changed):
+        if _limit(container, names.ONLINE_RESOURCE):
+            _inject(container, wish, settings)
+    changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
+
+    changed["metadata"]["annotations"] = {
+        **(changed["metadata"].get("annotations") or {}),
+        names.SHIM: settings.version,
+    }
+
+    return marked(changed, "ok")
+
+
+def marked(pod: Pod, injection: str) -> Pod:
+    """The pod with its injection mark, which the daemon compares with what it sees."""
+    changed = copy.deepcopy(pod)
+    annotations = changed["metadata"].get("annotations") or {}
+    changed["metadata"]["annotations"] = {**annotations, names.INJECTION: injection}
+
+    return changed
+
+
+def _refuse_offline(pod: Pod) -> None:
+    spec, metadata = pod["spec"], pod["metadata"]
+    if resource_count(pod, names.ONLINE_RESOURCE):
+        raise Refused(f"an offline pod must not ask for {names.ONLINE_RESOURCE}; it runs on GPUs others hold")
+    told = [
+        metadata[kind][names.ROLE] for kind in ("labels", "annotations") if names.ROLE in (metadata.get(kind) or {})
+    ]
+    if len(set(told)) > 1:
+        raise Refused(f"label {names.ROLE} says {told[0]} and the annotation {told[1]}; one of the two is enough")
+    forged = [key for key in _OWN if key in (metadata.get("annotations") or {})]
+    if forged:
+        raise Refused(f"annotation {forged[0]} is written by Valve alone; remove it")
+    scheduler = spec.get("schedulerName") or "default-scheduler"
+    if scheduler not in ("default-scheduler", names.SCHEDULER):
+        raise Refused(f"schedulerName is {scheduler}; offline pods are placed by {names.SCHEDULER}, leave it out")
+    if spec.get("nodeName"):
+        raise Refused("nodeName is set; offline pods are placed by Valve, use nodeSelector or affinity instead")
+    if spec.get("hostPID"):
+        raise Refused("hostPID is not allowed: the daemon tells pods apart by their processes")
+    for container in _containers(pod):
+        if (container.get("securityContext") or {}).get("privileged"):
+            raise Refused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
+    sla_of(pod)
+    if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
+        gpus_wanted(pod)
+    if annotation(pod, names.SLA) and not annotation(pod, names.PROFILE):
+        raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
+
+
+def _traits(pod: Pod) -> PodTraits:
+    spec = pod["spec"]
+    return PodTraits(
+        wish=annotation(pod, names.INJECT),
+        has_gpu=any(_limit(container, names.ONLINE_RESOURCE) for container in _containers(pod)),
+        host_pid=bool(spec.get("hostPID")),
+        runtime=spec.get("runtimeClassName") or "",
+        os=(spec.get("os") or {}).get("name", ""),
+    )
+
+
+def _inject(container: Pod, wish: str, settings: AdmissionSettings) -> None:
+    variable = _variable(container, "LD_PRELOAD")
+    hidden = ""
+    if variable is not None and "valueFrom" in variable:
+        hidden = "ld-preload-from-reference"
+    elif variable is None and container.get("envFrom") and wish != "true":
+        hidden = "env-from"  # it may hold an LD_PRELOAD that ours would override; `inject: "true"` says it does not
+    mounts = container.get("volumeMounts") or []
+    ours = dict(zip(_VOLUMES, (source for source, _ in settings.mounts), strict=True))
+    traits = ContainerTraits(
+        preload=(variable or {}).get("value") or "",
+        hidden=hidden,
+        mounts={mount["mountPath"]: ours.get(mount["name"], mount["name"]) for mount in mounts},
+    )
+    injection = inject(traits, settings)
+    if injection.preload is not None:
+        _set_variable(container, "LD_PRELOAD", injection.preload)
+    volume_of = {source: name for name, source in ours.items()}
+    more = [{"name": volume_of[source], "mountPath": path, "readOnly": True} for source, path in injection.mounts]
+    if more:
+        container["volumeMounts"] = [*mounts, *more]
+
+
+def _devices(container: Pod, settings: AdmissionSettings) -> None:
+    """Always as Valve says, over whatever pod or image had: a CUDA image says "all", which the runtime of the pod would
+    give to its sidecar."""
+    visible: Pod = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
+    if settings.backend is Backend.ENVVAR and _limit(container, names.RESOURCE):
+        field_path = f"metadata.annotations['{names.GPUS}']"
+        reference = {"apiVersion": "v1", "fieldPath": field_path}
+        visible = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": reference}}
+    kept = [entry for entry in container.get("env") or [] if entry["name"] != visible["name"]]
+    container["env"] = [visible, *kept]
+
+
+def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
+    """Settings of engines, only where the pod has none, and the shim."""
+    present = {entry["name"] for entry in container["env"]}
+    more = [{"name": key, "value": value} for key, value in settings.offline_env.items() if key not in present]
+    container["env"] += more
+    # In the pod, as its own variables win over the device plugin's; the file comes with the plugin's mount.
+    preload = _variable(container, "LD_PRELOAD") or {}
+    if "valueFrom" in preload:
+        raise Refused(f"container {container['name']} takes LD_PRELOAD from a reference; write its value out")
+    merged = merge_preload(preload.get("value") or "", settings.preload)
+    if merged is not None:
+        _set_variable(container, "LD_PRELOAD", merged)
+
+
+def _claim(container: Pod, count: int) -> None:
+    resources = container.setdefault("resources", {})
+    for kind in ("limits", "requests"):
+        resources.setdefault(kind, {})[names.RESOURCE] = str(count)
+
+
+def _containers(pod: Pod) -> list[Pod]:
+    spec = pod["spec"]
+    return [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+
+
+def _limit(container: Pod, resource: str) -> str:
+    limits = (container.get("resources") or {}).get("limits") or {}
+    text = str(limits.get(resource, "0"))
+
+    return "" if text == "0" else text
+
+
+def _variable(container: Pod, name: str) -> Pod | None:
+    found: Pod | None = next((entry for entry in container.get("env") or [] if entry["name"] == name), None)
+    return found
+
+
+def _set_variable(container: Pod, name: str, value: str) -> None:
+    variable = _variable(container, name)
+    if variable is None:
+        container.setdefault("env", []).append({"name": name, "value": value})
+    else:
+        variable["value"] = value

@@ -1,0 +1,119 @@
+/*
+ * pages.c - the two shared pages: valved's memfds come and go under fixed addresses.
+ *
+ * mremap replaces a mapping in one step, so a launching thread sees the old words or the new ones, never a hole.
+ * Counts made between the copy and the step are lost. They belong to launches of a process that has proven nothing to
+ * this valved, and valve_speak_for_the_past makes sure that it does not read as one that never launched.
+ */
+#include "shim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+
+_Alignas(VALVE_PAGE) unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES];
+
+#define CONTROL_AT ((void *)valve_pages)
+#define REGION_AT  ((void *)(valve_pages + VALVE_CONTROL_BYTES))
+
+/* A file that can shrink under us would kill the process by SIGBUS: no seal, no mapping. */
+static bool is_safe_to_map(int fd, long bytes)
+{
+	int seals = fcntl(fd, F_GET_SEALS);
+
+	return seals >= 0 && (seals & F_SEAL_SHRINK) && lseek(fd, 0, SEEK_END) >= bytes;
+}
+
+static bool is_sane(const struct valve_control *control, uint32_t role)
+{
+	return control->magic == VALVE_CONTROL_MAGIC && control->abi == VALVE_REGION_ABI &&
+	       control->bytes >= sizeof(*control) && control->role == role;
+}
+
+/* What this process already counted moves into the new region. `magic` last: valved believes nothing before it. */
+static void fill_region(struct valve_region *fresh, uint32_t role)
+{
+	const struct valve_region *old = VALVE_REGION;
+
+	fresh->abi = VALVE_REGION_ABI;
+	fresh->bytes = VALVE_REGION_BYTES;
+	fresh->features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
+	                  VALVE_FEATURE_MEMORY | (valve_shim.must_fence ? 0 : VALVE_FEATURE_PLAIN_COUNT);
+	fresh->slot_count = VALVE_SLOTS;
+	fresh->slot_offset = VALVE_SLOT_OFFSET;
+	fresh->gap_offset = VALVE_GAP_OFFSET;
+	fresh->gap_count = VALVE_GAPS;
+	fresh->pid = (uint32_t)syscall(SYS_getpid);
+	fresh->busy = role == VALVE_ROLE_ONLINE; /* born busy: nothing is proven yet */
+	fresh->launch_ns = now_ns();
+	fresh->capture_depth = old->capture_depth;
+	fresh->self_stops = old->self_stops;
+	memcpy((unsigned char *)fresh + VALVE_SLOT_OFFSET, (const unsigned char *)old + VALVE_SLOT_OFFSET,
+	       VALVE_SLOTS * sizeof(struct valve_slot));
+	store_release(&fresh->magic, VALVE_REGION_MAGIC);
+}
+
+static int move_to(void *page, size_t bytes, void *place)
+{
+	return mremap(page, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED ? -errno : 0;
+}
+
+int valve_map_pages(int control_fd, int region_fd, uint32_t role)
+{
+	void *control, *region;
+	int err = -EPROTO;
+
+	if (!is_safe_to_map(control_fd, VALVE_CONTROL_BYTES) ||
+	    !is_safe_to_map(region_fd, VALVE_REGION_BYTES))
+		return -EPROTO;
+	control = mmap(NULL, VALVE_CONTROL_BYTES, PROT_READ, MAP_SHARED, control_fd, 0);
+	if (control == MAP_FAILED)
+		return -errno;
+	region = mmap(NULL, VALVE_REGION_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, region_fd, 0);
+	if (region == MAP_FAILED) {
+		err = -errno;
+		goto out_control;
+	}
+	if (!is_sane(control, role))
+		goto out_region;
+	fill_region(region, role);
+	err = move_to(region, VALVE_REGION_BYTES, REGION_AT);
+	if (err)
+		goto out_region;
+	/* The gate word comes last: from here on launches may ring, and everything they write is in place. */
+	err = move_to(control, VALVE_CONTROL_BYTES, CONTROL_AT);
+	if (err)
+		goto out_control;
+	return 0;
+
+out_region:
+	munmap(region, VALVE_REGION_BYTES);
+out_control:
+	munmap(control, VALVE_CONTROL_BYTES);
+	return err;
+}
+
+void valve_map_private(uint32_t gate, uint32_t order)
+{
+	struct valve_control *page =
+	        mmap(NULL, VALVE_CONTROL_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (page == MAP_FAILED)
+		return; /* the dead daemon's page stays: its gate word costs some nanoseconds, nothing else */
+	memcpy(page, valve_pages, sizeof(*page));
+	page->gate_epoch = gate;
+	page->order = order;
+	page->watch = 0;
+	if (move_to(page, VALVE_CONTROL_BYTES, CONTROL_AT))
+		munmap(page, VALVE_CONTROL_BYTES);
+}
+
+void valve_map_fresh(void)
+{
+	void *pages = mmap(valve_pages, sizeof(valve_pages), PROT_READ | PROT_WRITE,
+	                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+
+	if (pages == MAP_FAILED)
+		store_relaxed(&valve_shim.state, VALVE_STATE_OFF);
+}

@@ -1,0 +1,269 @@
+/*
+ * session.c - registration and what follows from it: one thread per registered process that reads the link, obeys
+ * orders (offline), watches valved's lease (offline) and finds a new valved after the old one went away.
+ *
+ * When valved is gone: an online process forgets the gate word at once (its launches must not wait for anything). An
+ * offline process stops itself if an online one shares its GPU, because nobody would stop it otherwise; if none does,
+ * it makes sure that its channels run, because nobody would wake it.
+ */
+#include "shim.h"
+
+#include <errno.h>
+#include <linux/membarrier.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ONLINE_WAIT_MS  50 /* an online start is delayed by no more */
+#define OFFLINE_WAIT_MS 2000
+#define RECONNECT_MS    500
+#define RETRY_FAST_NS   200000000u /* while a restart is likely: take-over is promised within 2 s */
+#define RETRY_SLOW_NS   5000000000u
+#define RETRY_FAST_FOR  10000000000u
+#define LEASE_NS        1000000000u /* when the daemon names none */
+#define REST_MIN_MS     50
+#define REST_MAX_MS     1000
+#define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */
+
+static struct {
+	uint32_t wanted_role;
+	uint32_t order_seq; /* last order carried out */
+	bool stopped;       /* we stopped our channels because the lease ran out */
+	bool released;      /* we enabled our channels because valved left and nobody needs them off */
+	uint64_t linked_ns; /* when the link was made */
+	uint64_t lost_ns;   /* when the link broke, or was first missed */
+} keeper;
+
+static const char *setting(const char *name)
+{
+	return valve_is_secure() ? NULL : getenv(name);
+}
+
+static uint32_t role_wish(void)
+{
+	const char *role = setting("VALVE_ROLE");
+
+	if (!role)
+		return VALVE_ROLE_NONE;
+	if (!strcmp(role, "online"))
+		return VALVE_ROLE_ONLINE;
+	return strcmp(role, "offline") ? VALVE_ROLE_NONE : VALVE_ROLE_OFFLINE;
+}
+
+static bool is_offline(void)
+{
+	return load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE;
+}
+
+/* ---- orders ---- */
+
+static uint32_t carry_out(uint32_t order)
+{
+	if (order == VALVE_ORDER_STOP) {
+		store_relaxed(&valve_shim.self_stopped, 1);
+		return valve_self_gate(true, VALVE_GATE_ALL);
+	}
+	if (exchange_full(&valve_shim.self_stopped, 0))
+		return valve_self_gate(false, VALVE_GATE_HELD);
+	return 0; /* RUN while running; HOLD is read by the launches themselves */
+}
+
+static void obey(void)
+{
+	uint64_t rung;
+	uint32_t seq;
+
+	if (syscall(SYS_read, valve_shim.order_fd, &rung, sizeof(rung)) < 0 && errno != EAGAIN)
+		return;
+	while ((seq = load_relaxed(&VALVE_CONTROL->order_seq)) != keeper.order_seq) {
+		struct valve_region *region = VALVE_REGION;
+
+		full_fence(); /* valved writes order, then order_seq */
+		store_relaxed(&region->order_status, carry_out(load_relaxed(&VALVE_CONTROL->order)));
+		store_relaxed(&region->order_ns, now_ns());
+		store_release(&region->order_done, seq);
+		keeper.order_seq = seq;
+	}
+}
+
+/* ---- the lease ---- */
+
+static void stop_own_channels(void)
+{
+	keeper.stopped = true;
+	VALVE_REGION->self_stops++;
+	store_relaxed(&valve_shim.self_stopped, 1);
+	if (valve_self_gate(true, VALVE_GATE_ALL))
+		valve_map_private(
+		        1, VALVE_ORDER_HOLD); /* an odd word sends launches to the slow path, which holds */
+	valve_say("valved is gone and online work shares this GPU: this process is stopped until valved is "
+	          "back");
+}
+
+static void release_own_channels(void)
+{
+	keeper.released = true;
+	store_relaxed(&valve_shim.self_stopped, 0);
+	valve_self_gate(false, VALVE_GATE_ALL);
+}
+
+static bool is_lease_over(void)
+{
+	uint64_t beat_ns = load_relaxed(&VALVE_CONTROL->heartbeat_ns), now = now_ns();
+	uint64_t lease_ns =
+	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
+
+	if (!beat_ns)
+		beat_ns = keeper.linked_ns; /* died before its first beat */
+	return beat_ns && now > beat_ns && now - beat_ns > lease_ns;
+}
+
+static void lose_link(void)
+{
+	valve_link_drop();
+	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
+	keeper.lost_ns = now_ns();
+	if (!is_offline())
+		valve_map_private(0, VALVE_ORDER_RUN);
+}
+
+static void check_lease(void)
+{
+	if (!is_offline())
+		return;
+	if (load_relaxed(&VALVE_CONTROL->draining)) {
+		if (!keeper.released)
+			release_own_channels();
+		return;
+	}
+	if (!is_lease_over())
+		return;
+	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
+		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
+	if (load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.stopped)
+		stop_own_channels();
+	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.released)
+		release_own_channels();
+}
+
+/* ---- the thread ---- */
+
+/* A quarter of the lease, so that its end is seen soon; at most a second, because a new valved may shorten it. */
+static int rest_ms(void)
+{
+	uint64_t lease_ns =
+	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
+	uint64_t quarter_ms = lease_ns / 4000000u;
+
+	if (!is_offline())
+		return -1;
+	return quarter_ms < REST_MIN_MS   ? REST_MIN_MS
+	       : quarter_ms > REST_MAX_MS ? REST_MAX_MS
+	                                  : (int)quarter_ms;
+}
+
+static void serve(void)
+{
+	bool untold = load_relaxed(&valve_shim.untold);
+	struct pollfd ready[] = {{.fd = valve_shim.link_fd, .events = untold ? POLLIN | POLLOUT : POLLIN},
+	                         {.fd = valve_shim.order_fd, .events = POLLIN}};
+	int count = poll(ready, 2, rest_ms());
+
+	if (count > 0 && ready[1].revents)
+		obey();
+	if (count > 0 && (ready[0].revents & ~POLLOUT) && valve_link_receive())
+		lose_link();
+	else if (count > 0 && (ready[0].revents & POLLOUT))
+		valve_capture_report(false);
+}
+
+/* A new valved. Our own stop ends before the channels are announced: from then on they are valved's (link.h). */
+static void reconnect(void)
+{
+	int err = valve_link_connect(keeper.wanted_role, RECONNECT_MS);
+
+	if (err && err != -EPERM)
+		return;
+	if (keeper.stopped) {
+		store_relaxed(&valve_shim.self_stopped, 0);
+		valve_self_gate(false, VALVE_GATE_HELD);
+	}
+	if (err) {
+		valve_map_private(0, VALVE_ORDER_RUN);
+		store_release(&valve_shim.state, VALVE_STATE_OFF);
+		return;
+	}
+	keeper.stopped = keeper.released = false;
+	keeper.order_seq = 0;
+	keeper.linked_ns = now_ns();
+	valve_capture_forget_reports();
+	store_release(&valve_shim.state, VALVE_STATE_LINKED);
+	valve_capture_report(false);
+	valve_note_flush();
+	valve_watcher_start();
+	valve_orders_wake(); /* it tells of KV memory that is mapped here */
+	obey();
+}
+
+static void *keep(void *unused)
+{
+	uint32_t state;
+
+	(void)unused;
+	while ((state = load_acquire(&valve_shim.state)) != VALVE_STATE_OFF) {
+		if (state == VALVE_STATE_LINKED) {
+			serve();
+		} else {
+			sleep_ns(now_ns() - keeper.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS);
+			reconnect();
+		}
+		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF)
+			check_lease();
+	}
+	return NULL;
+}
+
+/* ---- registration ---- */
+
+static void refuse_to_run(void)
+{
+	valve_say(
+	        "VALVE_REQUIRE is set, but no valved takes this offline process; start one with `valve up`");
+	_exit(EXIT_NO_DAEMON);
+}
+
+/* Precondition: this process has just opened nvidiactl, on the calling thread, and nothing was launched yet. */
+void valve_register(void)
+{
+	uint32_t expected = VALVE_STATE_NEW;
+	const char *require = setting("VALVE_REQUIRE");
+	int err;
+
+	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
+		return;
+	memset(&keeper, 0, sizeof(keeper));
+	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
+	keeper.wanted_role = role_wish();
+	keeper.lost_ns = now_ns();
+	err = valve_link_connect(keeper.wanted_role,
+	                         keeper.wanted_role == VALVE_ROLE_OFFLINE ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
+	keeper.linked_ns = err ? 0 : now_ns();
+	if (!err)
+		store_release(&valve_shim.state, VALVE_STATE_LINKED);
+	else if (err == -EPERM)
+		store_release(&valve_shim.state, VALVE_STATE_OFF);
+	if (err && keeper.wanted_role == VALVE_ROLE_OFFLINE && require && !strcmp(require, "1"))
+		refuse_to_run();
+	if (setting("CUDA_MPS_PIPE_DIRECTORY"))
+		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
+	if (valve_shim.state == VALVE_STATE_OFF)
+		return;
+	if (valve_spawn(keep)) {
+		valve_link_drop();
+		valve_map_private(0, VALVE_ORDER_RUN);
+		store_release(&valve_shim.state, VALVE_STATE_OFF);
+		return;
+	}
+	valve_note_flush();
+	valve_watcher_start();
+}

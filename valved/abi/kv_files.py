@@ -1,0 +1,209 @@
+"""The two shared files of an attached engine (kv.h): the table, which valved writes, and the book, which it reads.
+
+Ordering. A hook that sees an epoch must see the entries written before it. valved stores entries and epoch by separate
+calls into numpy, which no compiler reorders, and x86-64 keeps stores in order; the shim is for x86-64 alone as well.
+
+Trust. Nothing in a book can hurt anybody but its own engine: numbers are cut to what is possible, block ids that
+cannot be are dropped, and the header that valved wrote is never read back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import valve_abi
+from numpy.typing import NDArray
+from valve_abi import KV_ABI as ABI
+from valve_abi import KV_BACKED as BACKED
+from valve_abi import KV_BOOK_MAGIC as BOOK_MAGIC
+from valve_abi import KV_MAX_BLOCKS as MAX_BLOCKS
+from valve_abi import KV_MAX_BOOK as MAX_BOOK
+from valve_abi import KV_MAX_ROW as MAX_ROW
+from valve_abi import KV_MAX_ROWS as MAX_ROWS
+from valve_abi import KV_TABLE_MAGIC as TABLE_MAGIC
+from valve_abi import KvMode
+
+from valved.abi import region
+
+Ints = NDArray[np.int64]
+TABLE_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_TABLE.dtype())
+BOOK_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_BOOK.dtype())
+ROW: np.dtype[Any] = np.dtype(valve_abi.KV_ROW.dtype())
+
+
+class KvTable:
+    """Which blocks of an engine have memory. Every block starts backed, generation 0."""
+
+    def __init__(self, blocks: int, block_tokens: int) -> None:
+        entries_at, columns_at = TABLE_HEAD.itemsize, TABLE_HEAD.itemsize + 4 * blocks
+        self.bytes = columns_at + 4 * blocks
+        self.fd = region.create_memfd("valve-kv-table", self.bytes)
+        self._memory = mmap.mmap(self.fd, self.bytes)
+        region.seal_control(self.fd)
+        self._head = np.frombuffer(self._memory, TABLE_HEAD, 1)
+        self._entries = np.frombuffer(self._memory, "<u4", blocks, entries_at)
+        self._column_of = np.frombuffer(self._memory, "<u4", blocks, columns_at)
+        self._entries[:] = BACKED
+        self._column_of[:] = 0
+        self._backed = blocks
+        numbers = {"abi": ABI, "bytes": self.bytes, "blocks": blocks, "block_tokens": block_tokens, "columns": 0}
+        places = {"entry_offset": entries_at, "column_offset": columns_at}
+        for name, value in {**numbers, **places, "backed_blocks": blocks, "target_blocks": blocks}.items():
+            self._head[name] = value
+        self._head["magic"] = TABLE_MAGIC
+
+    @property
+    def blocks(self) -> int:
+        return len(self._entries)
+
+    @property
+    def backed_blocks(self) -> int:
+        return self._backed
+
+    @property
+    def epoch(self) -> int:
+        return int(self._head["epoch"][0])
+
+    def entry(self, block: int) -> tuple[int, bool]:
+        """Generation, and whether it has memory."""
+        return int(self._entries[block]) >> 1, bool(self._entries[block] & BACKED)
+
+    def is_backed(self) -> NDArray[np.bool_]:
+        return (self._entries & BACKED).astype(np.bool_)
+
+    def set_columns(self, column_of: Ints, columns: int) -> None:
+        self._column_of[:] = column_of
+        self._head["columns"] = columns
+
+    def record(self, blocks: Ints, backed: bool, now_ns: int) -> None:
+        """One change: entries first, the epoch last."""
+        before = self._entries[blocks]
+        self._entries[blocks] = ((before >> 1) + 1) << 1 | backed
+        self._backed += (len(blocks) if backed else 0) - int((before & BACKED).sum())
+        self._head["backed_blocks"] = self._backed
+        self._head["changed_ns"] = now_ns
+        self._head["epoch"] += 1
+
+    def set_target(self, blocks: int) -> None:
+        self._head["target_blocks"] = blocks
+
+    def detach(self) -> None:
+        self._head["detached"] = 1
+
+    def close(self) -> None:
+        """The hook keeps its own mapping: what it reads there stays as it was left."""
+        self._head = self._entries = self._column_of = np.empty(0, "<u4")
+        self._memory.close()
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookView:
+    """One look at what the hook says."""
+
+    epoch_seen: int
+    mode: KvMode
+    used_blocks: int
+    wanted_blocks: int
+    steps: int
+    lost_blocks: int
+    hit_requests: int
+    lost_tokens: int
+    dropped_tokens: int
+    failures: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookRows:
+    """The requests that hold blocks, flat: row r owns blocks[ptr[r]:ptr[r + 1]]."""
+
+    ptr: Ints
+    blocks: Ints
+    tokens: Ints
+
+
+class KvBook:
+    """What the engine uses, wants and offers. The hook may write while we read: a torn row costs a worse choice."""
+
+    def __init__(self, rows: int, row_blocks: int, blocks: int, block_tokens: int) -> None:
+        self._blocks, self._block_tokens = blocks, block_tokens
+        offered_at = BOOK_HEAD.itemsize
+        heads_at = offered_at + -(-blocks // 64) * 64
+        cells_at = heads_at + rows * ROW.itemsize
+        self.bytes = cells_at + 4 * rows * row_blocks
+        self.fd = region.create_memfd("valve-kv-book", self.bytes)
+        region.seal_region(self.fd)
+        self._memory = mmap.mmap(self.fd, self.bytes)
+        head = np.frombuffer(self._memory, BOOK_HEAD, 1)
+        places = {"offered_offset": offered_at, "head_offset": heads_at, "cell_offset": cells_at}
+        for name, value in {"abi": ABI, "bytes": self.bytes, "rows": rows, "row_blocks": row_blocks, **places}.items():
+            head[name] = value
+        head["magic"] = BOOK_MAGIC
+        self._head = head
+        self._offered = np.frombuffer(self._memory, np.uint8, blocks, offered_at)
+        self._rows = np.frombuffer(self._memory, ROW, rows, heads_at)
+        self._cells = np.frombuffer(self._memory, "<u4", rows * row_blocks, cells_at).reshape(rows, row_blocks)
+
+    @staticmethod
+    def bytes_of(rows: int, row_blocks: int, blocks: int) -> int:
+        return BOOK_HEAD.itemsize + -(-blocks // 64) * 64 + rows * ROW.itemsize + 4 * rows * row_blocks
+
+    def view(self) -> BookView:
+        raw: dict[str, Any] = {name: int(self._head[name][0]) for name in BookView.__dataclass_fields__}
+        mode = raw.pop("mode")
+        used = min(raw.pop("used_blocks"), self._blocks)
+        return BookView(
+            **{
+                **raw,
+                "mode": KvMode(mode) if mode in set(KvMode) else KvMode.NONE,
+                "used_blocks": used,
+                "wanted_blocks": min(max(raw["wanted_blocks"], used), self._blocks),
+            }
+        )
+
+    def offered(self) -> NDArray[np.bool_]:
+        return self._offered.astype(np.bool_)
+
+    def requests(self) -> BookRows:
+        """Rows in use, without block ids that cannot be."""
+        heads = self._rows.copy()
+        live = np.flatnonzero((heads["request"] != 0) & (heads["blocks"] != 0))
+        counts = np.minimum(heads["blocks"][live], self._cells.shape[1]).astype(np.int64)
+        widest = int(counts.max(initial=0))
+        cells = self._cells[live, :widest].astype(np.int64)
+        is_cell = np.arange(widest) < counts[:, None]
+        is_cell &= cells < self._blocks
+        counts = is_cell.sum(axis=1)
+        held = counts * self._block_tokens
+        tokens = heads["tokens"][live].astype(np.int64)
+        return BookRows(
+            ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            blocks=cells[is_cell],
+            tokens=np.where(tokens == 0, held, np.minimum(tokens, held)),
+        )
+
+    def close(self) -> None:
+        self._head = self._offered = self._rows = np.empty(0, np.uint8)
+        self._cells = np.empty((0, 0), np.uint32)
+        self._memory.close()
+        os.close(self.fd)
+
+
+def check_sizes(blocks: int, block_tokens: int, rows: int, row_blocks: int) -> str:
+    """Why these cannot be; empty when they can."""
+    limits = {"blocks": (blocks, MAX_BLOCKS), "rows": (rows, MAX_ROWS), "row_blocks": (row_blocks, MAX_ROW)}
+    for name, (value, most) in {**limits, "block_tokens": (block_tokens, 1 << 16)}.items():
+        if not 0 < value <= most:
+            return f"{name} = {value}: must be 1 to {most}"
+    size = KvBook.bytes_of(rows, row_blocks, blocks)
+    return f"a book of {size} bytes, at most {MAX_BOOK}" if size > MAX_BOOK else ""
+
+
+assert struct.calcsize("P") == 8, "stores of 64-bit words must be single stores"

@@ -1,0 +1,1 @@
+"""Serves the link socket: connections, identity, registration, channels."""

@@ -1,0 +1,265 @@
+"""What welcomed clients say: their RM clients, channels, schedule calls and notes.
+
+Each message is answered at once except SCHEDULE_WAIT while a GPU of the client is gated: that ioctl would enable the
+channels again, so its ACK is held until the GPU opens. A hold longer than `schedule_hold_s` is answered with EAGAIN and
+the shim asks again. SCHEDULE_DONE closes the race of a gate that falls between the ACK and the ioctl: the channels are
+stopped once more.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
+from valved.clients.leftovers import Leftovers
+from valved.config import LinkTable, QuotaTable
+from valved.gate.accounts import Harvest
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import GatePort
+from valved.model.events import EventKind
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
+from valved.state.journal import Journal
+from valved.state.registry import Books, ClientEntry
+
+SECOND_NS = 1_000_000_000
+NO_UUID = bytes(16)
+Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldSchedule:
+    client: ClientId
+    seq: int
+    gpus: frozenset[GpuIndex]
+    timer: TimerHandle
+
+
+class Channels:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        keeper: GateService,
+        journal: Journal,
+        clock: Clock,
+        quota: QuotaTable,
+        link: LinkTable,
+        send: Send,
+    ) -> None:
+        self.is_draining = False
+        self.harvest = Harvest(keeper.gpus)
+        self.leftovers = Leftovers()
+        self.changed: Callable[[], None] = lambda: None  # the books changed: save them soon
+        self._gate = gate
+        self._books = books
+        self._keeper = keeper
+        self._journal = journal
+        self._clock = clock
+        self._quota = quota
+        self._link = link
+        self._send = send
+        self._held: list[HeldSchedule] = []
+        self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
+        self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
+        keeper.after_wake.append(self.release_schedules)
+
+    def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
+        """One message. A descriptor that is kept is taken off the list."""
+        entry = self._books.clients[client]
+        body = packet.body
+        match body:
+            case RmClient():
+                self._rm_client(entry, packet.seq, body, fds)
+            case Channel() if packet.type is LinkType.CHANNEL_ADD:
+                self._channel_add(entry, packet.seq, body)
+            case Channel():
+                self._channel_del(entry, (body.h_client, body.h_channel))
+            case Schedule() if packet.type is LinkType.SCHEDULE_WAIT:
+                self._schedule_wait(entry, packet.seq, body)
+            case Schedule():
+                self._schedule_done(entry, body)
+            case NoteMessage():
+                self._note(entry, body)
+            case _:
+                raise Malformed(f"{packet.type.name} from a client that was promised no such thing")
+
+    def _ack(self, client: ClientId, seq: int, status: int = 0, *, want_fd: bool = False) -> None:
+        self._send(client, LinkType.ACK, Ack(status=status, want_fd=want_fd), seq)
+
+    def _find_gpu(self, uuid: bytes, device_instance: int) -> GpuIndex | None:
+        return self._by_instance.get(device_instance) if uuid == NO_UUID else self._by_uuid.get(uuid)
+
+    def _rm_client(self, entry: ClientEntry, seq: int, body: RmClient, fds: list[int]) -> None:
+        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
+        if gpu is None:
+            self._ack(entry.id, seq, errno.ENODEV)
+            return
+        if entry.role is Role.OFFLINE:
+            fd = fds.pop() if fds else -1
+            self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, fd)
+        if len(entry.rm_gpus) < self._quota.channels_per_client:
+            entry.rm_gpus[body.h_client] = gpu
+        self._ack(entry.id, seq)
+
+    def _channel_add(self, entry: ClientEntry, seq: int, body: Channel) -> None:
+        gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
+        key = (body.h_client, body.h_channel)
+        if gpu is None:
+            self._ack(entry.id, seq, errno.ENODEV)
+            return
+        if key not in entry.channels and len(entry.channels) >= self._quota.channels_per_client:
+            self._keeper.counters.refuse("channels")
+            self._ack(entry.id, seq, errno.ENOSPC)
+            return
+        channel = ChannelRef(
+            gpu=gpu,
+            h_client=body.h_client,
+            h_channel=body.h_channel,
+            cid=body.cid,
+            h_tsg=body.h_tsg,
+            engine=body.engine,
+            compute=body.compute,
+        )
+        status, want_fd = 0, False
+        if entry.role is Role.OFFLINE:
+            status, want_fd = self._arm(entry, channel)
+        if self._books.put_channel(entry, channel):
+            self.gpus_changed(entry.service)
+        elif entry.role is Role.OFFLINE:
+            self._count_offline(entry.service, gpu)
+        self._journal.emit(
+            EventKind.CHANNEL_ADDED,
+            service=entry.service,
+            client=entry.id,
+            gpus=(gpu,),
+            h_client=body.h_client,
+            h_channel=body.h_channel,
+            compute=int(body.compute),
+            status=status,
+        )
+        self._ack(entry.id, seq, status, want_fd=want_fd)
+        self.changed()
+
+    def _arm(self, entry: ClientEntry, channel: ChannelRef) -> tuple[int, bool]:
+        armed = self._gate.add_channel(entry.id, channel)
+        if self.leftovers.take(channel) and not armed.gated:
+            self._gate.enable_foreign([channel])
+        if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
+            self._keeper.counters.refuse("unreachable")
+            return errno.EOPNOTSUPP, False
+        return 0, armed.want_fd
+
+    def _channel_del(self, entry: ClientEntry, key: tuple[int, int]) -> None:
+        channel = entry.channels.get(key)
+        if channel is None:
+            return
+        if entry.role is Role.OFFLINE:
+            self._gate.remove_channel(entry.id, *key)
+        entry.app_disabled.discard(key)
+        if self._books.drop_channel(entry, key):
+            self.gpus_changed(entry.service)
+        elif entry.role is Role.OFFLINE:
+            self._count_offline(entry.service, channel.gpu)
+        self._journal.emit(
+            EventKind.CHANNEL_GONE,
+            service=entry.service,
+            client=entry.id,
+            gpus=(channel.gpu,),
+            h_client=key[0],
+            h_channel=key[1],
+        )
+        self.changed()
+
+    def gpus_changed(self, service: ServiceId) -> None:
+        """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""
+        entry = self._books.services[service]
+        if service in self._keeper.online:
+            self._keeper.set_gpus(service, entry.gpus)
+        elif entry.role is Role.OFFLINE:
+            for gpu in self._keeper.gpus:
+                self._count_offline(service, gpu)
+        self.refresh_lease_flags()
+
+    def _count_offline(self, service: ServiceId, gpu: GpuIndex) -> None:
+        count = self._books.services[service].compute_on[gpu]
+        self.harvest.present(service, gpu, count > 0, self._clock.now_ns())
+        self._keeper.set_offline_channels(gpu, self._books.offline_channels(gpu))
+
+    def refresh_lease_flags(self) -> None:
+        """Tell each offline client whether online work shares a GPU with it: what it must do if valved dies."""
+        services = self._books.services
+        shared = frozenset().union(*(services[online].gpus for online in self._keeper.online if online in services))
+        for entry in self._books.with_role(Role.OFFLINE):
+            flag = not shared.isdisjoint(services[entry.service].gpus)
+            if entry.lease_flag is not flag:
+                entry.lease_flag = flag
+                self._gate.set_online_registered(entry.id, flag)
+
+    # SCHEDULE calls of the application
+
+    def _schedule_wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
+        gpus = self._gated_gpus(entry, body.h_client)
+        if not gpus or entry.role is not Role.OFFLINE or self.is_draining:
+            self._ack(entry.id, seq)
+            return
+        until_ns = self._clock.now_ns() + round(self._link.schedule_hold_s * SECOND_NS)
+        timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
+        held = HeldSchedule(client=entry.id, seq=seq, gpus=gpus, timer=timer)
+        self._held.append(held)
+
+    def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
+        """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process."""
+        known = entry.rm_gpus.get(h_client)
+        of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
+        gpus = of_channels or ({known} if known is not None else entry.gpus())
+        return frozenset(gpu for gpu in gpus if self._keeper.is_stopped(gpu))
+
+    def release_schedules(self) -> None:
+        for held in list(self._held):
+            if self.is_draining or not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
+                self._let_go(held, 0)
+
+    def _let_go(self, held: HeldSchedule, status: int | None) -> None:
+        held.timer.cancel()
+        self._held.remove(held)
+        if status is not None:
+            self._ack(held.client, held.seq, status)
+
+    def forget(self, client: ClientId) -> None:
+        """The client is gone: nobody waits for the answers."""
+        for held in [held for held in self._held if held.client == client]:
+            self._let_go(held, None)
+
+    def _schedule_done(self, entry: ClientEntry, body: Schedule) -> None:
+        if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
+            return
+        for (h_client, _), channel in list(entry.channels.items()):
+            if h_client == body.h_client and self._keeper.is_stopped(channel.gpu):
+                self._gate.add_channel(entry.id, channel)
+
+    # Notes
+
+    def _note(self, entry: ClientEntry, body: NoteMessage) -> None:
+        if body.code in (Note.APP_DISABLED, Note.APP_ENABLED) and entry.role is Role.OFFLINE:
+            self._app_switched(entry, (body.h_client, body.h_channel), body.code == Note.APP_DISABLED)
+            return
+        name = Note(body.code).name.lower().replace("_", "-") if body.code in set(Note) else f"note-{body.code}"
+        text = f"{name}: {body.text}" if body.text else name
+        if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
+            return
+        entry.notes.append(text)
+        self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=text, pid=entry.process.pid)
+
+    def _app_switched(self, entry: ClientEntry, key: tuple[int, int], disabled: bool) -> None:
+        """The application switched a channel itself: from now on that is its business."""
+        if key not in entry.channels:
+            return
+        self._gate.note_app_disabled(entry.id, *key, disabled)
+        if disabled:
+            entry.app_disabled.add(key)
+        else:
+            entry.app_disabled.discard(key)
+        self.changed()

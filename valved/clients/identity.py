@@ -1,0 +1,124 @@
+"""Who is a peer, and what may it be? Answered from the kernel's credentials and from claims, never from its own words.
+
+A claimed process (or one started by it, or living in its control group) has the role of the claim, whatever it asks
+for. An unclaimed one may be offline work, never online: else any program could stop everybody else's.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from valved.abi.link import Refusal
+from valved.machine.ports import ProcessPort
+from valved.model.ids import Mode, ProcessId, Role, ServiceId
+from valved.state.registry import Books
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A connected process, as the kernel describes it."""
+
+    process: ProcessId
+    uid: int
+    chain: tuple[ProcessId, ...]  # itself, its parent, and so on
+    cgroup: str
+    comm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a peer is given. `service` None: a new service of its own."""
+
+    role: Role
+    service: ServiceId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPlace:
+    code: Refusal
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodClaim:
+    """What the annotations of a peer's pod say: a claim on all that lives in the pod's control group."""
+
+    role: Role
+    name: str
+    cgroup: str
+
+
+class Silence(enum.Enum):
+    """No claim, and why."""
+
+    NO_CLAIM = "no-claim"  # not a pod's process, or a pod that wants nothing of us
+    NOT_YET = "not-yet"  # a pod's process, but nobody has told us of that pod so far: ask again
+
+
+NO_CLAIM: Final = Silence.NO_CLAIM
+NOT_YET: Final = Silence.NOT_YET
+
+
+class ClaimSource(Protocol):
+    """Where roles come from on a Kubernetes node, beside the launcher."""
+
+    def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
+
+
+def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:
+    """None: the process is gone already."""
+    start_time = processes.start_time(pid) if pid > 0 else None
+    if start_time is None:
+        return None
+    chain = []
+    for ancestor in processes.ancestors(pid):
+        started = processes.start_time(ancestor)
+        if started is not None:
+            chain.append(ProcessId(pid=ancestor, start_time=started))
+    return Peer(
+        process=ProcessId(pid=pid, start_time=start_time),
+        uid=uid,
+        chain=tuple(chain),
+        cgroup=processes.cgroup(pid) or "",
+        comm=processes.comm(pid),
+    )
+
+
+def own_cgroup(pid: int, processes: ProcessPort) -> str:
+    """The control group of a process if it was put into one of its own (a scope, a container), else nothing.
+
+    A group shared with its parent is a login session or a shell: whoever else lives there belongs to nobody.
+    """
+    chain = processes.ancestors(pid)
+    mine = processes.cgroup(pid) or ""
+    parents = processes.cgroup(chain[1]) or "" if len(chain) > 1 else ""
+    return mine if mine not in ("", "/") and mine != parents else ""
+
+
+def place(wanted: Role, peer: Peer, books: Books, mode: Mode) -> Place | NoPlace:
+    """The role and service of a peer."""
+    claim = books.find_claim(peer.chain, peer.cgroup)
+    if wanted is Role.HOOK:
+        return _place_hook(peer, books, claim.service if claim is not None else None)
+    if claim is not None:
+        role, service = claim.role, claim.service
+    elif wanted is Role.OFFLINE:
+        role, service = Role.OFFLINE, None
+    elif wanted is Role.ONLINE:
+        return NoPlace(code=Refusal.ROLE, text="online needs a claim: start it with valve run --online")
+    else:
+        return NoPlace(code=Refusal.ROLE, text="nobody claimed this process: use valve run")
+    if role is Role.OFFLINE and mode is Mode.OFF:
+        return NoPlace(code=Refusal.MODE, text="harvesting is off on this node")
+    return Place(role=role, service=service)
+
+
+def _place_hook(peer: Peer, books: Books, claimed: ServiceId | None) -> Place | NoPlace:
+    if claimed is not None:
+        return Place(role=Role.HOOK, service=claimed)
+    shim = books.client_of_process(peer.chain)
+    if shim is not None and shim.uid == peer.uid:
+        return Place(role=Role.HOOK, service=shim.service)
+    return NoPlace(code=Refusal.ROLE, text="this engine belongs to no known service")

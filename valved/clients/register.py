@@ -1,0 +1,402 @@
+"""Who is here: claims, welcomes and goodbyes of shims and engine hooks.
+
+A client is known by the kernel's credentials and gets the role of its claim (clients/identity.py). It ends with its
+link or its process, whichever is noticed first, and its channels are enabled before anything else is undone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from valved.abi.link import (
+    ABI,
+    Body,
+    Feature,
+    Hello,
+    LinkType,
+    Malformed,
+    Packet,
+    Refusal,
+    Refused,
+    Welcome,
+)
+from valved.clients.channels import Channels
+from valved.clients.identity import (
+    NOT_YET,
+    ClaimSource,
+    NoPlace,
+    Peer,
+    Silence,
+    identify,
+    own_cgroup,
+    place,
+)
+from valved.clients.useful import UsefulTokens
+from valved.config import LinkTable, QuotaTable
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock
+from valved.machine.ports import ClientFds, GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, Mode, ProcessId, Role, ServiceId
+from valved.state.journal import Journal
+from valved.state.registry import Books, Claim, ClientEntry
+
+CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
+REGION_BYTES = 4096 + 256 * 64 + 4096  # VALVE_REGION_BYTES
+DAEMON_FEATURES = (
+    Feature.GAPS | Feature.HINT | Feature.SELF_GATE | Feature.HOLD | Feature.SCHEDULE_DONE | Feature.PLAIN_COUNT
+)
+
+
+class Connection(Protocol):
+    """One peer's socket, as this service sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def uid(self) -> int: ...
+
+    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class KvMemory(Protocol):
+    """Who keeps the books of KV memory, if anybody does (kv/memory.py)."""
+
+    @property
+    def features(self) -> Feature: ...
+
+    def handle(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None: ...
+
+    def client_joined(self, entry: ClientEntry) -> None: ...
+
+    def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None: ...
+
+
+class Reactor(Protocol):
+    """The part of the asyncio loop that watches descriptors."""
+
+    def add_reader(self, fd: int, callback: Callable[[], None], /) -> None: ...
+
+    def remove_reader(self, fd: int, /) -> bool: ...
+
+
+@dataclass(slots=True)
+class Exits:
+    """Pidfds of clients and of claimed processes, by who asked."""
+
+    reactor: Reactor
+    processes: ProcessPort
+    _fds: dict[object, int] = field(default_factory=dict)
+
+    def watch(self, key: object, pid: int, gone: Callable[[], None]) -> bool:
+        """False: the process is gone already."""
+        fd = self.processes.open_pidfd(pid)
+        if fd < 0:
+            return False
+        self._fds[key] = fd
+        self.reactor.add_reader(fd, gone)
+        return True
+
+    def forget(self, key: object) -> None:
+        fd = self._fds.pop(key, -1)
+        if fd >= 0:
+            self.reactor.remove_reader(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        for key in list(self._fds):
+            self.forget(key)
+
+
+class Register:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        keeper: GateService,
+        journal: Journal,
+        clock: Clock,
+        processes: ProcessPort,
+        reactor: Reactor,
+        quota: QuotaTable,
+        link: LinkTable,
+    ) -> None:
+        self.mode = Mode.HARVEST
+        self.memory: KvMemory | None = None
+        self.pods: ClaimSource | None = None  # on a Kubernetes node
+        self.useful = UsefulTokens()
+        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send)
+        self._gate = gate
+        self._books = books
+        self._keeper = keeper
+        self._journal = journal
+        self._clock = clock
+        self._processes = processes
+        self._exits = Exits(reactor, processes)
+        self._quota = quota
+        self._connections: dict[ClientId, Connection] = {}
+
+    # Claims
+
+    def claim(self, pid: int, start_time: int, role: Role, name: str) -> Claim | None:
+        """Claim a process for a role. None: it is gone, or its number means another process by now."""
+        root = ProcessId(pid=pid, start_time=start_time)
+        if self._processes.start_time(pid) != start_time:
+            return None
+        known = self._books.claims.get(root)
+        if known is not None and known.role is not role:
+            self._drop_claim(known)
+        cgroup = own_cgroup(pid, self._processes) if os.geteuid() == 0 else ""
+        self._book_claim(root, role, name or self._processes.comm(pid), cgroup)
+        return self._books.claims.get(root)
+
+    def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
+        known = self._books.claims.get(root)
+        claim = self._books.claim(root, role, name, cgroup)
+        if known is claim:
+            return
+        if role is Role.ONLINE:
+            self._keeper.add_service(claim.service, frozenset())
+        self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
+        self.watch_root(root)
+        self.channels.changed()
+
+    def _ask_pods(self, peer: Peer) -> bool:
+        """A peer nobody has claimed may live in a pod that says what it is. False: that pod is not known yet."""
+        if self.pods is None or self._books.find_claim(peer.chain, peer.cgroup) is not None:
+            return True
+        found = self.pods.claim_of(peer)
+        if found is NOT_YET:
+            return False
+        if not isinstance(found, Silence):
+            self._book_claim(peer.process, found.role, found.name, found.cgroup)
+        return True
+
+    def watch_root(self, root: ProcessId) -> None:
+        if not self._exits.watch(root, root.pid, lambda: self.root_gone(root)):
+            self.root_gone(root)
+
+    def root_gone(self, root: ProcessId) -> None:
+        """A claimed process ended. Its service lives as long as one of its clients does."""
+        self._exits.forget(root)
+        claim = self._books.claims.get(root)
+        if claim is not None and not self._books.services[claim.service].clients:
+            self._drop_claim(claim)
+
+    def _drop_claim(self, claim: Claim) -> None:
+        self._exits.forget(claim.root)
+        for client in list(self._books.services[claim.service].clients):
+            self.leave(client, "claimed anew")
+        if claim.service in self._books.services:
+            self._drop_service(claim.service)
+
+    # Joining and leaving
+
+    def hello(self, connection: Connection, packet: Packet) -> ClientId | None:
+        """Welcome or refuse a peer. None: the connection is to be closed."""
+        body = packet.body
+        assert isinstance(body, Hello)
+        peer = identify(connection.pid, connection.uid, self._processes)
+        if peer is None:
+            return None
+        refusal = self._why_not(body, peer)
+        if refusal is None and not self._ask_pods(peer):
+            return None  # without an answer: the shim passes through and knocks again
+        given = refusal or place(_role(body.wanted_role), peer, self._books, self.mode)
+        if isinstance(given, NoPlace):
+            self._refuse(connection, packet.seq, given, peer)
+            return None
+        service = given.service
+        if service is None:
+            service = self._books.add_service(body.comm or peer.comm, given.role, None).id
+        return self._welcome(connection, packet, peer, given.role, service)
+
+    def _why_not(self, hello: Hello, peer: Peer) -> NoPlace | None:
+        if not hello.abi_min <= ABI <= hello.abi_max:
+            text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
+            return NoPlace(code=Refusal.VERSION, text=text)
+        if self.channels.is_draining:
+            return NoPlace(code=Refusal.DRAINING, text="valved is leaving")
+        most = self._quota.clients_per_uid if peer.uid else self._quota.root_clients
+        if self._books.per_uid[peer.uid] >= most:
+            return NoPlace(code=Refusal.QUOTA, text=f"user {peer.uid} has {most} clients already")
+        return None
+
+    def _refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
+        connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
+        self._keeper.counters.refuse(why.code.name.lower())
+        self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
+
+    def _welcome(
+        self, connection: Connection, packet: Packet, peer: Peer, role: Role, service: ServiceId
+    ) -> ClientId | None:
+        hello = packet.body
+        assert isinstance(hello, Hello)
+        client = self._books.new_client_id()
+        fds = self._create(client, role, service)
+        if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, "exit")):
+            self._take_back(client, service, created=fds is not None)
+            why = NoPlace(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
+            self._refuse(connection, packet.seq, why, peer)
+            return None
+        entry = ClientEntry(
+            id=client,
+            process=peer.process,
+            uid=peer.uid,
+            role=role,
+            service=service,
+            comm=peer.comm,
+            abi=ABI,
+            build=hello.build,
+            features=hello.features,
+            driver=hello.driver,
+            joined_ns=self._clock.now_ns(),
+        )
+        self._books.add_client(entry)
+        self._connections[client] = connection
+        self._keeper.counters.clients += 1
+        self._keeper.client_joined(entry)
+        self._came_back(entry)
+        if self.memory is not None:
+            self.memory.client_joined(entry)
+        welcome = Welcome(
+            role=role,
+            features=DAEMON_FEATURES if self.memory is None else DAEMON_FEATURES | self.memory.features,
+            service=service,
+            client=client,
+            control_bytes=CONTROL_BYTES,
+            region_bytes=REGION_BYTES,
+        )
+        connection.send(LinkType.WELCOME, welcome, packet.seq, (fds.control, fds.region, fds.doorbell, fds.order))
+        self._journal.emit(
+            EventKind.JOINED,
+            service=service,
+            client=client,
+            reason=role.name.lower(),
+            pid=peer.process.pid,
+            comm=peer.comm,
+            build=hello.build,
+        )
+        self.channels.changed()
+        return client
+
+    def _create(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds | None:
+        try:
+            return self._gate.create_client(client, role, service)
+        except OSError:
+            return None
+
+    def _take_back(self, client: ClientId, service: ServiceId, *, created: bool) -> None:
+        if created:
+            self._gate.remove_client(client)
+        self.drop_if_empty(service)
+
+    def _came_back(self, entry: ClientEntry) -> None:
+        """A client of a predecessor has reconnected: its service need not be braked on its account any more."""
+        online = self._keeper.online.get(entry.service)
+        if online is not None and entry.process.pid in online.away:
+            online.away.discard(entry.process.pid)
+            online.back_ns = self._clock.now_ns()
+            self._keeper.look_soon(online)
+
+    def leave(self, client: ClientId, reason: str) -> None:
+        """A client is gone, by its link or by its process. Its channels are enabled first."""
+        entry = self._books.clients.get(client)
+        if entry is None:
+            return
+        self._exits.forget(client)
+        self.channels.forget(client)
+        self._read_tokens(entry)
+        enabled = self._gate.remove_client(client)
+        self._keeper.counters.channels_enabled_on_exit += len(enabled)
+        changed = False
+        for key in list(entry.channels):
+            changed |= self._books.drop_channel(entry, key)
+        self._books.drop_client(client)
+        self._keeper.client_left(entry)
+        if self.memory is not None:
+            is_dead = reason == "exit" or self._processes.start_time(entry.process.pid) != entry.process.start_time
+            self.memory.client_left(entry, is_dead=is_dead)
+        connection = self._connections.pop(client, None)
+        if connection is not None:
+            connection.close()
+        self._journal.emit(
+            EventKind.LEFT,
+            service=entry.service,
+            client=client,
+            reason=reason,
+            pid=entry.process.pid,
+            channels_enabled=len(enabled),
+        )
+        if changed or entry.role is Role.OFFLINE:
+            self.channels.gpus_changed(entry.service)
+        self.drop_if_empty(entry.service)
+        self.channels.changed()
+
+    def _read_tokens(self, entry: ClientEntry) -> None:
+        if entry.role is Role.HOOK:
+            self.useful.read(entry.service, entry.process, self._gate.view(entry.id).useful_tokens)
+
+    def tokens(self, service: ServiceId) -> int:
+        """Useful tokens that the service's engines reported, each counted once."""
+        return sum(self.tokens_by_process(service).values())
+
+    def tokens_by_process(self, service: ServiceId) -> dict[ProcessId, int]:
+        for entry in self._books.clients_of(service):
+            self._read_tokens(entry)
+        return self.useful.by_process(service)
+
+    def drop_if_empty(self, service: ServiceId) -> None:
+        """A service without clients ends with its claimed process; an unclaimed one ends at once."""
+        entry = self._books.services.get(service)
+        if entry is None or entry.clients:
+            return
+        root = entry.root
+        if root is None or self._processes.start_time(root.pid) != root.start_time:
+            if root is not None:
+                self._exits.forget(root)
+            self._drop_service(service)
+
+    def _drop_service(self, service: ServiceId) -> None:
+        if service in self._keeper.online:
+            self._keeper.remove_service(service)
+        self._books.drop_service(service)
+        self.channels.harvest.forget(service)
+        self.useful.forget(service)
+        self.channels.refresh_lease_flags()
+        self.channels.changed()
+
+    # Messages
+
+    def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
+        """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
+        if packet.type < LinkType.KV_RANGE:
+            self.channels.handle(client, packet, fds)
+        elif self.memory is None:
+            raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
+        else:
+            self.memory.handle(self._books.clients[client], packet, fds)
+
+    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
+        """To a client, if it is still connected."""
+        connection = self._connections.get(client)
+        return connection is not None and connection.send(kind, body, seq, fds)
+
+    def malformed(self, pid: int, uid: int, why: str) -> None:
+        self._keeper.counters.malformed += 1
+        self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
+
+    def close(self) -> None:
+        for client in list(self._books.clients):
+            self.channels.forget(client)
+        self._exits.close()
+
+
+def _role(value: int) -> Role:
+    return Role(value) if value in set(Role) else Role.NONE

@@ -1,0 +1,1 @@
+"""Stops offline channels and lets them run again: services, requests, the ladder, and the native gate."""

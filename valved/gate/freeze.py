@@ -1,0 +1,119 @@
+"""When a gate call fails: the offline processes of that GPU are frozen while online holds it, and killed in the end.
+
+A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
+hand. It ends when the gate call comes back well after all: what is off needs no freezing, and a process that stands
+still cannot carry out what a reclaim orders. Nobody is killed while its channels are off: they are enabled first, or
+the driver would wait for them in the teardown under locks that online work needs.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from valved.config import LadderTable
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import Stamp
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, GpuIndex, ProcessId, Role
+from valved.state.journal import Journal
+from valved.state.registry import Books, ClientEntry
+
+SECOND_NS = 1_000_000_000
+Signaller = Callable[[ProcessId, signal.Signals], bool]
+
+
+class Ladder:
+    def __init__(
+        self,
+        books: Books,
+        keeper: GateService,
+        journal: Journal,
+        clock: Clock,
+        settings: LadderTable,
+        signaller: Signaller,
+        leave: Callable[[ClientId, str], None],
+    ) -> None:
+        self._is_active = True
+        self._books = books
+        self._keeper = keeper
+        self._journal = journal
+        self._clock = clock
+        self._settings = settings
+        self._signal = signaller
+        self._leave = leave
+        self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
+        self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
+        keeper.on_failure = self.gate_failed
+        keeper.after_wake.append(self.thaw)
+        keeper.after_drain.append(self.thaw)
+
+    def frozen(self) -> list[ProcessId]:
+        return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
+
+    def release(self, process: ProcessId) -> None:
+        """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
+        self._signal(process, signal.SIGCONT)
+
+    def set_active(self, on: bool) -> None:
+        """Only where valved really gates: not in observe mode, not while draining."""
+        self._is_active = on
+        self.thaw()
+
+    def gate_failed(self, stamp: Stamp) -> None:
+        if not (self._settings.freeze and self._is_active):
+            return
+        for entry in self._on_gpu(stamp.gpu):
+            if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
+                self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
+                self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
+                self.changed()
+
+    def thaw(self) -> None:
+        """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
+        for client, (_, gpus) in list(self._frozen.items()):
+            entry = self._books.clients.get(client)
+            if entry is None:
+                self._forget(client)
+            elif not (self._is_active and any(map(self._is_needed, gpus))):
+                self._forget(client)
+                self._signal(entry.process, signal.SIGCONT)
+                self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
+                self.changed()
+
+    def _is_needed(self, gpu: GpuIndex) -> bool:
+        return bool(self._keeper.gpus[gpu].holders) and not self._keeper.is_known_stopped(gpu)
+
+    def _kill_timer(self, client: ClientId) -> TimerHandle | None:
+        if not self._settings.kill_after_s:
+            return None
+        when_ns = self._clock.now_ns() + round(self._settings.kill_after_s * SECOND_NS)
+        return self._clock.call_at_ns(when_ns, lambda: self._kill(client))
+
+    def _kill(self, client: ClientId) -> None:
+        self._frozen.pop(client, None)
+        entry = self._books.clients.get(client)
+        if entry is None:
+            return
+        self._leave(client, "about to be killed")  # enables its channels
+        self._signal(entry.process, signal.SIGKILL)
+        self._record(EventKind.KILLED, entry, "could not be gated and stayed frozen for too long")
+
+    def _forget(self, client: ClientId) -> None:
+        timer, _ = self._frozen.pop(client)
+        if timer is not None:
+            timer.cancel()
+
+    def _on_gpu(self, gpu: GpuIndex) -> list[ClientEntry]:
+        return [entry for entry in self._books.with_role(Role.OFFLINE) if gpu in entry.gpus()]
+
+    def _record(self, kind: EventKind, entry: ClientEntry, reason: str) -> None:
+        self._journal.emit(
+            kind,
+            service=entry.service,
+            client=entry.id,
+            gpus=tuple(sorted(entry.gpus())),
+            reason=reason,
+            pid=entry.process.pid,
+        )

@@ -1,0 +1,167 @@
+"""One online service at run time: its hold, its cooldown, its requests, its breaker. Effects are in gate/wake.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from valved.abi.link import Feature
+from valved.gate.requests import RequestTally
+from valved.machine.clock import TimerHandle
+from valved.machine.ports import ClientView
+from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
+from valved.policy.breaker import BreakerState, Tally
+from valved.policy.cooldown import (
+    Cooldown,
+    CooldownObservation,
+    CooldownSettings,
+    CooldownState,
+    gaps_inside_hold,
+    step_cooldown,
+)
+from valved.policy.wake import HintView, LauncherView, WakeDecision, WakeObservation, WakeState
+from valved.state.registry import ClientEntry
+from valved.state.stats import Histogram
+
+AGE_NS = 250_000_000  # the mark falls by 0.2 % in this time: ageing it at every look would be work for nothing
+
+
+def is_hinting(client: ClientEntry, view: ClientView) -> bool:
+    """An engine hook that announced it, or an online process that has called valve_hint_open_requests."""
+    return bool(client.features & Feature.HINT) if client.role is Role.HOOK else view.hint_ns != 0
+
+
+@dataclass(slots=True, kw_only=True)
+class OnlineService:
+    id: ServiceId
+    gpus: frozenset[GpuIndex] = frozenset()
+    cooldown_state: CooldownState
+    cooldown: Cooldown
+    read_ns: int = 0  # when the cooldown was last read off its state
+    breaker: BreakerState
+    holding: bool = True  # from birth, so that no launch precedes its gate
+    since_ns: int = 0  # of the present state
+    looking_since_ns: int = 0  # looks were made without a break since then; earlier gaps prove nothing
+    watching: bool = False
+    watch_since_ns: int = 0
+    wake_state: WakeState = field(default_factory=WakeState)
+    decision: WakeDecision | None = None
+    timer: TimerHandle | None = None
+    away: set[int] = field(default_factory=set)  # pids of a predecessor's clients that have not come back yet
+    back_ns: int = 0  # when the last of them did: its channels follow its HELLO
+    preemptions: int = 0
+    delay_ns: int = 0
+    held_ns: int = 0  # in finished holds
+    judged_ns: int = 0  # held_ns at the breaker's last judgement
+    woken_epoch: int | None = None  # of the last wake
+    epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
+    epoch_delay_ns: int = 0
+    latency: Histogram = field(default_factory=Histogram)
+    tallies: dict[ClientId, RequestTally] = field(default_factory=dict)
+    left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # who may come back and count on
+    past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
+    open_requests: int = 0
+
+    def begin_hold(self, at_ns: int) -> None:
+        self.holding = True
+        self.since_ns = self.looking_since_ns = at_ns
+        self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
+
+    def end_hold(self, at_ns: int) -> None:
+        self.held_ns += max(0, at_ns - self.since_ns)
+        self.holding = False
+        self.since_ns = at_ns
+        self._age_mark(at_ns, held_ns=max(0, at_ns - self.cooldown_state.seen_ns))
+
+    def busy_ns(self, now_ns: int) -> int:
+        """Time in which it held its GPUs, the hold under way included."""
+        return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
+
+    def _age_mark(self, at_ns: int, held_ns: int) -> None:
+        """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""
+        old = self.cooldown_state
+        self.cooldown_state = CooldownState(
+            mark_ns=old.mark_ns, age_ns=old.age_ns + held_ns, seen_ns=max(at_ns, old.seen_ns), gaps=old.gaps
+        )
+
+    def count_preemption(self, epoch: int, delay_ns: int) -> Tally:
+        """Book one GPU's stop: one preemption over all GPUs of the service, as slow as the slowest of them.
+
+        Returns what the breaker has not judged yet: this, and the holds since the last preemption.
+        """
+        first = epoch != self.epoch
+        added_ns = delay_ns if first else max(0, delay_ns - self.epoch_delay_ns)
+        self.epoch_delay_ns = delay_ns if first else max(delay_ns, self.epoch_delay_ns)
+        self.epoch = epoch
+        self.preemptions += first
+        self.delay_ns += added_ns
+        held_ns, self.judged_ns = self.held_ns - self.judged_ns, self.held_ns
+        return Tally(delay_ns=added_ns, held_ns=held_ns, gates=int(first))
+
+    def observe(
+        self,
+        looks: Sequence[tuple[ClientEntry, ClientView]],
+        now_ns: int,
+        settings: CooldownSettings,
+        *,
+        is_offline_present: bool,
+        is_braked: bool,
+    ) -> WakeObservation:
+        """Take in what the clients' regions say and lay it out for the wake policy."""
+        launchers: list[LauncherView] = []
+        hints: list[HintView] = []
+        gaps: list[tuple[int, int]] = []
+        for client, view in looks:
+            if is_hinting(client, view):
+                self.hear(client, view)
+                hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
+            if client.role is Role.HOOK:
+                continue
+            # A watcher starts with its process's first context: a front end that makes none would be silent for ever.
+            # Who launched nothing has nothing to prove. (A launch meanwhile is seen by the native side.)
+            has_none = self.watching and not (view.submitted or view.watcher_ns)
+            heard_ns = now_ns if has_none else max(view.watcher_ns, self.watch_since_ns)
+            launchers.append(LauncherView(is_idle=view.is_idle, idle_ns=view.idle_ns, watcher_ns=heard_ns))
+            gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
+        open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
+        counted = not hints or (open_before > 0 and self.open_requests > 0)
+        inside = gaps_inside_hold(gaps, self.looking_since_ns, now_ns) if counted and gaps else ()
+        if inside or now_ns - self.read_ns > AGE_NS:
+            self.read_ns = now_ns
+            observation = CooldownObservation(gaps_ns=inside)
+            self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
+        return WakeObservation(
+            held_since_ns=self.since_ns,
+            cooldown_ns=self.cooldown.cooldown_ns,
+            launchers=tuple(launchers),
+            hints=tuple(hints),
+            is_offline_present=is_offline_present,
+            is_braked=is_braked,
+        )
+
+    def hear(self, client: ClientEntry, view: ClientView) -> None:
+        """What an engine counts: requests."""
+        self.tally_of(client).report(view.requests_started, view.requests_ended)
+
+    def tally_of(self, client: ClientEntry) -> RequestTally:
+        tally = self.tallies.get(client.id)
+        if tally is None:
+            tally = self.left.pop((client.process, client.role), None) or RequestTally()
+            self.tallies[client.id] = tally
+        return tally
+
+    def forget(self, client: ClientEntry) -> None:
+        """A client left. Its process may connect again, and says then what it counted in all."""
+        tally = self.tallies.pop(client.id, None)
+        if tally is not None and tally.is_heard:
+            self.left[client.process, client.role] = tally
+
+    def request_figures(self) -> tuple[int, int, list[int]]:
+        """Requests ended, most preemptions of one, and the histogram."""
+        all_ = [self.past_requests, *self.left.values(), *self.tallies.values()]
+        histogram = [sum(column) for column in zip(*(tally.histogram for tally in all_), strict=True)]
+        return sum(tally.ended for tally in all_), max(tally.most for tally in all_), histogram
+
+    @property
+    def is_hinted(self) -> bool:
+        return self.decision is not None and self.decision.is_hinted

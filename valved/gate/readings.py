@@ -1,0 +1,74 @@
+"""What the native structs say, as the values of ports.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from valved.machine import cards
+from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind
+from valved.model.ids import ClientId, GpuIndex, ServiceId
+from valved.native._gate import ffi
+
+
+def stamp(native: Any) -> Stamp:
+    return Stamp(
+        kind=StampKind(native.kind),
+        service=ServiceId(native.service),
+        client=ClientId(native.client),
+        gpu=GpuIndex(native.gpu),
+        epoch=native.epoch,
+        channels=native.channels,
+        status=native.status,
+        launch_ns=native.launch_ns,
+        seen_ns=native.seen_ns,
+        ioctl_ns=native.ioctl_ns,
+        done_ns=native.done_ns,
+    )
+
+
+def view(native: Any) -> ClientView:
+    gaps = (native.gaps[i] for i in range(native.gap_count))
+    return ClientView(
+        is_filled=bool(native.filled),
+        submitted=native.submitted,
+        idle_submitted=native.idle_submitted,
+        idle_ns=native.idle_ns,
+        busy=bool(native.busy),
+        launch_ns=native.launch_ns,
+        rings=native.rings,
+        watcher_ns=native.watcher_ns,
+        open_requests=native.open_requests,
+        hint_ns=native.hint_ns,
+        requests_started=native.requests_started,
+        requests_ended=native.requests_ended,
+        useful_tokens=native.useful_tokens,
+        self_stops=native.self_stops,
+        order_done=native.order_done,
+        order_status=native.order_status,
+        gaps=tuple(Gap(end_ns=gap.end_ns, gap_ns=gap.gap_ns) for gap in gaps),
+    )
+
+
+def gpu_info(index: GpuIndex, native: Any, known: dict[bytes, cards.Card]) -> GpuInfo:
+    uuid = bytes(ffi.buffer(native.uuid))
+    card = known.get(uuid, cards.Card(name=f"GPU {index}", total_bytes=0))
+    return GpuInfo(
+        index=index,
+        minor=native.minor,
+        gpu_id=native.gpu_id,
+        device_instance=native.device_instance,
+        uuid=uuid,
+        name=card.name,
+        total_bytes=card.total_bytes,
+    )
+
+
+def text(native: Any) -> str:
+    value: bytes = ffi.string(native)
+    return value.decode(errors="replace")
+
+
+def status_text(status: int) -> str:
+    """An RM status or a -errno, for people."""
+    return f"RM status {status:#x}" if status > 0 else os.strerror(-status)

@@ -1,0 +1,1 @@
+"""Moves KV memory between online services and offline jobs: ranges, engines, pool, reclaim, lending."""

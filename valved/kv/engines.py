@@ -1,0 +1,307 @@
+"""Attached engines: where their blocks lie, which columns have memory, what their books say. Books without effects.
+
+An engine is the scheduler's hook of one service and the ranks that registered a layout. All ranks lose and get the same
+columns, so a column here is its cells on every rank: (range, slot) pairs. A layout whose columns are cut otherwise than
+those of its siblings is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from valve_abi import KvMode
+
+from valved.abi.kv_files import BookView, KvBook, KvTable
+from valved.abi.kv_link import KvAttach, KvLayoutPart
+from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
+from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.memory import ByteSpan, ColumnId, KvLayout, KvRange, KvTensor, LayoutRefused
+from valved.policy.columns import ColumnMap, columns_of
+from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
+
+Bools = NDArray[np.bool_]
+Cells = tuple[KvRangeBook, Ints]
+"""Slots of one range."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """One process of an engine: its KV tensors inside its ranges."""
+
+    client: ClientId  # the shim
+    hook: ClientId
+    books: tuple[KvRangeBook, ...]
+    layout: KvLayout
+    columns: ColumnMap
+
+    @staticmethod
+    def of(client: ClientId, hook: ClientId, books: Iterable[KvRangeBook], told: KvLayoutPart) -> Rank:
+        """Raises LayoutRefused."""
+        mine = tuple(sorted(books, key=lambda book: book.base))
+        layout = KvLayout(
+            ranges=tuple(
+                KvRange(base_addr=book.base, handle_bytes=book.handle_bytes, handles=book.slots) for book in mine
+            ),
+            tensors=told.tensors,
+            blocks=told.blocks,
+            block_tokens=told.block_tokens,
+            pinned_blocks=told.pinned,
+            unreclaimable=tuple(
+                ByteSpan(first=book.base + offset, stop=book.base + offset + size)
+                for book in mine
+                for offset, size in book.pins
+            ),
+        )
+        return Rank(client=client, hook=hook, books=mine, layout=layout, columns=columns_of(layout))
+
+    def again(self) -> Rank:
+        """The same layout over what is pinned by now."""
+        told = KvLayoutPart(
+            blocks=self.layout.blocks,
+            block_tokens=self.layout.block_tokens,
+            total=len(self.layout.tensors),
+            first=0,
+            pinned=self.layout.pinned_blocks,
+            tensors=self.layout.tensors,
+        )
+        return Rank.of(self.client, self.hook, self.books, told)
+
+
+@dataclass(slots=True, kw_only=True)
+class LayoutParts:
+    """Packets of one registration until all tensors are there."""
+
+    head: KvLayoutPart
+    tensors: list[KvTensor] = field(default_factory=list)
+
+    def add(self, part: KvLayoutPart) -> None:
+        head = self.head
+        if (part.blocks, part.block_tokens, part.total) != (head.blocks, head.block_tokens, head.total):
+            raise LayoutRefused("total", "the packets of one layout contradict each other")
+        if part.first != len(self.tensors) or len(self.tensors) + len(part.tensors) > part.total:
+            raise LayoutRefused("first", f"tensors from {part.first} on, {len(self.tensors)} are known")
+        if not part.tensors:
+            raise LayoutRefused("count", "a packet without tensors")
+        self.tensors += part.tensors
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tensors) == self.head.total
+
+    def whole(self) -> KvLayoutPart:
+        head = self.head
+        return KvLayoutPart(
+            blocks=head.blocks,
+            block_tokens=head.block_tokens,
+            total=head.total,
+            first=0,
+            pinned=head.pinned,
+            tensors=tuple(self.tensors),
+        )
+
+
+class Engine:
+    """One attached engine."""
+
+    def __init__(self, hook: ClientId, service: ServiceId, role: Role, attach: KvAttach) -> None:
+        self.hook = hook
+        self.service = service
+        self.role = role
+        self.name = attach.engine
+        self.expected_ranks = attach.ranks
+        self.table = KvTable(attach.blocks, attach.block_tokens)
+        self.book = KvBook(attach.rows, attach.row_blocks, attach.blocks, attach.block_tokens)
+        self.ranks: dict[ClientId, Rank] = {}
+        self.is_broken = False
+        self.index: CostIndex | None = None
+        self.indexed_steps = -1
+        self.attached_mode = attach.mode
+        self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
+        self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
+        self._books: list[KvRangeBook] = []
+        self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
+        self._block_columns = self._block_ptr = np.empty(0, np.int64)
+        self._reclaimable: Bools = np.zeros(0, np.bool_)
+        self._gpu_handles: dict[GpuIndex, Ints] = {}
+
+    # Ranks
+
+    def join(self, rank: Rank) -> None:
+        """Raises LayoutRefused when it is not cut like its siblings."""
+        columns = rank.columns
+        if columns.blocks != self.table.blocks:
+            raise LayoutRefused("blocks", f"the engine attached with {self.table.blocks} blocks, not {columns.blocks}")
+        spans = [column.blocks for column in columns.columns]
+        if any(spans != [column.blocks for column in known.columns.columns] for known in self.ranks.values()):
+            raise LayoutRefused("tensors", "the columns differ from those of another rank: give all ranks one layout")
+        self.ranks[rank.client] = rank
+        self._gather()
+
+    def leave(self, client: ClientId) -> None:
+        """One rank less is the end of it: what remains cannot compute. A new attachment begins anew."""
+        self.is_broken |= client in self.ranks
+
+    def _gather(self) -> None:
+        self.index, self.indexed_steps = None, -1
+        ranks = list(self.ranks.values())  # one at least: it has just joined
+        self._books = [book for rank in ranks for book in rank.books]
+        parts: list[tuple[Ints, Ints, Ints]] = []
+        first_book = 0
+        for rank in ranks:
+            parts.append(_cells_of(rank, first_book))
+            first_book += len(rank.books)
+        column, book, slot = (np.concatenate(one) for one in zip(*parts, strict=True))
+        order = np.lexsort((slot, book))
+        self._cell_column, self._cell_book, self._cell_slot = column[order], book[order], slot[order]
+        starts = np.cumsum([0, *(book.slots for book in self._books)])
+        self._cell_place = starts[self._cell_book] + self._cell_slot
+        first = ranks[0].columns
+        self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
+        self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
+        if len(self.going) != len(first.columns):
+            self.going = np.zeros(len(first.columns), np.bool_)
+            self.lost = np.zeros(len(first.columns), np.bool_)
+        gpu_of = np.array([book.gpu for book in self._books])[self._cell_book]
+        self._gpu_handles = {
+            GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
+            for gpu in np.unique(gpu_of).tolist()
+        }
+        lowest = first.block_columns[first.block_column_ptr[:-1].clip(max=len(first.block_columns) - 1)]
+        self.table.set_columns(lowest, len(first.columns))
+
+    # Questions
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has said where its blocks lie."""
+        return len(self.ranks) == self.expected_ranks and not self.is_broken
+
+    @property
+    def columns(self) -> int:
+        return len(self._reclaimable)
+
+    @property
+    def gpus(self) -> frozenset[GpuIndex]:
+        return frozenset(self._gpu_handles)
+
+    @property
+    def clients(self) -> frozenset[ClientId]:
+        return frozenset(self.ranks)
+
+    def view(self) -> BookView:
+        return self.book.view()
+
+    @property
+    def can_lose(self) -> bool:
+        """Its hook recomputes what is lost. Any doubt means no."""
+        return self.is_complete and self.attached_mode != KvMode.NONE and self.view().mode is not KvMode.NONE
+
+    def handles_of(self, gpu: GpuIndex) -> Ints:
+        """Handles of each column on this GPU."""
+        return self._gpu_handles[gpu]
+
+    @property
+    def handles_per_column(self) -> int:
+        """Of the largest column, on the GPU that has most."""
+        return max((int(counts.max()) for counts in self._gpu_handles.values()), default=1)
+
+    @property
+    def blocks_per_column(self) -> int:
+        return max(1, -(-self.table.blocks // max(1, self.columns)))
+
+    def backed_columns(self) -> Bools:
+        """Columns of which every cell has its handle."""
+        bare = self._standing() < 0
+        missing: Ints = np.bincount(self._cell_column[bare], minlength=self.columns)
+        return np.equal(missing, 0)
+
+    def _standing(self) -> Ints:
+        """What stands at each cell: a handle, nothing, or a claim."""
+        if not self._books:
+            return np.empty(0, np.int64)
+        return np.concatenate([book.at for book in self._books])[self._cell_place]
+
+    def bare_columns(self) -> Ints:
+        """Columns that could be backed now, or in part."""
+        standing = self._standing()
+        is_strange: Ints = np.bincount(self._cell_column[standing == STRANGE], minlength=self.columns)
+        return np.flatnonzero(~self.backed_columns() & ~self.going & (is_strange == 0))
+
+    def partial_columns(self) -> Ints:
+        """Columns with some of their handles."""
+        missing: Ints = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
+        whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
+        return np.flatnonzero((missing > 0) & (missing < whole))
+
+    def cells(self, columns: Ints, *, backed: bool) -> Iterator[Cells]:
+        """The slots of these columns that are backed, or bare and unclaimed, range by range."""
+        is_wanted = np.zeros(self.columns, np.bool_)
+        is_wanted[columns] = True
+        standing = self._standing()
+        chosen = np.flatnonzero(is_wanted[self._cell_column] & (standing >= 0 if backed else standing == NO_HANDLE))
+        edges = np.flatnonzero(np.diff(self._cell_book[chosen])) + 1
+        for part in np.split(chosen, edges):
+            if len(part):
+                yield self._books[self._cell_book[part[0]]], self._cell_slot[part]
+
+    def blocks_of(self, columns: Ints) -> Ints:
+        """Every block with a byte in these columns."""
+        is_in = np.zeros(self.columns, np.bool_)
+        is_in[columns] = True
+        return np.flatnonzero(~self.are_whole(~is_in))
+
+    def are_whole(self, columns: Bools) -> Bools:
+        """Of every block, whether it lies in these columns only."""
+        inside: Bools = columns[self._block_columns]
+        if len(inside) == self.table.blocks:  # none straddles
+            return inside
+        whole: Bools = np.logical_and.reduceat(inside, self._block_ptr[:-1])
+        return whole
+
+    def offered_columns(self, backed: Bools) -> Ints:
+        """Backed columns that the hook offers whole. A block that straddles belongs to each of its columns."""
+        offered = self.book.offered()
+        if not offered.any():
+            return np.empty(0, np.int64)
+        open_ = backed & self._reclaimable & ~self.going
+        kept = np.zeros(self.columns, np.bool_)
+        kept[self._block_columns[~np.repeat(offered, np.diff(self._block_ptr))]] = True
+        return np.flatnonzero(open_ & ~kept)
+
+    # Victims
+
+    def refresh_index(self, settings: EvictionSettings) -> bool:
+        """Ahead of need: what each column would cost. True if anything was new."""
+        steps = self.view().steps
+        if self.index is not None and steps == self.indexed_steps:
+            return False
+        rows = self.book.requests()
+        tables = BlockTables(ptr=rows.ptr, blocks=rows.blocks, tokens=rows.tokens)
+        self.index = index_requests(next(iter(self.ranks.values())).columns, tables, settings)
+        self.indexed_steps = steps
+        return True
+
+    def takeable(self) -> Bools:
+        """Columns that may be taken now."""
+        return self.backed_columns() & self._reclaimable & ~self.going
+
+    def close(self) -> None:
+        self.table.close()
+        self.book.close()
+
+
+def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
+    """(column, book, slot) of every handle that holds a block. Handles are counted through all ranges in order."""
+    starts = np.concatenate([[0], np.cumsum([book.slots for book in rank.books])])
+    counts = [len(column.handles) for column in rank.columns.columns]
+    handles = np.array([handle for column in rank.columns.columns for handle in column.handles], dtype=np.int64)
+    column = np.repeat(np.arange(len(counts)), counts)
+    book = np.searchsorted(starts, handles, side="right") - 1
+    return column, book + first_book, handles - starts[book]
+
+
+def ids(columns: Ints) -> tuple[ColumnId, ...]:
+    return tuple(ColumnId(column) for column in columns.tolist())

@@ -1,0 +1,82 @@
+"""Journeys: services that take several steps and wait in between, written top to bottom.
+
+A journey is a coroutine that awaits `Pause`s. Whoever sets a pause takes the journey on at once, in the same turn
+of the loop: on the way of a reclaim no turn is lost, and tests run it on virtual time without a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from valved.machine.clock import Clock
+
+
+class Pause:
+    """Set once, from outside."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._then: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        if self.is_set:
+            return
+        self.is_set = True
+        waiting, self._then = self._then, []
+        for call in waiting:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call it when set; at once if it is."""
+        if self.is_set:
+            call()
+        else:
+            self._then.append(call)
+
+    def __await__(self) -> Generator[Pause, None, None]:
+        if not self.is_set:
+            yield self
+
+
+def start(journey: Coroutine[Pause, None, Any]) -> None:
+    """Run until it ends, from pause to pause."""
+
+    def go_on() -> None:
+        try:
+            pause = journey.send(None)
+        except StopIteration:
+            return
+        pause.then(go_on)
+
+    go_on()
+
+
+async def until(pause: Pause, clock: Clock, deadline_ns: int) -> bool:
+    """Wait for it, at most until then. False: the time came first."""
+    if pause.is_set:
+        return True
+    either = Pause()
+    timer = clock.call_at_ns(deadline_ns, either.set)
+    pause.then(either.set)
+    await either
+    timer.cancel()
+    return pause.is_set
+
+
+def all_of(pauses: list[Pause]) -> Pause:
+    """Set when every one of them is."""
+    whole = Pause()
+    left = len(pauses)
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            whole.set()
+
+    for pause in pauses:
+        pause.then(one)
+    if not pauses:
+        whole.set()
+    return whole

@@ -1,0 +1,246 @@
+"""Memory taken from outside its process: who may be treated so, and how it goes.
+
+A shim that is asked (VALVE_FEATURE_SPARSE) passes a descriptor of its uvm file and some scratch memory. Nothing is
+relied upon before it was tried there, on that very process, with its GPU stopped as a reclaim would stop it. Who fails
+is treated the next best way, which is tried as well; the reason is in the status, the journal and the audit file.
+
+A reclaim tells the shim first and makes the memory sparse then. The shim only corrects its books, whenever it
+comes to it; a valved that dies in between leaves a process that thinks its memory gone. Backing such slots again is
+ordinary mapping work between two steps of the engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from valved.abi.kv_link import KvHow, KvOp, KvScratch
+from valved.abi.link import Malformed
+from valved.config import MemoryTable
+from valved.kv.engines import Engine
+from valved.kv.journey import Pause, start, until
+from valved.kv.orders import Order, Orders
+from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
+from valved.machine.clock import Clock
+from valved.machine.ports import Door, OutsidePort, SparseResult
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, GpuIndex, Remap
+from valved.state.journal import Journal
+from valved.state.registry import ClientEntry
+from valved.state.stats import MemoryCounters
+
+UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps room for twice as many
+UNTRIED = "not tried yet"
+RETRY_NS = 5_000_000_000
+NOT_STOPPED = "its GPU could not be stopped for the trial"
+
+
+class Stopper(Protocol):
+    """Who stops GPUs for the moving of memory, one after the other (kv/reclaim.py)."""
+
+    async def stop_for(self, gpu: GpuIndex) -> bool: ...
+
+    def open(self) -> None:
+        """Whether it was stopped or not."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Way:
+    """Into one process on one GPU."""
+
+    entry: ClientEntry
+    gpu: GpuIndex
+    door: Door
+    scratch: KvRangeBook  # stands for the shim's scratch memory, and is in no book of the pool
+    best: Remap = Remap.COOPERATIVE
+    reason: str = UNTRIED
+    is_open: bool = True
+
+
+class Outside:
+    def __init__(
+        self, orders: Orders, journal: Journal, clock: Clock, port: OutsidePort, settings: MemoryTable
+    ) -> None:
+        self.stopper: Stopper  # set by itself
+        self.counters = MemoryCounters()
+        self._orders = orders
+        self._journal = journal
+        self._clock = clock
+        self._port = port
+        self._order_ns = round(settings.order_s * 1e9)
+        self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
+
+    # Who may be treated so
+
+    def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> None:
+        """KV_SCRATCH. Takes the descriptor over. Of several contexts of a process the last counts."""
+        if not self._port.is_uvm(fd):
+            os.close(fd)
+            raise Malformed("KV_SCRATCH with a descriptor that is not of the uvm file")
+        before = self._ways.pop((entry.id, gpu), None)
+        if before is not None:
+            self._close(before)
+        scratch = KvRangeBook(
+            key=RangeKey(entry.id, body.place),
+            gpu=gpu,
+            base=body.base,
+            handle_bytes=body.bytes,
+            is_elastic=False,
+            at=np.full(1, NO_HANDLE, np.int64),
+        )
+        way = Way(entry=entry, gpu=gpu, door=self._port.open(fd, uuid), scratch=scratch)
+        self._ways[entry.id, gpu] = way
+        start(self._try(way))
+
+    def forget(self, client: ClientId) -> None:
+        """Never holds a descriptor longer than its process has a link."""
+        for key in [key for key in self._ways if key[0] == client]:
+            self._close(self._ways.pop(key))
+
+    def _close(self, way: Way) -> None:
+        way.is_open = False
+        way.door.close()
+
+    def best(self, client: ClientId, gpu: GpuIndex) -> Remap:
+        way = self._ways.get((client, gpu))
+        return way.best if way is not None else Remap.COOPERATIVE
+
+    def why_not(self, engine: Engine) -> str:
+        """Why memory is not taken from it so; empty if it is."""
+        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
+        return min(filter(None, (self._why_not(client, gpu) for client, gpu in places)), default="")
+
+    def _why_not(self, client: ClientId, gpu: GpuIndex) -> str:
+        way = self._ways.get((client, gpu))
+        if way is None:
+            return "its shim passed no uvm descriptor"
+        return "" if way.best is Remap.SPARSE else way.reason
+
+    # The trial
+
+    async def _try(self, way: Way) -> None:
+        why, best = await self._try_sparse(way), Remap.SPARSE
+        if why and why != NOT_STOPPED and way.is_open:
+            worse = await self._try_helper(way)
+            best = Remap.COOPERATIVE if worse else Remap.HELPER
+            why += f"; its own thread: {worse}" if worse else ""
+        if not way.is_open or way.reason not in (UNTRIED, NOT_STOPPED):
+            return
+        if why == NOT_STOPPED:  # a brake is on, or the gate failed: that says nothing about this way
+            way.reason = why
+            self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: start(self._retry(way)))
+            return
+        way.best, way.reason = best, why
+        if way.reason:
+            self._note_demotion(way)
+        else:
+            self._note(way, EventKind.NOTED, "its memory can be taken from outside")
+
+    async def _retry(self, way: Way) -> None:
+        if way.is_open:
+            await self._try(way)
+
+    async def _try_sparse(self, way: Way) -> str:
+        """Empty if it works. The driver is called under a closed gate; looking at the outcome needs an open one."""
+        ended = Pause()
+        results: list[SparseResult] = []
+
+        def then(result: SparseResult) -> None:
+            results.append(result)
+            ended.set()
+
+        try:
+            if not await self.stopper.stop_for(way.gpu):
+                return NOT_STOPPED
+            if way.is_open:
+                way.door.make_sparse([(way.scratch.base, way.scratch.handle_bytes)], then)
+                await until(ended, self._clock, self._clock.now_ns() + self._order_ns)
+        finally:
+            self.stopper.open()
+        if not way.is_open:
+            return "it has left"
+        if not results:
+            return f"making memory sparse took longer than {self._order_ns / 1e9:g} s"
+        if results[0].status:
+            return f"making memory sparse was refused with status {results[0].status:#x}"
+        trial = self._orders.trial(way.scratch, KvHow.OUTSIDE)
+        await trial.settled
+        return words_of(trial)
+
+    async def _try_helper(self, way: Way) -> str:
+        try:
+            if not await self.stopper.stop_for(way.gpu):
+                return NOT_STOPPED
+            trial = self._orders.trial(way.scratch, KvHow.AT_ONCE)
+            fence = self._orders.fence(way.scratch)
+            in_time = await until(fence.settled, self._clock, self._clock.now_ns() + self._order_ns)
+        finally:
+            self.stopper.open()
+        await trial.settled
+        return words_of(trial) if in_time else f"mapping took longer than {self._order_ns / 1e9:g} s"
+
+    # At work
+
+    def take(self, book: KvRangeBook, slots: Ints) -> list[Order]:
+        """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
+        way = self._ways[book.key.client, book.gpu]
+        if self._orders.unheard(book.key.client) + len(slots) // 64 >= UNHEARD:
+            return []
+        orders = self._orders.take_away(KvOp.QUARANTINE, book, slots, KvHow.OUTSIDE)
+        if all(order.is_sent for order in orders):  # else it would believe what reads as zero
+            way.door.make_sparse(runs_of(book, slots), lambda result: self._made(way, orders, result))
+        return orders
+
+    def _made(self, way: Way, orders: list[Order], result: SparseResult) -> None:
+        if not result.status:
+            for order in orders:
+                self._orders.taken(order)
+            return
+        if way.is_open:
+            way.best, way.reason = Remap.COOPERATIVE, f"the driver refused with status {result.status:#x}"
+            self._note_demotion(way)
+        for order in orders:
+            if not order.settled.is_set:  # else its client has left
+                [instead] = self._orders.take_away(KvOp.QUARANTINE, order.book, order.slots, KvHow.AT_STEP)
+                self._orders.refused(order, instead)
+
+    def _note_demotion(self, way: Way) -> None:
+        self.counters.demotions += 1
+        self._note(way, EventKind.REMAP_UNSAFE, f"{way.reason}: {way.best.value} from now on")
+
+    def _note(self, way: Way, kind: EventKind, reason: str) -> None:
+        self._journal.emit(
+            kind,
+            service=way.entry.service,
+            client=way.entry.id,
+            gpus=(way.gpu,),
+            reason=reason,
+            pid=way.entry.process.pid,
+        )
+
+    def close(self) -> None:
+        for way in self._ways.values():
+            self._close(way)
+        self._ways.clear()
+
+
+def words_of(trial: Order) -> str:
+    """What the shim says of a trial; empty if all is well."""
+    names = {
+        errno.ENODATA: "what was taken did not read as zero",
+        errno.EBADMSG: "the bytes did not come back when mapped again",
+    }
+    return names.get(trial.status, f"the trial ended with error {trial.status}") if trial.status else ""
+
+
+def runs_of(book: KvRangeBook, slots: Ints) -> list[tuple[int, int]]:
+    """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
+    ordered = np.sort(slots)
+    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    size = book.handle_bytes
+    return [(book.base + int(part[0]) * size, len(part) * size) for part in parts if len(part)]

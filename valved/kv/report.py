@@ -1,0 +1,184 @@
+"""KV memory as others see it: a snapshot for status and metrics, the account of a reclaim, what a successor is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from valved.config import MemoryTable
+from valved.kv.account import Reclaim
+from valved.kv.engines import Engine
+from valved.kv.memory import Memory
+from valved.kv.reclaim import Mover
+from valved.kv.reserve import Reserve
+from valved.model.events import Event
+from valved.model.ids import GpuIndex, Remap, Role
+from valved.model.states import EngineState, Explanation, GpuMemoryState, MemoryState, PhaseState
+from valved.state.journal import Journal
+from valved.state.saved import SavedHistogram, SavedMemory
+from valved.state.stats import Histogram, MemoryCounters
+
+PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
+KEPT = 256  # reclaims that can be explained
+PICKS = 8  # columns named in an explanation
+
+
+class MemoryReport:
+    def __init__(self, memory: Memory, mover: Mover, reserve: Reserve, journal: Journal, gpus: list[GpuIndex]) -> None:
+        self.counters = mover.counters
+        self.phases = {name: Histogram() for name in PHASES}
+        self._memory = memory
+        self._mover = mover
+        self._reserve = reserve
+        self._journal = journal
+        self._gpus = gpus
+        self._reclaims: deque[tuple[int, Reclaim]] = deque(maxlen=KEPT)
+        mover.finished = self._finished
+
+    def _finished(self, reclaim: Reclaim, event: Event) -> None:
+        self._reclaims.append((event.seq, reclaim))
+        if reclaim.taken_ns:
+            spans = {
+                "gate": (reclaim.began_ns, reclaim.stopped_ns),
+                "select": (reclaim.chose_ns, reclaim.selected_ns),
+                "tell": (reclaim.stopped_ns, reclaim.told_ns),
+                "take": (reclaim.told_ns, reclaim.taken_ns),
+                "give": (reclaim.taken_ns, reclaim.given_ns),
+                "total": (reclaim.began_ns, reclaim.given_ns),
+            }
+            if reclaim.let_ns:
+                spans["let"] = (0, reclaim.let_ns)
+            for name, (first_ns, last_ns) in spans.items():
+                self.phases[name].add(max(0, last_ns - first_ns))
+
+    # Now
+
+    def state(self, settings: MemoryTable) -> MemoryState:
+        counters, pool = self.counters, self._memory.pool
+        return MemoryState(
+            managed=True,
+            handle_bytes=pool.handle_bytes,
+            remap=self._mover.usual.value,
+            target_per_hour=settings.target_per_hour,
+            gpus=tuple(self._gpu(gpu) for gpu in self._gpus),
+            engines=tuple(self._engine(engine) for engine in self._memory.engines.values()),
+            phases=tuple(PhaseState(name=name, latency=one.state()) for name, one in self.phases.items()),
+            reclaims=counters.reclaims,
+            reclaims_short=counters.reclaims_short,
+            reclaimed_bytes=counters.reclaimed_handles * pool.handle_bytes,
+            lent_bytes=counters.lent_handles * pool.handle_bytes,
+            returned_bytes=counters.returned_handles * pool.handle_bytes,
+            late_orders=counters.late_orders,
+            demotions=counters.demotions,
+            lost_tokens=counters.lost_tokens + sum(one.view().lost_tokens for one in self._memory.engines.values()),
+        )
+
+    def _gpu(self, gpu: GpuIndex) -> GpuMemoryState:
+        pool = self._memory.pool
+        return GpuMemoryState(
+            index=gpu,
+            handles=pool.count(gpu),
+            free=pool.free_handles(gpu),
+            moving=pool.moving(gpu),
+            orphaned=pool.orphans(gpu),
+            online=self._memory.mapped(gpu, Role.ONLINE),
+            offline=self._memory.mapped(gpu, Role.OFFLINE),
+        )
+
+    def _engine(self, engine: Engine) -> EngineState:
+        view, online = engine.view(), self._reserve.online.get(engine.service)
+        decision = online.decision if online is not None else None
+        return EngineState(
+            service=engine.service,
+            name=engine.name,
+            role=engine.role,
+            mode=view.mode.name.lower(),
+            blocks=engine.table.blocks,
+            backed_blocks=engine.table.backed_blocks,
+            used_blocks=view.used_blocks,
+            wanted_blocks=view.wanted_blocks,
+            columns=engine.columns,
+            column_bytes=engine.handles_per_column * self._memory.pool.handle_bytes,
+            headroom_columns=online.state.headroom_handles if online is not None else 0,
+            tau_ns=online.state.tau_ns if online is not None else 0,
+            reclaims_per_hour=decision.reclaims_per_hour if decision is not None else 0.0,
+            lost_blocks=view.lost_blocks,
+            lost_tokens=view.lost_tokens,
+            hit_requests=view.hit_requests,
+            dropped_tokens=view.dropped_tokens,
+            state=self._words(engine),
+        )
+
+    def _words(self, engine: Engine) -> str:
+        if engine.is_broken:
+            return "a rank has left: not touched any more"
+        if not engine.is_complete:
+            return f"waiting for the layout of {engine.expected_ranks - len(engine.ranks)} ranks"
+        online = self._reserve.online.get(engine.service)
+        if online is not None:
+            return "growing" if online.growing else (online.decision.reason if online.decision else "just attached")
+        if not engine.can_lose:
+            return "its hook cannot recompute: never reclaimed from"
+        why = self._mover.outside.why_not(engine) if self._mover.usual is Remap.SPARSE else ""
+        if why:
+            return f"{self._mover.way_of([engine]).value}: {why}"
+        unsafe = engine.clients & self._mover.unsafe
+        return "asked between its steps: a mapping order hung" if unsafe else "lends and borrows"
+
+    # Why?
+
+    def explain_reclaim(self, number: int) -> Explanation | None:
+        found = next((reclaim for seq, reclaim in self._reclaims if seq == number), None)
+        if found is None:
+            return None
+        missing = ", ".join(f"{count} handles on GPU {gpu}" for gpu, count in sorted(found.missing.items()))
+        services = sorted({need.service for need in found.needs})
+        facts = [f"asked by service {', '.join(map(str, services))}: missing {missing}; way: {found.how.value}"]
+        if found.reason:
+            facts.append(f"nothing was taken: {found.reason}")
+        for victims in found.victims:
+            decision = victims.decision
+            unit = decision.cost.value if decision.cost is not None else "-"
+            picks = ", ".join(f"{pick.column_id} ({pick.marginal_cost})" for pick in decision.picks[:PICKS])
+            more = f" and {len(decision.picks) - PICKS} more" if len(decision.picks) > PICKS else ""
+            facts.append(
+                f"from service {victims.engine.service}: {decision.reason}; cost {decision.total_cost} {unit}; "
+                f"columns (cost): {picks}{more}"
+            )
+        if found.late:
+            facts.append(f"{found.late} mapping orders did not come back in time")
+        near = [seq for seq, _ in self._reclaims]
+        return Explanation(
+            summary=f"reclaim {number}: {found.freed} of {sum(found.missing.values())} handles",
+            facts=tuple(facts),
+            decisions=tuple(
+                self._journal.recent(lambda event: event.seq == number or _led_to(event, services, number, near), 20)
+            ),
+        )
+
+    # A successor
+
+    def saved(self) -> SavedMemory:
+        """Engines come with their own counters; those that have left are in ours."""
+        phases = {name: SavedHistogram(counts=list(one.counts), sum_ns=one.sum_ns) for name, one in self.phases.items()}
+        reservations = {service: online.state for service, online in self._reserve.online.items()}
+        return SavedMemory(
+            counters={name: getattr(self.counters, name) for name in MemoryCounters.__dataclass_fields__},
+            phases=phases,
+            reservations={**self._reserve.saved, **reservations},
+        )
+
+    def restore(self, saved: SavedMemory) -> None:
+        for name in MemoryCounters.__dataclass_fields__:
+            setattr(self.counters, name, saved.counters.get(name, 0))
+        for name, one in saved.phases.items():
+            histogram = self.phases.get(name)
+            if histogram is not None and len(one.counts) == len(histogram.counts):
+                histogram.counts, histogram.sum_ns = list(one.counts), one.sum_ns
+        self._reserve.saved = dict(saved.reservations)
+
+
+def _led_to(event: Event, services: Sequence[int], number: int, reclaims: Sequence[int]) -> bool:
+    """Decisions of the services that asked, between the reclaim before and this one."""
+    before = max((seq for seq in reclaims if seq < number), default=0)
+    return event.kind.value == "reserved" and event.service in services and before < event.seq < number

@@ -1,0 +1,76 @@
+"""Memory of other processes, changed from here: their uvm descriptors, and a thread for each that waits in the driver.
+
+A call may take milliseconds, or never come back: the loop never waits for one. The thread owns the descriptor, closing
+it as its last act, because the last close of a uvm file tears a whole address space down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import stat
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from valved.machine.ports import Runs, SparseResult
+from valved.native._gate import ffi, lib
+
+UVM = "/dev/nvidia-uvm"
+
+
+def is_uvm(fd: int) -> bool:
+    """Is that the file a client says it is? A driver's bare request number could mean anything to another file."""
+    try:
+        own = os.open(UVM, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        ours, theirs = os.fstat(own), os.fstat(fd)
+    finally:
+        os.close(own)
+    return (stat.S_IFMT(ours.st_mode), ours.st_rdev) == (stat.S_IFMT(theirs.st_mode), theirs.st_rdev)
+
+
+class UvmDoors:
+    """The OutsidePort of a real node."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def is_uvm(self, fd: int) -> bool:
+        return is_uvm(fd)
+
+    def open(self, fd: int, uuid: bytes) -> UvmDoor:
+        return UvmDoor(self._loop, fd, uuid)
+
+
+class UvmDoor:
+    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, uuid: bytes) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._uuid = uuid
+        self._work: SimpleQueue[tuple[Runs, Callable[[SparseResult], None]] | None] = SimpleQueue()
+        # A daemon: a call that never comes back must not keep valved from leaving.
+        threading.Thread(target=self._serve, name="valved-uvm", daemon=True).start()
+
+    def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:
+        self._work.put((runs, then))
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            runs, then = work
+            result = self._call(runs)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(then, result)
+        os.close(self._fd)
+
+    def _call(self, runs: Runs) -> SparseResult:
+        words = ffi.new("uint64_t[]", [word for run in runs for word in run])
+        done, took = ffi.new("uint32_t *"), ffi.new("uint64_t *")
+        status = lib.valve_uvm_sparse(self._fd, self._uuid, words, len(runs), done, took)
+        return SparseResult(status=status, runs=done[0], took_ns=took[0])

@@ -1,1 +1,0 @@
-"""Effects, behind ports: the native gate, regions, processes, files."""

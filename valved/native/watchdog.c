@@ -1,0 +1,76 @@
+/*
+ * watchdog.c - one thread at normal priority: writes the heartbeat of all control pages every fifth of the lease,
+ * gives muted doorbells another chance, and watches the issuers. A disable that does not come back in time is
+ * reported, and the next rung (HOLD) is ordered for the clients it concerns while the ioctl still hangs.
+ */
+#include "internal.h"
+
+/* A flight that takes long while its GPU runs harms nobody yet; it is looked at again in the next round. */
+static void watch_flight(struct gpu *gpu, uint64_t now)
+{
+	uint32_t word = load_acquire(&gpu->flight), number = word >> 2;
+	uint64_t start_ns = load_relaxed(&gpu->flight_ns), holders = load_full(&gpu->holders);
+	struct valve_stamp stamp;
+
+	if (word % 4 != FLIGHT_OUT || now < start_ns + gpu->gate->config.hang_ns)
+		return;
+	if (gpu_target(gpu, holders) != VALVE_GPU_STOPPED)
+		return;
+	/* The number makes this the very flight whose time was read. From here until HELD the issuer would wait in
+	 * land(), so the plan and its clients stay. */
+	if (!compare_swap(&gpu->flight, &word, number << 2 | FLIGHT_LOST))
+		return;
+	for (uint32_t i = 0; gpu->plan && i < gpu->plan->steps; i++)
+		order_hold_all(gpu, &gpu->plan->step[i]);
+	stamp = service_stamp(gpu, holders);
+	stamp.kind = VALVE_STAMP_GATE_FAILED;
+	stamp.status = -ETIMEDOUT;
+	stamp.channels = plan_channels(gpu->plan);
+	stamp.ioctl_ns = start_ns;
+	stamp.done_ns = now;
+	stamp_push(&gpu->gate->stamps, &stamp);
+	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
+}
+
+static void tend_clients(struct valve_gate *gate, bool beat, uint64_t now)
+{
+	pthread_mutex_lock(&gate->roster_lock);
+	for (uint32_t i = 0; i < MAX_CLIENTS; i++) {
+		struct valve_client *client = load_relaxed(&gate->client[i]); /* the lock orders it */
+
+		if (!client)
+			continue;
+		if (beat)
+			store_release(&client->control->heartbeat_ns, now);
+		if (load_relaxed(&client->muted))
+			listener_mute(gate, client, false);
+	}
+	pthread_mutex_unlock(&gate->roster_lock);
+}
+
+static void *keeper_main(void *argument)
+{
+	struct valve_gate *gate = argument;
+	uint64_t beat_ns = gate->config.lease_ns / 5, last_beat_ns = 0;
+	uint64_t round_ns = gate->config.hang_ns / 4;
+
+	if (round_ns > beat_ns)
+		round_ns = beat_ns;
+	while (!load_acquire(&gate->quit)) {
+		uint64_t now = now_ns();
+		bool beat = now - last_beat_ns + round_ns / 2 >= beat_ns;
+
+		for (uint32_t i = 0; i < gate->gpu_count; i++)
+			watch_flight(&gate->gpu[i], now);
+		tend_clients(gate, beat, now);
+		if (beat)
+			last_beat_ns = now;
+		futex_wait(&gate->quit, 0, round_ns);
+	}
+	return NULL;
+}
+
+int keeper_start(struct valve_gate *gate)
+{
+	return thread_start(&gate->keeper, keeper_main, gate);
+}

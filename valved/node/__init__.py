@@ -1,0 +1,1 @@
+"""Answers for the whole node: status, API calls, brake, hand-over, upkeep."""

@@ -1,0 +1,146 @@
+"""What others may ask of this node, one method per question. The gRPC servicer calls these and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from valved.clients.register import Register
+from valved.errors import InvalidRequest, NotFound, NotNow
+from valved.gate.wake import GateService
+from valved.model.events import EventKind
+from valved.model.ids import Mode, Role
+from valved.model.states import Explanation, NodeState, PolicyState
+from valved.node.brake import Brake
+from valved.node.handover import Handover
+from valved.node.status import Reporter
+from valved.policy.cooldown import CooldownSettings
+from valved.state.journal import Journal, Watcher
+from valved.state.saved import SavedPolicy
+
+WATCH_QUEUE = 1024  # events a slow watcher may lag behind
+
+
+class Node:
+    def __init__(
+        self,
+        keeper: GateService,
+        register: Register,
+        brake: Brake,
+        reporter: Reporter,
+        handover: Handover,
+        journal: Journal,
+        *,
+        lease_ns: int,
+        stop: Callable[[], None],
+    ) -> None:
+        self._keeper = keeper
+        self._register = register
+        self._brake = brake
+        self._reporter = reporter
+        self._handover = handover
+        self._journal = journal
+        self._lease_ns = lease_ns
+        self._stop = stop
+        self.explain_reclaim: Callable[[int], Explanation | None] = lambda number: None
+
+    def status(self) -> NodeState:
+        return self._reporter.status()
+
+    def watch(self, kinds: Iterable[str], wake: Callable[[], None]) -> Watcher:
+        known = {kind.value for kind in EventKind}
+        unknown = sorted(set(kinds) - known)
+        if unknown:
+            raise InvalidRequest(
+                f"no such kind of event: {', '.join(unknown)}",
+                field="kinds",
+                next_step=f"known: {', '.join(sorted(known))}",
+            )
+        return self._journal.watch(kinds, WATCH_QUEUE, wake)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        self._journal.unwatch(watcher)
+
+    def launch(self, pid: int, start_time: int, role: Role, name: str) -> int:
+        if role not in (Role.ONLINE, Role.OFFLINE):
+            raise InvalidRequest("a process can be claimed as online or offline", field="role")
+        if pid <= 0:
+            raise InvalidRequest(f"pid {pid} is no process", field="pid")
+        if self._brake.is_draining:
+            raise NotNow("this node is draining", field="role", next_step="valve resume, or wait for the next valved")
+        if role is Role.OFFLINE and self._brake.mode is Mode.OFF:
+            raise NotNow("harvesting is off on this node", field="role", next_step="set the mode to harvest")
+        claim = self._register.claim(pid, start_time, role, name)
+        if claim is None:
+            raise NotFound(
+                f"process {pid} that started at {start_time} does not exist",
+                field="start_time",
+                next_step="pass field 22 of /proc/PID/stat, and call while the process lives",
+            )
+        return int(claim.service)
+
+    def policy(self) -> PolicyState:
+        cooldown = self._keeper.settings.cooldown
+        return PolicyState(
+            mode=self._brake.mode,
+            cooldown_start_ns=cooldown.start_ns,
+            cooldown_floor_ns=cooldown.floor_ns,
+            cooldown_ceiling_ns=cooldown.ceiling_ns,
+            cooldown_factor=cooldown.factor,
+            cooldown_window_ns=cooldown.window_ns,
+            lease_ns=self._lease_ns,
+        )
+
+    def set_policy(self, mode: Mode | None, changes: dict[str, int | float], lease_ns: int) -> PolicyState:
+        """Fields left at zero keep their value. Everything is checked before anything changes."""
+        if lease_ns not in (0, self._lease_ns):
+            raise InvalidRequest(
+                "the lease is fixed while valved runs", field="lease_ns", next_step="set lease_ms in the configuration"
+            )
+        before = self._keeper.settings.cooldown
+        try:
+            after = replace(before, **changes)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="cooldown") from None
+        if after != before:
+            self._set_cooldown(after, changes)
+        if mode is not None:
+            self._brake.set_mode(mode, "SetPolicy")
+            self._handover.policy = SavedPolicy(mode=mode, cooldown=self._handover.policy.cooldown)
+        self._handover.save_soon()
+        return self.policy()
+
+    def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:
+        self._keeper.settings.cooldown = settings
+        self._handover.policy = SavedPolicy(
+            mode=self._handover.policy.mode,
+            cooldown=(settings.start_ns, settings.floor_ns, settings.ceiling_ns, settings.factor, settings.window_ns),
+        )
+        words = ", ".join(f"{name} {value}" for name, value in changes.items())
+        self._journal.emit(EventKind.POLICY, reason=f"cooldown {words}")
+
+    def pause(self, by: str) -> NodeState:
+        self._brake.pause(by or "somebody")
+        return self.status()
+
+    def resume(self) -> NodeState:
+        self._brake.resume()
+        return self.status()
+
+    def drain(self, by: str, *, stop: bool) -> NodeState:
+        self._brake.drain(by or "somebody", self._stop if stop else lambda: None)
+        return self.status()
+
+    def explain(self, subject: str, number: int) -> Explanation:
+        explainers = {
+            "gpu": self._reporter.explain_gpu,
+            "pid": self._reporter.explain_pid,
+            "service": self._reporter.explain_service,
+            "reclaim": self.explain_reclaim,
+        }
+        if subject not in explainers:
+            raise InvalidRequest("name a GPU, a process, a service or a reclaim", field="subject")
+        answer = explainers[subject](number)
+        if answer is None:
+            raise NotFound(f"valved knows no {subject} {number}", field=subject, next_step="see: valve status")
+        return answer

@@ -1,0 +1,350 @@
+"""From one valved to the next: write down what a successor must know, and pick it up.
+
+After a restart the online services of the predecessor hold their GPUs again before any client is back, so offline work
+cannot run beside an online process that nobody watches. Clients find the new socket within moments. What has not come
+back after `come_back_s`: channels of dead processes are enabled at once (a process cannot even exit cleanly while its
+channels are off), those of live ones when their GPU opens; a live online process that does not return keeps its
+service's hold until it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from valved.clients.channels import SECOND_NS
+from valved.clients.register import Register
+from valved.gate.online import OnlineService
+from valved.gate.requests import RequestTally
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
+from valved.policy.cooldown import CooldownState, read_cooldown
+from valved.state import saved as files
+from valved.state.journal import Journal
+from valved.state.registry import Books, Claim, ServiceEntry
+from valved.state.saved import (
+    SavedChannel,
+    SavedClient,
+    SavedGpu,
+    SavedMemory,
+    SavedPolicy,
+    SavedRequests,
+    SavedService,
+    SavedState,
+)
+
+DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
+SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
+TELL_NS = 1_000_000_000  # a client that came back has told of its channels after this, or has none
+COUNTERS = (
+    "gates",
+    "wakes",
+    "wake_refused",
+    "gate_failures",
+    "clients",
+    "refused",
+    "malformed",
+    "restarts",
+    "channels_enabled_on_exit",
+)
+
+
+class Handover:
+    def __init__(
+        self,
+        path: Path,
+        gate: GatePort,
+        books: Books,
+        keeper: GateService,
+        register: Register,
+        journal: Journal,
+        clock: Clock,
+        processes: ProcessPort,
+        boot: str,
+    ) -> None:
+        self.policy = SavedPolicy()
+        self.is_ours: Callable[[], bool] = lambda: True  # the folder that the state is written to
+        self.frozen: Callable[[], list[ProcessId]] = list
+        self.let_go: Callable[[ProcessId], None] = lambda process: None
+        self.memory: Callable[[], SavedMemory] = SavedMemory
+        self.restore_memory: Callable[[SavedMemory], None] = lambda saved: None
+        self._path = path
+        self._gate = gate
+        self._books = books
+        self._keeper = keeper
+        self._register = register
+        self._journal = journal
+        self._clock = clock
+        self._processes = processes
+        self._boot = boot
+        self._timer: TimerHandle | None = None
+        self._took_ns = 0  # the last save
+        register.channels.changed = self.save_soon
+
+    # Writing
+
+    def save_soon(self) -> None:
+        if self._timer is None:
+            after_ns = max(DEBOUNCE_NS, SAVE_SHARE * self._took_ns)
+            self._timer = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self.save)
+
+    def save(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.is_ours():
+            return
+        began_ns = self._clock.now_ns()
+        try:
+            files.save(self._path, self.snapshot())
+        except OSError as error:  # a full disk must not stop gating
+            self._journal.emit(EventKind.NOTED, reason=f"state file: {error.strerror}")
+        self._took_ns = self._clock.now_ns() - began_ns
+
+    def snapshot(self) -> SavedState:
+        counters = self._keeper.counters
+        leftovers = [
+            SavedClient(
+                pid=owner.pid,
+                start_time=owner.start_time,
+                role=Role.OFFLINE,
+                service=0,
+                channels=[_saved_channel(channel)],
+            )
+            for channel, owner in self._register.channels.leftovers.all()
+        ]
+        return SavedState(
+            version=files.VERSION,
+            boot_id=self._boot,
+            driver=self._gate.driver_version(),
+            counters={name: getattr(counters, name) for name in COUNTERS},
+            refusals=dict(counters.refusals),
+            gpus=[self._saved_gpu(info.index, info.uuid) for info in self._gate.gpus()],
+            services=[self._saved_service(entry) for entry in self._books.services.values()],
+            clients=[*self._saved_clients(), *leftovers],
+            next_client=self._books.next_client,
+            next_service=self._books.next_service,
+            policy=self.policy,
+            memory=self.memory(),
+            frozen=[(process.pid, process.start_time) for process in self.frozen()],
+        )
+
+    def _saved_gpu(self, gpu: GpuIndex, uuid: bytes) -> SavedGpu:
+        account = self._keeper.gpus[gpu]
+        account.advance(self._clock.now_ns())
+        return SavedGpu(
+            uuid=uuid.hex(),
+            harvest_ns=account.harvest_ns,
+            gated_ns=account.gated_ns,
+            gates=account.gates,
+            latency=list(account.latency.counts),
+            latency_sum_ns=account.latency.sum_ns,
+        )
+
+    def _saved_service(self, entry: ServiceEntry) -> SavedService:
+        claim = self._books.claims.get(entry.root) if entry.root is not None else None
+        saved = SavedService(
+            id=entry.id,
+            name=entry.name,
+            role=entry.role,
+            root=(entry.root.pid, entry.root.start_time) if entry.root is not None else None,
+            cgroup=claim.cgroup if claim is not None else "",
+            gpus=sorted(entry.gpus),
+            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
+            tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
+        )
+        online = self._keeper.online.get(entry.id)
+        return saved if online is None else _with_online(saved, online, self._saved_requests(online))
+
+    def _saved_requests(self, online: OnlineService) -> list[SavedRequests]:
+        told = dict(online.left)
+        for client in self._books.clients_of(online.id):
+            told[client.process, client.role] = online.tally_of(client)
+        return [
+            SavedRequests(process.pid, process.start_time, role, *tally.seen, tally.open_hits())
+            for (process, role), tally in told.items()
+            if tally.is_heard and self._is_alive(process.pid, process.start_time)
+        ]
+
+    def _saved_clients(self) -> list[SavedClient]:
+        return [
+            SavedClient(
+                pid=entry.process.pid,
+                start_time=entry.process.start_time,
+                role=entry.role,
+                service=entry.service,
+                channels=[
+                    _saved_channel(channel)
+                    for key, channel in entry.channels.items()
+                    if entry.role is Role.OFFLINE and key not in entry.app_disabled
+                ],
+            )
+            for entry in self._books.clients.values()
+        ]
+
+    # Reading
+
+    def restore(self, saved: SavedState, come_back_s: float) -> None:
+        """Take over from a predecessor. Called once, before the link opens."""
+        self._restore_counters(saved)
+        self.restore_memory(saved.memory)
+        self.policy = saved.policy
+        self._books.next_client = max(saved.next_client, self._books.next_client)
+        self._books.next_service = max(saved.next_service, self._books.next_service)
+        if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
+            self._journal.emit(EventKind.TAKEN_OVER, reason="counters only: another boot or another driver")
+            return
+        for pid, start_time in saved.frozen:
+            self.let_go(ProcessId(pid=pid, start_time=start_time))
+        for service in saved.services:
+            self._restore_service(service, [client for client in saved.clients if client.service == service.id])
+        for client in saved.clients:
+            for channel in client.channels:
+                if channel.gpu in self._keeper.gpus:
+                    owner = ProcessId(pid=client.pid, start_time=client.start_time)
+                    self._register.channels.leftovers.put(_channel(channel), owner)
+        self._journal.emit(
+            EventKind.TAKEN_OVER,
+            reason="state of a predecessor",
+            services=len(self._books.services),
+            channels=len(self._register.channels.leftovers),
+        )
+        self.settle(patience_over=False)
+        after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
+        self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
+
+    def _restore_counters(self, saved: SavedState) -> None:
+        counters = self._keeper.counters
+        for name in COUNTERS:
+            setattr(counters, name, saved.counters.get(name, 0))
+        counters.refusals = dict(saved.refusals)
+        counters.restarts += 1
+        index_of = {info.uuid.hex(): info.index for info in self._gate.gpus()}
+        for gpu in saved.gpus:
+            index = index_of.get(gpu.uuid)
+            account = self._keeper.gpus.get(index) if index is not None else None
+            if account is None:
+                continue
+            account.harvest_ns, account.gated_ns, account.gates = gpu.harvest_ns, gpu.gated_ns, gpu.gates
+            if len(gpu.latency) == len(account.latency.counts):
+                account.latency.counts = list(gpu.latency)
+                account.latency.sum_ns = gpu.latency_sum_ns
+
+    def _restore_service(self, saved: SavedService, clients: list[SavedClient]) -> None:
+        """Only a service of which something still lives; unclaimed offline ones are made anew by their clients."""
+        role = Role(saved.role)
+        living = [client for client in clients if self._is_alive(client.pid, client.start_time)]
+        alive = {client.pid for client in living}
+        root = self._root(saved, living)
+        if root is None:
+            return
+        gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._keeper.gpus)
+        entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
+        self._books.services[entry.id] = entry
+        self._books.claims[root] = Claim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
+        self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
+        for pid, start_time, tokens in saved.tokens:
+            self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)
+        self._register.watch_root(root)
+        if role is not Role.ONLINE:
+            return
+        shims = {client.pid for client in clients if client.role == Role.ONLINE}
+        entry.kept_gpus = gpus if alive & shims else frozenset()
+        entry.refresh_gpus()
+        online = self._keeper.add_service(entry.id, entry.gpus)
+        online.away = alive & shims
+        _restore_online(online, saved, self._clock.now_ns())
+        online.cooldown = read_cooldown(online.cooldown_state, self._keeper.settings.cooldown)
+
+    def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
+        """Whose end ends the service: who was claimed, or where that one is gone the first client that outlived it."""
+        if saved.root is not None and self._is_alive(*saved.root):
+            return ProcessId(pid=saved.root[0], start_time=saved.root[1])
+        if saved.root is None or not living:
+            return None
+        return ProcessId(pid=living[0].pid, start_time=living[0].start_time)
+
+    def settle(self, *, patience_over: bool) -> None:
+        """Enable what nobody came back for. Called again from time to time while anything is left."""
+
+        def is_due(channel: ChannelRef, owner: ProcessId) -> bool:
+            if not self._is_alive(owner.pid, owner.start_time):
+                return True
+            return patience_over and not self._gate.is_gated(channel.gpu)
+
+        due = self._register.channels.leftovers.take_where(is_due)
+        if due:
+            known = self._gate.enable_foreign(due)
+            self._journal.emit(
+                EventKind.ENABLED_LEFTOVER,
+                gpus=tuple(sorted({channel.gpu for channel in due})),
+                reason="their clients did not come back",
+                channels=len(due),
+                known_to_driver=known,
+            )
+            self.save_soon()
+        for online in list(self._keeper.online.values()):
+            self._settle_service(online, patience_over)
+
+    def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
+        entry = self._books.services.get(online.id)
+        if entry is None:
+            return
+        online.away = {pid for pid in online.away if self._processes.start_time(pid) is not None}
+        has_told = self._clock.now_ns() - online.back_ns >= TELL_NS
+        if entry.kept_gpus and patience_over and has_told and not online.away:
+            entry.kept_gpus = frozenset()
+            if entry.refresh_gpus():
+                self._keeper.set_gpus(online.id, entry.gpus)
+                self._register.channels.refresh_lease_flags()
+            self._keeper.look_soon(online)
+        if patience_over and not online.away:
+            self._register.drop_if_empty(online.id)
+
+    def _is_alive(self, pid: int, start_time: int) -> bool:
+        return self._processes.start_time(pid) == start_time
+
+
+def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests]) -> SavedService:
+    requests, most, histogram = online.request_figures()
+    mark = online.cooldown_state
+    return msgspec.structs.replace(
+        saved,
+        cooldown=(mark.mark_ns, mark.age_ns, mark.gaps),
+        preemptions=online.preemptions,
+        delay_ns=online.delay_ns,
+        held_ns=online.held_ns,
+        requests=requests,
+        most_preempted=most,
+        preempted=histogram,
+        told=told,
+    )
+
+
+def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
+    online.preemptions, online.delay_ns, online.held_ns = saved.preemptions, saved.delay_ns, saved.held_ns
+    past = online.past_requests
+    past.ended, past.most = saved.requests, saved.most_preempted
+    if len(saved.preempted) == len(past.histogram):
+        past.histogram = list(saved.preempted)
+    for one in saved.told:
+        process = ProcessId(pid=one.pid, start_time=one.start_time)
+        online.left[process, Role(one.role)] = RequestTally.resumed(one.started, one.ended, one.open_hits)
+    if saved.cooldown is not None:
+        mark_ns, age_ns, gaps = saved.cooldown
+        online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)
+
+
+def _saved_channel(channel: ChannelRef) -> SavedChannel:
+    c = channel  # positional: a node may have thousands
+    return SavedChannel(c.gpu, c.h_client, c.h_channel, c.cid, c.h_tsg, c.engine, c.compute)
+
+
+def _channel(saved: SavedChannel) -> ChannelRef:
+    fields = {name: getattr(saved, name) for name in SavedChannel.__struct_fields__}
+    return ChannelRef(**{**fields, "gpu": GpuIndex(saved.gpu)})

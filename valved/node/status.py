@@ -1,0 +1,281 @@
+"""The node as others see it: one snapshot for the API and the metrics, and the answer to "why?"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from valved.clients.register import Register
+from valved.gate.online import OnlineService
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock
+from valved.machine.ports import GatePort, GpuInfo
+from valved.model.events import Event, EventKind
+from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.states import (
+    ClientState,
+    CountersState,
+    DriverState,
+    Explanation,
+    GpuState,
+    MemoryState,
+    NodeState,
+    ServiceState,
+)
+from valved.node.brake import Brake
+from valved.policy.wake import WakeAction, WakeReason
+from valved.state.journal import Journal
+from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry, ServiceEntry
+
+EXPLAINED = 50  # events in one explanation
+STANDING = {BRAKE_SERVICE: "the brake", GUARD_SERVICE: "the guard", MEMORY_SERVICE: "a move of memory"}
+WORDS = {
+    WakeReason.COOLING: "cooling down",
+    WakeReason.REFUSED_LATELY: "busy: a launch came as it was about to give way",
+    WakeReason.BUSY: "busy: GPU work not proven done",
+    WakeReason.OPEN_REQUESTS: "busy: open requests",
+    WakeReason.WATCHER_DEAD: "held: its watcher is silent, nobody can prove the GPU idle",
+    WakeReason.NO_OFFLINE: "alone: no offline work on its GPUs",
+    WakeReason.BRAKED: "held: harvesting is braked",
+}
+
+
+def is_telling(event: Event) -> bool:
+    """Whether an event explains anything: a process brings ten channels and more, which drown the decisions."""
+    return event.kind not in (EventKind.CHANNEL_ADDED, EventKind.CHANNEL_GONE)
+
+
+class Reporter:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        keeper: GateService,
+        register: Register,
+        brake: Brake,
+        journal: Journal,
+        clock: Clock,
+        *,
+        version: str,
+        run_dir: Path,
+        lease_ns: int,
+        driver: DriverState,
+    ) -> None:
+        self.memory: Callable[[], MemoryState] = MemoryState
+        self.used_bytes: Callable[[bytes], int] = lambda uuid: 0  # device memory in use on a card
+        self._gate = gate
+        self._books = books
+        self._keeper = keeper
+        self._register = register
+        self._brake = brake
+        self._journal = journal
+        self._clock = clock
+        self._version = version
+        self._run_dir = run_dir
+        self._lease_ns = lease_ns
+        self._driver = driver
+
+    def status(self) -> NodeState:
+        now_ns = self._clock.now_ns()
+        brake, counters = self._brake, self._keeper.counters
+        return NodeState(
+            version=self._version,
+            pid=os.getpid(),
+            monotonic_ns=now_ns,
+            mode=brake.mode,
+            paused=brake.is_paused,
+            paused_by=brake.paused_by,
+            draining=brake.is_draining,
+            driver=replace(self._driver, device_only_lock=self._keeper.locks.is_per_gpu),
+            gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
+            services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
+            clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
+            counters=CountersState(
+                gates=counters.gates,
+                wakes=counters.wakes,
+                wake_refused=counters.wake_refused,
+                gate_failures=counters.gate_failures,
+                clients=counters.clients,
+                refused=counters.refused,
+                malformed=counters.malformed,
+                refusals=dict(counters.refusals),
+                restarts=counters.restarts,
+                channels_enabled_on_exit=counters.channels_enabled_on_exit,
+            ),
+            lease_ns=self._lease_ns,
+            run_dir=str(self._run_dir),
+            memory=self.memory(),
+        )
+
+    def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
+        account = self._keeper.gpus[info.index]
+        account.advance(now_ns)
+        reach, reason = self._gate.reach(info.index)
+        return GpuState(
+            index=info.index,
+            uuid=info.uuid_text,
+            name=info.name,
+            gated=self._gate.is_gated(info.index),
+            channels=account.channels,
+            reach=reach.value,
+            reach_reason=reason,
+            holders=len(account.holders),
+            gated_ns=account.gated_ns,
+            harvest_ns=account.harvest_ns,
+            preemptions=account.gates,
+            preempt_latency=account.latency.state(),
+            total_bytes=info.total_bytes,
+            used_bytes=self.used_bytes(info.uuid),
+        )
+
+    def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
+        online = self._keeper.online.get(entry.id)
+        requests, most, histogram = online.request_figures() if online is not None else (0, 0, [])
+        return ServiceState(
+            id=entry.id,
+            name=entry.name,
+            role=entry.role,
+            gpus=tuple(sorted(entry.gpus)),
+            busy=online is not None and online.holding,
+            since_ns=online.since_ns if online is not None else 0,
+            cooldown_ns=online.cooldown.cooldown_ns if online is not None else 0,
+            hinted=online is not None and online.is_hinted,
+            open_requests=online.open_requests if online is not None else 0,
+            preemptions=online.preemptions if online is not None else 0,
+            requests=requests,
+            max_preemptions_per_request=most,
+            delay_ns=online.delay_ns if online is not None else 0,
+            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, now_ns),
+            useful_tokens=self._register.tokens(entry.id),
+            pids=tuple(sorted({client.process.pid for client in self._books.clients_of(entry.id)})),
+            state=self._online_words(online, now_ns) if online is not None else self._offline_words(entry),
+            preemptions_per_request=tuple(histogram),
+        )
+
+    def _online_words(self, online: OnlineService, now_ns: int) -> str:
+        if not online.holding:
+            return "idle: offline work may run"
+        if online.away:
+            return f"held: process {min(online.away)} has not come back since the restart"
+        if now_ns < online.breaker.open_until_ns:
+            rest_s = (online.breaker.open_until_ns - now_ns) // 1_000_000_000
+            return f"held: delayed beyond its budget, the breaker rests for {rest_s} s"
+        decision = online.decision
+        if decision is None or decision.action is WakeAction.WAKE:
+            return "busy: just begun"
+        return WORDS[decision.reason]
+
+    def _offline_words(self, entry: ServiceEntry) -> str:
+        if not entry.clients:
+            return "waiting: not connected yet"
+        if not entry.compute_on:
+            return "waiting: no compute channel yet"
+        gated = [gpu for gpu in sorted(entry.compute_on) if self._gate.is_gated(gpu)]
+        if not gated:
+            return "running"
+        holders = sorted(set().union(*(self._keeper.gpus[gpu].holders for gpu in gated)))
+        names = [self._name(ServiceId(holder)) for holder in holders]
+        return f"stopped: {', '.join(names) or 'the brake'} holds GPU {', '.join(map(str, gated))}"
+
+    def _name(self, service: ServiceId) -> str:
+        if service in STANDING:
+            return STANDING[service]
+        entry = self._books.services.get(service)
+        return entry.name if entry is not None else f"service {service}"
+
+    def _client(self, entry: ClientEntry, now_ns: int) -> ClientState:
+        online = self._keeper.online.get(entry.service)
+        alive = True
+        view = self._gate.view(entry.id)
+        if entry.role is Role.ONLINE and online is not None and online.watching:
+            beat_ns = max(view.watcher_ns, online.watch_since_ns)
+            alive = now_ns - beat_ns <= self._keeper.settings.wake.watcher_lease_ns
+        return ClientState(
+            id=entry.id,
+            pid=entry.process.pid,
+            comm=entry.comm,
+            role=entry.role,
+            service=entry.service,
+            abi=entry.abi,
+            build=entry.build,
+            channels=len(entry.channels),
+            notes=tuple(entry.notes),
+            watcher_alive=alive,
+            submitted=view.submitted,
+            busy=not view.is_idle,
+        )
+
+    # Why?
+
+    def explain_gpu(self, gpu: int) -> Explanation | None:
+        account = self._keeper.gpus.get(GpuIndex(gpu))
+        if account is None:
+            return None
+        status = self.status()
+        state = next(item for item in status.gpus if item.index == gpu)
+        if not state.channels:
+            summary = f"GPU {gpu}: no offline work here"
+        elif state.gated:
+            summary = f"GPU {gpu}: offline work is stopped"
+        else:
+            summary = f"GPU {gpu}: offline work may run"
+        here = [service for service in status.services if gpu in service.gpus]
+        facts = [f"{service.role.name.lower()} {service.id} {service.name}: {service.state}" for service in here]
+        facts.append(
+            f"channels are reached by {state.reach}" + (f" ({state.reach_reason})" if state.reach_reason else "")
+        )
+        return Explanation(
+            summary=summary,
+            facts=(*facts, *self._brake_facts()),
+            decisions=tuple(self._journal.recent(lambda event: is_telling(event) and gpu in event.gpus, EXPLAINED)),
+        )
+
+    def explain_service(self, service: int) -> Explanation | None:
+        entry = self._books.services.get(ServiceId(service))
+        if entry is None:
+            return None
+        state = self._service(entry, self._clock.now_ns())
+        facts = [
+            f"GPUs {list(state.gpus)}, processes {list(state.pids)}",
+            f"preempted offline work {state.preemptions} times, delayed by {state.delay_ns / 1e6:.3f} ms in all",
+        ]
+        online = self._keeper.online.get(entry.id)
+        if online is not None:
+            cooldown = online.cooldown
+            facts.append(
+                f"cooldown {cooldown.cooldown_ns / 1e6:.1f} ms, from a largest gap of {cooldown.gap_ns / 1e6:.1f} ms "
+                f"({cooldown.reason})"
+            )
+        return Explanation(
+            summary=f"{entry.role.name.lower()} service {entry.id} {entry.name}: {state.state}",
+            facts=(*facts, *self._brake_facts()),
+            decisions=tuple(
+                self._journal.recent(lambda event: is_telling(event) and event.service == service, EXPLAINED)
+            ),
+        )
+
+    def explain_pid(self, pid: int) -> Explanation | None:
+        clients = [entry for entry in self._books.clients.values() if entry.process.pid == pid]
+        if clients:
+            return self.explain_service(clients[0].service)
+
+        def about(event: Event) -> bool:
+            return event.detail.get("pid") == pid
+
+        past = self._journal.recent(about, EXPLAINED)
+        if not past:
+            return None
+        refused = past[-1].kind is EventKind.REFUSED
+        summary = f"process {pid}: {'refused: ' + past[-1].reason if refused else 'not connected'}"
+        return Explanation(summary=summary, facts=self._brake_facts(), decisions=tuple(past))
+
+    def _brake_facts(self) -> tuple[str, ...]:
+        brake = self._brake
+        words = [f"mode {brake.mode.value}"]
+        if brake.is_paused:
+            words.append(f"paused by {brake.paused_by}")
+        if brake.is_draining:
+            words.append("draining")
+        return (", ".join(words),)

@@ -1,0 +1,91 @@
+"""What valved does by itself, now and then: nothing here is in a hurry, and nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+
+from valved.gate.wake import GateService
+from valved.kv.reserve import Reserve
+from valved.machine.cards import CardReader
+from valved.machine.ports import GatePort
+from valved.node.brake import Brake
+from valved.node.handover import Handover
+from valved.state.saved import RunFolder
+
+log = logging.getLogger("valved")
+
+TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes
+SAVE_EVERY_TICKS = 30
+CARDS_S = 1.0
+CANCEL_AGAIN_S = 1.0
+EXIT_FAILED = 1
+
+
+class Upkeep:
+    def __init__(
+        self,
+        gate: GatePort,
+        keeper: GateService,
+        handover: Handover,
+        brake: Brake,
+        folder: RunFolder,
+        *,
+        has_watch: bool,
+    ) -> None:
+        self._gate = gate
+        self._keeper = keeper
+        self._handover = handover
+        self._brake = brake
+        self._folder = folder
+        self._has_watch = has_watch  # the pause file is seen without looking
+
+    async def run(self) -> None:
+        ticks = 0
+        while True:
+            await asyncio.sleep(TICK_S)
+            ticks += 1
+            if not self._folder.is_ours():
+                self._end_unreachable()
+            self._keeper.resync()
+            self._handover.settle(patience_over=True)
+            if not self._has_watch:
+                self._brake.look_at_file()
+            if ticks % SAVE_EVERY_TICKS == 0:
+                self._handover.save()
+
+    def _end_unreachable(self) -> None:
+        """Nobody finds us any more, and another valved may gate these GPUs soon: let everything go and be gone.
+
+        At once: whatever ends in good order removes sockets by their names, and those are our successor's.
+        """
+
+        def leave() -> None:
+            self._gate.close()
+            log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
+            os._exit(EXIT_FAILED)
+
+        self._brake.drain("the run folder was removed", leave)
+
+
+async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel until all are done: before Python 3.12 wait_for swallows a cancellation that meets its answer."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+
+
+async def read_cards(reserve: Reserve) -> None:
+    """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds."""
+    reader = CardReader()
+    try:
+        while True:
+            if reserve.is_in_use:
+                reserve.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
+            await asyncio.sleep(CARDS_S)
+    finally:
+        reader.close()

@@ -1,1 +1,0 @@
-"""asyncio services: register, gate, wake, report. One loop owns all state."""

@@ -1,0 +1,135 @@
+"""The one place through which every event and decision passes: memory ring, watchers, audit file, trace file, log."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from valved.machine.clock import Clock, TimerHandle
+from valved.model.events import AUDITED, Event, EventKind
+from valved.state.trace import LineFile
+
+log = logging.getLogger("valved")
+
+FLUSH_NS = 1_000_000_000  # lines reach the file within a second of the first unflushed one
+
+# Edges and channels are too many for a log; they are in the ring, the trace and the audit file.
+QUIET = frozenset(
+    {
+        EventKind.GATE,
+        EventKind.HOLD,
+        EventKind.WAKE,
+        EventKind.WAKE_REFUSED,
+        EventKind.DECIDED,
+        EventKind.COOLDOWN,
+        EventKind.CHANNEL_ADDED,
+        EventKind.CHANNEL_GONE,
+    }
+)
+LOUD = frozenset({EventKind.GATE_FAILED, EventKind.BREAKER, EventKind.KILLED, EventKind.FROZEN, EventKind.MALFORMED})
+
+
+class Watcher:
+    """A reader of events with a bounded queue. A slow one loses the oldest and is told how many."""
+
+    def __init__(self, kinds: frozenset[str], limit: int, wake: Callable[[], None]) -> None:
+        self._kinds = kinds
+        self._queue: deque[Event] = deque()
+        self._limit = limit
+        self._wake = wake
+        self._lost = 0
+
+    def offer(self, event: Event) -> None:
+        if self._kinds and event.kind.value not in self._kinds:
+            return
+        if len(self._queue) >= self._limit:
+            self._queue.popleft()
+            self._lost += 1
+        self._queue.append(event)
+        self._wake()
+
+    def take(self) -> Iterator[tuple[Event, int]]:
+        """Everything queued, each with the number of events lost before it."""
+        while self._queue:
+            lost, self._lost = self._lost, 0
+            yield self._queue.popleft(), lost
+
+
+class Journal:
+    def __init__(self, clock: Clock, ring_events: int, files: Iterable[tuple[LineFile, bool]] = ()) -> None:
+        """`files`: each with whether it takes every event, or the audited kinds only."""
+        self._clock = clock
+        self._ring: deque[Event] = deque(maxlen=ring_events)
+        self._files = tuple(files)
+        self._watchers: set[Watcher] = set()
+        self._seq = 0
+        self._flush: TimerHandle | None = None
+
+    def emit(
+        self,
+        kind: EventKind,
+        *,
+        service: int = 0,
+        client: int = 0,
+        gpus: tuple[int, ...] = (),
+        reason: str = "",
+        t_ns: int = 0,
+        **detail: str | int,
+    ) -> Event:
+        self._seq += 1
+        event = Event(
+            seq=self._seq,
+            t_ns=t_ns or self._clock.now_ns(),
+            kind=kind,
+            service=service,
+            client=client,
+            gpus=gpus,
+            reason=reason,
+            detail=detail,
+        )
+        self._ring.append(event)
+        for watcher in self._watchers:
+            watcher.offer(event)
+        self._write(event)
+        if kind not in QUIET:
+            log.log(logging.WARNING if kind in LOUD else logging.INFO, kind.value, extra={"event": event})
+        return event
+
+    def recent(self, matches: Callable[[Event], bool], most: int) -> list[Event]:
+        """The newest events that match, oldest first."""
+        found = []
+        for event in reversed(self._ring):
+            if matches(event):
+                found.append(event)
+                if len(found) == most:
+                    break
+        return found[::-1]
+
+    def watch(self, kinds: Iterable[str], limit: int, wake: Callable[[], None]) -> Watcher:
+        watcher = Watcher(frozenset(kinds), limit, wake)
+        self._watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        self._watchers.discard(watcher)
+
+    def close(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+        for file, _ in self._files:
+            file.close()
+
+    def _write(self, event: Event) -> None:
+        wrote = False
+        for file, takes_all in self._files:
+            if takes_all or event.kind in AUDITED:
+                file.write(event)
+                wrote = True
+        if wrote and self._flush is None:
+            self._flush = self._clock.call_at_ns(self._clock.now_ns() + FLUSH_NS, self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush = None
+        for file, _ in self._files:
+            file.flush()
