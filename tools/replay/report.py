@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -129,6 +130,12 @@ def _verdict(claims: Sequence[Claim]) -> str:
     return f"{counted(claims)}." + (f" Missed: {'; '.join(missed)}." if missed else "")
 
 
+def figures_line(name: str, content: str) -> str:
+    """Which figures a page shows: the tree keeps the page, not its JSON."""
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return f"Figures: `{name}`, sha256 `{digest}`; `valve replay` builds it, the tree does not keep it.\n"
+
+
 def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None) -> list[Path]:
     """NAME.json, NAME.md and NAME.html in `folder`; `origin` says where and with which commit it was computed."""
     from valve_tools.replay.page import page
@@ -137,9 +144,12 @@ def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None)
     document = report.document() | dict(origin or {})
     head = [f"# {report.title}\n", *(f"{paragraph}\n" for paragraph in report.summary)]
     tables = [claims_table(report.claims), *report.tables] if report.claims else list(report.tables)
-    foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n"
+    figures = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n\n" + figures_line(
+        f"{report.name}.json", figures
+    )
     written = {
-        "json": json.dumps(document, indent=1, sort_keys=True) + "\n",
+        "json": figures,
         "md": "\n".join([*head, markdown(tables), foot]),
         "html": page(report, document),
     }
