@@ -1,14 +1,21 @@
 """How the command line reads and writes: durations, histograms, subjects, environments."""
 
+import argparse
+import io
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import pytest
+from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import doctor, explain, run, systemd, words
-from valved.cli.exits import CliError
+from valved.cli import client, doctor, explain, policy, record, run, systemd, top, words
+from valved.cli.exits import REFUSED, USAGE, CliError
+from valved.cli.tables import FittingTable
+from valved.paths import API_SOCKET
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,7 @@ def test_explain_understands_gpus_pids_and_services(text, kind, number):
 
 def test_explain_refuses_what_is_neither():
     with pytest.raises(CliError, match="neither a GPU nor a process"):
-        explain.subject("everything")
+        explain.subject("every thing")
 
 
 def test_run_puts_our_library_first_and_keeps_what_was_preloaded(monkeypatch, tmp_path):
@@ -148,3 +155,133 @@ def test_the_systemd_unit_names_mode_and_config(tmp_path):
 
     assert f"--mode observe --config {tmp_path / 'valve.toml'}" in unit
     assert "KillMode=process" in unit
+
+
+def test_an_events_details_are_sentences_and_never_raw_nanoseconds():
+    gate = {"launch_ns": "1000000", "seen_ns": "1010000", "ioctl_ns": "1020000", "done_ns": "1420000"}
+
+    assert words.details(gate) == "stopped 420 us after the launch"
+    assert words.details({"gap_ns": "12300000", "pid": "4711"}) == "gap 12.3 ms, pid 4711"
+    assert words.details({"taken_bytes": str(3 << 29)}) == "taken 1.5 GiB"
+    assert words.details({"quiet_us": "24273"}) == "quiet 24.3 ms"
+    assert words.details({"comm": "python"}) == "comm python"
+
+
+def test_small_pools_are_never_shown_as_nothing():
+    assert words.gib(64 << 20) == "64 MiB"
+
+
+STATUS_ROWS = [("1", "chat-with-a-long-name", "online", "0,1", "12", "3.1 ms", "-", "4711,4712", "busy: open requests")]
+STATUS_COLUMNS = ("id", "name", "role", "gpus", "stops", "delay", "harvested", "pids", "state")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_table_never_breaks_a_word_at_any_width(width):
+    table = FittingTable("Services", STATUS_COLUMNS, spare=("pids", "delay", "gpus", "harvested", "id", "stops"))
+    for row in STATUS_ROWS:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+
+    lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    assert len(lines) == 4  # title, head, rule, one row: nothing was folded
+    assert all(len(line) <= width for line in lines)
+    assert "chat-with-a-long-name" in lines[-1]
+    assert "busy: open requests" in lines[-1]
+
+
+def test_a_wide_terminal_shows_every_column():
+    table = FittingTable("Services", STATUS_COLUMNS, spare=("pids",))
+    table.add_row(*STATUS_ROWS[0])
+
+    assert table.columns_for(Console(), 200) == list(STATUS_COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("cooldown.start_ms=inf", "cooldown.start_ms"),
+        ("cooldown.factor=-1", "cooldown.factor"),
+        ("cooldown.factor=two", "cooldown.factor"),
+        ("lease_ms=1", "lease_ms"),
+        ("cooldown.start_ms", "cooldown.start_ms"),
+    ],
+)
+def test_a_policy_word_that_makes_no_sense_never_reaches_valved(word, named):
+    with pytest.raises(CliError, match=re.escape(named)) as refused:
+        policy.changes([word])
+
+    assert refused.value.code == USAGE
+
+
+def test_policy_words_become_fields_of_the_api_in_its_units():
+    assert policy.changes(["cooldown.start_ms=20", "cooldown.factor=2.5"]) == {
+        "cooldown_start_ns": 20_000_000,
+        "cooldown_factor": 2.5,
+    }
+
+
+def test_explain_takes_the_name_of_a_service_and_says_which_there_are():
+    status = SimpleNamespace(
+        services=[
+            SimpleNamespace(id=3, name="chat"),
+            SimpleNamespace(id=9, name="chat"),
+            SimpleNamespace(id=4, name="b"),
+        ]
+    )
+
+    assert explain.service_named("chat", status).service == 9
+    with pytest.raises(CliError) as refused:
+        explain.service_named("chta", status)
+    assert "b, chat" in refused.value.next_step
+
+
+def test_a_socket_of_another_user_is_never_called_a_daemon_that_does_not_run(tmp_path, monkeypatch):
+    (tmp_path / API_SOCKET).touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    error = SimpleNamespace(code=lambda: grpc.StatusCode.UNAVAILABLE, trailing_metadata=lambda: (), details=lambda: "")
+
+    found = client.explain_error(error, tmp_path)
+
+    assert found.code == REFUSED
+    assert "you may not use" in str(found)
+
+
+def test_a_daemon_that_hangs_is_never_called_absent(tmp_path):
+    error = SimpleNamespace(
+        code=lambda: grpc.StatusCode.DEADLINE_EXCEEDED, trailing_metadata=lambda: (), details=lambda: ""
+    )
+
+    found = client.explain_error(error, tmp_path)
+
+    assert "does not answer" in str(found)
+    assert "valve up" not in found.next_step
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "nan", "1e9"])
+def test_top_refuses_an_interval_that_makes_no_sense(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        top.interval(text)
+
+
+def test_a_recording_never_overwrites_a_file_unasked(tmp_path):
+    path = tmp_path / "old"
+    path.write_text("kept")
+
+    with pytest.raises(CliError, match="exists"):
+        record.record(argparse.Namespace(file=path, force=False, seconds=0.0))
+
+    assert path.read_text() == "kept"
+
+
+def test_a_recording_in_a_folder_that_is_not_there_is_an_error_with_its_reason(tmp_path):
+    with pytest.raises(CliError, match="No such file"):
+        record.open_file(tmp_path / "nowhere" / "file")
+
+
+def test_a_recorded_line_is_on_disk_before_the_recorder_ends(tmp_path):
+    out = record.open_file(tmp_path / "events")
+    out.write("{}\n")
+
+    assert (tmp_path / "events").read_text() == "{}\n"
+    out.close()

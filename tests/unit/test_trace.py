@@ -87,9 +87,29 @@ def test_the_exported_trace_shows_each_stop_as_a_span(tmp_path):
     exported = to_trace_events([event.as_record() for event in world.journal.recent(lambda e: True, 1000)])
 
     spans = [event for event in exported["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
-    assert spans[-1]["ts"] == launch_us
-    assert spans[-1]["dur"] == pytest.approx(21_000, rel=0.1)
+    stopping, stopped = spans[-2:]
+    assert (stopping["name"], stopping["ts"]) == ("stopping", launch_us)
+    assert stopped["name"] == "offline stopped"
+    assert stopped["ts"] == stopping["ts"] + stopping["dur"]
+    assert stopping["dur"] + stopped["dur"] == pytest.approx(21_000, rel=0.1)
     assert json.dumps(exported)
+
+
+def test_the_exported_trace_never_shows_offline_work_as_stopped_while_it_still_runs():
+    gate = {"launch_ns": 1_000_000, "done_ns": 1_590_000}
+    records = [
+        {"kind": "claimed", "service": 7, "client": 0, "gpus": [], "reason": "", "t_ns": 1, "detail": {"name": "chat"}},
+        {"kind": "gate", "service": 7, "client": 1, "gpus": [0], "reason": "", "t_ns": 1_590_000, "detail": gate},
+        {"kind": "wake", "service": 7, "client": 0, "gpus": [0], "reason": "", "t_ns": 9_000_000, "detail": {}},
+    ]
+
+    exported = to_trace_events(records)["traceEvents"]
+
+    spans = {event["name"]: (event["ts"], event["dur"]) for event in exported if event["ph"] == "X"}
+    assert spans["stopping"] == (1_000.0, 590.0)
+    assert spans["offline stopped"] == (1_590.0, 7_410.0)
+    tracks = {event["args"]["name"] for event in exported if event["name"] == "thread_name"}
+    assert tracks == {"GPU 0", "chat"}
 
 
 def test_a_stop_that_has_not_ended_reaches_to_the_end_of_the_trace(tmp_path):

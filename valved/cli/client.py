@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from valved.paths import API_SOCKET, run_dir
 
 Answer = TypeVar("Answer")
 
-DEADLINE_S = 10.0
+DEADLINE_S = 3.0
+"""valved answers within milliseconds; one that does not in this time is stuck, and a person should read so."""
 EXITS = {
     grpc.StatusCode.UNAVAILABLE: NOT_RUNNING,
     grpc.StatusCode.INVALID_ARGUMENT: USAGE,
@@ -51,11 +53,32 @@ class Node:
 def explain_error(error: Any, folder: Path) -> CliError:
     """What a gRPC error means for the person at the terminal."""
     code = error.code()
+    if code is grpc.StatusCode.UNAVAILABLE and not may_use(folder):
+        return CliError(
+            f"you may not use {folder / API_SOCKET}",
+            REFUSED,
+            "valved runs as another user: use sudo, or ask to be let into the group that owns the socket",
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return CliError(
+            f"valved in {folder} does not answer",
+            NOT_RUNNING,
+            "it is stuck or stopped: see its log, then restart it; valve pause works without it",
+        )
     if code is grpc.StatusCode.UNAVAILABLE:
         return CliError(f"no valved answers in {folder}", NOT_RUNNING, "start it: valve up")
     problem = next((item.value for item in error.trailing_metadata() or () if item.key == "valve-next-step"), "")
     text = problem.decode() if isinstance(problem, bytes) else problem
     return CliError(error.details() or code.name, EXITS.get(code, FAILED), text)
+
+
+def may_use(folder: Path) -> bool:
+    """False only where the socket is there and this user may not open it."""
+    path = folder / API_SOCKET
+    try:
+        return not path.exists() or os.access(path, os.R_OK | os.W_OK)
+    except PermissionError:  # not even the folder
+        return False
 
 
 @contextlib.contextmanager

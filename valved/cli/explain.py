@@ -14,6 +14,8 @@ from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK, USAGE, CliError
 
+SUBJECT = r"(gpu|pid|service|reclaim)?:?(\d+)"
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -22,7 +24,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "subject",
         nargs="+",
-        help="gpu0, pid1234, service3 or reclaim 120 (its event's number); a bare number is a GPU below 64, else a pid",
+        help="gpu0, pid1234, service3 or a service's name, reclaim 120 (its event's number); "
+        "a bare number is a GPU below 64, else a pid",
     )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=explain)
@@ -30,7 +33,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def subject(text: str) -> node_pb2.ExplainRequest:
     """What the word means. A bare number is a GPU where such a GPU can exist, else a process."""
-    match = re.fullmatch(r"(gpu|pid|service|reclaim)?:?(\d+)", text.lower())
+    match = re.fullmatch(SUBJECT, text.lower())
     if not match:
         raise CliError(
             f"{text}: neither a GPU nor a process, a service or a reclaim", USAGE, "for example: valve explain gpu0"
@@ -40,10 +43,30 @@ def subject(text: str) -> node_pb2.ExplainRequest:
     return node_pb2.ExplainRequest(**{kind: number})
 
 
+def is_name(words_given: list[str]) -> bool:
+    """Whether the subject can only be the name of a service."""
+    return len(words_given) == 1 and not re.fullmatch(SUBJECT, words_given[0].lower())
+
+
+def service_named(name: str, status: Any) -> node_pb2.ExplainRequest:
+    """The service of that name; the newest of several."""
+    found = [service.id for service in status.services if service.name == name]
+    if not found:
+        known = ", ".join(sorted({service.name for service in status.services})) or "none yet"
+        raise CliError(
+            f"{name}: neither a GPU nor a process, a service or a reclaim",
+            USAGE,
+            f"for example: valve explain gpu0; services here: {known}",
+        )
+    return node_pb2.ExplainRequest(service=max(found))
+
+
 def explain(options: argparse.Namespace) -> int:
     with node() as connection:
-        now = connection.status().monotonic_ns
-        answer = connection.call(connection.stub.Explain, subject("".join(options.subject)))
+        wanted = subject("".join(options.subject)) if not is_name(options.subject) else None
+        status = connection.status()
+        now = status.monotonic_ns
+        answer = connection.call(connection.stub.Explain, wanted or service_named(options.subject[0], status))
     if options.json:
         print(MessageToJson(answer, preserving_proto_field_name=True))
     else:
@@ -57,6 +80,6 @@ def show(answer: Any, now_ns: int) -> None:
     for fact in answer.facts:
         console.print(f"  {fact}")
     for event in answer.decisions:
-        detail = ", ".join(f"{name} {value}" for name, value in sorted(event.detail.items()))
+        detail = words.details(event.detail)
         age = words.duration(max(0, now_ns - event.t_ns))
         console.print(f"  {age:>10} ago  {event.kind}: {event.reason}" + (f"  ({detail})" if detail else ""))

@@ -17,7 +17,7 @@ import grpc
 from valve.v1 import node_pb2
 
 from valved.cli.client import Node, explain_error, node
-from valved.cli.exits import FAILED, OK, CliError
+from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.state.trace import read_lines, to_trace_events
 
 SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launches
@@ -26,6 +26,7 @@ SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launch
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("record", help="record events and a timeline for Perfetto")
     parser.add_argument("file", type=Path)
+    parser.add_argument("--force", action="store_true", help="write over FILE if it exists")
     parser.add_argument("--for", dest="seconds", type=float, default=0.0, help="end after this long (default: Ctrl-C)")
     parser.set_defaults(run=record)
 
@@ -33,22 +34,32 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def record(options: argparse.Namespace) -> int:
     if options.file.is_dir():
         raise CliError(f"{options.file} is a folder", FAILED, "name a file")
+    if options.file.exists() and not options.force:
+        raise CliError(f"{options.file} exists", USAGE, "name another file, or say --force")
     samples: list[dict[str, Any]] = []
     with node() as connection:
-        connection.status()  # says at once when nobody answers
+        names = {service.id: service.name for service in connection.status().services}  # and says so if nobody answers
         done = threading.Event()
         sampler = threading.Thread(target=sample, args=(connection, samples, done), daemon=True)
         sampler.start()
-        with options.file.open("w", encoding="utf-8") as out:
+        with open_file(options.file) as out:
             count = follow(connection, out, options.seconds)
         done.set()
         sampler.join()
     timeline = options.file.with_name(options.file.name + ".perfetto.json")
-    document = to_trace_events(read_lines(options.file))
-    document["traceEvents"] += samples
+    document = to_trace_events(read_lines(options.file), names)
+    document["traceEvents"] += [{"ph": "M", "name": "process_name", "pid": 3, "args": {"name": "processes"}}, *samples]
     timeline.write_text(json.dumps(document))
     print(f"{count} events in {options.file}; timeline for ui.perfetto.dev: {timeline}")
     return OK
+
+
+def open_file(path: Path) -> TextIO:
+    """For lines that are on disk as soon as they are written: a recorder that is killed loses none."""
+    try:
+        return path.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}") from None
 
 
 def follow(connection: Node, out: TextIO, seconds: float) -> int:

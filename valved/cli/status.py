@@ -6,15 +6,14 @@ import argparse
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK
+from valved.cli.tables import FittingTable
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,14 +51,6 @@ def head(answer: Any) -> Text:
     return text
 
 
-def plain_table(title: str, *columns: str) -> Table:
-    """One look for every table: no frame, so that 80 columns hold it."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
-
-
 def gpu_state(gpu: Any) -> str:
     """What offline work may do on this GPU now."""
     if not gpu.channels:
@@ -67,8 +58,9 @@ def gpu_state(gpu: Any) -> str:
     return f"[yellow]stopped[/] ({gpu.channels} ch)" if gpu.gated else f"[green]may run[/] ({gpu.channels} ch)"
 
 
-def gpus(answer: Any) -> Table:
-    table = plain_table("GPUs", "gpu", "offline", "stopped by", "preempted", "p50", "p99", "harvested")
+def gpus(answer: Any) -> FittingTable:
+    columns = ("gpu", "offline work", "reached by", "stops", "p50", "p99", "harvested")
+    table = FittingTable("GPUs", columns, spare=("p50", "reached by", "p99"))
     for gpu in answer.gpus:
         latency = [words.at_most(words.quantile_us(gpu.preempt_latency, q)) for q in (0.5, 0.99)]
         harvested = words.duration(gpu.harvest_ns)
@@ -78,22 +70,23 @@ def gpus(answer: Any) -> Table:
 
 
 def services(answer: Any) -> RenderableType:
-    table = plain_table("Services", "id", "name", "role", "gpus", "state", "preempted", "delay", "harvested", "pids")
+    columns = ("id", "name", "role", "gpus", "stops", "delay", "harvested", "pids", "state")
+    table = FittingTable("Services", columns, spare=("pids", "delay", "gpus", "harvested", "id", "stops"))
     if not answer.services:
         return Text("Services: none yet (valve run --online -- CMD)\n")
     for service in answer.services:
         online = service.role == node_pb2.ROLE_ONLINE
-        most = f" (max {service.max_preemptions_per_request}/request)" if service.hinted else ""
+        most = f" (most {service.max_preemptions_per_request} a request)" if service.hinted else ""
         table.add_row(
             str(service.id),
             service.name,
             words.role(service.role),
             ",".join(map(str, service.gpus)),
-            service.state,
             f"{service.preemptions}{most}" if online else "-",
             words.duration(service.delay_ns) if online else "-",
             "-" if online else words.duration(service.harvest_ns),
             ",".join(map(str, service.pids)),
+            service.state,
         )
     return table
 
@@ -109,13 +102,14 @@ def memory(answer: Any) -> list[RenderableType]:
         f" ({kv.reclaims_short} short), target {kv.target_per_hour:g} an hour,"
         f" {kv.lost_tokens} tokens computed again\n"
     )
-    pools = plain_table("KV pool", "gpu", "pool", "online", "offline", "free", "moving", "kept for the living")
+    pools = FittingTable(
+        "KV pool", ("gpu", "pool", "online", "offline", "free", "moving", "orphaned"), spare=("orphaned", "moving")
+    )
     for gpu in kv.gpus:
         parts = (gpu.handles, gpu.online, gpu.offline, gpu.free, gpu.moving, gpu.orphaned)
         pools.add_row(str(gpu.index), *(words.gib(part * size) for part in parts))
-    engines = plain_table(
-        "Engines", "service", "engine", "role", "blocks", "used", "wants", "headroom", "per hour", "state"
-    )
+    columns = ("service", "engine", "role", "blocks", "used", "wants", "headroom", "per hour", "state")
+    engines = FittingTable("Engines", columns, spare=("per hour", "wants", "headroom", "service"))
     for engine in kv.engines:
         online = engine.role == node_pb2.ROLE_ONLINE
         engines.add_row(

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK
-from valved.cli.status import gpu_state, head, memory, notes, plain_table, services
+from valved.cli.status import gpu_state, head, memory, notes, services
+from valved.cli.tables import FittingTable
 
 WIDTH = 30
 
@@ -38,16 +38,23 @@ class History:
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("top", help="live view of this node")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (default 1)")
+    parser.add_argument("--interval", type=interval, default=1.0, help="seconds between looks (default 1)")
     parser.add_argument("--looks", type=int, default=0, help="end after this many looks (default: until Ctrl-C)")
     parser.set_defaults(run=top)
 
 
-def gpus(answer: Any, history: History) -> Table:
-    table = plain_table(
-        "GPUs: share of time that offline work ran, newest right",
-        *("gpu", "offline", "now", "last looks", "preempted", "p99", "memory"),
-    )
+def interval(text: str) -> float:
+    """Seconds between two looks."""
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return seconds
+
+
+def gpus(answer: Any, history: History) -> FittingTable:
+    columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
+    title = "GPUs: share of time that offline work ran, newest right"
+    table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
     for gpu in answer.gpus:
         shares = history.shares[gpu.index]
         now = f"{shares[-1]:.0%}" if shares else "-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valve.v1 import node_pb2
@@ -26,7 +26,43 @@ def duration(nanoseconds: float) -> str:
 
 
 def gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+    """Bytes with the unit that fits: 64 MiB, 1.5 GiB."""
+    return f"{count / 2**20:.0f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+MOMENTS = ("seen_ns", "ioctl_ns", "done_ns")
+"""Points of CLOCK_MONOTONIC in an event's detail, told as the time since its launch. Other `_ns` are durations."""
+
+
+def details(detail: Mapping[str, str]) -> str:
+    """An event's detail in words: "stopped 0.42 ms after the launch", "gap 12.3 ms", "pid 4711"."""
+    values = dict(detail)
+    launch_ns = _number(values.pop("launch_ns", "")) or 0
+    parts = []
+    done_ns = _number(values.get("done_ns", ""))
+    if launch_ns and done_ns:
+        parts.append(f"stopped {duration(done_ns - launch_ns)} after the launch")
+    for name in MOMENTS:
+        values.pop(name, None)
+    for name, value in sorted(values.items()):
+        number = _number(value)
+        if name.endswith("_ns") and number is not None:
+            parts.append(f"{_plain(name.removesuffix('_ns'))} {duration(number)}")
+        elif name.endswith("_us") and number is not None:
+            parts.append(f"{_plain(name.removesuffix('_us'))} {duration(1e3 * number)}")
+        elif name.endswith("_bytes") and number is not None:
+            parts.append(f"{_plain(name.removesuffix('_bytes'))} {gib(number)}")
+        else:
+            parts.append(f"{_plain(name)} {value}")
+    return ", ".join(parts)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _number(value: str) -> int | None:
+    return int(value) if value.lstrip("-").isdigit() else None
 
 
 def lock(driver: Any) -> str:

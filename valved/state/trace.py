@@ -79,61 +79,102 @@ def read_lines(path: Path) -> Iterable[Mapping[str, Any]]:
                 return
 
 
-def to_trace_events(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def to_trace_events(records: Iterable[Mapping[str, Any]], names: Mapping[int, str] | None = None) -> dict[str, Any]:
     """The trace-event form that Perfetto and chrome://tracing open.
 
-    Two processes: `gpus`, with one track per GPU that shows when offline work was stopped, and `services`, with one
-    track per online service that shows when it held its GPUs. Everything else is an instant on its service's track.
+    Two processes. `GPUs` has a track per GPU: "stopping" from the online launch until the driver call came back, while
+    offline work may still run, then "offline stopped". `services` has a track per online service that shows when it
+    held its GPUs. Everything else is an instant on its service's track. `names`: of services, beyond those claimed
+    here.
     """
-    out: list[dict[str, Any]] = [_named(_GPUS, "gpus"), _named(_SERVICES, "services")]
-    closed: dict[int, tuple[float, str]] = {}
-    held: dict[int, tuple[float, str]] = {}
-    holders: dict[int, set[int]] = {}
-    last_us = 0.0
+    timeline = _Timeline(dict(names or {}))
     for record in records:
-        last_us = max(last_us, record["t_ns"] / 1e3)
-        kind, service = record["kind"], int(record["service"])
-        gpus = [int(gpu) for gpu in record["gpus"]]
-        if kind in (EventKind.GATE.value, EventKind.HOLD.value):
-            held.setdefault(service, (_launch_us(record), record["reason"]))
-            for gpu in gpus:
-                holders.setdefault(gpu, set()).add(service)
-                if kind == EventKind.GATE.value:
-                    closed.setdefault(gpu, (_launch_us(record), f"service {service}"))
-        elif kind == EventKind.WAKE.value:
-            out.extend(_span(_SERVICES, service, held.pop(service, None), last_us))
-            for gpu in gpus:
-                holders.get(gpu, set()).discard(service)
-                if not holders.get(gpu):
-                    out.extend(_span(_GPUS, gpu, closed.pop(gpu, None), last_us))
-        else:
-            out.append(_instant(record))
-    for service, since in held.items():
-        out.extend(_span(_SERVICES, service, since, last_us))
-    for gpu, since in closed.items():
-        out.extend(_span(_GPUS, gpu, since, last_us))
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
+        timeline.take(record)
+    return {"traceEvents": timeline.finish(), "displayTimeUnit": "ms"}
 
 
 _GPUS, _SERVICES = 1, 2
 
 
-def _launch_us(record: Mapping[str, Any]) -> float:
-    launch_ns = int(record["detail"].get("launch_ns", 0))
-    return (launch_ns or int(record["t_ns"])) / 1e3
+class _Timeline:
+    """Spans that are open, and what is finished."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._out: list[dict[str, Any]] = [_named(_GPUS, "GPUs"), _named(_SERVICES, "services")]
+        self._closed: dict[int, tuple[float, int]] = {}
+        self._held: dict[int, float] = {}
+        self._holders: dict[int, set[int]] = {}
+        self._gpus: set[int] = set()
+        self._services: set[int] = set()
+        self._last_us = 0.0
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        kind, service, at_us = record["kind"], int(record["service"]), record["t_ns"] / 1e3
+        gpus = [int(gpu) for gpu in record["gpus"]]
+        self._last_us = max(self._last_us, at_us)
+        self._gpus.update(gpus)
+        self._services.add(service)
+        if kind == EventKind.CLAIMED.value and "name" in record["detail"]:
+            self._names[service] = str(record["detail"]["name"])
+        if kind in (EventKind.GATE.value, EventKind.HOLD.value):
+            self._held.setdefault(service, _moment_us(record, "launch_ns"))
+            for gpu in gpus:
+                self._holders.setdefault(gpu, set()).add(service)
+                if kind == EventKind.GATE.value and gpu not in self._closed:
+                    self._stop(record, gpu, service)
+        elif kind == EventKind.WAKE.value:
+            self._end_hold(service)
+            for gpu in gpus:
+                self._holders.get(gpu, set()).discard(service)
+                if not self._holders.get(gpu):
+                    self._end_stop(gpu)
+        else:
+            self._out.append(_instant(record))
+
+    def finish(self) -> list[dict[str, Any]]:
+        for service in list(self._held):
+            self._end_hold(service)
+        for gpu in list(self._closed):
+            self._end_stop(gpu)
+        tracks = [_track(_GPUS, gpu, f"GPU {gpu}") for gpu in sorted(self._gpus)]
+        return [*self._out, *tracks, *(_track(_SERVICES, one, self._name(one)) for one in sorted(self._services))]
+
+    def _name(self, service: int) -> str:
+        return self._names.get(service, f"service {service}" if service else "valved")
+
+    def _stop(self, record: Mapping[str, Any], gpu: int, service: int) -> None:
+        launch_us, done_us = _moment_us(record, "launch_ns"), _moment_us(record, "done_ns")
+        self._out.append(_span(_GPUS, gpu, "stopping", launch_us, done_us, self._name(service)))
+        self._closed[gpu] = done_us, service
+
+    def _end_stop(self, gpu: int) -> None:
+        if gpu in self._closed:
+            since_us, service = self._closed.pop(gpu)
+            self._out.append(_span(_GPUS, gpu, "offline stopped", since_us, self._last_us, self._name(service)))
+
+    def _end_hold(self, service: int) -> None:
+        if service in self._held:
+            since_us = self._held.pop(service)
+            self._out.append(_span(_SERVICES, service, "holds", since_us, self._last_us, self._name(service)))
+
+
+def _moment_us(record: Mapping[str, Any], name: str) -> float:
+    """A moment of the detail, or when the event was booked."""
+    return int(record["detail"].get(name, 0) or record["t_ns"]) / 1e3
 
 
 def _named(pid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
 
 
-def _span(pid: int, tid: int, since: tuple[float, str] | None, until_us: float) -> list[dict[str, Any]]:
-    if since is None:
-        return []
-    start_us, name = since
-    what = "offline stopped" if pid == _GPUS else "holds"
+def _track(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _span(pid: int, tid: int, what: str, start_us: float, until_us: float, by: str) -> dict[str, Any]:
     length = max(0.0, until_us - start_us)
-    return [{"ph": "X", "name": what, "pid": pid, "tid": tid, "ts": start_us, "dur": length, "args": {"by": name}}]
+    return {"ph": "X", "name": what, "pid": pid, "tid": tid, "ts": start_us, "dur": length, "args": {"by": by}}
 
 
 def _instant(record: Mapping[str, Any]) -> dict[str, Any]:

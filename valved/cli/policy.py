@@ -1,0 +1,76 @@
+"""`valve mode` and `valve policy`: read and set what valved decides by, without a restart."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from google.protobuf.json_format import MessageToJson
+from valve.v1 import node_pb2
+
+from valved.cli import words
+from valved.cli.client import node
+from valved.cli.exits import OK, USAGE, CliError
+
+MODES: dict[str, Any] = {word: value for value, word in words.MODES.items()}
+MS = 1_000_000
+# Name at the terminal, field of valve.v1.Policy, what the field counts in one unit of the terminal.
+SETTINGS = {
+    "cooldown.start_ms": ("cooldown_start_ns", MS),
+    "cooldown.floor_ms": ("cooldown_floor_ns", MS),
+    "cooldown.ceiling_ms": ("cooldown_ceiling_ns", MS),
+    "cooldown.window_ms": ("cooldown_window_ns", MS),
+    "cooldown.factor": ("cooldown_factor", 1),
+}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    modes = commands.add_parser("mode", help="show or set how far Valve may go on this node")
+    modes.add_argument("mode", nargs="?", choices=sorted(MODES), help="without it: show the mode in force")
+    modes.set_defaults(run=mode)
+    policies = commands.add_parser("policy", help="show or set the cooldown while valved runs")
+    policies.add_argument("settings", nargs="*", metavar="NAME=VALUE", help=f"one of {', '.join(SETTINGS)}")
+    policies.add_argument("--json", action="store_true")
+    policies.set_defaults(run=policy)
+
+
+def mode(options: argparse.Namespace) -> int:
+    with node() as connection:
+        if options.mode:
+            connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=MODES[options.mode]))
+        print(f"mode: {words.mode(connection.status())}")
+    return OK
+
+
+def policy(options: argparse.Namespace) -> int:
+    wanted = changes(options.settings)
+    with node() as connection:
+        if wanted:
+            answer = connection.call(connection.stub.SetPolicy, node_pb2.Policy(**wanted))
+        else:
+            answer = connection.call(connection.stub.GetPolicy, node_pb2.GetPolicyRequest())
+    print(MessageToJson(answer, preserving_proto_field_name=True) if options.json else "\n".join(lines(answer)))
+    return OK
+
+
+def changes(settings: list[str]) -> dict[str, Any]:
+    """Fields of valve.v1.Policy for `name=value` words; a word that makes no sense is named."""
+    found: dict[str, Any] = {}
+    for word in settings:
+        name, equals, text = word.partition("=")
+        if name not in SETTINGS or not equals:
+            raise CliError(f"{word}: no such setting", USAGE, f"known: {', '.join(SETTINGS)}")
+        field, scale = SETTINGS[name]
+        try:
+            value = float(text)
+        except ValueError:
+            raise CliError(f"{name}: {text!r} is no number", USAGE) from None
+        if not 0 < value < float("inf"):
+            raise CliError(f"{name}: {text} is not a positive, finite number", USAGE)
+        found[field] = value if scale == 1 else round(value * scale)
+    return found
+
+
+def lines(answer: Any) -> list[str]:
+    shown = [f"{name} = {getattr(answer, field) / scale:g}" for name, (field, scale) in SETTINGS.items()]
+    return [f"mode = {words.MODES.get(answer.mode, 'unknown')}", *shown, f"lease_ms = {answer.lease_ns / MS:g} (fixed)"]

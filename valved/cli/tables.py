@@ -1,0 +1,50 @@
+"""Tables that fit their terminal: too narrow, and the columns that say least are left out, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+
+
+class FittingTable:
+    """Rows of cells with rich markup. `spare` names columns in the order in which they go when room is short."""
+
+    def __init__(self, title: str, columns: Sequence[str], *, spare: Sequence[str] = ()) -> None:
+        unknown = set(spare) - set(columns)
+        if unknown:
+            raise ValueError(f"no such columns: {sorted(unknown)}")
+        self._title = title
+        self._columns = list(columns)
+        self._spare = list(spare)
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        if len(cells) != len(self._columns):
+            raise ValueError(f"{len(cells)} cells for {len(self._columns)} columns")
+        self._rows.append(cells)
+
+    def columns_for(self, console: Console, width: int) -> list[str]:
+        """The columns that a terminal of this width shows."""
+        shown = list(self._columns)
+        options = console.options.update(width=100_000)
+        for name in self._spare:
+            if Measurement.get(console, options, self._table(shown)).maximum <= width:
+                break
+            shown.remove(name)
+        return shown
+
+    def _table(self, shown: Sequence[str]) -> Table:
+        table = Table(title=self._title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for name in shown:
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        places = [self._columns.index(name) for name in shown]
+        for row in self._rows:
+            table.add_row(*(row[at] for at in places))
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self._table(self.columns_for(console, options.max_width))
