@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from valve_hook import VERSION, wire
+from valve_hook.sessions import Session, Sessions
 from valve_hook.shared import Book, Foreign, Region, Table
 from valve_hook.shim import kv_ranges, shim_call
 
@@ -102,15 +103,6 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """One attachment; a restarted valved gives the next one."""
-
-    number: int
-    table: Table
-    book: Book
-
-
 def socket_path() -> Path | None:
     """The order of the shim: VALVE_RUN_DIR, /run/valve, the user's run folder. None: there is no valved here."""
     asked = os.environ.get(ENV_RUN_DIR)
@@ -133,7 +125,8 @@ class Link:
     is_preloaded: bool = True  # the shim is here: the engine's cache may have no memory yet
     ranges: Callable[[], int | None] = kv_ranges
     region: Region | None = None
-    session: Session | None = None
+    session: Session | None = None  # the newest
+    sessions: Sessions = field(default_factory=Sessions)
     role: int = 0
     said: str = ""  # why there is no session; for people
     wanted: Attach | None = None
@@ -182,6 +175,9 @@ class Link:
         if self.ranges() != 0:
             return self.gone_s
         return self.unmet_s if self.wanted is not None and self.wanted.ranks > 1 else 0.0
+
+    def next_session(self, last: Session | None) -> Session | None:
+        return self.sessions.after(last)
 
     def register_layout(self, layout: Layout) -> None:
         self.layout = layout
@@ -338,6 +334,7 @@ class Link:
                 raise Foreign(f"table of {table.blocks} blocks for an engine of {wanted.blocks}")
             number = self.session.number + 1 if self.session is not None else 1
             self.session = Session(number=number, table=table, book=book)
+            self.sessions.begin(self.session)
             self.said = ""
         finally:
             close(fds)

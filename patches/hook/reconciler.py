@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from valve_hook.ledger import Ledger
-from valve_hook.link import Session
+from valve_hook.sessions import Session
 from valve_hook.shared import Blocks, Change
 from valve_hook.wire import Mode
 
@@ -58,8 +58,8 @@ class Engine(Protocol):
 class Linked(Protocol):
     """The link, or what stands for it where several schedulers decide alike."""
 
-    @property
-    def session(self) -> Session | None: ...
+    def next_session(self, last: Session | None) -> Session | None:
+        """The oldest that was begun after this one."""
 
     def need(self, wanted_blocks: int) -> None: ...
 
@@ -103,20 +103,21 @@ class Keeper:
         return self.mode if self.lends else Mode.NONE
 
     def sync(self) -> bool:
-        """Act on what valved has changed since the last call; whether anything was. Costs two loads if nothing was."""
-        if self.link.session is not self.session:
-            self._adopt(self.link.session)
-            return True
-        session = self.session
-        if session is None or not session.table.has_news or session.table.is_detached:
-            return False
-        self._safely(session, session.table.read())
-        return True
+        """Act on what valved has changed since the last call; whether anything was. Costs two loads if nothing was.
+
+        What was told is acted on whatever has become of the link since: the memory may be gone. Should this raise, the
+        news stands, and the next call finds it.
+        """
+        has_adopted = False
+        while (fresh := self.link.next_session(self.session)) is not None:
+            self._adopt(fresh)
+            has_adopted = True
+        return self._heed() or has_adopted
 
     def peek(self) -> Blocks:
         """What was lost that the next `sync` will act on."""
         session = self.session
-        if session is None or not session.table.has_news or session.table.is_detached:
+        if session is None or not session.table.has_news:
             return np.zeros(0, dtype=np.uint32)
         return np.flatnonzero(session.table.changed() & ~self.withheld).astype(np.uint32)
 
@@ -175,13 +176,16 @@ class Keeper:
 
     # ---- parts of sync ----
 
-    def _adopt(self, session: Session | None) -> None:
+    def _heed(self) -> bool:
+        session = self.session
+        if session is None or not session.table.has_news:
+            return False
+        self._safely(session, session.table.read())
+        return True
+
+    def _adopt(self, session: Session) -> None:
         """A first session, or that of a valved that has come back: its table and book start from nothing."""
-        old, self.session = self.session, session
-        if old is not None and old.table.has_news and not old.table.is_detached:
-            self._safely(old, old.table.read())  # its last word: a loss was told, and may have been carried out
-        if session is None:
-            return
+        self._heed()  # the last word of the old one: a loss was told, and may have been carried out
         try:
             column_of = session.table.column_of
             order = np.argsort(column_of, kind="stable").astype(np.uint32)
@@ -195,6 +199,7 @@ class Keeper:
         had = ~(self.withheld & ~self.offered)
         self.offered[:] = False
         self._safely(session, session.table.begin(had))
+        self.session = session
 
     def _safely(self, session: Session, change: Change) -> None:
         """Act, if need be the coarse way; on a second failure let go, and act the last way."""
@@ -214,6 +219,7 @@ class Keeper:
         if self.mode is Mode.NONE:
             self._let_go(session)
         self._asked = 0
+        session.table.accept(change)
         session.book.acknowledge(change.epoch)
 
     def _let_go(self, session: Session) -> None:

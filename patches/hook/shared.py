@@ -39,6 +39,7 @@ class Change:
     epoch: int
     lost: Blocks  # changed: their content is gone
     backed: NDArray[np.bool_]  # of every block, now
+    entries: Blocks
 
 
 class Table:
@@ -85,23 +86,31 @@ class Table:
     def begin(self, had: NDArray[np.bool_]) -> Change:
         """The first look. `had`: blocks that had memory as far as the engine knows.
 
-        Nothing changes without valved, so after its restart a block that had and has memory kept its content; one that
-        had none is withheld here since then, whatever was done to it.
+        Nothing changes without valved, so after its restart a block that had and has memory kept its content, unless it
+        lost it and got it back since: a new table begins with generation 0, or 1 where there is no memory. A block
+        that had none is withheld here since then, whatever was done to it.
         """
         epoch, entries = self._copy()
         backed = (entries & wire.ENTRY_BACKED).astype(bool)
-        self.seen, self.seen_epoch = entries, epoch
-        return Change(epoch=epoch, lost=np.flatnonzero(had & ~backed).astype(np.uint32), backed=backed)
+        is_another = entries >= wire.ENTRY_SECOND_CHANGE
+        lost = np.flatnonzero(had & (~backed | is_another)).astype(np.uint32)
+        return Change(epoch=epoch, lost=lost, backed=backed, entries=entries)
 
     def read(self) -> Change:
-        """What changed. The epoch is read first: an entry newer than it is acted on now and is no news later."""
+        """What changed, again and again until it is accepted. The epoch is read first: an entry newer than it is acted
+        on now and is no news later.
+        """
         epoch, entries = self._copy()
         lost = np.flatnonzero(entries != self.seen).astype(np.uint32)
-        self.seen, self.seen_epoch = entries, epoch
-        return Change(epoch=epoch, lost=lost, backed=(entries & wire.ENTRY_BACKED).astype(bool))
+        backed = (entries & wire.ENTRY_BACKED).astype(bool)
+        return Change(epoch=epoch, lost=lost, backed=backed, entries=entries)
+
+    def accept(self, change: Change) -> None:
+        """It has been acted on: no news any more. Never earlier, for what fails half way has to be found again."""
+        self.seen, self.seen_epoch = change.entries, change.epoch
 
     def changed(self) -> NDArray[np.bool_]:
-        """Of every block, whether it changed since `read`; reads nothing off the list."""
+        """Of every block, whether it changed since what was accepted last."""
         fence()
         return np.not_equal(self._entries, self.seen)
 

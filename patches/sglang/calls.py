@@ -111,7 +111,7 @@ class SchedulerHook:
         nobody is looked at one by one.
         """
         ended, names, hit = 0, set[str](), set[str]()
-        is_for_all = self.engine.drops_all or self.ranks.session is not self.keeper.session
+        is_for_all = self.engine.drops_all or self.ranks.next_session(self.keeper.session) is not None
         lost = self.keeper.peek()
         is_threatened, has_judged = is_for_all or len(lost) > 0, False
         try:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_hook.link import Link, Session
-from valve_hook.shared import Blocks, Book, Table
+from valve_hook.link import Link
+from valve_hook.sessions import Session, Sessions
+from valve_hook.shared import Blocks, Book, Change, Table
 from valve_hook.wire import TABLE_BACKED_BLOCKS, TABLE_EPOCH, TABLE_HEAD
 
 Bytes = NDArray[np.uint8]
@@ -35,9 +36,8 @@ class Alone:
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    @property
-    def session(self) -> Session | None:
-        return self.link.session
+    def next_session(self, last: Session | None) -> Session | None:
+        return self.link.next_session(last)
 
     def need(self, wanted_blocks: int) -> None:
         self.link.need(wanted_blocks)
@@ -77,9 +77,12 @@ class Ranks:
     def __init__(self, link: Link, group: Group) -> None:
         self.link, self._group = link, group
         self.is_first, self.size = group.is_first, group.size
-        self.session: Session | None = None
+        self.sessions = Sessions()
         self._copy: TableCopy | None = None
         self._live: Session | None = None  # of rank 0: what the copy is a copy of
+
+    def next_session(self, last: Session | None) -> Session | None:
+        return self.sessions.after(last)
 
     def need(self, wanted_blocks: int) -> None:
         if self.is_first:
@@ -95,12 +98,14 @@ class Ranks:
         words where valved changed nothing. A table that it left behind is brought to its end before the next one is
         begun: its last word was told.
         """
-        newest = self.link.session if self.is_first else None
-        fresh = newest if newest is not self._live else None
+        fresh = self.link.next_session(self._live) if self.is_first else None
         words, pairs = np.zeros(WORDS, dtype=np.int64), np.zeros(0, dtype=np.uint32)
+        news = None
         if self._live is not None:
-            pairs = news_of(self._live.table)
-            words[1:6] = self._live.table.seen_epoch, *self._live.table.slow_words, len(pairs)
+            table = self._live.table
+            news = table.read() if table.has_news else None
+            pairs = pairs_of(news) if news is not None else pairs
+            words[1:6] = news.epoch if news is not None else table.seen_epoch, *table.slow_words, len(pairs)
         image = image_of(fresh.table) if fresh is not None else b""
         if fresh is not None:
             words[6:] = fresh.number, len(image)
@@ -112,6 +117,8 @@ class Ranks:
             self._group.from_first(pairs)
         if self._copy is not None:
             self._copy.write(epoch, (backed, target, detached), pairs)
+        if self._live is not None and news is not None:
+            self._live.table.accept(news)  # every rank has it now
         if number:
             self._begin(fresh, number, np.frombuffer(bytearray(image or size), dtype=np.uint8))
         return not is_ill
@@ -119,22 +126,18 @@ class Ranks:
     def _begin(self, fresh: Session | None, number: int, image: Bytes) -> None:
         self._group.from_first(image)
         self._live, self._copy = fresh, TableCopy(image.tobytes())
-        self.session = Session(
-            number=number, table=self._copy.table, book=fresh.book if fresh is not None else NoBook()
-        )
+        book = fresh.book if fresh is not None else NoBook()
+        self.sessions.begin(Session(number=number, table=self._copy.table, book=book))
 
 
-def news_of(table: Table) -> Blocks:
-    """Each place that changed since it was last asked, and behind them what stands there now."""
-    if not table.has_news:
-        return np.zeros(0, dtype=np.uint32)
-    changed = table.read().lost
-    return np.concatenate((changed, table.seen[changed]))
+def pairs_of(news: Change) -> Blocks:
+    """Each place that changed, and behind them what stands there now."""
+    return np.concatenate((news.lost, news.entries[news.lost]))
 
 
 def image_of(table: Table) -> bytes:
     """The whole file. The epoch is as it was before the entries were read, so that none is missed later."""
-    news_of(table)
+    table.accept(table.read())
     image = bytearray(table.map)
     struct.pack_into("<Q", image, TABLE_EPOCH, table.seen_epoch)
     return bytes(image)

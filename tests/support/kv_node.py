@@ -205,6 +205,7 @@ class KvNode:
         if len(self.entries) != blocks:  # a restart keeps what is backed, as the shims tell it
             known = self.first_backed if self.first_backed is not None else blocks
             self.entries = np.array([1 if block < known else 0 for block in range(blocks)], dtype=np.uint32)
+        self.entries = np.where(self.entries & 1, 1, 2).astype(np.uint32)  # a new table counts changes from nothing
         per_column = max(1, -(-blocks // (self.wanted_columns or max(1, blocks // 8))))
         self.column_of = np.arange(blocks, dtype=np.uint32) // per_column
         size = 128 + 8 * blocks

@@ -375,14 +375,75 @@ def test_a_hook_that_raises_is_counted_and_the_engine_goes_on(node):
     close(scheduler)
 
 
-def test_a_detached_table_is_left_alone(node):
+@pytest.mark.parametrize("comes_back", [False, True], ids=["for good", "and comes back"])
+def test_a_loss_that_was_told_before_valved_let_go_is_never_believed(node, comes_back):
+    """The link breaks between the word and the engine's next look; the shim has carried it out by then. Where valved
+    comes back it has backed the blocks again, and its new table does not tell of it.
+    """
+    work = prompts(5, 24)
+    scheduler = hooked(node, blocks=60)
+
+    def lose_and_let_go(step):
+        if step != 20:
+            return
+        lost = list(range(1, 40))
+        scheduler.poison(lost)
+        node.take(lost)
+        node.detach()
+        if comes_back:
+            before = scheduler._valve.link.session
+            node.stop()
+            node.entries = node.entries | 1
+            scheduler.back(lost)
+            node.start()
+            wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
+
+    done = run(scheduler, work, depth=2, between=lose_and_let_go)
+
+    assert run(ToyScheduler(blocks=400), work, depth=2) == done
+    assert scheduler._valve.keeper.receipts.hit_requests > 0
+    assert scheduler._valve.engine.withheld == (set() if comes_back else set(range(1, 40)))
+    close(scheduler)
+
+
+def test_a_detached_table_asks_for_nothing_and_is_asked_for_nothing(node):
     scheduler = hooked(node, blocks=60)
     scheduler.schedule()
+    node.aim(20)
     node.detach()
-    node.take(list(range(1, 50)))
-    scheduler.schedule()
+    for _ in range(3):
+        scheduler.schedule()
 
-    assert scheduler._valve.engine.withheld == set()
+    assert node.offered() == []
+    assert node.needs == []
+    close(scheduler)
+
+
+def test_a_loss_told_in_a_session_that_nobody_looked_at_is_never_believed(node):
+    """Two daemons come and go while the engine takes no step. The first takes memory and gives it back."""
+    work = prompts(5, 24)
+    scheduler = hooked(node, blocks=60)
+
+    def restart():
+        before = scheduler._valve.link.session
+        node.stop()
+        node.start()
+        wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
+
+    def two_restarts(step):
+        if step == 20:
+            restart()
+            lost = list(range(1, 50))
+            scheduler.poison(lost)
+            node.take(lost)
+            scheduler.back(lost)
+            node.give(lost)
+            restart()
+
+    done = run(scheduler, work, depth=2, between=two_restarts)
+
+    assert run(ToyScheduler(blocks=400), work, depth=2) == done
+    assert scheduler._valve.keeper.receipts.hit_requests > 0
     close(scheduler)
 
 
