@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from valve_hook.losses import NOTHING_WRITTEN, spread
 from valve_hook.shared import Blocks, Book
 
+MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
+
 
 @dataclass(slots=True, kw_only=True)
 class Held:
@@ -118,6 +120,8 @@ class Ledger:
             self._free_rows.append(held.row)
 
     def launch(self, step: Step) -> None:
+        if len(self.steps) >= MOST_STEPS:
+            raise RuntimeError(f"{len(self.steps)} steps are in flight: their output is not told to us")
         self.steps.append(step)
 
     def believe(self, key: object) -> None:

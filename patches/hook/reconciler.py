@@ -1,9 +1,9 @@
 """The hook's one state machine, the same for every engine: read the table, act on losses, keep the book.
 
 An engine's adapter (`Engine`) carries out what is decided here in the engine's own terms. Nothing raised inside reaches
-the engine: a failure while acting on a loss falls back to the coarse way once. After a second one nothing is reclaimed
-from this engine any more (mode NONE); what valved had begun to take by then ends requests with an error, for nobody can
-vouch for their tokens, and blocks without memory stay withheld.
+the engine. After any failure the ledger may be wrong, so it is asked no more (`is_sure`): the next loss is handled the
+coarse way. When that fails, too, nothing is reclaimed from this engine any more (mode NONE); what valved had begun to
+take by then ends requests with an error, for nobody can vouch for their tokens, and blocks without memory stay withheld.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Keeper:
     mode: Mode
     agree: Callable[[bool], bool] = bool  # whether all went well for everybody who decides alike; alone: for us
     lends: bool = True  # False: valved is told NONE; what it had begun by then is acted on in `mode` all the same
+    is_sure: bool = True  # False after any failure: what the ledger says may be wrong
     receipts: Receipts = field(default_factory=Receipts)
     withheld: Mask = field(init=False)
     offered: Mask = field(init=False)
@@ -100,7 +101,8 @@ class Keeper:
 
     @property
     def told_mode(self) -> Mode:
-        return self.mode if self.lends else Mode.NONE
+        mode = self.mode if self.lends else Mode.NONE
+        return mode if self.is_sure else min(mode, Mode.COARSE)
 
     def sync(self) -> bool:
         """Act on what valved has changed since the last call; whether anything was. Costs two loads if nothing was.
@@ -113,6 +115,15 @@ class Keeper:
             self._adopt(fresh)
             has_adopted = True
         return self._heed() or has_adopted
+
+    def recover(self) -> None:
+        """A look has failed half way. Look again; if that fails, too, nobody who holds blocks is believed."""
+        try:
+            self.sync()
+        except Exception:
+            self.fail("looking again failed")
+            self.mode = Mode.NONE
+            self._abandon()
 
     def peek(self) -> Blocks:
         """What was lost that the next `sync` will act on."""
@@ -170,6 +181,7 @@ class Keeper:
             return False
 
     def fail(self, what: str) -> None:
+        self.is_sure = False
         self.receipts.failures += 1
         if self.receipts.failures <= 3:
             log.exception("valve: %s; the engine goes on", what)
@@ -202,25 +214,36 @@ class Keeper:
         self.session = session
 
     def _safely(self, session: Session, change: Change) -> None:
-        """Act, if need be the coarse way; on a second failure let go, and act the last way."""
+        """Act, if need be the coarse way; on a second failure let go, and act the last way. While that fails, too, the
+        news stands: each look tries again, and nobody is believed.
+        """
         lost = change.lost[~self.withheld[change.lost]]  # what is withheld holds nothing
+        has_acted = False
         for mode in (Mode.FULL, Mode.COARSE, Mode.NONE):
             if self.mode < mode:
                 continue
-            try:
-                self._act(change, lost, mode)
-                has_acted = True
-            except Exception:
-                self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
-                has_acted = False
-            if self.agree(has_acted):
+            has_acted = self.agree(self._try(change, lost, mode))
+            if has_acted:
                 break
             self.mode = Mode(max(mode - 1, Mode.NONE))
         if self.mode is Mode.NONE:
-            self._let_go(session)
+            self.guard(lambda: self._let_go(session))
         self._asked = 0
+        if not has_acted:
+            self._abandon()
+            return
         session.table.accept(change)
-        session.book.acknowledge(change.epoch)
+        self.guard(lambda: session.book.acknowledge(change.epoch))
+
+    def _try(self, change: Change, lost: Blocks, mode: Mode) -> bool:
+        if mode is Mode.FULL and len(lost) and not self.is_sure:
+            return False
+        try:
+            self._act(change, lost, mode)
+            return True
+        except Exception:
+            self.fail(f"acting on {len(change.lost)} lost blocks failed in mode {mode.name}")
+            return False
 
     def _let_go(self, session: Session) -> None:
         session.book.write_gauges(Mode.NONE, 0, 0, self.steps)

@@ -100,8 +100,13 @@ class SchedulerHook:
             dropped = self._dropped(output)
         self.keeper.receipts.dropped_tokens += self.progress.count(output, result, dropped)
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, *, is_look: bool = False) -> None:
+        """Before a step's output is believed, or another step is scheduled, what was told must have been acted on."""
         self.keeper.fail(what)
+        if is_look:
+            with self.engine.lock:
+                self._is_idle = False
+                self.keeper.recover()
 
     def _dropped(self, output: Any) -> list[str]:
         """Requests whose output in this step vLLM will not believe."""
@@ -139,29 +144,29 @@ def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
     return SchedulerHook(scheduler, link, Mode.FULL, engine)
 
 
-def _run(hook: SchedulerHook | Progress, what: str, action: Callable[..., None], *arguments: Any) -> None:
+def _run(hook: SchedulerHook | Progress, action: Callable[..., None], *arguments: Any, is_look: bool) -> None:
     try:
         action(*arguments)
     except Exception:
-        hook.fail(f"{what} failed")
+        hook.fail(f"{getattr(action, '__name__', action)} failed", is_look=is_look)
 
 
 def before_schedule(scheduler: Any) -> None:
     """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
     hook = _hook(scheduler, make=True)
     if hook is not None:
-        _run(hook, "before_schedule", hook.before_schedule)
+        _run(hook, hook.before_schedule, is_look=True)
 
 
 def after_schedule(scheduler: Any, output: Any) -> None:
     """Last thing in Scheduler.schedule: note what this step reads and writes."""
     hook = _hook(scheduler, make=False)
     if hook is not None:
-        _run(hook, "after_schedule", hook.after_schedule, output)
+        _run(hook, hook.after_schedule, output, is_look=False)
 
 
 def before_update(scheduler: Any, output: Any, result: Any) -> None:
     """First thing in Scheduler.update_from_output: before this step's output is believed."""
     hook = _hook(scheduler, make=False)
     if hook is not None:
-        _run(hook, "before_update", hook.before_update, output, result)
+        _run(hook, hook.before_update, output, result, is_look=True)

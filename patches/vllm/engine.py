@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -35,6 +35,7 @@ class VllmEngine:
         self.pool = self.manager.block_pool
         self.block_tokens = int(scheduler.block_size)
         self.withheld: set[int] = set()
+        self.has_abandoned = False
         self.lock = threading.RLock()  # the engine's thread beside the one that looks while it is idle
         self._columns: ColumnQueue | None = None
         self._column_blocks: list[int] = []
@@ -51,33 +52,52 @@ class VllmEngine:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, now, drop_stale_output=True)
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        for name in {*left, *running} - computed.keys():
-            request = scheduler.requests.get(name)
+        self._drop_stale({*left, *running} - computed.keys())
+        return computed
+
+    def _drop_stale(self, names: Iterable[str]) -> None:
+        """They were preempted before: vLLM would deliver what is in flight of them."""
+        for name in names:
+            request = self.scheduler.requests.get(name)
             if request is not None and request.num_stale_output_tokens > 0:
                 request.drop_stale_output = True
-        return computed
 
     def forget(self, blocks: Blocks) -> int:
         ids = set(blocks.tolist()) - {self.pool.null_block.block_id}
         pool_blocks = self.pool.blocks
         worth = sum(1 for block in ids if pool_blocks[block].ref_cnt > 0 or pool_blocks[block].block_hash is not None)
         self.manager.evict_blocks(ids)
+        self._refuse_held(ids, "spoilt")
         return worth
 
     def withhold(self, blocks: Blocks) -> None:
-        """A reference of our own takes a block out of the free queue, now or when its last user lets go."""
+        """A reference of our own takes a block out of the free queue. Who holds one by now is nobody we know; only when
+        all requests have ended with an error is it enough that nobody gets it after them.
+        """
         new = set(blocks.tolist()) - self.withheld - {self.pool.null_block.block_id}
         self.manager.evict_blocks(new)
-        self.pool.touch([self.pool.blocks[block] for block in sorted(new)])
-        self.withheld |= new
+        if not self.has_abandoned:
+            self._refuse_held(new, "lost")
+        for block in sorted(new):
+            self.pool.touch([self.pool.blocks[block]])
+            self.withheld.add(block)
+
+    def _refuse_held(self, blocks: Iterable[int], what: str) -> None:
+        pool_blocks, withheld = self.pool.blocks, self.withheld
+        held = sum(pool_blocks[block].ref_cnt > 0 and block not in withheld for block in blocks)
+        if held:
+            raise RuntimeError(f"{held} {what} blocks are in use by nobody we know")
 
     def release(self, blocks: Blocks) -> None:
         back = set(blocks.tolist()) & self.withheld
-        self.pool.free_blocks([self.pool.blocks[block] for block in sorted(back)])
-        self.withheld -= back
+        for block in sorted(back):
+            self.withheld.discard(block)
+            self.pool.free_blocks([self.pool.blocks[block]])
 
     def reset(self) -> int:
+        """Whoever was preempted before has no blocks, and may have output in flight."""
         running = len(self.scheduler.running)
+        self._drop_stale(list(self.scheduler.requests))
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         return running
 
@@ -85,6 +105,7 @@ class VllmEngine:
         """With the error of a grammar that does not compile: vLLM tells the client with the next output. Back in the
         queue until then, so that they publish nothing; whoever waits without blocks computes all anew anyway.
         """
+        self.has_abandoned = True
         holding = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens > 0}
         self.scheduler.grammar_compile_error_reqs |= holding
         try:

@@ -61,7 +61,7 @@ class Progress:
             )
         return wasted
 
-    def fail(self, what: str) -> None:
+    def fail(self, what: str, *, is_look: bool = False) -> None:
         self._failures += 1
         if self._failures <= 3:
             log.exception("valve: %s; the engine goes on", what)

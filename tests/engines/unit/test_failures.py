@@ -1,0 +1,96 @@
+"""Each function of the hook fails, once or for ever, while memory comes and goes: no answer is ever wrong."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from kv_node import KvNode, wait_for
+from toy_engine import ToyScheduler
+from toy_world import Reclaimer, close, hooked, prompts, run
+from valve_hook.ledger import Ledger
+from valve_hook.reconciler import Keeper
+from valve_hook.shared import Book, Table
+from valve_hook.vllm.calls import SchedulerHook
+from valve_hook.vllm.engine import VllmEngine
+from valve_hook.vllm.progress import Progress
+from valve_hook.wire import Mode
+
+CALLED = {
+    SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle", "_dropped"],
+    Keeper: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
+    Ledger: ["admit", "grow", "grow_all", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
+    VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
+    Table: ["begin", "read", "accept"],
+    Book: ["open_row", "extend_row", "close_row", "write_gauges", "write_receipts", "acknowledge", "offer"],
+    Progress: ["after_schedule", "count"],
+}
+PLACES = [(owner, name) for owner, names in CALLED.items() for name in names]
+ARMED_AT, RESTARTED_AT = 14, 26
+
+
+class Fault:
+    """Raises where it was put, from the moment it is armed: before the work or after it, once or for ever."""
+
+    def __init__(self, *, is_late: bool, is_lasting: bool) -> None:
+        self.is_late, self.is_lasting, self.is_armed, self.raised = is_late, is_lasting, False, 0
+
+    def put(self, monkeypatch, owner, name):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def failing(*arguments, **options):
+            if not self.is_armed:
+                return original(*arguments, **options)
+            self.is_armed, self.raised = self.is_lasting, self.raised + 1
+            if self.is_late:
+                original(*arguments, **options)
+            raise RuntimeError(f"on purpose, in {name}")
+
+        monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=10)
+    yield node
+    node.stop()
+
+
+@functools.cache
+def undisturbed(seed):
+    return run(ToyScheduler(blocks=400), prompts(seed, 24), depth=2)
+
+
+def restart(node, scheduler):
+    before = scheduler._valve.link.session
+    node.stop()
+    node.start()
+    wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
+
+
+@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
+def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(node, monkeypatch, owner, name, is_late, is_lasting):
+    """Requests may end with an error; those that end with tokens end with the right ones, and the engine goes on."""
+    scheduler = hooked(node, blocks=60)
+    fault, reclaimer = Fault(is_late=is_late, is_lasting=is_lasting), Reclaimer(node, scheduler, 2, every=2)
+    fault.put(monkeypatch, owner, name)
+
+    def between(step):
+        if step == ARMED_AT:
+            fault.is_armed = True
+            node.aim(40)
+        elif step == RESTARTED_AT:
+            restart(node, scheduler)
+        elif step % 9 == 4:
+            node.aim(60 - step % 40)
+
+    done = run(scheduler, prompts(2, 24), depth=2, reclaim=reclaimer, between=between)
+    expected = undisturbed(2)
+    close(scheduler)
+
+    assert {request: done[request] for request in done} == {request: expected[request] for request in done}
+    assert done.keys() | scheduler.failed == expected.keys()
+    assert scheduler._valve.keeper.told_mode is not Mode.FULL or not fault.raised
