@@ -22,6 +22,10 @@ _FOR_NODES = ("mode", "alignmentThreshold", "slotsPerGPU", "reclaimsPerHour", "c
 # Whoever says none of these (a pause, a drain, caps of namespaces) rules no node and overrules nobody.
 _RULING = frozenset({*_FOR_NODES, "sla"})
 
+# What a GPUHarvestNode takes of namespaces, as its CRD says. With more, those that harvest anyway are left out first.
+MOST_NAMESPACES = 1000
+_STRICTEST = ("off", "observe", "harvest")
+
 _NOTHING: Object = {}
 
 
@@ -102,9 +106,10 @@ def node_spec(
     offline pods to be measured; `defaults`: what holds where no policy says otherwise."""
     policy = policies.of_node(labels)
     resolved = {**defaults, **{key: policy[key] for key in _FOR_NODES if key in policy}}
-    modes = [{"name": name, "mode": rule.mode} for name, rule in sorted(policies.namespaces.items()) if rule.mode]
-    if modes:
-        resolved["namespaces"] = modes
+    ruled = [(name, rule.mode) for name, rule in policies.namespaces.items() if rule.mode]
+    ruled.sort(key=lambda pair: (_STRICTEST.index(pair[1]), pair[0]))
+    if ruled:
+        resolved["namespaces"] = [{"name": name, "mode": mode} for name, mode in sorted(ruled[:MOST_NAMESPACES])]
     if profile:
         resolved["profile"] = list(profile)
     if why := policies.drained_by(labels):

@@ -9,6 +9,7 @@ from zlib import crc32
 from valve_kube import names
 from valve_kube.objects import Object
 
+MOST_TEXT = 8192  # characters of a message; the API server takes four times as many
 CLUSTER_EVENTS = "default"  # the namespace of events about objects that have none
 
 
@@ -36,7 +37,9 @@ def condition(
     old: Object = next((one for one in before if one["type"] == kind), {})
     since = old["lastTransitionTime"] if old.get("status") == status else time_text(now_s)
 
-    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": since}
+    text = message if len(message) <= MOST_TEXT else f"{message[: MOST_TEXT - 3]}..."
+
+    return {"type": kind, "status": status, "reason": reason, "message": text, "lastTransitionTime": since}
 
 
 def event(
@@ -58,7 +61,7 @@ def event(
         "kind": "Event",
         # A name of our own, as kubelets make them: the API server takes no generateName that ends in a dot.
         "metadata": {
-            "name": f"{metadata['name'][:200]}.{mark}",
+            "name": f"{metadata['name'][:200].rstrip('.-')}.{mark}",
             "namespace": metadata.get("namespace", CLUSTER_EVENTS),
         },
         "eventTime": time_text(now_s, "microseconds"),

@@ -1,6 +1,7 @@
 """Whether offline pods get the throughput they were promised, and which of them should move. Pure.
 
-A window is ten minutes of time with offline demand, so a job that waits for its own input is never blamed. A pod misses
+A window is ten minutes of time with offline demand, so a job that waits for its own input is never blamed. While
+harvesting is held (a pause, a drain, a guard) nothing is judged, and the windows begin anew afterwards. A pod misses
 its SLA when two windows in a row stay below it; it is evicted when the budget of the fleet and the back-off of its
 owner allow that, and its owner keeps away from the node for a while.
 """
@@ -54,12 +55,14 @@ class Sample:
     runtime_s: float
     demand_s: float
     tokens: float | None
+    is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
 
 
 class Verdict(enum.Enum):
     """How a pod stands, as the reason of its SLAMet condition."""
 
     WARMING_UP = "WarmingUp"
+    HELD = "HarvestingHeld"
     NO_TOKENS = "NoEngineHook"  # harvest seconds alone say nothing about tokens
     NO_PROFILE = "NoProfile"
     MEASURING = "Measuring"
@@ -119,6 +122,8 @@ def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> T
         return Track(sample=sample, verdict=unknown, begin_demand_s=sample.demand_s, begin_tokens=tokens)
     assert sample.tokens is not None
     went_back = track is not None and (sample.tokens < track.begin_tokens or sample.demand_s < track.begin_demand_s)
+    if track is not None and track.verdict is Verdict.HELD:
+        return _begin(sample, Verdict.MEASURING)
     if track is None or went_back:  # first sight, or the node's daemon lost its counters
         return _begin(sample, Verdict.MEASURING, misses=track.misses if track else 0)
     span_s = sample.demand_s - track.begin_demand_s
@@ -191,6 +196,8 @@ def _cannot_judge(sample: Sample, settings: MonitorSettings) -> Verdict | None:
         return Verdict.NO_PROFILE
     if sample.tokens is None:
         return Verdict.NO_TOKENS
+    if sample.is_held:
+        return Verdict.HELD
     if sample.runtime_s < settings.warm_up_s:
         return Verdict.WARMING_UP
 

@@ -19,6 +19,7 @@ from valve_kube.objects import Object, annotation, created_at_s, pod_place, work
 # Below this the first compile and a cold cache are most of what was measured.
 MIN_RUNNABLE_S = 60.0
 MIN_LEVELS = 3
+MOST_AT_ONCE = 64  # pods of one node, as the CRD of GPUHarvestNode says
 # Time enough for four levels on a GPU that is idle a third of it; another pod is tried then.
 PROFILING_S = 3600.0
 PROFILING_NOTE = "lent its KV memory in four steps, from a quarter to all of it, in about seven minutes of running"
@@ -54,7 +55,7 @@ def to_profile(pods: Iterable[Object], profiles: Collection[tuple[str, str]], no
     for _, uid, node in sorted(first.values()):
         found.setdefault(node, []).append(uid)
 
-    return found
+    return {node: uids[:MOST_AT_ONCE] for node, uids in found.items()}
 
 
 def levels_of(entry: Object) -> list[Level]:

@@ -19,10 +19,12 @@ from valve_kube.errors import InvalidObject
 from valve_kube.lease import DURATION_S, Lease
 from valve_kube.objects import (
     Object,
+    PodPlace,
     annotation,
     offline_pod,
     owner_name,
     owner_uid,
+    phase_in_force,
     pod_place,
     sla_of,
     started_at_s,
@@ -69,6 +71,7 @@ from valve_scheduler.placement.views import (
     workloads_view,
 )
 from valve_scheduler.probes import Probes
+from valve_scheduler.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +151,7 @@ class Controller:
         self._tracks: dict[str, Track] = {}
         self._pending = Pending()
         self._afresh_at_s = 0.0
+        self._records = Records()
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
         self._said: set[tuple[str, str]] = set()  # UID and reason of what is told once
@@ -334,20 +338,47 @@ class Controller:
         self._tracks = {
             sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
         }
-        owners = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
         rules = self._rules()
+        stored = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
+        owners = self._records.merged(stored, now_s, rules)
         chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, rules)
         metrics.violations.set(sum(track.verdict.value == "PersistentlyMissed" for track in self._tracks.values()))
         pods = {pod["metadata"]["uid"]: pod for pod in running}
+        rounds: defaultdict[str, list[Track]] = defaultdict(list)
         for track in chosen:
-            owner = owners.get(track.sample.owner_uid, Owner())
-            node = track.sample.node
-            note = (
-                f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {track.sample.sla:.2f}; moved"
-            )
-            if await self._evict(pods[track.sample.pod_uid], Told.SLA_MISSED, note):
-                owners[track.sample.owner_uid] = evicted(owner, node, now_s, rules)
+            rounds[track.sample.owner_uid].append(track)
+        for uid, tracks in rounds.items():
+            owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
         await self._write_workloads(running, owners, now_s)
+
+    async def _move(self, uid: str, tracks: list[Track], before: Owner, pods: dict[str, Json]) -> Owner:
+        """Evict pods of one owner. Their evictions are stored first: what cannot be stored is not done, or a restart
+        would forget back-off and budget. An eviction that is refused afterwards is taken back."""
+        now_s, rules = self._now_s(), self._rules()
+        owner = before
+        for track in tracks:
+            owner = evicted(owner, track.sample.node, now_s, rules)
+        if not await self._store(uid, owner, now_s):
+            return before
+        done = before
+        for track in tracks:
+            node, promised = track.sample.node, track.sample.sla
+            note = f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {promised:.2f}; moved"
+            if await self._evict(pods[track.sample.pod_uid], Told.SLA_MISSED, note):
+                done = evicted(done, node, now_s, rules)
+                self._records.keep(uid, done)
+
+        return done
+
+    async def _store(self, uid: str, owner: Owner, now_s: float) -> bool:
+        """Write the evictions of an owner before they happen. The owner of a pod that is new has no object yet."""
+        held = next((item for item in self.workloads.items.items() if item[1]["spec"]["ownerUID"] == uid), None)
+        if held is None:
+            return False
+        (namespace, name), workload = held
+        before = workload.get("status") or {}
+        tracks = [track for track in self._tracks.values() if track.sample.owner_uid == uid]
+        return await self._write_status(namespace, name, status_of(owner, tracks, before, now_s, self._rules()), before)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
@@ -385,14 +416,28 @@ class Controller:
             runtime_s=self._now_s() - started_at_s(pod),
             demand_s=float(reported.get("demandSeconds", 0.0)),
             tokens=reported.get("usefulTokens"),
+            is_held=self._is_held(place),
         )
+
+    def _is_held(self, place: PodPlace) -> bool:
+        """Something keeps the pod from running that is no fault of its node: by our own word, or by the node's."""
+        policies = self._state.policies
+        if policies.brake or policies.paused(self.labels.get(place.node, {})):
+            return True
+        node = self.nodes.items.get(("", place.node), {})
+        status = node.get("status") or {}
+        if phase_in_force(status, node.get("spec") or {}) != "Harvesting":
+            return True
+        harvestable = {gpu["uuid"] for gpu in status.get("gpus") or [] if gpu.get("harvestable")}
+        return not harvestable.issuperset(place.gpu_uuids)
 
     def _reported(self, node: str, pod_uid: str) -> Json | None:
         status = self.nodes.items.get(("", node), {}).get("status") or {}
         return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
 
     async def _evict(self, pod: Object, reason: Told, note: str) -> bool:
-        """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again."""
+        """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again. False: it has
+        certainly not happened."""
         metadata = pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
         body = {
@@ -408,7 +453,7 @@ class Controller:
             blocked = isinstance(error, ApiError) and error.status == 429
             metrics.evictions.labels("blocked" if blocked else "failed").inc()
             log.warning("eviction refused", extra={**found, "error": str(error)})
-            return False
+            return not isinstance(error, ApiError) or error.status >= 500
         metrics.evictions.labels("evicted").inc()
         log.info("evicted", extra=found)
         await self._post_event(event(pod, reason, note, self._now_s()))
@@ -450,16 +495,27 @@ class Controller:
             why = lost[uid][1] if uid in lost else None
             status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
             if status != before:
-                path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
-                await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+                await self._write_status(namespace, name, status, before)
         live = {pod["metadata"]["uid"] for pod in self.pods.items.values()}
         self._said = {mark for mark in self._said if mark[0] in live}
         for pod, why in lost.values():
             await self._tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
 
+    async def _write_status(self, namespace: str, name: str, status: Json, before: Json) -> bool:
+        """What was written stands in our own view at once: the watch tells it later."""
+        path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
+        written = await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+        held = self.workloads.items.get((namespace, name))
+        if written and held is not None:
+            self.workloads.items[namespace, name] = {**held, "status": status}
+
+        return written
+
     def _unreachable(self, now_s: float) -> Iterator[tuple[Json, Beyond]]:
         """Refused pods that would get their SLA on no node, if nothing else ran there."""
         known: dict[Job, Beyond | None] = {}
+        if self._state.policies.brake or self._state.policies.paused({}):
+            return  # refused because nothing harvests: that says nothing about what the fleet could give
         for pod in self.pods.items.values():
             job = self._refused_job(pod)
             if job is None:

@@ -1,5 +1,6 @@
 """OfflineWorkload objects: from the monitor's values to what people and the extender read, and back. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -11,11 +12,14 @@ from valve_scheduler.controller.conditions import condition, time_text
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
 from valve_scheduler.placement.reach import Beyond
 
+# Limits of the CRD.
 KEPT_EVICTIONS = 192  # a day of them, at the defaults
+KEPT_AVOIDED = 256  # at the defaults 144 nodes are avoided at one time
 
 _MESSAGES = {
     Verdict.WARMING_UP: "the pod has just started",
     Verdict.NO_TOKENS: "the engine reports no tokens; install the engine hook to have the SLA watched",
+    Verdict.HELD: "harvesting is held; the SLA is watched again from the moment it goes on",
     Verdict.NO_PROFILE: "the job's OfflineProfile is missing or not ready",
     Verdict.MEASURING: "no whole window has passed yet",
     Verdict.MET: "the last window reached the SLA",
@@ -82,12 +86,10 @@ def status_of(
         conditions.append(condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
     elif beyond is not None:
         conditions.append(condition("SLAUnreachable", "True", beyond.reason, beyond.message, old, now_s))
-    kept = owner.evicted_at_s[-KEPT_EVICTIONS:]
-    avoid = sorted(owner.avoid_until_s.items())
     status: dict[str, Any] = {
         "evictions": len(owner.evicted_at_s),
-        "evictionTimes": [time_text(at_s) for at_s in kept],
-        "avoidNodes": [{"node": node, "until": time_text(at_s)} for node, at_s in avoid if at_s > now_s],
+        "evictionTimes": [time_text(at_s) for at_s in _kept_evictions(owner.evicted_at_s)],
+        "avoidNodes": [{"node": node, "until": time_text(at_s)} for node, at_s in _kept_avoided(owner, now_s)],
         "conditions": conditions,
     }
     if worst is not None and worst.achieved is not None:
@@ -97,6 +99,21 @@ def status_of(
         status["backoffUntil"] = time_text(backoff_s)
 
     return status
+
+
+def _kept_evictions(evicted_at_s: Sequence[float]) -> list[float]:
+    """The latest rounds, each at least once: the number of rounds decides when an owner is left in peace."""
+    counts = Counter(evicted_at_s)
+    rounds = sorted(counts, reverse=True)[:KEPT_EVICTIONS]
+    more = [at_s for at_s in rounds for _ in range(counts[at_s] - 1)]
+
+    return sorted(rounds + more[: KEPT_EVICTIONS - len(rounds)])
+
+
+def _kept_avoided(owner: Owner, now_s: float) -> list[tuple[str, float]]:
+    """The nodes avoided for the longest time to come, by name. A node left out may be tried again early."""
+    ahead = [(node, until_s) for node, until_s in owner.avoid_until_s.items() if until_s > now_s]
+    return sorted(sorted(ahead, key=lambda pair: (-pair[1], pair[0]))[:KEPT_AVOIDED])
 
 
 def _standing(track: Track) -> tuple[float, str]:
