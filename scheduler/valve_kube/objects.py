@@ -28,6 +28,7 @@ class PodPlace:
     gpu_uuids: tuple[str, ...]
     finished: bool
     namespace: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,17 @@ def pod_place(pod: Object) -> PodPlace:
         gpu_uuids=tuple(uuid for uuid in uuids.split(",") if uuid),
         finished=(pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"),
         namespace=metadata.get("namespace", ""),
+        name=metadata.get("name", ""),
     )
+
+
+def followed(pod: Object) -> Object:
+    """The pod itself; raises InvalidObject for one that the watches of Valve do not see: its GPUs would be nobody's."""
+    role = (pod["metadata"].get("labels") or {}).get(names.ROLE, "")
+    if role != names.OFFLINE:
+        raise InvalidObject(f"label {names.ROLE} of the pod is {role!r}, must be {names.OFFLINE}")
+
+    return pod
 
 
 def owner_uid(pod: Object) -> str:

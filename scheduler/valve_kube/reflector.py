@@ -5,6 +5,7 @@ goes on from the last version seen; 410 Gone, or a call of `relist`, starts from
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import uniform
@@ -40,6 +41,7 @@ class Reflector:
         *,
         query: Mapping[str, str] | None = None,
         metadata_only: bool = False,
+        relist_s: float = math.inf,
     ) -> None:
         self._client = client
         self.path = path
@@ -49,6 +51,8 @@ class Reflector:
         self._watch_accept = "application/json"
         if metadata_only:
             self._accept, self._watch_accept = (METADATA.format(kind) for kind in ("List", ""))
+        self._relist_s = relist_s  # a list this old is read again when the next watch would begin
+        self._listed_at_s = float("-inf")
         self._version = ""
         self._wanted = 0  # counts relists, so that a list begun before one does not answer it
         self._relisted = asyncio.Event()
@@ -79,7 +83,7 @@ class Reflector:
         while True:
             seen_s = self.live_at_s
             try:
-                while not self._version:
+                while not self._version or self._loop_s() - self._listed_at_s >= self._relist_s:
                     await self._list()
                 await self._watch_once()
                 backoff_s = BACKOFF_MIN_S
@@ -102,12 +106,12 @@ class Reflector:
         return error.retry_after_s
 
     async def _list(self) -> None:
-        wanted = self._wanted
+        wanted, begun_s = self._wanted, self._loop_s()
         items, version = await self._client.list(self.path, self.query, self._accept)
         if wanted != self._wanted:
             return
         self.sink.replace(items)
-        self._version = version
+        self._version, self._listed_at_s = version, begun_s
         self.lists += 1
         self._alive()
         self._listed.set()
@@ -154,4 +158,7 @@ class Reflector:
             self._alive()
 
     def _alive(self) -> None:
-        self.live_at_s = asyncio.get_running_loop().time()
+        self.live_at_s = self._loop_s()
+
+    def _loop_s(self) -> float:
+        return asyncio.get_running_loop().time()

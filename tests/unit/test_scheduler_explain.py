@@ -4,6 +4,7 @@ import pytest
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.objects import node_report, pod_place
+from valve_kube.policies import read_policies
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.explain import explain
 from valve_scheduler.placement.rank import REASON_TEXT, PlacementSettings, Reason
@@ -69,3 +70,21 @@ def test_the_judgement_is_that_of_the_scheduler_with_gpus_taken_by_others() -> N
     (refusal,) = explain(state, pod(), NOW_S).refusals
 
     assert refusal.text == REASON_TEXT[Reason.NO_FREE_GPUS]
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ({"paused": True}, "pauses harvesting on every node"),
+        ({"namespaces": [{"name": "default", "maxGPUs": 0}]}, "uses 0 of the 0 harvested GPUs"),
+        ({"namespaces": [{"name": "default", "mode": "off"}]}, "sets mode off for namespace default"),
+    ],
+)
+def test_a_pod_that_the_filter_refuses_is_never_called_placeable(spec: dict[str, object], why: str) -> None:
+    state = state_of(harvest_node("n1"))
+    state.policies = read_policies([{"metadata": {"name": "p"}, "spec": spec}])
+
+    found = explain(state, pod(), NOW_S)
+
+    assert found.state == "barred"
+    assert why in found.advice

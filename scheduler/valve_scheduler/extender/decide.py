@@ -9,16 +9,18 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 from valve_kube import names
 from valve_kube.client import ApiError, Json, Unreachable
 from valve_kube.errors import InvalidObject, NoPlace, NotReady
-from valve_kube.objects import OfflinePod, offline_pod, pod_place
+from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
+from valve_scheduler.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.state import ClusterState
@@ -58,13 +60,14 @@ class Extender:
         if wanted is None:
             return _filter_error("NodeNames is missing: set nodeCacheCapable: true for this extender")
         try:
-            pod = offline_pod(arguments["Pod"])
+            pod = offline_pod(followed(arguments["Pod"]))
         except InvalidObject as error:
             metrics.invalid.labels("Pod").inc()
             return _filter_error(f"valve: {error}")
-        if full := self._namespace_full(pod):
+        if full := barred(self._state, pod):
             return _filter_error(f"valve: {full}")
         self._remember(pod)
+        self._state.unreserve(pod.uid)
         ranking = self._rank(pod)
         rows, codes = self._codes(wanted, ranking)
         pinned = self._state.holding(pod.uid)
@@ -75,17 +78,29 @@ class Extender:
         # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
         refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
         best = [wanted[index] for index in _best(passed, ranking.share[rows[passed]])]
+        if len(best) == 1:  # kube-scheduler asks for no scores then
+            self._reserve(pod, best[0], ranking)
 
         return {"NodeNames": best, "FailedNodes": {}, "FailedAndUnresolvableNodes": refused, "Error": ""}
 
     def prioritize(self, arguments: Json) -> list[Json]:
         self._check_ready()
         wanted = arguments.get("NodeNames") or []
-        ranking = self._rank(offline_pod(arguments["Pod"]))
+        pod = offline_pod(arguments["Pod"])
+        self._state.unreserve(pod.uid)
+        ranking = self._rank(pod)
         rows = self._state.rows(wanted)
         shares = np.where(rows < 0, 0.0, ranking.share[rows])
+        points = scores(shares)
+        if len(points) and points.max() > 0:
+            # One node has the highest score alone, so that the GPUs kept there are those the pod will get. Among
+            # equals each pod begins at another one: a fleet of equal nodes fills evenly.
+            best = np.flatnonzero(shares == shares.max())
+            top = int(best[crc32(pod.uid.encode()) % len(best)])
+            points = np.where(np.arange(len(points)) == top, points, np.minimum(points, points.max() - 1))
+            self._reserve(pod, wanted[top], ranking)
 
-        return [{"Host": name, "Score": score} for name, score in zip(wanted, scores(shares).tolist(), strict=True)]
+        return [{"Host": name, "Score": score} for name, score in zip(wanted, points.tolist(), strict=True)]
 
     async def bind(self, arguments: Json) -> Json:
         """Never raises: every failure is an Error that puts the pod back into the queue."""
@@ -110,16 +125,25 @@ class Extender:
             raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
         if held is not None and not held.assumed_until_s:
             return  # the answer to an earlier call was lost; the Binding was not
-        if held is None and (full := self._namespace_full(pod)):
+        if held is None and (full := barred(self._state, pod)):
             raise NoPlace(full)
         gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
-        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace, share)
+        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace, share, pod.name)
         await self._post(pod, node, gpus, share)
         self._pods.pop(uid, None)
 
+    def _reserve(self, pod: OfflinePod, node: str, ranking: Ranking) -> None:
+        """Until it is bound other pods are offered other GPUs: without that one bind in seven failed under load."""
+        row = self._state.row(node)
+        if row is None or self._state.holding(pod.uid) is not None or ranking.reason[row] != Reason.NONE:
+            return
+        members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
+        self._state.reserve(pod.uid, node, self._state.uuids(node, members.tolist()), self._now_s())
+
     def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
         """The best set on the node by what is known now, which may be more than when it was filtered."""
+        self._state.unreserve(pod.uid)
         ranking = self._rank(pod)
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
@@ -170,35 +194,15 @@ class Extender:
 
     async def _read(self, arguments: Json) -> OfflinePod:
         path = f"/api/v1/namespaces/{arguments['PodNamespace']}/pods/{arguments['PodName']}"
-        pod = offline_pod(await self._api.request("GET", path))
+        pod = offline_pod(followed(await self._api.request("GET", path)))
         if pod.uid != arguments["PodUID"]:
             raise NoPlace("the pod was replaced by another of its name")
 
         return pod
 
-    def _namespace_full(self, pod: OfflinePod) -> str:
-        """Why the policies let the namespace have no GPUs, or no more; empty when they do.
-
-        An error, not a refusal: kube-scheduler then tries again by itself, as no event tells that a pod of the
-        namespace ended elsewhere.
-        """
-        policies = self._state.policies
-        if policies.brake or policies.paused({}):  # each node's own word takes its time
-            return "a HarvestPolicy pauses harvesting on every node"
-        rule = policies.rule(pod.namespace)
-        if rule.mode in ("off", "observe"):
-            return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
-        held = self._state.holding(pod.uid)
-        used = self._state.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
-        if rule.max_gpus is not None and used + pod.gpus > rule.max_gpus:
-            return (
-                f"namespace {pod.namespace} uses {used} of the {rule.max_gpus} harvested GPUs its HarvestPolicy allows"
-            )
-
-        return ""
-
     def _rank(self, pod: OfflinePod) -> Ranking:
         now_s = self._now_s()
+        self._state.lapse(now_s)
         return self._rankings.of(self._state.job(pod, now_s), now_s)
 
     def _codes(self, wanted: list[str], ranking: Ranking) -> tuple[NDArray[np.intp], NDArray[np.int8]]:

@@ -14,6 +14,7 @@ from valve_kube.errors import InvalidObject, NotReady
 from valve_kube.reflector import SILENCE_S, Reflector
 
 from valve_scheduler import metrics
+from valve_scheduler.doubts import Doubts
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.extender.leadership import Leadership, lease_view
 from valve_scheduler.placement.rank import PlacementSettings
@@ -59,6 +60,7 @@ class ExtenderService:
             self._leadership = Leadership(settings.hostname, self.pods.relist)
             lease = lease_view(client, self._leadership, settings.lease_namespace, settings.lease_name)
             self.views.append(lease)
+        self._doubts = Doubts(client, self.state, time.time)
         self.probes = Probes(self._missing, self._refresh_gauges)
         self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer)
 
@@ -76,7 +78,7 @@ class ExtenderService:
         main = await serve(self.answer, self._settings.host, self._settings.port)
         probes = await self.probes.serve(self._settings.probe_host, self._settings.probe_port)
         tasks = [asyncio.create_task(view.run()) for view in self.views]
-        tasks.append(asyncio.create_task(self._housekeeping()))
+        tasks += [asyncio.create_task(self._housekeeping()), asyncio.create_task(self._doubts.run())]
         log.info("extender listens", extra={"port": self._settings.port, "theta": self.state.settings.theta})
         try:
             await asyncio.gather(*tasks)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 
 from valve_kube import names
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import Object, offline_pod, pod_place
+from valve_kube.objects import Object, followed, offline_pod, pod_place
 
+from valve_scheduler.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
 
@@ -27,7 +28,7 @@ class Explanation:
     """`state` in a word, `candidates` best first with predicted shares, `advice` what would change the answer."""
 
     pod: str
-    state: str  # placed | finished | placeable | unplaceable | invalid
+    state: str  # placed | finished | placeable | unplaceable | barred | invalid
     node: str = ""
     gpus: tuple[str, ...] = ()
     predicted: str = ""
@@ -44,9 +45,11 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
         word = "finished" if place.finished else "placed"
         return Explanation(pod=title, state=word, node=place.node, gpus=place.gpu_uuids, predicted=predicted)
     try:
-        wish = offline_pod(pod)
+        wish = offline_pod(followed(pod))
     except InvalidObject as error:
         return Explanation(pod=title, state="invalid", advice=str(error))
+    if why := barred(state, wish):
+        return Explanation(pod=title, state="barred", advice=why)
     job, fleet, sets = state.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
     ranking = rank(fleet, sets, job, state.settings)
     found = ranked_nodes(fleet, ranking)

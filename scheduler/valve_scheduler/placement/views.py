@@ -23,13 +23,19 @@ log = logging.getLogger(__name__)
 OFFLINE_PODS = {"labelSelector": f"{names.ROLE}={names.OFFLINE}"}
 
 
+# A whole list now and then: what a watch was never told of is found by it.
+RELIST_S = 600.0
+
+
 def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
     sink = Sink(
         replace=lambda items: state.replace_pods(pod_place(item) for item in items),
         put=lambda item: state.put_pod(pod_place(item)),
-        drop=lambda item: state.release(item["metadata"]["uid"]),
+        drop=lambda item: state.drop_pod(
+            item["metadata"]["uid"], is_deleted=bool(item["metadata"].get("deletionTimestamp"))
+        ),
     )
-    return Reflector(client, "/api/v1/pods", sink, query=OFFLINE_PODS)
+    return Reflector(client, "/api/v1/pods", sink, query=OFFLINE_PODS, relist_s=RELIST_S)
 
 
 def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], float]) -> Reflector:
