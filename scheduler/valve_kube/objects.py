@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, ThroughputCurve, WorkloadProfile
+from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, ThroughputCurve, WorkloadProfile, forecast, windows_of
 from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
@@ -54,7 +54,9 @@ class NodeReport:
     full_mib: float
     uuids: tuple[str, ...]
     harvestable: tuple[bool, ...]
-    idle: FloatArray  # [8]
+    idle: FloatArray  # [8] what to count on
+    hour: FloatArray  # [8] idle share of the last hour, NaN where it was not seen
+    day: FloatArray  # [8] of the last day
     histogram: FloatArray  # [8, bins]
     alignment: FloatArray  # [8, 8]
     observed_at_s: float  # wall clock of the node
@@ -226,13 +228,12 @@ def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
     count = len(gpus)
     if count > MAX_GPUS:
         raise ValueError(f"{count} GPUs, at most {MAX_GPUS} are handled")
-    idle = np.zeros(MAX_GPUS)
+    hour, day = np.full(MAX_GPUS, np.nan), np.full(MAX_GPUS, np.nan)
     histogram = np.zeros((MAX_GPUS, HISTOGRAM_BINS))
     for row, gpu in enumerate(gpus):
-        # The hour predicts a job that runs for hours; a node that is younger has only the shorter windows.
-        windows = gpu["idle"]
-        idle[row] = windows.get("1h", windows.get("10m", windows.get("1m", 0.0)))
+        hour[row], day[row] = windows_of(gpu["idle"])
         histogram[row] = gpu["freeMemory"]
+    idle = forecast(hour, day)
     totals = histogram.sum(axis=1, keepdims=True)
     if not np.isfinite(totals).all() or histogram.min() < 0 or not ((idle >= 0) & (idle <= 1)).all():
         raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
@@ -248,6 +249,8 @@ def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
         uuids=tuple(gpu["uuid"] for gpu in gpus),
         harvestable=tuple(bool(gpu.get("harvestable")) and slots > 0 for gpu in gpus),
         idle=idle,
+        hour=hour,
+        day=day,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
         alignment=_alignment(status.get("alignment") or [], count),
         observed_at_s=observed_at.timestamp(),

@@ -356,6 +356,8 @@ def role() -> Json:
 def test_the_placement_and_the_role_of_a_placed_pod_never_change(control_plane: ControlPlane) -> None:
     api = control_plane.api
     api.post(PODS, offline_pod("p0"))
+    with pytest.raises(Refused, match="cannot change"):  # nor of one that waits: it would hold GPUs unseen
+        api.patch(f"{PODS}/p0", {"metadata": {"labels": {names.ROLE: None}}})
     binding = {
         "apiVersion": "v1",
         "kind": "Binding",

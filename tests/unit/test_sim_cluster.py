@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reports import harvest_node
+from valve_kube.objects import node_report
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, run_cluster, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
@@ -114,7 +116,7 @@ def test_curves_rise_with_memory_and_start_at_the_smallest_cache():
         assert model.requests_per_s(np.array([model.fit_gib - 0.1]))[0] == 0
 
 
-def test_reports_say_what_the_day_before_was():
+def test_reports_say_what_the_hour_and_the_day_before_were():
     load = fleet([0.25] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.7] * 4)
     seen = Reports(load).fleet(30, np.ones((1, 8), dtype=bool))
 
@@ -144,6 +146,20 @@ def test_told_the_hour_the_model_follows_a_change_that_the_last_day_hides():
     assert reports.nowcast(29, members, profile)[0] == pytest.approx(1.0, abs=0.02)
     assert reports.nowcast(30, members, profile)[0] == 0.0
     assert reports.fleet(30, np.ones((1, 8), dtype=bool)).idle[0, 0] == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_simulated_scheduler_counts_on_what_the_product_s_would():
+    """Published figures were of the last day's mean while the product went by the last hour."""
+    load = fleet([1.0] * 8)
+    load.idle[0, 29 * 60 :] = 0  # grew busy an hour ago
+    load.idle[1, : 29 * 60] = 0  # fell idle an hour ago
+    seen = Reports(load).fleet(30, np.ones((1, 8), dtype=bool))
+
+    node = harvest_node("n1", cards=2)
+    shares = [(0.0, 23 / 24), (1.0, 1 / 24)]
+    for gpu, (hour, day) in zip(node["status"]["gpus"], shares, strict=True):
+        gpu["idle"] = {"1h": hour, "24h": day}
+    assert seen.idle[0, :2] == pytest.approx(node_report(node).idle[:2], abs=0.01)
 
 
 def test_one_factor_a_workload_removes_an_error_that_all_its_instances_share():

@@ -1,7 +1,8 @@
 """What the nodes of the simulated fleet would report every hour: the scheduler sees nothing else.
 
-Idle share, histogram of free memory and pairwise alignment, over the last 24 hours. The week wraps around, so the first
-day's reports rest on the last day.
+As the product's nodes do: idle share of the last hour and of the last 24, histogram of free memory and pairwise
+alignment of the last hour. What is counted on comes from the product's own `forecast`. The week wraps around, so the
+first day's reports rest on the last day.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from valve_scheduler.model import (
     HISTOGRAM_BINS,
     WorkloadProfile,
+    forecast,
     memory_factor,
     memory_weights,
     runnable_share,
@@ -50,27 +52,31 @@ class Reports:
             histogram=self._hourly_histograms(),
             both=self._hourly_overlaps(windows / STEPS),
         )
-        self._daily = Rows(
-            idle=_last_day(self._hourly.idle),
-            histogram=_last_day(self._hourly.histogram),
-            both=_last_day(self._hourly.both),
+        self._before = Rows(
+            idle=np.roll(self._hourly.idle, 1, axis=0),
+            histogram=np.roll(self._hourly.histogram, 1, axis=0),
+            both=np.roll(self._hourly.both, 1, axis=0),
         )
+        """The hour before each."""
+        self._daily = _last_day(self._hourly.idle)
         self._names = [f"node-{node:04d}" for node in range(self.nodes)]
 
     def fleet(self, hour: int, open_gpus: NDArray[np.bool_]) -> Fleet:
         """The snapshot that the scheduler of the product ranks; `open_gpus` is shared, not copied."""
         shape = (self.nodes, self.gpus)
         replicas = self._load.replica_of_gpu
-        daily = self._daily
-        idle = daily.idle[hour][replicas].reshape(shape).astype(np.float64)
+        before = self._before
+        last_hour, last_day = (
+            shares[hour][replicas].reshape(shape).astype(np.float64) for shares in (before.idle, self._daily)
+        )
         return Fleet(
             names=self._names,
             standing=np.full(self.nodes, Standing.HARVESTING, dtype=np.int8),
             gpu_model=np.full(self.nodes, "H100"),
             full_mib=np.full(self.nodes, self.full_mib),
-            idle=idle,
-            histogram=daily.histogram[hour][replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
-            alignment=self._alignment(daily.both[hour], idle),
+            idle=forecast(last_hour, last_day),
+            histogram=before.histogram[hour][replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
+            alignment=self._alignment(before.both[hour], last_hour),
             open_gpus=open_gpus,
         )
 

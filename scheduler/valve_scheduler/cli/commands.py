@@ -276,6 +276,9 @@ def _print_explanation(found: Explanation, achieved: Row) -> None:
         console.print(f"  harvested {achieved['harvest_s']} GPU-seconds so far; {rate}")
     for node, share in found.candidates:
         console.print(f"  {share:5.2f}  {node}")
+    for idle in found.windows:
+        hour, day = ("unknown" if share is None else f"{share:.2f}" for share in (idle.hour, idle.day))
+        console.print(f"  {idle.node}: idle share of the last hour {hour}, of the last day {day}; the lower one counts")
     for refusal in found.refusals:
         console.print(f"  {refusal.nodes:5d}  {refusal.text}, e.g. {', '.join(refusal.examples)}")
     if found.advice:

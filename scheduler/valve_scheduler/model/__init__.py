@@ -12,6 +12,7 @@ from valve_scheduler.model.alignment import (
     runnable_share,
 )
 from valve_scheduler.model.curve import ThroughputCurve, WorkloadProfile, prior_profile
+from valve_scheduler.model.forecast import forecast, windows_of
 from valve_scheduler.model.memory import (
     HISTOGRAM_BINS,
     bin_centres,
@@ -34,6 +35,7 @@ __all__ = [
     "bin_centres",
     "busy_union_bound",
     "fits_share",
+    "forecast",
     "free_histogram",
     "idle_share",
     "memory_factor",
@@ -43,4 +45,5 @@ __all__ = [
     "runnable_share",
     "set_members",
     "set_throughput",
+    "windows_of",
 ]

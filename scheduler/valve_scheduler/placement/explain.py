@@ -24,6 +24,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdle:
+    """Mean idle share of a node's GPUs; placement counts on the lower of the two, per GPU. None: not seen yet."""
+
+    node: str
+    hour: float | None
+    day: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """`state` in a word, `candidates` best first with predicted shares, `advice` what would change the answer."""
 
@@ -33,6 +42,7 @@ class Explanation:
     gpus: tuple[str, ...] = ()
     predicted: str = ""
     candidates: tuple[tuple[str, float], ...] = ()
+    windows: tuple[NodeIdle, ...] = ()  # of the candidates, else of the best nodes there are
     refusals: tuple[Refusal, ...] = ()
     advice: str = ""
 
@@ -54,17 +64,25 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
     ranking = rank(fleet, sets, job, state.settings)
     found = ranked_nodes(fleet, ranking)
     advice = ""
+    best = found
     if not found:
         free = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
         advice = _advice(job.sla, free, len(state.node_names()))
+        best = free
 
     return Explanation(
         pod=title,
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
+        windows=tuple(_idle(state, node) for node, _ in best[:most]),
         refusals=_refusals(state, fleet, ranking),
         advice=advice,
     )
+
+
+def _idle(state: ClusterState, node: str) -> NodeIdle:
+    hour, day = state.idle_windows(node)
+    return NodeIdle(node=node, hour=hour, day=day)
 
 
 def _refusals(state: ClusterState, fleet: Fleet, ranking: Ranking) -> tuple[Refusal, ...]:

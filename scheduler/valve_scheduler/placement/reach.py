@@ -1,8 +1,8 @@
 """Whether a job that waits could get its SLA anywhere at all, if no other offline job ran. Pure.
 
 Two answers, as they call for different cures: no card of the fleet is up to it even when idle and empty, or the fleet
-is busier than the job allows. The second is judged by the same hour as placement and ends by itself when services get
-quieter."""
+is busier than the job allows. The second is judged by the same forecast as placement and ends by itself when services
+get quieter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
 
     return Beyond(
         reason=TOO_BUSY,
-        message=f"as busy as the fleet has been for an hour the best is {best_now}, with no other offline job; the job "
+        message=f"as busy as the fleet was in the last hour or day the best is {best_now}, with no other offline job; the job "
         f"asks for {job.sla:.2f}",
     )
 

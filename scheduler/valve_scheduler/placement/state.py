@@ -60,6 +60,7 @@ class ClusterState:
         self._free_rows: list[int] = list(range(capacity))[::-1]
         self._names: list[str] = [""] * capacity
         self._uuids: list[tuple[str, ...]] = [()] * capacity
+        self._seen: dict[str, tuple[float | None, float | None]] = {}  # idle share of a node, last hour and last day
         self._off = np.ones(capacity, dtype=np.bool_)
         self._observed_at_s = np.full(capacity, -np.inf)
         self._gpu_model = np.full(capacity, "", dtype="<U64")
@@ -89,6 +90,7 @@ class ClusterState:
         if row is None:
             row = self._new_row(report.node)
         self._uuids[row] = report.uuids
+        self._seen[report.node] = _mean(report.hour), _mean(report.day)
         self._off[row] = report.phase != "Harvesting"
         # A node whose clock runs ahead must not stay fresh for ever.
         self._observed_at_s[row] = min(report.observed_at_s, received_at_s)
@@ -112,6 +114,7 @@ class ClusterState:
         if row is None:
             return
         self._names[row] = ""
+        self._seen.pop(node, None)
         self._uuids[row] = ()
         self._harvestable[row] = False
         self._observed_at_s[row] = -np.inf
@@ -132,6 +135,10 @@ class ClusterState:
     def uuids(self, node: str, gpus: Iterable[int]) -> tuple[str, ...]:
         known = self._uuids[self._row_of[node]]
         return tuple(known[gpu] for gpu in gpus)
+
+    def idle_windows(self, node: str) -> tuple[float | None, float | None]:
+        """Mean idle share of its GPUs in the last hour and in the last day, for people."""
+        return self._seen.get(node, (None, None))
 
     def node_names(self) -> list[str]:
         return list(self._row_of)
@@ -425,3 +432,8 @@ class ClusterState:
                 runnable=np.pad(sets.runnable, pad),
                 aligned=np.pad(sets.aligned, pad),
             )
+
+
+def _mean(shares: FloatArray) -> float | None:
+    known = shares[~np.isnan(shares)]
+    return float(known.mean()) if len(known) else None
