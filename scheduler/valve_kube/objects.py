@@ -61,6 +61,8 @@ class NodeReport:
     alignment: FloatArray  # [8, 8]
     observed_at_s: float  # wall clock of the node
     theta: float | None = None  # alignment threshold of the node's policy
+    epoch: int = 0  # rises with each report
+    written_at_s: float | None = None  # when the report was written, by the clock of the API server
 
 
 def annotation(pod: Object, key: str) -> str:
@@ -218,12 +220,18 @@ def node_report(harvest_node: Object) -> NodeReport:
     node = harvest_node["metadata"]["name"]
     status = harvest_node.get("status") or {}
     try:
-        return _node_report(node, status, harvest_node.get("spec") or {})
+        return _node_report(node, status, harvest_node.get("spec") or {}, _written_at_s(harvest_node["metadata"]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InvalidObject(f"GPUHarvestNode {node}: status cannot be used: {error!r}") from error
 
 
-def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
+def _written_at_s(metadata: Object) -> float | None:
+    """When the status was written last, as the API server keeps it for each who writes."""
+    times = [entry["time"] for entry in metadata.get("managedFields") or [] if entry.get("subresource") == "status"]
+    return max(map(_seconds, times), default=None)
+
+
+def _node_report(node: str, status: Object, spec: Object, written_at_s: float | None) -> NodeReport:
     gpus = status.get("gpus") or []
     count = len(gpus)
     if count > MAX_GPUS:
@@ -239,8 +247,6 @@ def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
         raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
     resolved = spec.get("resolved") or {}
     slots = int(resolved.get("slotsPerGPU", 1))
-    observed_at = datetime.fromisoformat(status["observedAt"].replace("Z", "+00:00"))
-
     return NodeReport(
         node=node,
         phase=phase_in_force(status, spec),
@@ -253,9 +259,15 @@ def _node_report(node: str, status: Object, spec: Object) -> NodeReport:
         day=day,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
         alignment=_alignment(status.get("alignment") or [], count),
-        observed_at_s=observed_at.timestamp(),
+        observed_at_s=_seconds(status["observedAt"]),
+        epoch=int(status.get("epoch", 0)),
+        written_at_s=written_at_s,
         theta=float(resolved["alignmentThreshold"]) if "alignmentThreshold" in resolved else None,
     )
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def mode_in_force(spec: Object) -> str:

@@ -38,6 +38,11 @@ oldest_report = Gauge(
     "Age of the oldest node report; above 90 s that node takes no new offline work",
     registry=REGISTRY,
 )
+clock_skew = Gauge(
+    "valve_extender_clock_skew_seconds",
+    "Difference between a node's clock and ours, of the node that is off most",
+    registry=REGISTRY,
+)
 ready = Gauge("valve_extender_ready", "1 while this replica leads and its view is complete", registry=REGISTRY)
 evictions = Counter(
     "valve_monitor_evictions",

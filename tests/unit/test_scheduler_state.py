@@ -1,9 +1,11 @@
 """The arrays of the cluster follow reports and pods, and their books balance."""
 
+from datetime import datetime, timezone
+
 import numpy as np
 import pytest
 from reports import NOW_S, harvest_node, pod, uuids
-from valve_kube.objects import node_report, offline_pod, pod_place
+from valve_kube.objects import NodeReport, node_report, offline_pod, pod_place
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, Standing, gpu_sets, rank
 from valve_scheduler.placement.state import ASSUMED_FOR_S, STALE_AFTER_S, ClusterState
@@ -198,3 +200,34 @@ def _flat():  # type: ignore[no-untyped-def]
     from valve_scheduler.model import ThroughputCurve
 
     return ThroughputCurve(free_mib=(0.0,), tokens_per_s=(1.0,))
+
+
+def reported(epoch: int, clock_s: float, written_at_s: float | None = None) -> NodeReport:
+    """A report by a node whose clock says `clock_s`."""
+    node = harvest_node("n1", age_s=NOW_S - clock_s, epoch=epoch)
+    if written_at_s is not None:
+        time = datetime.fromtimestamp(written_at_s, timezone.utc).isoformat()
+        node["metadata"]["managedFields"] = [{"subresource": "status", "time": time}, {"time": "2030-01-01T00:00:00Z"}]
+    return node_report(node)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, -90.0, 0.0, 3600.0])
+def test_a_node_is_never_stale_for_its_clock_while_it_reports_nor_fresh_when_it_does_not(skew_s: float) -> None:
+    state = ClusterState(SETTINGS)
+    for number in range(4):
+        now_s = NOW_S + 30.0 * number
+        state.put_report(reported(number, now_s + skew_s), now_s)
+    last_s = NOW_S + 90.0
+
+    assert standing(state, "n1", last_s + STALE_AFTER_S) == Standing.HARVESTING
+    state.put_report(reported(3, last_s + skew_s), last_s + 60.0)  # the same again: its spec changed
+    assert standing(state, "n1", last_s + STALE_AFTER_S + 1) == Standing.STALE
+    assert state.worst_skew_s() == abs(skew_s)
+
+
+def test_a_report_found_in_a_list_is_as_old_as_the_api_server_says() -> None:
+    for age_s, expected in ((30.0, Standing.HARVESTING), (600.0, Standing.STALE)):
+        state = ClusterState(SETTINGS)
+        state.put_report(reported(7, NOW_S - 5_000.0, NOW_S - age_s), NOW_S, is_live=False)
+
+        assert standing(state, "n1", NOW_S) == expected

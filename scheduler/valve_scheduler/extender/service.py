@@ -121,6 +121,7 @@ class ExtenderService:
     def _refresh_gauges(self) -> None:
         ages = self.state.report_ages_s(time.time())
         metrics.oldest_report.set(ages.max() if len(ages) else 0.0)
+        metrics.clock_skew.set(self.state.worst_skew_s())
         metrics.assumed.set(sum(1 for holding in self.state.holdings() if holding.assumed_until_s))
         metrics.ready.set(self.can_answer())
 

@@ -1,4 +1,4 @@
-"""What the coming hours leave to offline work, from what the last ones left: the lower of the last hour and the last day.
+"""What the coming hours leave to offline work: the lower of what the last hour and the last day left.
 
 The hour follows what a service does now, the day remembers that it has busy hours. Either alone promises too much: the
 hour at night, the day when a service has grown. A promise is kept for hours if both can keep it."""

@@ -65,8 +65,8 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
 
     return Beyond(
         reason=TOO_BUSY,
-        message=f"as busy as the fleet was in the last hour or day the best is {best_now}, with no other offline job; the job "
-        f"asks for {job.sla:.2f}",
+        message=f"as busy as the fleet was in the last hour or day the best is {best_now}, with no other offline job; "
+        f"the job asks for {job.sla:.2f}",
     )
 
 

@@ -61,6 +61,8 @@ class ClusterState:
         self._names: list[str] = [""] * capacity
         self._uuids: list[tuple[str, ...]] = [()] * capacity
         self._seen: dict[str, tuple[float | None, float | None]] = {}  # idle share of a node, last hour and last day
+        self._marks: dict[str, tuple[int, float]] = {}  # of each node's last report
+        self._skew_s: dict[str, float] = {}  # a node's clock less ours
         self._off = np.ones(capacity, dtype=np.bool_)
         self._observed_at_s = np.full(capacity, -np.inf)
         self._gpu_model = np.full(capacity, "", dtype="<U64")
@@ -85,15 +87,15 @@ class ClusterState:
 
     # Nodes
 
-    def put_report(self, report: NodeReport, received_at_s: float) -> None:
+    def put_report(self, report: NodeReport, received_at_s: float, *, is_live: bool = True) -> None:
+        """`is_live`: told by the watch as it was written, not found in a list."""
         row = self._row_of.get(report.node)
         if row is None:
             row = self._new_row(report.node)
         self._uuids[row] = report.uuids
         self._seen[report.node] = _mean(report.hour), _mean(report.day)
         self._off[row] = report.phase != "Harvesting"
-        # A node whose clock runs ahead must not stay fresh for ever.
-        self._observed_at_s[row] = min(report.observed_at_s, received_at_s)
+        self._observed_at_s[row] = self._fresh_at_s(row, report, received_at_s, is_live)
         self._gpu_model[row] = report.gpu_model
         self._full_mib[row] = report.full_mib
         self._idle[row] = report.idle
@@ -109,12 +111,35 @@ class ClusterState:
             sets.aligned[row] = fresh.aligned
         self._recount(report.node)
 
+    def _fresh_at_s(self, row: int, report: NodeReport, received_at_s: float, is_live: bool) -> float:
+        """When the report was new, by our own clock: a node whose clock is wrong is neither stale nor fresh for ever.
+
+        A report that another one went before is as old as its arrival. Of one found in a list the API server knows
+        when it was written; only where it does not, the node's own word is taken.
+        """
+        mark, before = (report.epoch, report.observed_at_s), self._marks.get(report.node)
+        self._marks[report.node] = mark
+        if mark == before:
+            return float(self._observed_at_s[row])
+        if is_live and before is not None:
+            self._skew_s[report.node] = report.observed_at_s - received_at_s
+            return received_at_s
+        written_at_s = report.observed_at_s if report.written_at_s is None else report.written_at_s
+
+        return min(written_at_s, received_at_s)
+
+    def worst_skew_s(self) -> float:
+        """How far the clock of a node is off, whichever is off most; delays of a report on its way count, too."""
+        return max(map(abs, self._skew_s.values()), default=0.0)
+
     def drop_report(self, node: str) -> None:
         row = self._row_of.pop(node, None)
         if row is None:
             return
         self._names[row] = ""
         self._seen.pop(node, None)
+        self._marks.pop(node, None)
+        self._skew_s.pop(node, None)
         self._uuids[row] = ()
         self._harvestable[row] = False
         self._observed_at_s[row] = -np.inf

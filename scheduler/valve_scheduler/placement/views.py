@@ -39,9 +39,9 @@ def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
 
 
 def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], float]) -> Reflector:
-    def put(item: Json) -> None:
+    def put(item: Json, *, is_live: bool = True) -> None:
         try:
-            state.put_report(node_report(item), now_s())
+            state.put_report(node_report(item), now_s(), is_live=is_live)
         except InvalidObject as error:
             _report("GPUHarvestNode", error)
             state.drop_report(item["metadata"]["name"])
@@ -50,7 +50,7 @@ def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], floa
         for gone in set(state.node_names()) - {item["metadata"]["name"] for item in items}:
             state.drop_report(gone)
         for item in items:
-            put(item)
+            put(item, is_live=False)
 
     sink = Sink(replace=replace, put=put, drop=lambda item: state.drop_report(item["metadata"]["name"]))
     return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink)
