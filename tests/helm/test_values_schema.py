@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 import yaml
 
+from valved.cli.run import OFFLINE_TIMEOUTS
+
 CHART = Path(__file__).resolve().parents[2] / "helm/valve"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -49,6 +51,11 @@ def test_the_values_of_the_goldens_pass(path: Path) -> None:
 
 def test_the_defaults_pass() -> None:
     assert errors(DEFAULTS) == []
+
+
+def test_a_pod_of_the_chart_never_lacks_a_time_out_that_the_command_line_sets() -> None:
+    """vLLM with several GPUs gave up after five minutes behind a gate: the chart had two names that vLLM dropped."""
+    assert DEFAULTS["admission"]["offlineEnv"] == OFFLINE_TIMEOUTS
 
 
 # Free-form by nature: resource quantities, selectors and environments take any key.

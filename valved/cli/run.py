@@ -20,15 +20,15 @@ from valved.cli.client import node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 
-# A paused offline job looks hung to its own watchdogs; a pause may last as long as a busy period does.
+# A paused offline job looks hung to its own watchdogs; a pause may last as long as a busy period does. The chart's
+# admission.offlineEnv is this table.
 OFFLINE_TIMEOUTS = {
-    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "86400",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",
     "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
-    "VLLM_RPC_TIMEOUT": "86400000",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
-    "NCCL_TIMEOUT": "86400",
-    "SGLANG_WATCHDOG_TIMEOUT": "86400",
+    # Of vLLM's releases of 2025; newer ones do not read them.
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S": "86400",
+    "VLLM_RPC_TIMEOUT": "86400000",
 }
 
 
