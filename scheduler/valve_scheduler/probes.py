@@ -1,7 +1,7 @@
 """/healthz, /readyz and /metrics of each process, on a port of their own."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -10,11 +10,18 @@ from valve_scheduler.server import Answer, serve, text_answer
 
 
 class Probes:
-    """`missing` names what is not there yet; `refresh` sets gauges that are read, not counted."""
+    """`missing` names what is not there yet; `refresh` sets gauges that are read, not counted; `checks` are more
+    paths, each with what says why it fails (empty: it does not)."""
 
-    def __init__(self, missing: Callable[[], list[str]], refresh: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        missing: Callable[[], list[str]],
+        refresh: Callable[[], None] = lambda: None,
+        checks: Mapping[str, Callable[[], Awaitable[str]]] | None = None,
+    ) -> None:
         self._missing = missing
         self._refresh = refresh
+        self._checks = checks or {}
 
     async def answer(self, method: str, path: str, body: bytes) -> Answer:
         if path == "/healthz":
@@ -25,6 +32,9 @@ class Probes:
         if path == "/metrics":
             self._refresh()
             return Answer(body=generate_latest(metrics.REGISTRY), content_type=CONTENT_TYPE_LATEST)
+        if check := self._checks.get(path):
+            why = await check()
+            return text_answer(why, 503) if why else text_answer("ok")
         return text_answer("try /healthz, /readyz or /metrics", 404)
 
     async def serve(self, host: str, port: int) -> asyncio.Server:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from valve_scheduler import metrics
+from valve_scheduler.pair import PAIR_PATH
 
 from valved.config import KubeTable, load_config
 
@@ -182,6 +183,17 @@ def test_the_daemon_has_no_right_on_nodes_and_cannot_touch_pods() -> None:
 
     assert not any(resource.startswith("nodes") for resource, _ in granted)
     assert {verb for resource, verb in granted if resource.startswith("pods")} == {"get", "list", "watch"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_kube_scheduler_keeps_its_lease_without_its_extender(name: str) -> None:
+    (spec,) = (spec for owner, spec in pod_specs(name) if owner == "valve-scheduler")
+    scheduler, extender = spec["containers"]
+
+    probe = scheduler["livenessProbe"]
+    (metrics,) = (port["containerPort"] for port in extender["ports"] if port["name"] == "metrics")
+    assert probe["httpGet"] == {"path": PAIR_PATH, "port": metrics}
+    assert probe["periodSeconds"] * probe["failureThreshold"] <= 20
 
 
 @pytest.mark.parametrize("name", FILES)

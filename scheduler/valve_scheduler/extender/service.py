@@ -17,6 +17,7 @@ from valve_scheduler import metrics
 from valve_scheduler.doubts import Doubts
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.extender.leadership import Leadership, lease_view
+from valve_scheduler.pair import PAIR_PATH, Pair
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import nodes_view, pods_view, policies_view, profiles_view, workloads_view
@@ -40,6 +41,7 @@ class ExtenderSettings:
     hostname: str = ""  # empty: no leader election, always the leader
     lease_namespace: str = "valve-system"
     lease_name: str = "valve-scheduler"
+    kube_scheduler_port: int = 10259
     placement: PlacementSettings = field(default_factory=PlacementSettings)
 
 
@@ -61,7 +63,8 @@ class ExtenderService:
             lease = lease_view(client, self._leadership, settings.lease_namespace, settings.lease_name)
             self.views.append(lease)
         self._doubts = Doubts(client, self.state, time.time)
-        self.probes = Probes(self._missing, self._refresh_gauges)
+        self._pair = Pair(self._missing, settings.kube_scheduler_port)
+        self.probes = Probes(self._missing, self._refresh_gauges, {PAIR_PATH: self._pair.failure})
         self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer)
 
     def can_answer(self) -> bool:
