@@ -76,7 +76,7 @@ enum valve_state {
 	VALVE_STATE_NEW,      /* nvidiactl never opened: nothing exists */
 	VALVE_STATE_UNLINKED, /* no daemon: everything passes through, the keeper tries again */
 	VALVE_STATE_LINKED,   /* registered */
-	VALVE_STATE_OFF,      /* refused, or something failed for good: pass through for ever */
+	VALVE_STATE_OFF,      /* another version, or something failed for good: pass through for ever */
 };
 
 struct valve_reply {
@@ -155,6 +155,7 @@ void valve_contexts_reset(void);
 void valve_memory_forget(CUcontext context, int device, bool is_gone);
 void valve_memory_reset(void);
 void valve_orders_wake(void);
+valve_link_handler valve_orders_take; /* KV_ORDER */
 
 /* link/pages.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);
@@ -162,7 +163,12 @@ void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control p
 void valve_map_fresh(void);                            /* both pages, zero: a forked child */
 
 /* link.c: the socket. All but valve_link_request never block */
-int valve_link_connect(uint32_t wanted_role, int timeout_ms); /* HELLO, WELCOME, map the pages; 0 or -errno */
+enum valve_link_refusal {
+	VALVE_LINK_NOT_NOW = 1, /* refused as things are: a mode, a quota, a claim may change */
+	VALVE_LINK_NEVER,       /* this valved speaks another version */
+};
+/* HELLO, WELCOME, map the pages. 0, valve_link_refusal, or -errno: no valved to be had now */
+int valve_link_connect(uint32_t wanted_role, int timeout_ms);
 int valve_link_send(void *message, uint32_t bytes, uint16_t type, int fd);
 int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                         uint32_t generation);
@@ -171,7 +177,9 @@ int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const i
                            int timeout_ms, const uint32_t *progress);
 int valve_link_receive(void); /* keeper: everything that has come; -errno when the link is no more */
 void valve_link_drop(void);
-int valve_orders_take(const struct valve_link_kv_entries *packet, int length, struct valve_fds *fds);
+void valve_link_handle(uint16_t type, valve_link_handler *handler);
+
+/* note.c */
 void valve_note(uint32_t code, uint32_t h_client, uint32_t h_channel, const char *text);
 void valve_note_flush(void);
 
@@ -191,7 +199,7 @@ int valve_capture_uvm_fd(void); /* the file on which channels were registered; -
 /* report.c */
 void valve_capture_report(bool wait); /* tells valved what it does not know yet */
 void valve_capture_forget_reports(void);
-void valve_capture_want_fd(void); /* valved asked for the fds of our RM clients (path B) */
+valve_link_handler valve_capture_ack; /* ACK: valved may ask for the fds of our RM clients (path B) */
 void valve_capture_reset(void);
 
 /* selfgate.c: path C. Returns the RM status of the worst call, 0 when all is well */

@@ -220,11 +220,12 @@ def test_one_user_cannot_take_every_place(world):
     assert world.hello(203, uid=1001).client is not None
 
 
-def test_offline_is_refused_while_harvesting_is_off(world):
+def test_offline_work_is_never_sent_away_because_harvesting_is_off(world):
+    """What valved does not know it cannot keep from running beside online work; `valve run` begins nothing new."""
     world.brake.set_mode(Mode.OFF, "test")
     world.processes.add(200)
 
-    assert world.refusal(world.hello(200)) is Refusal.MODE
+    assert world.hello(200).client is not None
     with pytest.raises(NotNow):
         world.node.launch(200, 2000, Role.OFFLINE, "batch")
 

@@ -109,6 +109,9 @@ class Commands:
     def close_by_syscall(self, fd):
         return LIBC.syscall(3, fd)
 
+    def setenv(self, name, value):
+        return LIBC.setenv(name.encode(), value.encode(), 1)
+
     def fds(self):
         return {name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if self._links(name)}
 

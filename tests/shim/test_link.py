@@ -25,7 +25,7 @@ from fake_daemon import (
 from rmkit import GR0, Process
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
-REFUSED_ROLE, REFUSED_DRAINING = 2, 4
+REFUSED_VERSION, REFUSED_ROLE, REFUSED_QUOTA, REFUSED_DRAINING, REFUSED_MODE = range(1, 6)
 EXIT_NO_DAEMON = 69
 
 
@@ -65,8 +65,8 @@ def test_a_daemon_that_never_answers_delays_the_start_only(world, role):
     assert puppet.stub("launches") == 1
 
 
-def test_a_refused_process_is_left_alone_for_good(world):
-    world.daemon().refusal = REFUSED_ROLE
+def test_a_process_of_another_version_is_left_alone_for_good(world):
+    world.daemon().refusal = REFUSED_VERSION
     puppet = world.puppet()
     puppet.load()
 
@@ -86,6 +86,22 @@ def test_a_daemon_that_is_leaving_is_asked_again(world):
     daemon.refusal = None
 
     assert daemon.client().hello is not None
+
+
+@pytest.mark.parametrize("refusal", [REFUSED_ROLE, REFUSED_QUOTA])
+def test_a_refusal_is_never_for_life(world, refusal):
+    """A full quota or a claim that comes late must not leave an online service unprotected until it is restarted."""
+    daemon = world.daemon()
+    daemon.refusal = refusal
+    puppet = world.puppet()
+    puppet.load()
+    puppet.cu("cuInit", 0)
+    puppet.launch(2)
+
+    daemon.refusal = None
+
+    client = daemon.client()
+    assert (client.submitted(), puppet.stub("launches")) == (2, 2)
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["no-daemon", "refused"])
@@ -313,6 +329,17 @@ def test_a_process_that_never_launched_has_nothing_to_say_to_a_new_daemon(world)
     assert (heir.bells(), heir.region.rings, heir.submitted()) == (0, 0, 0)
 
 
+def test_a_setting_that_changes_later_is_never_read(world, tmp_path):
+    """The keeper's thread may not call getenv(): the application's setenv() would free what it reads."""
+    puppet, client = world.online()
+    puppet.setenv("VALVE_RUN_DIR", str(tmp_path / "elsewhere"))
+
+    world.daemons[0].close()
+    client.gone.wait()
+
+    assert world.daemon(ONLINE).client().hello.wanted_role == ONLINE
+
+
 def test_many_deaths_leak_no_descriptor_and_no_thread(world):
     puppet, _ = world.online()
     before, threads = len(puppet.fds()), puppet.threads()
@@ -490,6 +517,26 @@ def test_a_dead_daemon_leaves_nothing_off_where_no_online_work_is(world, offline
     world.daemons[0].close()
 
     until(lambda: world.gate_calls() == [call(process, "enable", FIRST)], "it made sure that it runs")
+
+
+@pytest.mark.parametrize("refusal", [REFUSED_MODE, REFUSED_VERSION])
+def test_offline_work_that_a_new_daemon_refuses_never_runs_on(world, offline, refusal):
+    """Nobody would stop it for an online service. It goes on when a valved takes it."""
+    puppet, process, client = offline
+    client.control.lease_ns = 50_000_000
+
+    world.daemons[0].close()
+    until(lambda: call(process, "enable", FIRST) in world.gate_calls(), "no online work: it runs on without valved")
+    heir = world.daemon(OFFLINE)
+    heir.refusal = refusal
+    until(lambda: world.gate_calls()[-1] == call(process, "disable", FIRST), "refused, so it stopped itself")
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+    assert call(process, "disable", FIRST, SECOND) in world.gate_calls(), "what it makes meanwhile is stopped too"
+
+    heir.refusal = None
+    heir.client().expect(CHANNEL_ADD, h_channel=FIRST)
+    assert world.gate_calls()[-1] == call(process, "enable", FIRST, SECOND)
 
 
 def test_a_daemon_that_hangs_counts_as_dead(world, offline):

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from valved.abi.link import Refusal
 from valved.machine.ports import ProcessPort
-from valved.model.ids import Mode, ProcessId, Role, ServiceId
+from valved.model.ids import ProcessId, Role, ServiceId
 from valved.state.registry import Books
 
 
@@ -97,8 +97,8 @@ def own_cgroup(pid: int, processes: ProcessPort) -> str:
     return mine if mine not in ("", "/") and mine != parents else ""
 
 
-def place(wanted: Role, peer: Peer, books: Books, mode: Mode) -> Place | NoPlace:
-    """The role and service of a peer."""
+def place(wanted: Role, peer: Peer, books: Books) -> Place | NoPlace:
+    """The role and service of a peer, whatever the mode: offline work that is not ours runs beside online work."""
     claim = books.find_claim(peer.chain, peer.cgroup)
     if wanted is Role.HOOK:
         return _place_hook(peer, books, claim.service if claim is not None else None)
@@ -110,8 +110,6 @@ def place(wanted: Role, peer: Peer, books: Books, mode: Mode) -> Place | NoPlace
         return NoPlace(code=Refusal.ROLE, text="online needs a claim: start it with valve run --online")
     else:
         return NoPlace(code=Refusal.ROLE, text="nobody claimed this process: use valve run")
-    if role is Role.OFFLINE and mode is Mode.OFF:
-        return NoPlace(code=Refusal.MODE, text="harvesting is off on this node")
     return Place(role=role, service=service)
 
 

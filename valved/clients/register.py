@@ -40,7 +40,7 @@ from valved.gate.wake import GateService
 from valved.machine.clock import Clock
 from valved.machine.ports import ClientFds, GatePort, ProcessPort
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, Mode, ProcessId, Role, ServiceId
+from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.registry import Books, Claim, ClientEntry
 
@@ -127,7 +127,6 @@ class Register:
         quota: QuotaTable,
         link: LinkTable,
     ) -> None:
-        self.mode = Mode.HARVEST
         self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.useful = UsefulTokens()
@@ -208,7 +207,7 @@ class Register:
         refusal = self._why_not(body, peer)
         if refusal is None and not self._ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again
-        given = refusal or place(_role(body.wanted_role), peer, self._books, self.mode)
+        given = refusal or place(_role(body.wanted_role), peer, self._books)
         if isinstance(given, NoPlace):
             self._refuse(connection, packet.seq, given, peer)
             return None

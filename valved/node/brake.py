@@ -104,7 +104,6 @@ class Brake:
         self._keeper.ask_idleness("observe", self.mode is Mode.OBSERVE)
         self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
         self.allow_reclaim(self.mode is Mode.HARVEST and not self.is_draining)
-        self._register.mode = self.mode
         self._register.channels.is_draining = self.is_draining
         self._keeper.look_at_all()
 

@@ -206,7 +206,7 @@ void valve_capture_forget_reports(void)
  * valved found that it cannot switch a channel of ours from its own RM client. What refused it (firmware policy) holds for
  * every client of this process, so all get their nvidiactl fd passed, whichever message was being answered.
  */
-void valve_capture_want_fd(void)
+static void want_fd(void)
 {
 	bool wanted = false;
 
@@ -223,6 +223,16 @@ void valve_capture_want_fd(void)
 	valve_unlock(&valve_shim.capture_lock);
 	if (wanted)
 		valve_capture_report(false);
+}
+
+/* Precondition: link.c found it sane. */
+int valve_capture_ack(const struct valve_link_header *packet, int length, struct valve_fds *fds)
+{
+	(void)length;
+	(void)fds;
+	if (((const struct valve_link_ack *)(const void *)packet)->want_fd)
+		want_fd();
+	return 0;
 }
 
 /* ---- ends ---- */

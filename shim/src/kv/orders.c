@@ -57,8 +57,9 @@ void valve_orders_wake(void)
 /* ---- the keeper's side ---- */
 
 /* -errno ends the link: those are no words of a valved. Takes the descriptors over. */
-int valve_orders_take(const struct valve_link_kv_entries *packet, int length, struct valve_fds *fds)
+int valve_orders_take(const struct valve_link_header *header, int length, struct valve_fds *fds)
 {
+	const struct valve_link_kv_entries *packet = (const void *)header;
 	struct valve_kv_order *order;
 
 	if (!valve_packet_is_order(packet, length, fds) || valve_orders_start())

@@ -2,50 +2,25 @@
  * link.c - the link socket to valved (proto/abi/link.h). Sending never blocks and reading belongs to the keeper, so
  * no application thread waits for valved except in valve_link_request, which offline processes alone use and which
  * has a deadline. Every failure ends in "no link", and no link means pass-through.
+ *
+ * It knows nobody above it: what valved sends goes to the handler that was given for its type (valve_link_handle).
  */
+#include "settings.h"
 #include "shim.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 
 #ifndef VALVE_BUILD
 #define VALVE_BUILD "unreleased"
 #endif
-#define WELCOME_FDS 4 /* control, region, doorbell, order */
-
-/* ---- the way to the socket ---- */
-
-/* The order of valved/paths.py: VALVE_RUN_DIR, /run/valve, the user's run folder, and nothing else. */
-static int socket_path(struct sockaddr_un *address)
-{
-	static const char *const forms[] = {"%/link.sock", "/run/valve/link.sock", "%/valve/link.sock"};
-	const char *given[] = {getenv("VALVE_RUN_DIR"), "", getenv("XDG_RUNTIME_DIR")};
-	char *path = address->sun_path;
-
-	memset(address, 0, sizeof(*address));
-	address->sun_family = AF_UNIX;
-	for (size_t i = 0; i < sizeof(forms) / sizeof(forms[0]); i++) {
-		size_t folder = given[i] ? strlen(given[i]) : 0;
-		const char *tail = forms[i] + (*forms[i] == '%');
-
-		if (!given[i] || (valve_is_secure() && i != 1))
-			continue;
-		if (folder + strlen(tail) >= sizeof(address->sun_path))
-			return -ENAMETOOLONG;
-		memcpy(path, given[i], folder);
-		memcpy(path + folder, tail, strlen(tail) + 1);
-		if (i == 0 || !access(path, F_OK))
-			return 0;
-	}
-	return -ENOENT;
-}
+#define WELCOME_FDS 4  /* control, region, doorbell, order */
+#define HANDLED     32 /* message types that valved may send are below that */
 
 static int milliseconds_left(uint64_t deadline_ns)
 {
@@ -57,7 +32,7 @@ static int milliseconds_left(uint64_t deadline_ns)
 static int open_socket(uint64_t deadline_ns)
 {
 	struct sockaddr_un address;
-	int err = socket_path(&address);
+	int err = valve_settings_socket(&address);
 	int fd;
 
 	if (err)
@@ -109,16 +84,16 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	return valve_packet_send(socket_fd, &hello, sizeof(hello), NULL, 0);
 }
 
+/* Only a version is what it is for good: a mode, a quota or a claim may change at any time. */
 static int refused(const struct valve_link_refused *answer)
 {
 	switch (answer->code) {
 	case VALVE_REFUSED_DRAINING:
 		return -EAGAIN; /* another valved may come */
 	case VALVE_REFUSED_VERSION:
-		valve_say("valved speaks another version of the link than this shim; passing through");
-		return -EPERM;
+		return VALVE_LINK_NEVER;
 	default:
-		return -EPERM;
+		return VALVE_LINK_NOT_NOW;
 	}
 }
 
@@ -185,10 +160,7 @@ static void adopt(int socket_fd, const struct valve_link_welcome *welcome, struc
 	store_release(&valve_shim.role, welcome->role);
 }
 
-/*
- * -EPERM: refused, do not ask again. Other errors: no valved to be had now. Precondition: nobody else connects
- * (the first open of nvidiactl, or the keeper).
- */
+/* Precondition: nobody else connects (the first open of nvidiactl, or the keeper). */
 int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;
@@ -216,7 +188,6 @@ int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 		adopt(socket_fd, &welcome, &fds);
 		valve_unlock(&valve_shim.link_lock);
 		socket_fd = -1;
-		valve_speak_for_the_past();
 	}
 	valve_fds_close(&fds); /* mappings outlive their descriptors */
 	if (socket_fd >= 0)
@@ -344,15 +315,35 @@ static int take_ack(const struct valve_link_ack *ack, int length)
 	if (!valve_packet_is(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
 		return -EPROTO; /* not our valved's words: better none than wrong ones */
 	answer(ack->header.seq, 1, ack->status);
-	if (ack->want_fd)
-		valve_capture_want_fd();
 	return 0;
+}
+
+static valve_link_handler *handlers[HANDLED];
+
+/* Precondition: no link yet. An ACK's handler hears of it after whoever waited for it. */
+void valve_link_handle(uint16_t type, valve_link_handler *handler)
+{
+	if (type < HANDLED)
+		handlers[type] = handler;
+}
+
+/* Returns 0, or -errno: those are no words of a valved. */
+static int dispatch(const struct valve_link_header *packet, int length, struct valve_fds *fds)
+{
+	uint16_t type = length >= (int)sizeof(*packet) ? packet->type : 0;
+	valve_link_handler *handler = type < HANDLED ? handlers[type] : NULL;
+	int err = 0;
+
+	if (type == VALVE_LINK_ACK)
+		err = fds->cut ? -EPROTO : take_ack((const void *)packet, length);
+	else if (!handler)
+		err = -EPROTO;
+	return !err && handler ? handler(packet, length, fds) : err;
 }
 
 int valve_link_receive(void)
 {
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
-	const struct valve_link_header *header = (const void *)packet;
 
 	for (;;) {
 		struct valve_fds fds;
@@ -363,10 +354,7 @@ int valve_link_receive(void)
 			return 0;
 		if (length <= 0)
 			return length ? length : -EPIPE;
-		if (length >= (int)sizeof(*header) && header->type == VALVE_LINK_KV_ORDER)
-			err = valve_orders_take((const void *)packet, length, &fds);
-		else
-			err = fds.cut ? -EPROTO : take_ack((const void *)packet, length);
+		err = dispatch((const void *)packet, length, &fds);
 		valve_fds_close(&fds); /* those that nobody took */
 		if (err)
 			return err;

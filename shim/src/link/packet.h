@@ -16,6 +16,9 @@ struct valve_fds {
 	int at[VALVE_LINK_FDS];
 };
 
+/* What is done with a message of valved. It takes over the descriptors it needs; -errno ends the link. */
+typedef int valve_link_handler(const struct valve_link_header *packet, int length, struct valve_fds *fds);
+
 /* 0 or -errno, -EAGAIN when the other side has not read what came before. Neither blocks. */
 int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *fds, uint32_t count);
 /* Length, 0 at end of file, or -errno. The descriptors are the caller's to close. */

@@ -5,13 +5,16 @@
  * When valved is gone: an online process forgets the gate word at once (its launches must not wait for anything). An
  * offline process stops itself if an online one shares its GPU, because nobody would stop it otherwise; if none does,
  * it makes sure that its channels run, because nobody would wake it.
+ *
+ * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
+ * process that was valved's stops until one takes it: nobody would stop it for an online service.
  */
+#include "settings.h"
 #include "shim.h"
 
 #include <errno.h>
 #include <linux/membarrier.h>
 #include <poll.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define ONLINE_WAIT_MS  50 /* an online start is delayed by no more */
@@ -20,35 +23,22 @@
 #define RETRY_FAST_NS   200000000u /* while a restart is likely: take-over is promised within 2 s */
 #define RETRY_SLOW_NS   5000000000u
 #define RETRY_FAST_FOR  10000000000u
+#define REFUSED_MIN_NS  5000000000u /* then twice as long each time */
+#define REFUSED_MAX_NS  30000000000u
 #define LEASE_NS        1000000000u /* when the daemon names none */
 #define REST_MIN_MS     50
 #define REST_MAX_MS     1000
 #define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */
 
 static struct {
-	uint32_t wanted_role;
 	uint32_t order_seq; /* last order carried out */
-	bool stopped;       /* we stopped our channels because the lease ran out */
+	uint32_t refusals;  /* in a row */
+	bool refused;       /* offline, and no valved's any more: stopped until one takes us */
+	bool stopped;       /* we stopped our channels: the lease ran out, or we were refused */
 	bool released;      /* we enabled our channels because valved left and nobody needs them off */
 	uint64_t linked_ns; /* when the link was made */
 	uint64_t lost_ns;   /* when the link broke, or was first missed */
 } keeper;
-
-static const char *setting(const char *name)
-{
-	return valve_is_secure() ? NULL : getenv(name);
-}
-
-static uint32_t role_wish(void)
-{
-	const char *role = setting("VALVE_ROLE");
-
-	if (!role)
-		return VALVE_ROLE_NONE;
-	if (!strcmp(role, "online"))
-		return VALVE_ROLE_ONLINE;
-	return strcmp(role, "offline") ? VALVE_ROLE_NONE : VALVE_ROLE_OFFLINE;
-}
 
 static bool is_offline(void)
 {
@@ -88,16 +78,16 @@ static void obey(void)
 
 /* ---- the lease ---- */
 
-static void stop_own_channels(void)
+static void stop_own_channels(const char *why)
 {
 	keeper.stopped = true;
+	keeper.released = false;
 	VALVE_REGION->self_stops++;
 	store_relaxed(&valve_shim.self_stopped, 1);
 	if (valve_self_gate(true, VALVE_GATE_ALL))
 		valve_map_private(
 		        1, VALVE_ORDER_HOLD); /* an odd word sends launches to the slow path, which holds */
-	valve_say("valved is gone and online work shares this GPU: this process is stopped until valved is "
-	          "back");
+	valve_say(why);
 }
 
 static void release_own_channels(void)
@@ -129,7 +119,7 @@ static void lose_link(void)
 
 static void check_lease(void)
 {
-	if (!is_offline())
+	if (!is_offline() || keeper.refused)
 		return;
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!keeper.released)
@@ -141,7 +131,8 @@ static void check_lease(void)
 	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
 		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
 	if (load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.stopped)
-		stop_own_channels();
+		stop_own_channels("valved is gone and online work shares this GPU: this process is stopped "
+		                  "until valved is back");
 	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.released)
 		release_own_channels();
 }
@@ -177,23 +168,55 @@ static void serve(void)
 		valve_capture_report(false);
 }
 
+static int connect_to_valved(int timeout_ms)
+{
+	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
+
+	keeper.refusals = err > 0 ? keeper.refusals + 1 : 0;
+	if (!err)
+		valve_speak_for_the_past();
+	if (err == VALVE_LINK_NEVER)
+		valve_say("valved speaks another version of the link than this shim");
+	return err;
+}
+
+static uint64_t retry_ns(void)
+{
+	uint64_t wait_ns = REFUSED_MIN_NS << (keeper.refusals < 4 ? keeper.refusals : 4) >> 1;
+
+	if (keeper.refusals)
+		return wait_ns < REFUSED_MAX_NS ? wait_ns : REFUSED_MAX_NS;
+	return now_ns() - keeper.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS;
+}
+
+/* A valved is there and does not want us. What was never its own, or is online, passes through. */
+static void take_refusal(int answer)
+{
+	if (is_offline()) {
+		keeper.refused = true;
+		if (!keeper.stopped)
+			stop_own_channels("valved refuses this offline process: it is stopped until a valved "
+			                  "takes it");
+	} else if (answer == VALVE_LINK_NEVER) {
+		valve_map_private(0, VALVE_ORDER_RUN);
+		store_release(&valve_shim.state, VALVE_STATE_OFF);
+	}
+}
+
 /* A new valved. Our own stop ends before the channels are announced: from then on they are valved's (link.h). */
 static void reconnect(void)
 {
-	int err = valve_link_connect(keeper.wanted_role, RECONNECT_MS);
+	int err = connect_to_valved(RECONNECT_MS);
 
-	if (err && err != -EPERM)
+	if (err > 0)
+		take_refusal(err);
+	if (err)
 		return;
 	if (keeper.stopped) {
 		store_relaxed(&valve_shim.self_stopped, 0);
 		valve_self_gate(false, VALVE_GATE_HELD);
 	}
-	if (err) {
-		valve_map_private(0, VALVE_ORDER_RUN);
-		store_release(&valve_shim.state, VALVE_STATE_OFF);
-		return;
-	}
-	keeper.stopped = keeper.released = false;
+	keeper.stopped = keeper.released = keeper.refused = false;
 	keeper.order_seq = 0;
 	keeper.linked_ns = now_ns();
 	valve_capture_forget_reports();
@@ -214,7 +237,7 @@ static void *keep(void *unused)
 		if (state == VALVE_STATE_LINKED) {
 			serve();
 		} else {
-			sleep_ns(now_ns() - keeper.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS);
+			sleep_ns(retry_ns());
 			reconnect();
 		}
 		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF)
@@ -236,25 +259,27 @@ static void refuse_to_run(void)
 void valve_register(void)
 {
 	uint32_t expected = VALVE_STATE_NEW;
-	const char *require = setting("VALVE_REQUIRE");
+	bool is_offline_wish;
 	int err;
 
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
 		return;
 	memset(&keeper, 0, sizeof(keeper));
 	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
-	keeper.wanted_role = role_wish();
+	valve_settings_read();
+	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
+	valve_link_handle(VALVE_LINK_ACK, valve_capture_ack);
+	valve_link_handle(VALVE_LINK_KV_ORDER, valve_orders_take);
 	keeper.lost_ns = now_ns();
-	err = valve_link_connect(keeper.wanted_role,
-	                         keeper.wanted_role == VALVE_ROLE_OFFLINE ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
+	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
 	keeper.linked_ns = err ? 0 : now_ns();
 	if (!err)
 		store_release(&valve_shim.state, VALVE_STATE_LINKED);
-	else if (err == -EPERM)
+	else if (err == VALVE_LINK_NEVER)
 		store_release(&valve_shim.state, VALVE_STATE_OFF);
-	if (err && keeper.wanted_role == VALVE_ROLE_OFFLINE && require && !strcmp(require, "1"))
+	if (err && is_offline_wish && valve_settings.is_required)
 		refuse_to_run();
-	if (setting("CUDA_MPS_PIPE_DIRECTORY"))
+	if (valve_settings.names_mps)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "CUDA_MPS_PIPE_DIRECTORY is set");
 	if (valve_shim.state == VALVE_STATE_OFF)
 		return;

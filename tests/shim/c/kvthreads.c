@@ -138,7 +138,7 @@ static void hand_in(void)
 		        .flags = packet.op == VALVE_KV_BACK
 		                         ? VALVE_KV_CREATE | (draw() % 2 ? VALVE_KV_ZERO : 0)
 		                         : 0};
-	CHECK(!valve_orders_take(&packet, sizeof(packet), &fds));
+	CHECK(!valve_orders_take(&packet.header, sizeof(packet), &fds));
 	taken++;
 }
 
