@@ -189,6 +189,18 @@ struct backing {
 };
 _Static_assert(VALVE_KV_ENTRIES <= 64, "had_page");
 
+/* The descriptor does not outlive an exec: what the application starts would keep the memory. */
+static CUresult export_handle(uint64_t handle, int *fd)
+{
+	CUresult result = valve_cu.cuMemExportToShareableHandle(fd, handle, CU_MEM_HANDLE_POSIX_FD, 0);
+
+	if (result)
+		*fd = -1;
+	else
+		syscall(SYS_fcntl, *fd, F_SETFD, FD_CLOEXEC);
+	return result;
+}
+
 static CUresult create(struct valve_range *range, uint64_t *handle, int *fd)
 {
 	const CUmemAllocationProp prop = {.type = CU_MEM_TYPE_PINNED,
@@ -198,11 +210,9 @@ static CUresult create(struct valve_range *range, uint64_t *handle, int *fd)
 
 	if (result)
 		return result;
-	result = valve_cu.cuMemExportToShareableHandle(fd, *handle, CU_MEM_HANDLE_POSIX_FD, 0);
+	result = export_handle(*handle, fd);
 	if (result)
 		valve_cu.cuMemRelease(*handle);
-	else
-		fcntl(*fd, F_SETFD, FD_CLOEXEC);
 	return result;
 }
 
@@ -377,8 +387,7 @@ int valve_vmm_export(const struct valve_range *range, uint32_t slot)
 
 	if (valve_cu.cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)address_of(range, slot)))
 		return -1;
-	if (valve_cu.cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_POSIX_FD, 0))
-		fd = -1;
+	export_handle(handle, &fd);
 	valve_cu.cuMemRelease(handle);
 	return fd;
 }

@@ -75,6 +75,22 @@ static void check_done(const struct valve_range *range, const struct valve_kv_or
 			CHECK(slot == (order->op == VALVE_KV_QUARANTINE ? SLOT_ZERO : SLOT_HOLE));
 	}
 	CHECK(out->made.count == created);
+	for (uint32_t i = 0; i < created; i++)
+		CHECK(fcntl(out->made.at[i], F_GETFD) & FD_CLOEXEC);
+}
+
+/* What the application starts while a descriptor is out must not keep the memory. */
+static void check_export(const struct valve_range *range)
+{
+	for (uint32_t i = 0; i < range->slots; i++) {
+		int fd = range->slot[i] == SLOT_BACKED ? valve_vmm_export(range, i) : -1;
+
+		if (fd < 0)
+			continue;
+		CHECK(fcntl(fd, F_GETFD) & FD_CLOEXEC);
+		close(fd);
+		return;
+	}
 }
 
 int main(int argc, char **argv)
@@ -109,6 +125,7 @@ int main(int argc, char **argv)
 		if (out.zeroing)
 			valve_vmm_cleared(range, &order, out.done, draw() % 4);
 		compare(range);
+		check_export(range);
 		valve_fds_close(&order.fds);
 		valve_fds_close(&out.made);
 		CHECK(open_fds() == before);
