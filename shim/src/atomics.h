@@ -1,5 +1,8 @@
 /*
  * atomics.h - names for the orders that the shim relies on, and the futex calls. Each use says what it pairs with.
+ *
+ * Calls that wait are made by syscall() here and everywhere in the shim: the names in libc are cancellation points, and a
+ * thread of the application that is cancelled inside one would leave our locks held.
  */
 #ifndef VALVE_ATOMICS_H
 #define VALVE_ATOMICS_H
@@ -45,7 +48,7 @@ static inline void sleep_ns(uint64_t ns)
 {
 	struct timespec span = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
 
-	nanosleep(&span, NULL);
+	syscall(SYS_nanosleep, &span, NULL);
 }
 
 #endif

@@ -81,6 +81,24 @@ def test_glibc_only_symbols_are_weak_so_that_musl_programs_start():
     assert not [name for name in bound if name.endswith("_chk") or "stack_chk" in name or name == "__tls_get_addr"]
 
 
+# POSIX's list (and glibc's additions), less what nobody would put here.
+CANCELLATION_POINTS = set(
+    """accept accept4 aio_suspend clock_nanosleep close connect creat fcntl fcntl64 fdatasync fsync futimens ioctl lockf
+    mq_receive mq_send msgrcv msgsnd msync nanosleep open open64 openat openat64 pause poll ppoll pread pread64 preadv
+    pselect pthread_cond_timedwait pthread_cond_wait pthread_join pthread_testcancel pwrite pwrite64 pwritev read readv
+    recv recvfrom recvmmsg recvmsg select sem_timedwait sem_wait send sendmmsg sendmsg sendto sigpause sigsuspend
+    sigtimedwait sigwait sigwaitinfo sleep splice system tcdrain tee usleep vmsplice wait wait3 wait4 waitid waitpid
+    write writev fopen fread fwrite fclose fflush printf fprintf dprintf puts perror syslog""".split()
+)
+
+
+def test_a_cancelled_thread_never_leaves_a_lock_of_ours_held():
+    """Where nothing is a cancellation point, no application thread can end inside the shim."""
+    undefined = [line.split() for line in readelf("--dyn-syms", LIBRARIES[0]).splitlines() if " UND " in line]
+
+    assert not {fields[7].split("@")[0] for fields in undefined if len(fields) >= 8} & CANCELLATION_POINTS
+
+
 # -- guests: programs that have nothing to do with CUDA --
 
 

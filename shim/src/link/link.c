@@ -40,7 +40,7 @@ static int open_socket(uint64_t deadline_ns)
 	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 	if (fd < 0)
 		return -errno;
-	while (connect(fd, (struct sockaddr *)&address, sizeof(address))) {
+	while (syscall(SYS_connect, fd, &address, sizeof(address))) {
 		err = -errno;
 		if (err != -EAGAIN ||
 		    milliseconds_left(deadline_ns) == 0) { /* EAGAIN: valved's backlog is full */
@@ -105,7 +105,7 @@ static int await_welcome(int socket_fd, uint64_t deadline_ns, struct valve_link_
 	const struct valve_link_header *header = (const void *)packet;
 	int length;
 
-	while (poll(&waiting, 1, milliseconds_left(deadline_ns)) <= 0)
+	while (syscall(SYS_poll, &waiting, 1, milliseconds_left(deadline_ns)) <= 0)
 		if (milliseconds_left(deadline_ns) == 0)
 			return -ETIMEDOUT;
 	length = valve_packet_receive(socket_fd, packet, sizeof(packet), fds);

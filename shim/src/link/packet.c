@@ -28,7 +28,8 @@ int valve_packet_send(int socket_fd, void *message, uint32_t bytes, const int *f
 		rights->cmsg_len = CMSG_LEN(count * sizeof(int));
 		memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
 	}
-	if (sendmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (ssize_t)bytes)
+	/* Raw: sendmsg() is a cancellation point, and callers hold locks (atomics.h). */
+	if (syscall(SYS_sendmsg, socket_fd, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) == (long)bytes)
 		return 0;
 	return errno == ETOOMANYREFS ? -EAGAIN : -errno; /* descriptors under way are limited, too */
 }
@@ -60,7 +61,7 @@ int valve_packet_receive(int socket_fd, void *message, size_t room, struct valve
 	struct iovec part = {message, room};
 	struct msghdr packet = {
 	        .msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof(control)};
-	ssize_t length = recvmsg(socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	long length = syscall(SYS_recvmsg, socket_fd, &packet, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 
 	fds->count = 0;
 	fds->cut = false;

@@ -20,7 +20,7 @@ _Alignas(VALVE_PAGE) unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGIO
 /* A file that can shrink under us would kill the process by SIGBUS: no seal, no mapping. */
 static bool is_safe_to_map(int fd, long bytes)
 {
-	int seals = fcntl(fd, F_GET_SEALS);
+	long seals = syscall(SYS_fcntl, fd, F_GET_SEALS);
 
 	return seals >= 0 && (seals & F_SEAL_SHRINK) && lseek(fd, 0, SEEK_END) >= bytes;
 }

@@ -158,7 +158,7 @@ static void serve(void)
 	bool untold = load_relaxed(&valve_shim.untold);
 	struct pollfd ready[] = {{.fd = valve_shim.link_fd, .events = untold ? POLLIN | POLLOUT : POLLIN},
 	                         {.fd = valve_shim.order_fd, .events = POLLIN}};
-	int count = poll(ready, 2, rest_ms());
+	long count = syscall(SYS_poll, ready, 2, rest_ms());
 
 	if (count > 0 && ready[1].revents)
 		obey();
