@@ -27,6 +27,7 @@
 #include "cuda.h"
 #include "hooks.h"
 #include "link.h"
+#include "ownfd.h"
 #include "packet.h"
 #include "region.h"
 
@@ -95,9 +96,8 @@ struct valve_shim {
 	uint32_t daemon_features; /* valve_feature bits */
 	uint32_t driver;          /* as in valve_link_hello */
 	uint32_t pid;             /* who registered: a vfork child shares this memory and is not it */
-	int link_fd, doorbell_fd, order_fd;
-	uint32_t link_generation;    /* rises with every valved that took us */
-	uint64_t bell_dev, bell_ino; /* what an eventfd looks like to fstat */
+	struct valve_own_fd own[VALVE_OWNS];
+	uint32_t link_generation; /* rises with every valved that took us */
 	uint32_t next_seq;
 	uint32_t next_slot;
 	uint32_t must_fence; /* this daemon or this kernel knows no VALVE_FEATURE_PLAIN_COUNT */
@@ -107,7 +107,7 @@ struct valve_shim {
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
 	struct valve_reply reply[VALVE_REPLIES];
-	struct valve_lock link_lock;    /* link_fd, replies, sending */
+	struct valve_lock link_lock;    /* own, replies, sending */
 	struct valve_lock capture_lock; /* the rm map */
 	struct valve_lock probe_lock;   /* contexts, streams, capture depth */
 	struct valve_lock entry_lock;   /* pools of trampolines */

@@ -8,7 +8,7 @@
 
 #include "contexts.h"
 
-struct valve_shim valve_shim = {.link_fd = -1};
+struct valve_shim valve_shim;
 struct valve_contexts valve_contexts;
 _Thread_local struct valve_tls valve_tls;
 

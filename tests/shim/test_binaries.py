@@ -15,7 +15,12 @@ import pytest
 from valved.paths import preload_library
 
 GLIBC_LIMIT = (2, 17)
-LIBC_HOOKS = {"dlopen", "open", "open64", "openat", "openat64", "__open_2", "__open64_2", "ioctl", "close"}
+LIBC_HOOKS = {"dlopen", "open", "open64", "openat", "openat64", "__open_2", "__open64_2", "ioctl", "close"} | {
+    "close_range",
+    "closefrom",
+    "dup2",
+    "dup3",
+}
 OWN = {"valve_hint_open_requests", "valve_kv_begin", "valve_kv_end", "valve_kv_step", "valve_kv_ranges"}
 LIBRARIES = [preload_library(), preload_library().with_name("libvalve-cuda.so")]
 

@@ -12,6 +12,7 @@ from fake_daemon import (
     NOTE_INCOMPLETE,
     NOTE_MPS,
     NOTE_UNKNOWN_DRIVER,
+    OFFLINE,
     RM_CLIENT,
     SCHEDULE_DONE,
     SCHEDULE_WAIT,
@@ -461,6 +462,23 @@ def test_a_number_that_was_closed_behind_our_back_is_just_a_file(process):
     made.channel(made.device, FIRST, engine=GR0)
     made.control(FIRST, SCHEDULE_CHANNEL, "010000")
     client.expect(CHANNEL_ADD, h_channel=FIRST)
+
+
+def test_a_drivers_file_with_a_high_number_is_never_overlooked(world):
+    """Data loaders and servers with many sockets have more than a thousand files open."""
+    daemon = world.daemon(OFFLINE)
+    puppet = world.puppet(role="offline", VALVE_REQUIRE="1")
+    puppet.fill_fds(1100)
+    process = Process.begin(puppet)
+    client = daemon.client()
+
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+
+    assert process.ctl > 1100
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    puppet.close(process.ctl)
+    client.expect(CHANNEL_DEL, h_channel=FIRST)
 
 
 def test_a_vfork_child_that_tidies_up_its_files_takes_no_channel_along(process):

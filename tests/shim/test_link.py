@@ -412,6 +412,75 @@ def test_a_process_that_closes_every_number_keeps_its_link(world):
     assert client.bells() == 1
 
 
+def own_numbers(puppet):
+    return sorted(int(fd) for fd, target in puppet.fds().items() if "socket" in target or "eventfd" in target)
+
+
+@pytest.mark.parametrize("way", ["close_range", "closefrom"])
+def test_a_range_that_is_closed_never_takes_the_link_along(world, way):
+    puppet, client = world.online()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    own = own_numbers(puppet)
+
+    puppet.close_range(3, 2**32 - 1) if way == "close_range" else puppet.closefrom(3)
+
+    assert sorted(map(int, puppet.fds()))[-3:] == own
+    client.expect(CHANNEL_DEL, h_channel=FIRST)  # the driver's file was closed, and its channel went with it
+    client.gate(1)
+    puppet.launch(1)
+    assert (client.bells(), client.gone.is_set()) == (1, False)
+
+
+@pytest.mark.parametrize("way", ["dup2", "dup3"])
+def test_a_number_that_the_application_wants_is_given_up_and_the_link_is_not(world, way):
+    puppet, client = world.online()
+    own = own_numbers(puppet)
+
+    taken = [getattr(puppet, way)(0, number) for number in own]
+
+    assert taken == own
+    assert {puppet.fds()[str(number)] for number in own} == {puppet.fds()["0"]}
+    client.gate(1)
+    puppet.launch(1)
+    assert (client.bells(), client.gone.is_set()) == (1, False)
+    world.daemons[0].close()
+    world.daemon(ONLINE).client()
+    assert [puppet.close(number) for number in own] == [[0, 0]] * 3, "it was the application's"
+
+
+def test_a_file_of_the_application_is_never_read_written_or_closed(world):
+    """Its own eventfds lie under the numbers that were ours; nothing told us."""
+    puppet, client = world.online()
+    own = own_numbers(puppet)
+    for number in own:
+        puppet.steal(number)
+
+    client.gate(1)
+    puppet.launch(1)
+    world.daemons[0].client()  # a link of new descriptors
+    world.daemons[0].close()
+    world.daemon(ONLINE).client()
+
+    assert [puppet.eventfd_read(number) for number in own] == [7, 7, 7]
+    assert [puppet.close(number) for number in own] == [[0, 0]] * 3
+
+
+def test_a_doorbell_that_was_closed_behind_our_back_never_silences_a_service(world):
+    daemon = world.daemon(ONLINE, gate_epoch=1)
+    puppet, client = world.online(daemon)
+    for number in own_numbers(puppet):
+        puppet.close_by_syscall(number)
+
+    puppet.launch(1)
+
+    heir = daemon.client()
+    until(lambda: heir.bells() == 1, "the launch is spoken for")
+    assert client.bells() == 0
+
+
 def test_a_thousand_processes_come_and_go(world):
     puppet, client = world.online()
     fds = len(puppet.fds())

@@ -12,7 +12,10 @@ RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
 ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
 MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch")
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREADS = ("activity/activity", "activity/contexts", "activity/hint", "activity/watcher", "link/pages", "lock", "say")
+THREADS = (
+    *("activity/activity", "activity/contexts", "activity/hint", "activity/watcher"),
+    *("link/ownfd", "link/pages", "lock", "say"),
+)
 SHIM = ("shim/src", *(f"shim/src/{room}" for room in ("activity", "channels", "hooks", "kv", "link")))
 
 

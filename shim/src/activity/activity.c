@@ -7,7 +7,6 @@
 #include "shim.h"
 
 #include <errno.h>
-#include <sys/stat.h>
 
 #define HOLD_RECHECK_NS \
 	100000000u /* a held launch looks again: pages may have been replaced under the futex */
@@ -81,21 +80,12 @@ void valve_wake_watcher(void)
 	futex_wake(&VALVE_REGION->busy, 1);
 }
 
-/* An application that closes all its fds may have taken the number: then it is not ours to write to. */
-static bool doorbell_is_ours(void)
-{
-	struct stat now;
-
-	if (valve_shim.doorbell_fd < 0 || syscall(SYS_fstat, valve_shim.doorbell_fd, &now))
-		return false;
-	return now.st_ino == valve_shim.bell_ino && now.st_dev == valve_shim.bell_dev;
-}
-
 void valve_ring(void)
 {
 	struct valve_region *region = VALVE_REGION;
 	uint32_t epoch = load_acquire(&VALVE_CONTROL->gate_epoch);
 	const uint64_t one = 1;
+	int bell;
 
 	/* Cheap test first: while valved is slow or dead every launch comes here. */
 	if (!(epoch & 1) || load_relaxed(&region->rung_epoch) == epoch ||
@@ -105,7 +95,10 @@ void valve_ring(void)
 	store_release(&region->busy,
 	              1); /* valved reads launch_ns after it saw the bell, which is ordered by the kernel */
 	store_relaxed(&region->rings, load_relaxed(&region->rings) + 1);
-	if (doorbell_is_ours() && syscall(SYS_write, valve_shim.doorbell_fd, &one, sizeof(one)) < 0)
+	bell = valve_own(VALVE_OWN_DOORBELL);
+	if (bell < 0)
+		valve_own_hang_up(); /* closed behind our back: a new link brings a new one, which rings for us */
+	else if (syscall(SYS_write, bell, &one, sizeof(one)) < 0)
 		return; /* nobody listens: valved is gone, and then nobody is gated either */
 	valve_wake_watcher();
 }

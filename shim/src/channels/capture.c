@@ -1,32 +1,22 @@
 /*
- * capture.c - hooks on open, ioctl and close: which descriptors are the driver's, and what goes through them. libcuda
- * reaches the kernel by these dynamic symbols; launches do not enter it, so nothing here costs anything at work.
+ * capture.c - hooks on open and ioctl: which descriptors are the driver's, and what goes through them (closing.c: how they
+ * end). libcuda reaches the kernel by these dynamic symbols; launches do not enter it, so nothing here costs anything at
+ * work.
  *
  * Each hook: guard, real call, record. Two exceptions, and why: a FREE (and a close) is recorded before the real call,
  * because the handle may be in use again the moment it returns; a SCHEDULE of an offline process waits before, because
  * valved must know the channels before they can run, and must not have a closed gate opened under it.
  */
 #include "report.h"
+#include "watched.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <string.h>
-#include <sys/stat.h>
 
-#define FDS     1024 /* libcuda opens its few descriptors early: they are small numbers */
 #define OBJECTS 8192
 
-enum fd_kind { FD_OTHER, FD_CTL, FD_UVM };
-
-/* What a descriptor was when it was opened; inode and device tell whether the number is still that file. */
-struct watched_fd {
-	uint8_t kind;
-	uint64_t dev, ino;
-};
-
-static struct watched_fd watched[FDS];
-static uint32_t watched_count;
 static uint32_t uvm_fd;                   /* and 1, of the file with the channels; 0: none yet */
 static struct rm_object objects[OBJECTS]; /* untouched pages until a driver is opened */
 
@@ -52,8 +42,7 @@ struct rm_map valve_rm = {.objects = objects, .capacity = OBJECTS, .readable = i
 
 void valve_capture_reset(void)
 {
-	memset(watched, 0, sizeof(watched));
-	watched_count = 0;
+	valve_watched_reset();
 	uvm_fd = 0;
 	rm_reset(&valve_rm);
 }
@@ -66,7 +55,6 @@ static struct {
 	int (*openat)(int, const char *, int, ...);
 	int (*openat64)(int, const char *, int, ...);
 	int (*ioctl)(int, unsigned long, ...);
-	int (*close)(int);
 } real;
 
 #define FIND(name) ((void)(real.name = (__typeof__(real.name))valve_next(#name)))
@@ -89,9 +77,8 @@ static bool find_real(void)
 	FIND(openat);
 	FIND(openat64);
 	FIND(ioctl);
-	FIND(close);
 	valve_tls.inside--;
-	store_release(&found, real.open && real.openat && real.ioctl && real.close);
+	store_release(&found, real.open && real.openat && real.ioctl);
 	return load_relaxed(&found);
 }
 
@@ -102,13 +89,13 @@ int valve_real_ioctl(int fd, unsigned long request, void *argument)
 
 /* ---- open ---- */
 
-static enum fd_kind kind_of_path(const char *path)
+static enum valve_watched kind_of_path(const char *path)
 {
 	if (!path || strncmp(path, "/dev/nvidia", 11) != 0)
-		return FD_OTHER;
+		return WATCHED_NOT;
 	if (!strcmp(path + 11, "ctl"))
-		return FD_CTL;
-	return strcmp(path + 11, "-uvm") ? FD_OTHER : FD_UVM;
+		return WATCHED_CTL;
+	return strcmp(path + 11, "-uvm") ? WATCHED_NOT : WATCHED_UVM;
 }
 
 static void query_driver(int fd)
@@ -137,39 +124,26 @@ static void query_driver(int fd)
 		           "channels of this driver version are not captured");
 }
 
+/* Registered first, whatever the number: without room to watch it, the process is a client without channels. */
 static void watch_fd(int fd, const char *path)
 {
-	enum fd_kind kind = kind_of_path(path);
+	enum valve_watched kind = kind_of_path(path);
 	int saved_errno = errno;
-	struct stat file;
+	bool is_watched;
 
-	if (fd < 0 || fd >= FDS || kind == FD_OTHER || valve_tls.inside || syscall(SYS_fstat, fd, &file))
+	if (fd < 0 || kind == WATCHED_NOT || valve_tls.inside)
 		return;
 	valve_tls.inside++;
-	watched[fd] = (struct watched_fd){.kind = (uint8_t)kind, .dev = file.st_dev, .ino = file.st_ino};
 	valve_shim.pid = (uint32_t)syscall(SYS_getpid);
-	store_release(&watched_count, 1); /* from now on ioctl and close look */
-	if (kind == FD_CTL) {
+	is_watched = valve_watch(fd, kind);
+	if (kind == WATCHED_CTL) {
 		query_driver(fd);
 		valve_register();
 	}
+	if (!is_watched)
+		valve_note(VALVE_NOTE_INCOMPLETE_MAP, 0, 0, "too many files of the driver are open");
 	valve_tls.inside--;
 	errno = saved_errno;
-}
-
-static enum fd_kind kind_of_fd(int fd)
-{
-	struct stat file;
-
-	if (!load_acquire(&watched_count) || valve_tls.inside || fd < 0 || fd >= FDS ||
-	    watched[fd].kind == FD_OTHER)
-		return FD_OTHER;
-	if (valve_shim.pid != (uint32_t)syscall(SYS_getpid))
-		return FD_OTHER; /* a vfork child tidies up before exec: its descriptors, our memory */
-	/* Closed behind our back (closefrom, dup2) and the number given to another file? */
-	if (syscall(SYS_fstat, fd, &file) || file.st_ino != watched[fd].ino || file.st_dev != watched[fd].dev)
-		return FD_OTHER;
-	return (enum fd_kind)watched[fd].kind;
 }
 
 static mode_t mode_argument(int flags, va_list *more)
@@ -237,16 +211,16 @@ int valve_capture_uvm_fd(void)
 {
 	int fd = (int)load_relaxed(&uvm_fd) - 1;
 
-	return kind_of_fd(fd) == FD_UVM ? fd : -1;
+	return valve_watched(fd) == WATCHED_UVM ? fd : -1;
 }
 
-static int watched_ioctl(int fd, enum fd_kind kind, unsigned long request, void *argument)
+static int watched_ioctl(int fd, enum valve_watched kind, unsigned long request, void *argument)
 {
 	struct rm_call call;
 	int result;
 
 	valve_tls.inside++;
-	if (kind == FD_UVM) {
+	if (kind == WATCHED_UVM) {
 		result = real.ioctl(fd, request, argument);
 		if (result == 0)
 			note_uvm(fd, request, argument);
@@ -262,7 +236,7 @@ static int watched_ioctl(int fd, enum fd_kind kind, unsigned long request, void 
 
 VALVE_EXPORT int ioctl(int fd, unsigned long request, ...)
 {
-	enum fd_kind kind;
+	enum valve_watched kind;
 	void *argument;
 	va_list more;
 
@@ -271,35 +245,8 @@ VALVE_EXPORT int ioctl(int fd, unsigned long request, ...)
 	va_end(more);
 	if (!find_real())
 		return (int)syscall(SYS_ioctl, fd, request, argument);
-	kind = kind_of_fd(fd);
-	if (kind == FD_OTHER)
+	kind = valve_watched(fd);
+	if (kind == WATCHED_NOT)
 		return real.ioctl(fd, request, argument);
 	return watched_ioctl(fd, kind, request, argument);
-}
-
-/* ---- close ---- */
-
-/* Programs that close every number they may have inherited must not take our link with them. */
-static bool is_own_fd(int fd)
-{
-	return fd >= 0 && load_relaxed(&valve_shim.state) != VALVE_STATE_NEW &&
-	       (fd == valve_shim.link_fd || fd == valve_shim.doorbell_fd || fd == valve_shim.order_fd);
-}
-
-VALVE_EXPORT int close(int fd)
-{
-	if (!find_real())
-		return (int)syscall(SYS_close, fd);
-	if (is_own_fd(fd)) {
-		errno = EBADF;
-		return -1;
-	}
-	if (kind_of_fd(fd) != FD_OTHER) {
-		valve_tls.inside++;
-		if (watched[fd].kind == FD_CTL)
-			valve_report_closing(fd);
-		watched[fd].kind = FD_OTHER;
-		valve_tls.inside--;
-	}
-	return real.close(fd);
 }

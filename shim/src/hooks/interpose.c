@@ -25,7 +25,7 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 
 #define CUDA_PART "libvalve-cuda.so"
 
-struct valve_shim valve_shim = {.link_fd = -1, .doorbell_fd = -1, .order_fd = -1};
+struct valve_shim valve_shim;
 
 VALVE_HIDDEN void *(*valve_real_dlopen)(const char *, int);
 
@@ -159,16 +159,11 @@ void *valve_bind(struct valve_entry *entry, void *real, bool ptds)
  */
 void valve_reset_child(void)
 {
-	const int fds[] = {valve_shim.link_fd, valve_shim.doorbell_fd, valve_shim.order_fd};
-
 	if (valve_shim.state != VALVE_STATE_NEW)
 		valve_map_fresh();
-	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
-		if (fds[i] >= 0)
-			syscall(SYS_close,
-			        fds[i]); /* else the parent's end of file would wait for the child's */
+	for (int which = 0; which < VALVE_OWNS; which++)
+		valve_own_close(which); /* else the parent's end of file would wait for the child's */
 	memset(&valve_shim, 0, sizeof(valve_shim));
-	valve_shim.link_fd = valve_shim.doorbell_fd = valve_shim.order_fd = -1;
 	valve_tls.slot = valve_tls.fenced = NULL;
 	valve_tls.inside = valve_tls.kv_depth = 0;
 	valve_capture_reset();

@@ -9,12 +9,10 @@
 #include "shim.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 
 #ifndef VALVE_BUILD
 #define VALVE_BUILD "unreleased"
@@ -40,6 +38,7 @@ static int open_socket(uint64_t deadline_ns)
 	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 	if (fd < 0)
 		return -errno;
+	fd = valve_own_high(fd);
 	while (syscall(SYS_connect, fd, &address, sizeof(address))) {
 		err = -errno;
 		if (err != -EAGAIN ||
@@ -126,35 +125,12 @@ static bool is_welcome_sane(const struct valve_link_welcome *welcome, const stru
 	       (welcome->role == VALVE_ROLE_ONLINE || welcome->role == VALVE_ROLE_OFFLINE);
 }
 
-/* All eventfds share one inode: this tells ours from a file that got the number after somebody closed it. */
-static bool is_bell(int fd)
-{
-	struct stat now;
-
-	return fd >= 0 && !syscall(SYS_fstat, fd, &now) && now.st_ino == valve_shim.bell_ino &&
-	       now.st_dev == valve_shim.bell_dev;
-}
-
-/* Bells keep their numbers for life: a launching thread may be about to write to one. */
-static void take_number(int *place, int fd)
-{
-	if (is_bell(*place) && dup3(fd, *place, O_CLOEXEC) == *place)
-		syscall(SYS_close, fd);
-	else
-		*place = fd;
-}
-
 static void adopt(int socket_fd, const struct valve_link_welcome *welcome, struct valve_fds *fds)
 {
-	struct stat bell = {0};
-
-	syscall(SYS_fstat, fds->at[2], &bell);
-	valve_shim.bell_dev = bell.st_dev;
-	valve_shim.bell_ino = bell.st_ino;
-	take_number(&valve_shim.doorbell_fd, fds->at[2]);
-	take_number(&valve_shim.order_fd, fds->at[3]);
+	valve_own_take(VALVE_OWN_DOORBELL, fds->at[2]);
+	valve_own_take(VALVE_OWN_ORDER, fds->at[3]);
 	fds->at[2] = fds->at[3] = -1;
-	valve_shim.link_fd = socket_fd;
+	valve_own_take(VALVE_OWN_LINK, socket_fd);
 	store_relaxed(&valve_shim.link_generation, valve_shim.link_generation + 1);
 	valve_shim.daemon_features = welcome->features;
 	store_release(&valve_shim.role, welcome->role);
@@ -207,11 +183,13 @@ int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int 
                         uint32_t generation)
 {
 	int err = -ENOTCONN;
+	int link;
 
 	fill_header(message, bytes, type);
 	valve_lock(&valve_shim.link_lock);
-	if (valve_shim.link_fd >= 0 && generation == valve_shim.link_generation)
-		err = valve_packet_send(valve_shim.link_fd, message, bytes, fds, count);
+	link = generation == valve_shim.link_generation ? valve_own(VALVE_OWN_LINK) : -1;
+	if (link >= 0)
+		err = valve_packet_send(link, message, bytes, fds, count);
 	valve_unlock(&valve_shim.link_lock);
 	return err;
 }
@@ -231,16 +209,15 @@ static int send_expecting(void *message, uint32_t bytes, const int *fds, uint32_
                           struct valve_reply **reply)
 {
 	const struct valve_link_header *header = message;
-	int err;
+	int link, err;
 
 	valve_lock(&valve_shim.link_lock);
 	*reply = take_reply(header->seq);
+	link = valve_own(VALVE_OWN_LINK);
 	if (!*reply)
 		err = -EBUSY;
 	else
-		err = valve_shim.link_fd < 0
-		              ? -ENOTCONN
-		              : valve_packet_send(valve_shim.link_fd, message, bytes, fds, count);
+		err = link < 0 ? -ENOTCONN : valve_packet_send(link, message, bytes, fds, count);
 	if (err && *reply)
 		(*reply)->seq = 0;
 	valve_unlock(&valve_shim.link_lock);
@@ -341,13 +318,27 @@ static int dispatch(const struct valve_link_header *packet, int length, struct v
 	return !err && handler ? handler(packet, length, fds) : err;
 }
 
+/* Under the lock, so that the number stays ours while it is read from. */
+static int receive_packet(void *packet, size_t room, struct valve_fds *fds)
+{
+	int link, length = -ENOTCONN;
+
+	fds->count = 0;
+	valve_lock(&valve_shim.link_lock);
+	link = valve_own(VALVE_OWN_LINK);
+	if (link >= 0)
+		length = valve_packet_receive(link, packet, room, fds);
+	valve_unlock(&valve_shim.link_lock);
+	return length;
+}
+
 int valve_link_receive(void)
 {
 	_Alignas(8) unsigned char packet[VALVE_LINK_MAX];
 
 	for (;;) {
 		struct valve_fds fds;
-		int length = valve_packet_receive(valve_shim.link_fd, packet, sizeof(packet), &fds);
+		int length = receive_packet(packet, sizeof(packet), &fds);
 		int err;
 
 		if (length == -EAGAIN)
@@ -368,9 +359,11 @@ int valve_link_receive(void)
  */
 static void read_to_the_end(void)
 {
-	if (valve_shim.link_fd < 0)
+	int link = valve_own(VALVE_OWN_LINK);
+
+	if (link < 0)
 		return;
-	shutdown(valve_shim.link_fd, SHUT_RD);
+	syscall(SYS_shutdown, link, SHUT_RD);
 	while (valve_link_receive() == -ECONNRESET)
 		;
 }
@@ -379,9 +372,7 @@ void valve_link_drop(void)
 {
 	read_to_the_end();
 	valve_lock(&valve_shim.link_lock);
-	if (valve_shim.link_fd >= 0)
-		syscall(SYS_close, valve_shim.link_fd);
-	valve_shim.link_fd = -1;
+	valve_own_close(VALVE_OWN_LINK);
 	store_relaxed(&valve_shim.link_generation, valve_shim.link_generation + 1);
 	valve_unlock(&valve_shim.link_lock);
 	answer(0, 2, 0);

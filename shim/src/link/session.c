@@ -9,6 +9,7 @@
  * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
  * process that was valved's stops until one takes it: nobody would stop it for an online service.
  */
+#include "ownfd.h"
 #include "settings.h"
 #include "shim.h"
 
@@ -26,6 +27,7 @@
 #define REFUSED_MIN_NS  5000000000u /* then twice as long each time */
 #define REFUSED_MAX_NS  30000000000u
 #define LEASE_NS        1000000000u /* when the daemon names none */
+#define LOOK_MS         2000 /* an online process looks whether its descriptors are still there */
 #define REST_MIN_MS     50
 #define REST_MAX_MS     1000
 #define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */
@@ -63,7 +65,7 @@ static void obey(void)
 	uint64_t rung;
 	uint32_t seq;
 
-	if (syscall(SYS_read, valve_shim.order_fd, &rung, sizeof(rung)) < 0 && errno != EAGAIN)
+	if (syscall(SYS_read, valve_own(VALVE_OWN_ORDER), &rung, sizeof(rung)) < 0 && errno != EAGAIN)
 		return;
 	while ((seq = load_relaxed(&VALVE_CONTROL->order_seq)) != keeper.order_seq) {
 		struct valve_region *region = VALVE_REGION;
@@ -147,7 +149,7 @@ static int rest_ms(void)
 	uint64_t quarter_ms = lease_ns / 4000000u;
 
 	if (!is_offline())
-		return -1;
+		return LOOK_MS;
 	return quarter_ms < REST_MIN_MS   ? REST_MIN_MS
 	       : quarter_ms > REST_MAX_MS ? REST_MAX_MS
 	                                  : (int)quarter_ms;
@@ -156,10 +158,16 @@ static int rest_ms(void)
 static void serve(void)
 {
 	bool untold = load_relaxed(&valve_shim.untold);
-	struct pollfd ready[] = {{.fd = valve_shim.link_fd, .events = untold ? POLLIN | POLLOUT : POLLIN},
-	                         {.fd = valve_shim.order_fd, .events = POLLIN}};
-	long count = syscall(SYS_poll, ready, 2, rest_ms());
+	struct pollfd ready[] = {
+	        {.fd = valve_own(VALVE_OWN_LINK), .events = untold ? POLLIN | POLLOUT : POLLIN},
+	        {.fd = valve_own(VALVE_OWN_ORDER), .events = POLLIN}};
+	long count;
 
+	if (ready[0].fd < 0 || ready[1].fd < 0 || valve_own(VALVE_OWN_DOORBELL) < 0) {
+		lose_link(); /* somebody closed one behind our back: a new link brings new ones */
+		return;
+	}
+	count = syscall(SYS_poll, ready, 2, rest_ms());
 	if (count > 0 && ready[1].revents)
 		obey();
 	if (count > 0 && (ready[0].revents & ~POLLOUT) && valve_link_receive())

@@ -10,7 +10,7 @@
 #define APPS  3
 #define KNOWN 64
 
-struct valve_shim valve_shim = {.link_fd = 0, .link_generation = 1};
+struct valve_shim valve_shim = {.link_generation = 1};
 struct valve_contexts valve_contexts;
 unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES] __attribute__((aligned(4096)));
 _Thread_local struct valve_tls valve_tls;

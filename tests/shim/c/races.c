@@ -15,7 +15,7 @@
 
 #define LAUNCHERS 4
 
-struct valve_shim valve_shim = {.link_fd = -1, .doorbell_fd = -1, .order_fd = -1};
+struct valve_shim valve_shim;
 static uint64_t started, finished; /* the fake GPU's books */
 static uint64_t recorded;          /* what had started when the event was recorded */
 static uint32_t ended;

@@ -1,0 +1,116 @@
+/*
+ * ownfd.c - link, doorbell and order bell are descriptors in a table that is the application's: servers close every number
+ * they do not know, and open their own files under it. So ours lie high, the hooks of closing.c spare them, and nobody
+ * uses a number without asking whether it still is our file. One that is not is forgotten, never closed.
+ *
+ * All eventfds share one inode. What tells ours from others is a mark on the open file: the signal that it would send
+ * if anybody asked it to send one. Nobody does.
+ */
+#include "ownfd.h"
+
+#include "shim.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#define HIGH 900 /* below 1024: within the usual limit, and within an fd_set */
+#define MARK 61  /* a real-time signal */
+
+static int number_of(const struct valve_own_fd *own)
+{
+	return (int)load_acquire(&own->number) - 1;
+}
+
+static bool is_ours(const struct valve_own_fd *own)
+{
+	struct stat now;
+	int fd = number_of(own);
+
+	return fd >= 0 && !syscall(SYS_fstat, fd, &now) && now.st_ino == load_relaxed(&own->ino) &&
+	       now.st_dev == load_relaxed(&own->dev) &&
+	       (!load_relaxed(&own->is_marked) || syscall(SYS_fcntl, fd, F_GETSIG) == MARK);
+}
+
+int valve_own(enum valve_own which)
+{
+	return is_ours(&valve_shim.own[which]) ? number_of(&valve_shim.own[which]) : -1;
+}
+
+/* Where there is no room it stays where it is. */
+int valve_own_high(int fd)
+{
+	int high = (int)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, HIGH);
+
+	if (high < 0)
+		return fd;
+	syscall(SYS_close, fd);
+	return high;
+}
+
+/* Bells keep their numbers while they are ours: a launching thread may be about to write to one. */
+void valve_own_take(enum valve_own which, int fd)
+{
+	struct valve_own_fd *own = &valve_shim.own[which];
+	int before = valve_own(which);
+	struct stat file = {0};
+
+	syscall(SYS_fstat, fd, &file);
+	store_relaxed(&own->is_marked, !syscall(SYS_fcntl, fd, F_SETSIG, MARK));
+	store_relaxed(&own->dev, file.st_dev);
+	store_relaxed(&own->ino, file.st_ino);
+	if (before >= 0 && syscall(SYS_dup3, fd, before, O_CLOEXEC) == before)
+		syscall(SYS_close, fd);
+	else
+		store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
+}
+
+void valve_own_close(enum valve_own which)
+{
+	int fd = valve_own(which);
+
+	store_relaxed(&valve_shim.own[which].number, 0);
+	if (fd >= 0)
+		syscall(SYS_close, fd);
+}
+
+bool valve_own_has(int fd)
+{
+	for (int i = 0; fd >= 0 && i < VALVE_OWNS; i++)
+		if (number_of(&valve_shim.own[i]) == fd)
+			return valve_shim.pid == (uint32_t)syscall(SYS_getpid) &&
+			       is_ours(&valve_shim.own[i]); /* a vfork child has a table of its own */
+	return false;
+}
+
+int valve_own_from(int first)
+{
+	int lowest = -1;
+
+	for (int i = 0; i < VALVE_OWNS; i++) {
+		int fd = number_of(&valve_shim.own[i]);
+
+		if (fd >= first && (lowest < 0 || fd < lowest) && valve_own_has(fd))
+			lowest = fd;
+	}
+	return lowest;
+}
+
+/* The caller puts another file under the number in one step: it never stands empty. */
+void valve_own_make_way(int fd)
+{
+	valve_lock(&valve_shim.link_lock);
+	for (int i = 0; i < VALVE_OWNS; i++)
+		if (number_of(&valve_shim.own[i]) == fd && valve_own_has(fd))
+			store_release(&valve_shim.own[i].number,
+			              (uint32_t)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, HIGH) + 1);
+	valve_unlock(&valve_shim.link_lock);
+}
+
+void valve_own_hang_up(void)
+{
+	int fd = valve_own(VALVE_OWN_LINK);
+
+	if (fd >= 0)
+		syscall(SYS_shutdown, fd, SHUT_RDWR);
+}

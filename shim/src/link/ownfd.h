@@ -1,0 +1,28 @@
+/* ownfd.h - our three descriptors in the application's table, each used only while the number still is our file. */
+#ifndef VALVE_OWNFD_H
+#define VALVE_OWNFD_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#pragma GCC visibility push(hidden)
+
+enum valve_own { VALVE_OWN_LINK, VALVE_OWN_DOORBELL, VALVE_OWN_ORDER, VALVE_OWNS };
+
+struct valve_own_fd {
+	uint32_t number; /* and 1; 0: none */
+	uint32_t is_marked;
+	uint64_t dev, ino;
+};
+
+int valve_own(enum valve_own which); /* its number now, or -1: there is none, or somebody closed it */
+void valve_own_take(enum valve_own which, int fd); /* under link_lock. Takes it over */
+void valve_own_close(enum valve_own which);        /* under link_lock */
+bool valve_own_has(int fd);                        /* the number is one of ours, and still our file */
+int valve_own_from(int first);                     /* the lowest of our numbers from here on; -1: none */
+int valve_own_high(int fd);                        /* out of the way: its number from here on */
+void valve_own_make_way(int fd);                   /* the application wants this very number */
+void valve_own_hang_up(void);                      /* ends the link: the keeper makes a new one */
+
+#pragma GCC visibility pop
+#endif
