@@ -14,6 +14,13 @@ void valve_lock(struct valve_lock *lock)
 		futex_wait(&lock->word, 2, 0);
 }
 
+/* Not written where it is free: most processes never touch the pages of most locks, and fork() must stay cheap. */
+void valve_lock_reset(struct valve_lock *lock)
+{
+	if (lock->word)
+		lock->word = 0;
+}
+
 void valve_unlock(struct valve_lock *lock)
 {
 	if (exchange_full(&lock->word, 0) == 2)

@@ -71,6 +71,7 @@ struct valve_lock {
 };
 void valve_lock(struct valve_lock *lock);
 void valve_unlock(struct valve_lock *lock);
+void valve_lock_reset(struct valve_lock *lock); /* in a forked child: whoever held it is not there */
 
 /* ---- the shim's state ---- */
 enum valve_state {

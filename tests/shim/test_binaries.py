@@ -181,6 +181,36 @@ def test_programs_that_fork_and_exec_run(command):
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
+FORK = """
+#include <stdio.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+int main(void) {
+	if (fork() == 0) {
+		char line[256];
+		FILE *file = fopen("/proc/self/smaps_rollup", "r");
+		while (file && fgets(line, sizeof(line), file))
+			if (!strncmp(line, "Private_Dirty:", 14)) fputs(line + 14, stdout);
+		fflush(stdout);
+		_exit(0);
+	}
+	wait(NULL);
+	return 0;
+}
+"""
+
+
+def test_a_fork_never_pays_for_memory_of_ours_that_nobody_used(compiled):
+    """Shells and pre-forking servers run under the preload, too."""
+    program = compiled("fork", FORK)
+    plain = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+
+    hooked = run([program]).stdout
+
+    assert int(hooked.split()[0]) - int(plain.split()[0]) <= 40, "kB of dirty memory in the child"
+
+
 def test_a_missing_libcuda_is_still_missing(compiled):
     host = """
 #include <dlfcn.h>

@@ -13,7 +13,8 @@ struct valve_contexts valve_contexts;
 
 void valve_contexts_reset(void)
 {
-	memset(&valve_contexts, 0, sizeof(valve_contexts));
+	if (valve_contexts.generation)
+		memset(&valve_contexts, 0, sizeof(valve_contexts));
 }
 
 static CUresult call(struct valve_entry *entry, uintptr_t a0, uintptr_t a1, uintptr_t a2, uintptr_t a3,

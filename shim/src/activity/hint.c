@@ -62,7 +62,9 @@ void valve_hint_open_requests(uint32_t open)
 /* A forked child has no requests of its parent, and nobody else holds the lock there. */
 void valve_hint_reset_child(void)
 {
-	hint.lock.word = 0;
+	valve_lock_reset(&hint.lock);
+	if (!hint.said)
+		return;
 	hint.said = hint.open = 0;
 	hint.started = hint.ended = 0;
 }

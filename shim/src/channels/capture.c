@@ -43,8 +43,10 @@ struct rm_map valve_rm = {.objects = objects, .capacity = OBJECTS, .readable = i
 void valve_capture_reset(void)
 {
 	valve_watched_reset();
-	uvm_fd = 0;
-	rm_reset(&valve_rm);
+	if (uvm_fd)
+		uvm_fd = 0;
+	if (valve_rm.version || valve_rm.used || valve_rm.incomplete)
+		rm_reset(&valve_rm);
 }
 
 /* ---- the real calls ---- */

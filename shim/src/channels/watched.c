@@ -124,8 +124,9 @@ bool valve_watches(void)
 
 void valve_watched_reset(void)
 {
-	lock.word = 0;
-	if (ever)
-		memset(places, 0, sizeof(places));
+	valve_lock_reset(&lock);
+	if (!ever)
+		return;
+	memset(places, 0, sizeof(places));
 	ever = 0;
 }

@@ -233,7 +233,8 @@ void valve_memory_forget(CUcontext context, int device, bool is_gone)
 /* A forked child has no CUDA: its parent's ranges, orders and places are forgotten. */
 void valve_memory_reset(void)
 {
-	silent_generation = 0;
+	if (silent_generation)
+		silent_generation = 0;
 	valve_orders_reset();
 	valve_ranges_reset();
 	valve_places_reset();

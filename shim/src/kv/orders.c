@@ -29,7 +29,7 @@ struct zeroing {
 	bool failed; /* no event tells of it */
 };
 
-static struct {
+static struct orders {
 	struct valve_lock lock; /* starting */
 	uint32_t runs;
 	uint32_t bell;       /* futex word: look again */
@@ -366,9 +366,16 @@ int valve_orders_start(void)
 /* In a forked child: the thread is the parent's, the descriptors in the queue are copies of its. */
 void valve_orders_reset(void)
 {
-	for (uint32_t i = orders.head; orders.queue && i != orders.tail; i++)
+	valve_lock_reset(&orders.lock);
+	if (!orders.queue)
+		return;
+	for (uint32_t i = orders.head; i != orders.tail; i++)
 		valve_fds_close(&place_in_queue(i)->fds);
-	for (size_t i = 0; i < VALVE_ZEROINGS; i++)
+	for (size_t i = 0; i < VALVE_ZEROINGS; i++) {
+		if (!orders.zeroing[i].range)
+			continue;
 		valve_fds_close(&orders.zeroing[i].outcome.made);
-	memset(&orders, 0, sizeof(orders));
+		orders.zeroing[i].range = NULL;
+	}
+	memset(&orders, 0, offsetof(struct orders, zeroing)); /* the last member; untouched pages stay so */
 }

@@ -172,6 +172,8 @@ void valve_place_forget(struct valve_place *place)
 
 void valve_places_reset(void)
 {
-	places.lock.word = 0;
-	memset(places.place, 0, sizeof(places.place));
+	valve_lock_reset(&places.lock);
+	for (size_t i = 0; places.loaded && i < VALVE_PLACES; i++)
+		if (places.place[i].context)
+			memset(&places.place[i], 0, sizeof(places.place[i]));
 }

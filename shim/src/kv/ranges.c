@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-static struct {
+static struct book {
 	struct valve_lock lock;
 	uint32_t last_id;
 	uint32_t used;         /* entries that were ever used */
@@ -263,5 +263,9 @@ uint32_t valve_kv_ranges(void)
 /* A forked child: the slots' pages stay, a copy nobody looks at; the mappings were the parent's. */
 void valve_ranges_reset(void)
 {
-	memset(&book, 0, sizeof(book));
+	valve_lock_reset(&book.lock);
+	if (!book.used)
+		return;
+	memset(book.range, 0, book.used * sizeof(book.range[0]));
+	memset(&book, 0, offsetof(struct book, range)); /* the last member; untouched pages stay so */
 }

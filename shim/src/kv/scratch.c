@@ -139,7 +139,7 @@ void valve_scratch_forget(struct valve_place *place)
 
 void valve_scratch_reset(void)
 {
-	lock.word = 0;
+	valve_lock_reset(&lock);
 }
 
 /* ---- telling of it ---- */
