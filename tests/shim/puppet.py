@@ -43,6 +43,15 @@ class Commands:
         out = ctypes.c_uint64()
         return [getattr(self.cuda, name)(ctypes.byref(out), *[ctypes.c_uint64(n) for n in numbers]), out.value]
 
+    def stub_block(self, context):
+        self.cuda.stub_block(ctypes.c_uint64(context))
+
+    def stub_shared(self, is_shared):
+        self.cuda.stub_shared(is_shared)
+
+    def cu_in_background(self, name, *numbers):
+        threading.Thread(target=self.cu, args=(name, *numbers), daemon=True).start()
+
     def end_capture(self, stream):
         graph = ctypes.c_void_p()
         return self.cuda.cuStreamEndCapture(ctypes.c_uint64(stream), ctypes.byref(graph))

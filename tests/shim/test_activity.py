@@ -127,6 +127,65 @@ def test_a_destroyed_context_is_asked_no_more(world):
     until(lambda: client.region.watcher_state == NO_CONTEXT, "no context is left to prove anything with")
 
 
+def test_a_detached_context_is_never_asked(world):
+    """cuCtxDetach ends a context as cuCtxDestroy does, unless somebody attached to it."""
+    puppet, client = world.online()
+    _, context = puppet.cu_out("cuCtxCreate_v2", 0, 0)
+    puppet.cu_out("cuCtxAttach", 0)
+    puppet.cu("cuDevicePrimaryCtxRelease_v2", 0)
+    prove_idle(client)
+
+    puppet.cu("cuCtxDetach", context)
+    puppet.launch(1)
+    until(lambda: client.region.idle_submitted == 1, "one user is left: it can still be asked")
+    puppet.cu("cuCtxDetach", context)
+    puppet.launch(1)
+
+    until(lambda: client.region.watcher_state == NO_CONTEXT, "no context is left to prove anything with")
+
+
+def test_an_event_never_outlives_the_context_that_it_may_have_belonged_to(world):
+    """Another thread retains the primary context while it goes: the same address, perhaps not the same context."""
+    puppet, client = world.online()
+    prove_idle(client)
+    puppet.stub_shared(1)
+
+    puppet.cu("cuDevicePrimaryCtxRelease_v2", 0)
+    puppet.launch(1)
+
+    until(lambda: client.region.idle_submitted == 1, "proven again")
+    assert puppet.stub("events") == 2
+
+
+def test_a_context_that_the_driver_sits_on_never_delays_another_one(world):
+    puppet, client = world.online()
+    puppet.cu_out("cuDevicePrimaryCtxRetain", 1)
+    puppet.stub_block(0x1000)
+    client.control.watch = 1
+    until(lambda: puppet.stub("sits") == 1, "the watcher's record does not come back")
+
+    puppet.cu_in_background("cuStreamBeginCapture_v2", 0x10, 0)
+    until(lambda: client.region.capture_depth == 1, "a capture where the record is under way")
+    puppet.cu_in_background("cuStreamBeginCapture_v2", 0x11, 0)
+    until(lambda: puppet.stub("captures") == 1, "one on the other device waits for nobody")
+    assert client.region.capture_depth == 2
+
+    puppet.stub_block(0)
+    until(lambda: puppet.stub("captures") == 2, "and no capture began while its context was asked")
+
+
+def test_a_process_never_waits_for_the_watcher_to_end(world):
+    puppet, client = world.online()
+    puppet.stub_block(0x1000)
+    client.control.watch = 1
+    until(lambda: puppet.stub("sits") == 1, "the watcher's record does not come back")
+
+    puppet.process.stdin.close()
+
+    until(lambda: puppet.process.poll() is not None, "it has ended")
+    assert puppet.process.returncode == 0
+
+
 def test_nothing_is_probed_while_a_capture_is_open(world):
     """The stub fails such a probe, as the driver would and would also invalidate the capture."""
     puppet, client = world.online()

@@ -1,6 +1,6 @@
 /*
- * contexts.c - observers: which contexts and streams live, and whether a capture is open. The watcher reads this
- * under probe_lock, so nothing it is about to query can be destroyed, and no capture can begin, while it probes.
+ * contexts.c - observers: which contexts and streams live, and whether a capture is open. What the watcher is asking about
+ * is not destroyed, and no capture begins in it, before the answer: that alone is waited for (contexts.h).
  *
  * A context that is being destroyed is "going" until the real call returned: the watcher then proves nothing. The
  * lock is never held across a real call, so nobody waits for a driver's slow teardown.
@@ -21,6 +21,18 @@ static CUresult call(struct valve_entry *entry, uintptr_t a0, uintptr_t a1, uint
                      uintptr_t a4, uintptr_t a5)
 {
 	return ((valve_call)entry->target)(a0, a1, a2, a3, a4, a5);
+}
+
+/* What comes after it began is kept away by the book: no capture may be open, nothing asked about may be going. */
+void valve_contexts_await(CUcontext context)
+{
+	uint32_t seen = load_acquire(&valve_contexts.asking);
+
+	if (!(seen & 1) ||
+	    (context && !load_relaxed(&valve_contexts.asks_streams) && load_relaxed(&valve_contexts.asked) != context))
+		return;
+	while (load_acquire(&valve_contexts.asking) == seen)
+		futex_wait(&valve_contexts.asking, seen, 0);
 }
 
 /* ---- contexts ---- */
@@ -49,20 +61,32 @@ out:
 	valve_watcher_start();
 }
 
-/* Contexts that match go from one state to another. `context` NULL: the primary context of `device`. */
+/*
+ * Contexts that match go from one state to another. `context` NULL: the primary context of `device`. The event of one that
+ * lives on is forgotten: it may be another context by now, under the same address.
+ */
 static void turn_contexts(CUcontext context, int device, enum valve_context_state from,
                           enum valve_context_state to)
 {
+	CUcontext waited_for = NULL;
+
 	valve_lock(&valve_shim.probe_lock);
 	valve_contexts.generation++;
 	for (size_t i = 0; i < VALVE_CONTEXTS; i++) {
 		struct valve_context *known = &valve_contexts.context[i];
 		bool matches = context ? known->context == context : known->device == device;
 
-		if (known->state == from && matches)
-			known->state = to;
+		if (known->state != from || !matches)
+			continue;
+		known->state = to;
+		if (to == CONTEXT_GOING)
+			waited_for = known->context;
+		else
+			known->event = NULL;
 	}
 	valve_unlock(&valve_shim.probe_lock);
+	if (waited_for)
+		valve_contexts_await(waited_for);
 }
 
 CUresult valve_on_cuCtxCreate(uintptr_t out, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4,
@@ -88,6 +112,42 @@ CUresult valve_on_cuCtxDestroy(uintptr_t context, uintptr_t a1, uintptr_t a2, ui
 	turn_contexts((CUcontext)context, -1, CONTEXT_GOING,
 	              result == CUDA_SUCCESS ? CONTEXT_FREE : CONTEXT_LIVE);
 	return result;
+}
+
+/* Attach and Detach count the users of a context; the last Detach destroys it. Deprecated, and in older programs. */
+static bool count_attached(CUcontext context, bool adds)
+{
+	bool lives = false;
+
+	valve_lock(&valve_shim.probe_lock);
+	for (size_t i = 0; i < VALVE_CONTEXTS; i++) {
+		struct valve_context *known = &valve_contexts.context[i];
+
+		if (known->state == CONTEXT_FREE || known->context != context)
+			continue;
+		lives = adds || known->attached;
+		known->attached += adds ? 1 : (uint32_t)-(known->attached > 0);
+	}
+	valve_unlock(&valve_shim.probe_lock);
+	return lives;
+}
+
+CUresult valve_on_cuCtxAttach(uintptr_t out, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4,
+                              uintptr_t a5, struct valve_entry *entry)
+{
+	CUresult result = call(entry, out, a1, a2, a3, a4, a5);
+
+	if (result == CUDA_SUCCESS && out)
+		count_attached(*(CUcontext *)out, true);
+	return result;
+}
+
+CUresult valve_on_cuCtxDetach(uintptr_t context, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4,
+                              uintptr_t a5, struct valve_entry *entry)
+{
+	if (context && count_attached((CUcontext)context, false))
+		return call(entry, context, a1, a2, a3, a4, a5);
+	return valve_on_cuCtxDestroy(context, a1, a2, a3, a4, a5, entry);
 }
 
 CUresult valve_on_cuDevicePrimaryCtxRetain(uintptr_t out, uintptr_t device, uintptr_t a2, uintptr_t a3,
@@ -141,13 +201,15 @@ static void turn_stream(CUstream from, CUstream to)
 	valve_contexts.generation++;
 	for (size_t i = 0; i < VALVE_STREAMS; i++)
 		if (valve_contexts.stream[i] == from) {
-			valve_contexts.stream[i] = to;
+			store_relaxed(&valve_contexts.stream[i], to);
 			goto out;
 		}
 	if (!from)
-		valve_contexts.stream_overflow = 1;
+		store_relaxed(&valve_contexts.stream_overflow, 1);
 out:
 	valve_unlock(&valve_shim.probe_lock);
+	if (to == VALVE_STREAM_GOING && load_relaxed(&valve_contexts.asks_streams))
+		valve_contexts_await(NULL);
 }
 
 CUresult valve_on_cuStreamCreate(uintptr_t out, uintptr_t a1, uintptr_t a2, uintptr_t a3, uintptr_t a4,
@@ -190,13 +252,28 @@ static void count_capture(int step)
 	valve_unlock(&valve_shim.probe_lock);
 }
 
-/* Counted before it begins: the watcher's records hold the same lock, so none can fall into the capture. */
+/* NULL: unknown. Handles up to 2 are the default streams of the current context. */
+static CUcontext context_of(CUstream stream)
+{
+	CUresult (*of_stream)(CUstream, CUcontext *) =
+	        (CUresult(*)(CUstream, CUcontext *))valve_real_symbol("cuStreamGetCtx");
+	CUresult (*current)(CUcontext *) = (CUresult(*)(CUcontext *))valve_real_symbol("cuCtxGetCurrent");
+	CUcontext context = NULL;
+
+	if ((uintptr_t)stream > 2)
+		return of_stream && of_stream(stream, &context) == CUDA_SUCCESS ? context : NULL;
+	return current && current(&context) == CUDA_SUCCESS ? context : NULL;
+}
+
+/* Counted before it begins: the watcher records nothing more, and what it records there already is waited for. */
 CUresult valve_on_cuStreamBeginCapture(uintptr_t stream, uintptr_t a1, uintptr_t a2, uintptr_t a3,
                                        uintptr_t a4, uintptr_t a5, struct valve_entry *entry)
 {
 	CUresult result;
 
 	count_capture(1);
+	if (load_acquire(&valve_contexts.asking) & 1)
+		valve_contexts_await(context_of((CUstream)stream));
 	result = call(entry, stream, a1, a2, a3, a4, a5);
 	if (result != CUDA_SUCCESS)
 		count_capture(-1);

@@ -16,6 +16,7 @@
 #define QUERY_NS     50000u
 #define ERROR_NAP_NS 100000000u
 #define QUIET_US     500u /* when the daemon names none */
+#define EXIT_WAIT    1000 /* times NAP_NS */
 
 enum verdict { IDLE, RUNNING, MOVED, CAPTURING, NO_CONTEXT, FAILED };
 
@@ -38,6 +39,7 @@ static bool load_driver(void)
 	cuda.event_query = (CUresult(*)(CUevent))valve_real_symbol("cuEventQuery");
 	cuda.record = (CUresult(*)(CUcontext, CUevent))valve_real_symbol("cuCtxRecordEvent");
 	cuda.stream_query = (CUresult(*)(CUstream))valve_real_symbol("cuStreamQuery");
+	store_relaxed(&valve_contexts.asks_streams, !cuda.record);
 	/* Else another thread's capture in GLOBAL mode would make our calls illegal. */
 	if (!exchange_mode || exchange_mode(&mode) != CUDA_SUCCESS)
 		return false;
@@ -45,8 +47,9 @@ static bool load_driver(void)
 	       (cuda.record ? cuda.event_create && cuda.event_query : cuda.stream_query != NULL);
 }
 
-/* ---- one probe. Precondition of all: probe_lock is held ---- */
+/* ---- one probe ---- */
 
+/* Precondition: probe_lock is held. */
 static enum verdict can_probe(void)
 {
 	bool any = false;
@@ -63,6 +66,37 @@ static enum verdict can_probe(void)
 	return any ? IDLE : NO_CONTEXT;
 }
 
+/*
+ * From here to end_asking() the context at `index` is not destroyed, and none captures in it: whoever wants to waits for this
+ * call, and nobody else does. An event may be asked about in a capture; nothing may be recorded there.
+ */
+static enum verdict begin_asking(size_t index, uint32_t generation, bool records, struct valve_context *out)
+{
+	enum verdict verdict;
+
+	valve_lock(&valve_shim.probe_lock);
+	verdict = generation == valve_contexts.generation ? can_probe() : MOVED;
+	if (verdict == CAPTURING && cuda.record && !records)
+		verdict = IDLE;
+	*out = valve_contexts.context[index];
+	if (verdict == IDLE && out->state == CONTEXT_LIVE) {
+		store_relaxed(&valve_contexts.asked, out->context);
+		add_full(&valve_contexts.asking, 1);
+	}
+	valve_unlock(&valve_shim.probe_lock);
+	return verdict;
+}
+
+static void end_asking(size_t index, const struct valve_context *context)
+{
+	valve_lock(&valve_shim.probe_lock);
+	if (valve_contexts.context[index].context == context->context)
+		valve_contexts.context[index].event = context->event;
+	add_full(&valve_contexts.asking, 1);
+	valve_unlock(&valve_shim.probe_lock);
+	futex_wake(&valve_contexts.asking, INT32_MAX);
+}
+
 static CUresult record_on(struct valve_context *context)
 {
 	CUresult result = CUDA_SUCCESS;
@@ -76,15 +110,21 @@ static CUresult record_on(struct valve_context *context)
 	return result == CUDA_SUCCESS ? cuda.record(context->context, context->event) : result;
 }
 
-static enum verdict record_all(void)
+static enum verdict record_all(uint32_t generation)
 {
-	if (!cuda.record)
-		return IDLE;
-	for (size_t i = 0; i < VALVE_CONTEXTS; i++)
-		if (valve_contexts.context[i].state == CONTEXT_LIVE &&
-		    record_on(&valve_contexts.context[i]) != CUDA_SUCCESS)
-			return FAILED;
-	return IDLE;
+	enum verdict verdict = IDLE;
+
+	for (size_t i = 0; cuda.record && verdict == IDLE && i < VALVE_CONTEXTS; i++) {
+		struct valve_context context;
+
+		verdict = begin_asking(i, generation, true, &context);
+		if (verdict != IDLE || context.state != CONTEXT_LIVE)
+			continue;
+		if (record_on(&context) != CUDA_SUCCESS)
+			verdict = FAILED;
+		end_asking(i, &context);
+	}
+	return verdict;
 }
 
 static enum verdict verdict_of(CUresult result)
@@ -99,55 +139,58 @@ static enum verdict query_streams(CUcontext context)
 {
 	enum verdict verdict;
 
-	if (valve_contexts.stream_overflow || load_relaxed(&valve_shim.ptds))
+	if (load_relaxed(&valve_contexts.stream_overflow) || load_relaxed(&valve_shim.ptds))
 		return FAILED; /* work may sit in streams that nobody can ask */
 	if (cuda.set_current(context) != CUDA_SUCCESS)
 		return FAILED;
 	verdict = verdict_of(cuda.stream_query(NULL));
-	for (size_t i = 0; verdict == IDLE && i < VALVE_STREAMS; i++)
-		if (valve_contexts.stream[i])
-			verdict = valve_contexts.stream[i] == VALVE_STREAM_GOING
-			                  ? RUNNING
-			                  : verdict_of(cuda.stream_query(valve_contexts.stream[i]));
+	for (size_t i = 0; verdict == IDLE && i < VALVE_STREAMS; i++) {
+		CUstream stream = load_relaxed(&valve_contexts.stream[i]);
+
+		if (stream)
+			verdict = stream == VALVE_STREAM_GOING ? RUNNING : verdict_of(cuda.stream_query(stream));
+	}
 	cuda.set_current(NULL);
 	return verdict;
 }
 
-static enum verdict query_all(void)
+static enum verdict query_all(uint32_t generation)
 {
 	enum verdict verdict = IDLE;
 
 	for (size_t i = 0; verdict == IDLE && i < VALVE_CONTEXTS; i++) {
-		struct valve_context *context = &valve_contexts.context[i];
+		struct valve_context context;
 
-		if (context->state != CONTEXT_LIVE)
+		verdict = begin_asking(i, generation, false, &context);
+		if (verdict != IDLE || context.state != CONTEXT_LIVE)
 			continue;
-		verdict = cuda.record ? verdict_of(cuda.event_query(context->event))
-		                      : query_streams(context->context);
+		verdict = cuda.record ? verdict_of(cuda.event_query(context.event))
+		                      : query_streams(context.context);
+		end_asking(i, &context);
 	}
 	return verdict;
+}
+
+static uint32_t generation_now(void)
+{
+	uint32_t generation;
+
+	valve_lock(&valve_shim.probe_lock);
+	generation = valve_contexts.generation;
+	valve_unlock(&valve_shim.probe_lock);
+	return generation;
 }
 
 /* Records, then polls until done or until somebody submits. Returns what is proven about the count `sum`. */
 static enum verdict probe(uint64_t sum)
 {
 	uint64_t nap_ns = QUERY_NS;
-	uint32_t generation;
-	enum verdict verdict;
+	uint32_t generation = generation_now();
+	enum verdict verdict = record_all(generation);
 
-	valve_lock(&valve_shim.probe_lock);
-	generation = valve_contexts.generation;
-	verdict = can_probe();
-	if (verdict == IDLE)
-		verdict = record_all();
-	valve_unlock(&valve_shim.probe_lock);
 	store_relaxed(&VALVE_REGION->probes, VALVE_REGION->probes + 1);
 	while (verdict == IDLE) {
-		valve_lock(&valve_shim.probe_lock);
-		verdict = generation == valve_contexts.generation ? can_probe() : MOVED;
-		if (verdict == IDLE || (verdict == CAPTURING && cuda.record))
-			verdict = query_all();
-		valve_unlock(&valve_shim.probe_lock);
+		verdict = query_all(generation);
 		if (verdict != RUNNING)
 			break;
 		if (valve_submitted() != sum)
@@ -281,12 +324,13 @@ static void *watch(void *unused)
 	return NULL;
 }
 
-/* At exit the driver is torn down under us: let the last probe end, begin no other. */
+/* At exit the driver is torn down under us: begin no other probe, let the last one end unless the driver sits on it. */
 static void stop(void)
 {
 	store_relaxed(&valve_shim.stopping, 1);
-	valve_lock(&valve_shim.probe_lock);
-	valve_unlock(&valve_shim.probe_lock);
+	generation_now(); /* whoever held the lock has said by now that it asks */
+	for (int i = 0; i < EXIT_WAIT && (load_acquire(&valve_contexts.asking) & 1); i++)
+		sleep_ns(NAP_NS);
 }
 
 /* Called when a context appears and when valved made us online; whichever comes second starts the thread. */

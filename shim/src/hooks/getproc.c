@@ -46,7 +46,8 @@ static const struct base_name *base_of(const char *name)
 static bool looks_like_submit(const char *name)
 {
 	static const char *const prefixes[] = {"cuLaunch",      "cuGraphLaunch", "cuMemcpy",     "cuMemset",
-	                                       "cuStreamWrite", "cuStreamWait",  "cuStreamBatch"};
+	                                       "cuStreamWrite", "cuStreamWait",  "cuStreamBatch",
+	                                       "cuStreamBegin"};
 	size_t length = strlen(name);
 
 	if (!strcmp(name, "cuStreamWaitEvent"))

@@ -53,7 +53,7 @@
 
 #define VALVE_OBSERVE_BASES(T) \
 	T(2, cuGetProcAddress) \
-	T(234, cuCtxCreate) T(2, cuCtxDestroy) \
+	T(234, cuCtxCreate) T(2, cuCtxDestroy) T(1, cuCtxAttach) T(1, cuCtxDetach) \
 	T(1, cuDevicePrimaryCtxRetain) T(2, cuDevicePrimaryCtxRelease) T(2, cuDevicePrimaryCtxReset) \
 	T(1, cuStreamCreate) T(1, cuStreamCreateWithPriority) T(2, cuStreamDestroy) \
 	T(Z2Z, cuStreamBeginCapture) T(Z, cuStreamBeginCaptureToGraph) T(Z, cuStreamEndCapture) \

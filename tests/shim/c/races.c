@@ -18,7 +18,7 @@
 struct valve_shim valve_shim;
 static uint64_t started, finished; /* the fake GPU's books */
 static uint64_t recorded;          /* what had started when the event was recorded */
-static uint32_t ended;
+static uint32_t ended, recording, capturing, spoilt;
 static struct valve_entry entry;
 
 /* ---- what interpose.c and getproc.c would provide ---- */
@@ -38,7 +38,11 @@ static CUresult create_event(CUevent *event, unsigned flags)
 static CUresult record(CUcontext context, CUevent event)
 {
 	(void)context, (void)event;
+	add_full(&recording, 1);
+	if (load_acquire(&capturing))
+		store_release(&spoilt, 1);
 	store_release(&recorded, load_acquire(&started));
+	add_full(&recording, (uint32_t)-1);
 	return CUDA_SUCCESS;
 }
 
@@ -139,6 +143,34 @@ static void *gatekeeper(void *unused)
 	return (void *)(intptr_t)missed;
 }
 
+static CUresult begin_capture(void)
+{
+	add_full(&capturing, 1);
+	if (load_acquire(&recording))
+		store_release(&spoilt, 1);
+	return CUDA_SUCCESS;
+}
+
+static CUresult end_capture(void)
+{
+	add_full(&capturing, (uint32_t)-1);
+	return CUDA_SUCCESS;
+}
+
+/* Captures, as often as it can, and never beside a record. */
+static void *capturer(void *unused)
+{
+	struct valve_entry begin = {.target = (void *)(uintptr_t)begin_capture};
+	struct valve_entry end = {.target = (void *)(uintptr_t)end_capture};
+
+	while (load_acquire(&ended) < LAUNCHERS) {
+		valve_on_cuStreamBeginCapture(3, 0, 0, 0, 0, 0, &begin);
+		valve_on_cuStreamEndCapture(3, 0, 0, 0, 0, 0, &end);
+		sleep_ns(100000);
+	}
+	return unused;
+}
+
 static void add_context(void)
 {
 	valve_contexts.context[0] =
@@ -150,7 +182,7 @@ int main(int argc, char **argv)
 {
 	struct valve_control *control = (struct valve_control *)(void *)valve_pages;
 	intptr_t count = argc > 1 ? atoi(argv[1]) : 100;
-	pthread_t team[LAUNCHERS], keeper;
+	pthread_t team[LAUNCHERS], keeper, captures;
 	void *missed;
 
 	entry.real = (void *)(uintptr_t)valve_slow;
@@ -161,14 +193,16 @@ int main(int argc, char **argv)
 	add_context();
 	valve_watcher_start();
 	pthread_create(&keeper, NULL, gatekeeper, NULL);
+	pthread_create(&captures, NULL, capturer, NULL);
 	for (int i = 0; i < LAUNCHERS; i++)
 		pthread_create(&team[i], NULL, launcher, (void *)count);
 	for (int i = 0; i < LAUNCHERS; i++)
 		pthread_join(team[i], NULL);
 	pthread_join(keeper, &missed);
+	pthread_join(captures, NULL);
 	while (load_acquire(&VALVE_REGION->idle_submitted) != (uint64_t)(LAUNCHERS * count))
 		sleep_ns(1000000);
-	if (valve_submitted() != (uint64_t)(LAUNCHERS * count) || missed ||
+	if (valve_submitted() != (uint64_t)(LAUNCHERS * count) || missed || spoilt ||
 	    load_acquire(&finished) != load_acquire(&started))
 		return 1;
 	puts("every launch was counted, every open gate heard, idleness was never claimed too early");

@@ -15,8 +15,8 @@
 #define EXPORT __attribute__((visibility("default")))
 
 static struct {
-	uint64_t launches, internal, last[11], records, queries, captures;
-	int query_answer, record_answer, per_thread;
+	uint64_t launches, internal, last[11], records, queries, captures, events, sits, blocked;
+	int query_answer, record_answer, per_thread, active;
 } stub;
 
 /* What the test reads and sets. */
@@ -28,6 +28,12 @@ EXPORT uint64_t stub_count(const char *what)
 		return stub.internal;
 	if (!strcmp(what, "records"))
 		return __atomic_load_n(&stub.records, __ATOMIC_SEQ_CST);
+	if (!strcmp(what, "captures"))
+		return __atomic_load_n(&stub.captures, __ATOMIC_SEQ_CST);
+	if (!strcmp(what, "events"))
+		return __atomic_load_n(&stub.events, __ATOMIC_SEQ_CST);
+	if (!strcmp(what, "sits"))
+		return __atomic_load_n(&stub.sits, __ATOMIC_SEQ_CST);
 	if (!strcmp(what, "per_thread"))
 		return (uint64_t)stub.per_thread;
 	return __atomic_load_n(&stub.queries, __ATOMIC_SEQ_CST);
@@ -42,6 +48,18 @@ EXPORT void stub_answer(int query, int record)
 {
 	__atomic_store_n(&stub.query_answer, query, __ATOMIC_SEQ_CST);
 	__atomic_store_n(&stub.record_answer, record, __ATOMIC_SEQ_CST);
+}
+
+/* Records in that context do not come back until it is another's turn. */
+EXPORT void stub_block(uint64_t context)
+{
+	__atomic_store_n(&stub.blocked, context, __ATOMIC_SEQ_CST);
+}
+
+/* Somebody else holds the primary contexts, too. */
+EXPORT void stub_shared(int is_shared)
+{
+	stub.active = is_shared;
 }
 
 static CUresult launch(uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e, uint64_t f, uint64_t g,
@@ -102,7 +120,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
 {
 	(void)device;
 	*flags = 0;
-	*active = 0;
+	*active = stub.active;
 	return CUDA_SUCCESS;
 }
 
@@ -116,6 +134,26 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice devi
 EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 {
 	return context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+}
+
+EXPORT CUresult cuCtxAttach(CUcontext *context, unsigned flags)
+{
+	(void)flags;
+	*context = (CUcontext)(uintptr_t)0x2000;
+	return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxDetach(CUcontext context)
+{
+	(void)context;
+	return CUDA_SUCCESS;
+}
+
+/* The last digit of a stream says on which device it is. */
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
+{
+	*context = (CUcontext)(0x1000 + ((uintptr_t)stream & 0xf));
+	return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuCtxSetCurrent(CUcontext context)
@@ -134,16 +172,20 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned flags)
 {
 	(void)flags;
 	*event = (CUevent)(uintptr_t)0x3000;
+	__atomic_add_fetch(&stub.events, 1, __ATOMIC_SEQ_CST);
 	return CUDA_SUCCESS;
 }
 
 #ifndef STUB_WITHOUT_CONTEXT_EVENTS
 EXPORT CUresult cuCtxRecordEvent(CUcontext context, CUevent event)
 {
-	(void)context;
 	(void)event;
-	if (stub.captures)
+	if (__atomic_load_n(&stub.captures, __ATOMIC_SEQ_CST))
 		return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+	__atomic_add_fetch(&stub.sits, 1, __ATOMIC_SEQ_CST);
+	while (__atomic_load_n(&stub.blocked, __ATOMIC_SEQ_CST) == (uint64_t)(uintptr_t)context)
+		usleep(1000);
+	__atomic_sub_fetch(&stub.sits, 1, __ATOMIC_SEQ_CST);
 	__atomic_add_fetch(&stub.records, 1, __ATOMIC_SEQ_CST);
 	return __atomic_load_n(&stub.record_answer, __ATOMIC_SEQ_CST);
 }
