@@ -148,6 +148,20 @@ class Commands:
         while os.dup(0) < count:
             pass
 
+    def bind(self, priority, *cores):
+        """The calling thread, and what it makes from now on. False: not allowed here."""
+        os.sched_setaffinity(0, cores)
+        try:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(priority))
+        except PermissionError:
+            return False
+        return True
+
+    def own_threads(self):
+        """(policy, number of cores) of every other thread."""
+        others = [int(name) for name in os.listdir("/proc/self/task") if int(name) != threading.get_native_id()]
+        return [(os.sched_getscheduler(tid), len(os.sched_getaffinity(tid))) for tid in others]
+
     def setenv(self, name, value):
         return LIBC.setenv(name.encode(), value.encode(), 1)
 

@@ -351,6 +351,21 @@ def test_many_deaths_leak_no_descriptor_and_no_thread(world):
     assert (len(puppet.fds()), puppet.threads()) == (before, threads)
 
 
+def test_our_threads_never_compete_on_the_core_of_the_thread_that_made_them(world):
+    cores = os.sched_getaffinity(0)
+    world.daemon(ONLINE)
+    puppet = world.puppet()
+    puppet.load()
+    if not puppet.bind(10, min(cores)):
+        pytest.skip("needs the right to real-time scheduling")
+
+    puppet.cu("cuInit", 0)
+    puppet.cu_out("cuDevicePrimaryCtxRetain", 0)
+
+    world.daemons[0].client()
+    until(lambda: puppet.own_threads() == [[os.SCHED_OTHER, len(cores)]] * 2, "keeper and watcher, as at the start")
+
+
 # -- other processes --
 
 

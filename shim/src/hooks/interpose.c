@@ -15,6 +15,7 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +25,7 @@
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 
 #define CUDA_PART "libvalve-cuda.so"
+#define CPU_BITS  8192
 
 struct valve_shim valve_shim;
 
@@ -175,10 +177,33 @@ void valve_reset_child(void)
 /* Weak: musl has no such symbol, and a strong one (or pthread_atfork) would keep every musl program from starting. */
 extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
 
+/* Where the program may run: what it was started with, before its threads bind themselves to cores. 0 bytes: unknown. */
+static struct {
+	unsigned long mask[CPU_BITS / (8 * sizeof(unsigned long))];
+	long bytes;
+} started_on;
+
 __attribute__((constructor)) static void valve_start(void)
 {
+	started_on.bytes = syscall(SYS_sched_getaffinity, 0, sizeof(started_on.mask), started_on.mask);
 	if (__register_atfork)
 		__register_atfork(NULL, NULL, valve_reset_child, NULL);
+}
+
+/*
+ * A new thread inherits policy and cores of the thread that made it, which is the application's, in its call to the driver.
+ * A real-time one, bound to one core, would have us compete with it there, or starve behind it.
+ */
+static void *begin(void *run)
+{
+	const int priority = 0;
+	long policy = syscall(SYS_sched_getscheduler, 0) & ~SCHED_RESET_ON_FORK;
+
+	if (policy == SCHED_FIFO || policy == SCHED_RR)
+		syscall(SYS_sched_setscheduler, 0, SCHED_OTHER, &priority);
+	if (started_on.bytes > 0)
+		syscall(SYS_sched_setaffinity, 0, started_on.bytes, started_on.mask);
+	return ((void *(*)(void *))(uintptr_t)run)(NULL);
 }
 
 int valve_spawn(void *(*run)(void *))
@@ -197,7 +222,7 @@ int valve_spawn(void *(*run)(void *))
 		return -ENOSYS;
 	sigfillset(&all);
 	sigprocmask(SIG_SETMASK, &all, &before); /* per thread on Linux; the new thread inherits it */
-	err = create(&thread, NULL, run, NULL);
+	err = create(&thread, NULL, begin, (void *)(uintptr_t)run);
 	sigprocmask(SIG_SETMASK, &before, NULL);
 	if (!err)
 		detach(thread);
