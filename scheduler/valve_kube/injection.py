@@ -8,6 +8,9 @@ mark that operators read.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+SANITIZERS: Final = ("libasan.", "liblsan.", "libtsan.", "libhwasan.", "libclang_rt.")
 
 
 class Skipped(Exception):
@@ -92,11 +95,19 @@ def inject(container: ContainerTraits, settings: InjectionSettings) -> Injection
 
 
 def merge_preload(present: str, ours: str) -> str | None:
-    """Ours in front of what is there (an allocator, as a rule); None if it is there already. Blanks separate too."""
-    entries = present.replace(" ", ":").split(":")
+    """Ours in front of what is there (an allocator, as a rule); None if it is there already. Blanks separate too.
+
+    Only a sanitizer's runtime stays before it: with anything in front it ends the program.
+    """
+    entries = [entry for entry in present.replace(" ", ":").split(":") if entry]
     if ours in entries:
         return None
-    return f"{ours}:{present}" if present else ours
+    front = [entry for entry in entries if _is_sanitizer(entry)]
+    return ":".join([*front, ours, *(entry for entry in entries if entry not in front)])
+
+
+def _is_sanitizer(entry: str) -> bool:
+    return entry.rpartition("/")[2].startswith(SANITIZERS)
 
 
 def holds_gpu(env: Sequence[str], cdi_devices: Sequence[str]) -> bool:

@@ -4,6 +4,8 @@ import argparse
 import io
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +73,40 @@ def test_run_puts_our_library_first_and_keeps_what_was_preloaded(monkeypatch, tm
     assert os.path.basename(first) == "libvalve.so"
     assert others == ["/opt/jemalloc.so", "/opt/other.so"]
     assert str(tmp_path) == env["VALVE_RUN_DIR"]
+
+
+def test_run_never_puts_our_library_before_a_sanitizer(monkeypatch, tmp_path):
+    monkeypatch.setenv("LD_PRELOAD", "/opt/jemalloc.so /usr/lib/gcc/x86_64-linux-gnu/12/libasan.so")
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+
+    env = run.environment("online", tmp_path)
+
+    assert [os.path.basename(entry) for entry in env["LD_PRELOAD"].split(":")] == [
+        "libasan.so",
+        "libvalve.so",
+        "jemalloc.so",
+    ]
+    assert env["ASAN_OPTIONS"] == "detect_leaks=0:verify_asan_link_order=0"
+    monkeypatch.setenv("ASAN_OPTIONS", "verify_asan_link_order=1")
+    assert run.environment("online", tmp_path)["ASAN_OPTIONS"] == "verify_asan_link_order=1", "the user's own word"
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc and its address sanitizer")
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "preloaded"])
+def test_a_program_with_the_address_sanitizer_is_never_stopped_by_our_library(monkeypatch, tmp_path, linked):
+    source = tmp_path / "main.c"
+    source.write_text('#include <stdio.h>\nint main(void) { return puts("ran") < 0; }\n')
+    flags = ["-fsanitize=address"] if linked else []
+    if subprocess.run(["gcc", source, *flags, "-o", tmp_path / "main"], check=False, capture_output=True).returncode:
+        pytest.skip("no address sanitizer")
+    asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True).stdout
+    monkeypatch.setenv("LD_PRELOAD", "" if linked else asan.strip())
+
+    done = subprocess.run(
+        [tmp_path / "main"], env=run.environment("online", tmp_path), capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
 
 
 def test_run_twice_does_not_preload_twice(monkeypatch, tmp_path):

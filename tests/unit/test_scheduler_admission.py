@@ -88,6 +88,16 @@ def test_an_offline_containers_own_preload_stays_behind_ours() -> None:
     assert mutate_offline(once, SETTINGS) == once
 
 
+def test_a_sanitizers_runtime_stays_in_front_of_ours() -> None:
+    """With anything before it, it ends the program."""
+    own = container(env=[{"name": "LD_PRELOAD", "value": "/usr/lib/libjemalloc.so:/usr/lib/libasan.so.8"}])
+
+    once = mutate_offline(pod(own), SETTINGS)
+
+    value = f"/usr/lib/libasan.so.8:{SHIM}:/usr/lib/libjemalloc.so"
+    assert {"name": "LD_PRELOAD", "value": value} in once["spec"]["containers"][0]["env"]
+
+
 def test_the_cdi_backend_needs_no_runtime_class() -> None:
     assert "runtimeClassName" not in mutate_offline(pod(), AdmissionSettings(backend=Backend.CDI))["spec"]
 

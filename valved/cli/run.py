@@ -15,10 +15,14 @@ from pathlib import Path
 from valve.v1 import node_pb2
 from valve_hook import VERSION
 from valve_hook.export import export
+from valve_kube.injection import merge_preload
 
 from valved.cli.client import node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
+
+# A program that is linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.
+ASAN_ORDER = "verify_asan_link_order"
 
 # A paused offline job looks hung to its own watchdogs; a pause may last as long as a busy period does. The chart's
 # admission.offlineEnv is this table.
@@ -50,11 +54,13 @@ def start_time(pid: int) -> int:
 
 
 def environment(role: str, folder: Path) -> dict[str, str]:
-    """What the command gets: our library first in LD_PRELOAD, whatever else is preloaded kept behind it."""
-    library = str(preload_library())
-    others = [entry for entry in os.environ.get("LD_PRELOAD", "").replace(" ", ":").split(":") if entry]
+    """What the command gets: our library in LD_PRELOAD, in front of all but a sanitizer's runtime."""
     env = {**os.environ, ENV_RUN_DIR: str(folder), ENV_ROLE: role}
-    env["LD_PRELOAD"] = ":".join([library, *(entry for entry in others if entry != library)])
+    preloaded = merge_preload(os.environ.get("LD_PRELOAD", ""), str(preload_library()))
+    if preloaded is not None:
+        env["LD_PRELOAD"] = preloaded
+    if ASAN_ORDER not in env.get("ASAN_OPTIONS", ""):
+        env["ASAN_OPTIONS"] = ":".join(filter(None, [env.get("ASAN_OPTIONS"), f"{ASAN_ORDER}=0"]))
     hook = engine_hook(folder)
     if hook is not None:
         paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
