@@ -17,6 +17,7 @@ enum { OBJECTS = 16384, CLIENT_BASE = 0xC1D00000 };
 struct object {
 	uint32_t h_client, handle, class, gpu, cid, off;
 	ino_t file; /* clients: the file that owns them */
+	uint32_t is_workload; /* clients: made by fake_client */
 };
 
 struct fake_rules fake_rules;
@@ -118,14 +119,38 @@ static void remove_client(uint32_t h_client)
 	fake_counts.clients--;
 }
 
+/* The status to refuse with, if this call is to be refused. */
+static uint32_t refusal(uint32_t status)
+{
+	if (!status || !fake_rules.fail_times)
+		return status;
+	if (--fake_rules.fail_times == 0)
+		fake_rules.fail_disable = fake_rules.fail_enable = fake_rules.fail_query = 0;
+	return status;
+}
+
+static uint32_t refuse_after(struct nv2080_fifo_disable_channels *lists, uint32_t status)
+{
+	for (uint32_t i = 0; i < lists->numChannels && i < fake_rules.fail_after; i++) {
+		struct object *channel = find(lists->hClientList[i], lists->hChannelList[i]);
+
+		if (channel)
+			channel->off = lists->bDisable;
+	}
+	return status;
+}
+
 /* One possible rule for a bad pair: those before it have taken effect, those after it have not. */
 static uint32_t switch_channels(const struct nvos54_control *control,
                                 struct nv2080_fifo_disable_channels *lists, const struct object *subdevice)
 {
+	uint32_t refused;
+
 	if (lists->numChannels > fake_counts.largest)
 		fake_counts.largest = lists->numChannels;
-	if (lists->bDisable && fake_rules.fail_disable)
-		return fake_rules.fail_disable;
+	refused = refusal(lists->bDisable ? fake_rules.fail_disable : fake_rules.fail_enable);
+	if (refused)
+		return refuse_after(lists, refused);
 	for (uint32_t i = 0; i < lists->numChannels; i++) {
 		struct object *channel = find(lists->hClientList[i], lists->hChannelList[i]);
 
@@ -166,8 +191,11 @@ static uint32_t control(int fd, struct nvos54_control *call)
 	case NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID: {
 		struct nv2080_fifo_channel_unique_id *query = params;
 		struct object *channel = find(query->hClients[0], query->hChannels[0]);
+		uint32_t refused = refusal(fake_rules.fail_query);
 
 		fake_counts.queries++;
+		if (refused)
+			return refused;
 		if (call->paramsSize != sizeof *query)
 			return NV_ERR_INVALID_ARGUMENT;
 		query->channelUniqueIDs[0] = channel ? channel->cid : 0;
@@ -183,12 +211,22 @@ static uint32_t control(int fd, struct nvos54_control *call)
 	}
 }
 
+static void hang_while(const uint32_t *rule)
+{
+	__atomic_add_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
+	while (load_relaxed(rule))
+		sleep_ns(100000);
+	__atomic_sub_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
+}
+
 /* Outside the lock: what a switch costs, and hangs. */
 static void before_switch(const struct nvos54_control *call)
 {
 	const struct nv2080_fifo_disable_channels *lists = (const void *)(uintptr_t)call->params;
 	const uint32_t *hang = &fake_rules.hang;
 
+	if (call->cmd == NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID)
+		hang_while(&fake_rules.hang_query);
 	if (call->cmd != NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS)
 		return;
 	__atomic_add_fetch(lists->bDisable ? &fake_counts.disables : &fake_counts.enables, 1,
@@ -199,10 +237,7 @@ static void before_switch(const struct nvos54_control *call)
 		hang = &fake_rules.hang_enable;
 	else if (load_relaxed(&watched) && load_relaxed(load_relaxed(&watched)) % 2)
 		__atomic_add_fetch(&fake_counts.gate_words, 1, __ATOMIC_RELAXED);
-	__atomic_add_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
-	while (load_relaxed(hang))
-		sleep_ns(100000);
-	__atomic_sub_fetch(&fake_counts.hanging, 1, __ATOMIC_RELAXED);
+	hang_while(hang);
 }
 
 static void list_cards(struct nv_ioctl_card_info *cards)
@@ -271,6 +306,7 @@ uint32_t fake_client(int *fd, uint32_t *h_subdevice, uint32_t gpu)
 	h_client = next_client++;
 	*h_subdevice = next_handle++;
 	put(h_client, h_client, NV01_ROOT_CLIENT, 0)->file = file_of(*fd);
+	find(h_client, h_client)->is_workload = 1;
 	put(h_client, *h_subdevice, NV20_SUBDEVICE_0, gpu);
 	fake_counts.clients++;
 	pthread_mutex_unlock(&lock);
@@ -317,6 +353,18 @@ uint32_t fake_off_count(void)
 		count += objects[i].handle && objects[i].off;
 	pthread_mutex_unlock(&lock);
 	return count;
+}
+
+void fake_forget_openers(void)
+{
+	pthread_mutex_lock(&lock);
+	for (uint32_t i = 0; i < object_count; i++) {
+		const struct object *client = &objects[i];
+
+		if (client->handle && client->class == NV01_ROOT_CLIENT && !client->is_workload)
+			remove_client(client->h_client);
+	}
+	pthread_mutex_unlock(&lock);
 }
 
 void fake_watch_word(const uint32_t *word)

@@ -14,9 +14,14 @@ struct fake_rules {
 	uint32_t gpus;
 	uint32_t deny_foreign; /* status for lists that name other clients' channels; 0: allowed */
 	uint32_t fail_disable; /* status of every disable */
+	uint32_t fail_enable;  /* status of every enable */
+	uint32_t fail_query;   /* status of every question for a channel's number */
+	uint32_t fail_times;   /* the three above end after so many refusals; 0: they do not */
+	uint32_t fail_after;   /* pairs of a refused list that take effect all the same */
 	uint32_t interrupts;   /* that many ioctls come back with EINTR first */
 	uint32_t hang;         /* disables wait while this is 1 */
 	uint32_t hang_enable;  /* so do enables */
+	uint32_t hang_query;   /* and questions */
 	uint32_t work_us;      /* time that a switch takes */
 };
 
@@ -40,6 +45,8 @@ void fake_free_channel(uint32_t h_client, uint32_t h_channel);
 /* 1 on, 0 off, -1 not there */
 int fake_is_on(uint32_t h_client, uint32_t h_channel);
 uint32_t fake_off_count(void);
+/* Forget every RM client but those of fake_client: what a reset of the card does to who was there. */
+void fake_forget_openers(void);
 /* Every disable looks at this word and counts if it is odd (open). */
 void fake_watch_word(const uint32_t *word);
 void fake_set_between(void (*between)(int point));

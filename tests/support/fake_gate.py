@@ -59,6 +59,7 @@ class FakeGate:
         self.off = {}  # (h_client, h_channel) -> ChannelRef
         self.stops = {}  # GPU -> when its channels are off after a hold
         self.deaf = set()  # GPUs that never stop
+        self.failing = set()  # GPUs whose last disable failed
         self.launches_held = set()
         self.let_gpus = frozenset()  # held, and on all the same
         self.memory = {}  # client -> what set_memory was last told
@@ -168,6 +169,7 @@ class FakeGate:
         """Channels on these go off STOP_NS from now."""
         for gpu in gpus:
             self.calls.append(("stop", gpu))
+            self.failing.discard(gpu)
             self.stops[gpu] = self.clock.now_ns() + (STOP_NS if self._channels_on(gpu) else 0)
             self.clock.call_at_ns(self.stops[gpu], self.on_stamps)
 
@@ -239,7 +241,9 @@ class FakeGate:
         return self._is_held(gpu) or self.opening.get(gpu, 0) > self.clock.now_ns()
 
     def is_stopped(self, gpu):
-        return self._is_held(gpu) and gpu not in self.deaf and self.clock.now_ns() >= self.stops.get(gpu, 0)
+        return (
+            self._is_held(gpu) and gpu not in self.deaf | self.failing and self.clock.now_ns() >= self.stops.get(gpu, 0)
+        )
 
     def is_turning(self):
         return any(self._is_held(gpu) and self.clock.now_ns() < at for gpu, at in self.stops.items())
@@ -358,8 +362,10 @@ class FakeGate:
 
     def fail(self, gpu, service=0, status=0x65):
         """The driver refused a disable."""
+        self.failing.add(gpu)
         self._stamp(StampKind.GATE_FAILED, service, 0, gpu=gpu, status=status)
 
     def come_back(self, gpu, service=0):
         """A disable that had been given up is carried out after all."""
+        self.failing.discard(gpu)
         self._stamp(StampKind.GATE, service, 0, gpu=gpu)

@@ -219,7 +219,8 @@ def gate_rig(driver: FakeDriver, settings: GateSettings = SETTINGS) -> Iterator[
     try:
         yield rig
     finally:
-        driver.rules.hang = driver.rules.hang_enable = 0
+        driver.rules.hang = driver.rules.hang_enable = driver.rules.hang_query = 0
+        driver.rules.fail_disable = driver.rules.fail_enable = driver.rules.fail_query = 0
         driver.lib.fake_set_between(driver.ffi.NULL)
         driver.lib.fake_watch_word(driver.ffi.NULL)
         rig.close()

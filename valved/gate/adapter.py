@@ -169,7 +169,7 @@ class NativeGate:
             status=status,
             reach=entry.reach,
             want_fd=numbers.fd < 0 and is_worse(entry.reach, Reach.CHANNEL_FD),
-            gated=entry.is_armed and self.is_stopped(channel.gpu),
+            gated=entry.is_armed and self._is_stopping(channel.gpu),
         )
 
     def _verify(self, channel: ChannelRef) -> int:
@@ -193,8 +193,19 @@ class NativeGate:
                     return status
                 missing = readings.status_text(status)
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
+        if status and self._is_failing(entry.ref.gpu):
+            return self._arm_untested(holder, numbers, entry, status)
         self._arm(entry.ref.gpu, run_now=[entry])  # takes back what the tries left, while it still has a rung
         entry.reach = Reach.NONE
+        self._arm(entry.ref.gpu)
+        return status
+
+    def _arm_untested(self, holder: _Client, numbers: RmClient, entry: Channel, status: int) -> int:
+        """A GPU that nobody can stop now is no judge of a rung: take the best that lacks nothing, which is tried again
+        with all others.
+        """
+        entry.reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
+        self._channels.put(entry)
         self._arm(entry.ref.gpu)
         return status
 
@@ -211,10 +222,10 @@ class NativeGate:
         if not is_tested and not self.is_gated(gpu):  # else stopping it is the test
             native = ffi.new("struct valve_entry *", self._entry(entry))
             status = lib.valve_gpu_try(self._gate, gpu, native)
-        if status == 0:
-            self._channels.put(entry)
-            status = self._arm(gpu, stop_now=[entry])
-        return status
+        if status not in (0, -errno.ETIMEDOUT):
+            return status
+        self._channels.put(entry)  # also where the driver hangs: the mail is read when it comes back
+        return self._arm(gpu, stop_now=[entry]) or status
 
     def _entry(self, channel: Channel, leaving: _Client | None = None) -> dict[str, Any]:
         holder = leaving or self._clients[channel.client]
@@ -293,6 +304,17 @@ class NativeGate:
 
     def is_stopped(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_state(self._gate, gpu) == lib.VALVE_GPU_STOPPED)
+
+    def _is_failing(self, gpu: GpuIndex) -> bool:
+        return bool(lib.valve_gpu_state(self._gate, gpu) == lib.VALVE_GPU_FAILED)
+
+    def _is_stopping(self, gpu: GpuIndex) -> bool:
+        """Stopped, or tried to be: what is armed here now is switched on with the rest."""
+        return lib.valve_gpu_state(self._gate, gpu) in (
+            lib.VALVE_GPU_STOPPED,
+            lib.VALVE_GPU_STOPPING,
+            lib.VALVE_GPU_FAILED,
+        )
 
     def is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))

@@ -1,8 +1,9 @@
 """When a gate call fails: the offline processes of that GPU are frozen while online holds it, and killed in the end.
 
 A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
-hand. It ends when the gate call comes back well after all: what is off needs no freezing, and a process that stands
-still cannot carry out what a reclaim orders. Nobody is killed while its channels are off: they are enabled first, or
+hand. It ends when the gate call comes back well after all (the native side tries again for as long as the GPU is held):
+what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
+process that is late to carry out an order is given some time before it is frozen. Nobody is killed while its channels are off: they are enabled first, or
 the driver would wait for them in the teardown under locks that online work needs.
 """
 
@@ -12,7 +13,7 @@ import signal
 from collections.abc import Callable
 
 from valved.config import LadderTable
-from valved.gate.wake import GateService
+from valved.gate.wake import DRIVER_CALLS, GateService
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import Stamp
 from valved.model.events import EventKind
@@ -21,6 +22,7 @@ from valved.state.journal import Journal
 from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
+LATE_NS = 200_000_000  # ten times what the native side allows for one order
 Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
@@ -43,6 +45,7 @@ class Ladder:
         self._settings = settings
         self._signal = signaller
         self._leave = leave
+        self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
         self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
         keeper.on_failure = self.gate_failed
@@ -62,8 +65,20 @@ class Ladder:
         self.thaw()
 
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and self._is_active):
+        if not (self._settings.freeze and self._is_active and self._keeper.is_ungated(stamp.gpu)):
             return
+        if self._keeper.reach(stamp.gpu) in DRIVER_CALLS:
+            self._freeze(stamp)
+        elif stamp.gpu not in self._late:
+            self._late.add(stamp.gpu)
+            self._clock.call_at_ns(self._clock.now_ns() + LATE_NS, lambda: self._still_failed(stamp))
+
+    def _still_failed(self, stamp: Stamp) -> None:
+        self._late.discard(stamp.gpu)
+        if self._is_active and self._keeper.is_ungated(stamp.gpu):
+            self._freeze(stamp)
+
+    def _freeze(self, stamp: Stamp) -> None:
         for entry in self._on_gpu(stamp.gpu):
             if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
                 self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
@@ -76,14 +91,11 @@ class Ladder:
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not (self._is_active and any(map(self._is_needed, gpus))):
+            elif not (self._is_active and any(map(self._keeper.is_ungated, gpus))):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
                 self.changed()
-
-    def _is_needed(self, gpu: GpuIndex) -> bool:
-        return bool(self._keeper.gpus[gpu].holders) and not self._keeper.is_known_stopped(gpu)
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:

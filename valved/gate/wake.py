@@ -59,7 +59,6 @@ class GateService:
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
-        self._unstopped: set[GpuIndex] = set()  # whose last disable failed
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
@@ -171,12 +170,15 @@ class GateService:
         """Nothing of offline runs here: the disable came back, and came back well."""
         if not self._gate.is_stopped(gpu):
             return False
-        self.drain()  # how it went lies there by now
-        return self.is_known_stopped(gpu)
+        self.drain()  # its stamp lies there by now
+        return self._gate.is_stopped(gpu)
 
-    def is_known_stopped(self, gpu: GpuIndex) -> bool:
-        """As far as the stamps that were taken in say."""
-        return gpu not in self._unstopped and self._gate.is_stopped(gpu)
+    def reach(self, gpu: GpuIndex) -> Reach:
+        return self._gate.reach(gpu)[0]
+
+    def is_ungated(self, gpu: GpuIndex) -> bool:
+        """Somebody holds this GPU, and offline work may run there all the same: the driver refuses, or hangs."""
+        return bool(self.gpus[gpu].holders) and not self._gate.is_stopped(gpu)
 
     def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """A service without clients holds these GPUs and no others, until told differently."""
@@ -212,7 +214,6 @@ class GateService:
         online = self.online.get(stamp.service)
         match stamp.kind:
             case StampKind.GATE:
-                self._unstopped.discard(stamp.gpu)
                 self._closed(online, stamp)
             case StampKind.HOLD:
                 self._held(online, stamp)
@@ -224,7 +225,7 @@ class GateService:
                 self._record(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
             case StampKind.GATE_FAILED:
                 self.counters.gate_failures += 1
-                self._unstopped.add(stamp.gpu)
+                self._held(online, stamp)  # the hold is as good as any other: only the stop is bad
                 self._record(EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"status {stamp.status}")
                 self.on_failure(stamp)
 

@@ -188,7 +188,7 @@ class GatePort(Protocol):
         ...
 
     def is_stopped(self, gpu: GpuIndex) -> bool:
-        """The last disable of this GPU has returned, well or not (a GATE or GATE_FAILED stamp says which)."""
+        """The last disable of this GPU has returned, and returned well."""
         ...
 
     def is_turning(self) -> bool:

@@ -39,7 +39,7 @@ static void reap(struct gpu *gpu)
 
 /* Given up by the watchdog, or long gone although nobody waits for the GPU to stop: other processes that allocate, or
  * exit with thousands of objects, keep the driver's locks for a while (the API lock in write mode). */
-static bool is_stuck(const struct gpu *gpu)
+bool is_stuck(const struct gpu *gpu)
 {
 	uint64_t limit_ns = load_relaxed(&gpu->flight_ns) + PATIENCE * gpu->gate->config.hang_ns;
 	uint32_t state = load_acquire(&gpu->flight) % 4;
@@ -139,7 +139,7 @@ static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uin
 
 /* Give the issuer a new plan. While the GPU is stopped it also stops `stop_now` and runs `run_now` before this
  * returns: 0, or what stopping them met. -ETIMEDOUT: the issuer hangs in the driver; it will read its mail when it
- * comes back, and the clients of stop_now hold their launches until the next wake. */
+ * comes back, and the clients of stop_now hold their launches until the next wake, if the GPU is held. */
 int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count)
@@ -159,7 +159,8 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 		return -ENOMEM;
 	}
 	if (!send(gpu, mail)) {
-		hold_entries(gpu, stop_now, stop_count);
+		if (valve_gpu_gated(gate, index))
+			hold_entries(gpu, stop_now, stop_count);
 		return -ETIMEDOUT;
 	}
 	status = mail->status;

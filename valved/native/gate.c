@@ -167,7 +167,12 @@ uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns)
 
 uint32_t valve_gpu_state(struct valve_gate *gate, uint32_t gpu)
 {
-	return load_full(&gate->gpu[gpu].state); /* pairs with leave_stopped */
+	uint32_t state = load_full(&gate->gpu[gpu].state); /* pairs with leave_stopped */
+
+	/* The watchdog has told of a failure; that the rest is off is proven again when the call comes back. */
+	if (state == VALVE_GPU_STOPPED && load_acquire(&gate->gpu[gpu].flight) % 4 > FLIGHT_OUT)
+		return VALVE_GPU_FAILED;
+	return state;
 }
 
 /* Stopped, or about to be, or not yet enabled again. */
@@ -179,17 +184,25 @@ uint32_t valve_gpu_gated(struct valve_gate *gate, uint32_t index)
 	       load_acquire(&gpu->state) >= VALVE_GPU_STOPPED;
 }
 
-/* Is a stop or an enable under way? Mapping work takes the driver's locks in write mode and must not come in between. */
+/* A stop or an enable is under way here, or about to begin. Not one that has been given up, and not the rest between
+ * two tries: whoever waits for those may wait for ever. */
+static bool is_turning(const struct gpu *gpu)
+{
+	uint32_t state = load_acquire(&gpu->state);
+
+	if (is_stuck(gpu))
+		return false;
+	if (state == VALVE_GPU_STOPPING || state == VALVE_GPU_ENABLING)
+		return now_ns() >= load_relaxed(&gpu->retry_ns);
+	return state == VALVE_GPU_RUNNING && gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED;
+}
+
+/* Mapping work takes the driver's locks in write mode and must not come in between. */
 uint32_t valve_gate_turning(struct valve_gate *gate)
 {
-	for (uint32_t i = 0; i < gate->gpu_count; i++) {
-		struct gpu *gpu = &gate->gpu[i];
-
-		if (load_acquire(&gpu->state) >= VALVE_GPU_STOPPING ||
-		    (gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED &&
-		     load_acquire(&gpu->state) == VALVE_GPU_RUNNING))
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		if (is_turning(&gate->gpu[i]))
 			return 1;
-	}
 	return 0;
 }
 

@@ -91,6 +91,7 @@ enum valve_gpu_state {
 	VALVE_GPU_STOPPED = 2,
 	VALVE_GPU_STOPPING = 3, /* the issuer is walking */
 	VALVE_GPU_ENABLING = 4, /* the issuer walks back, or could not and will again: anything may run */
+	VALVE_GPU_FAILED = 5,   /* should be stopped and is not, or not for sure: tried again and again */
 };
 
 enum valve_brake {

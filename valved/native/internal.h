@@ -55,8 +55,8 @@ struct reach_ops {
 /* Up to 64 channels that one call (or one order) reaches, with both argument blocks built ahead of the edge. */
 struct plan_step {
 	const struct reach_ops *ops;
-	int fd;
-	uint32_t h_client, h_subdevice; /* in whose name, on which subdevice the call is made */
+	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
+	uint32_t h_client, h_subdevice;
 	uint32_t order_seq;             /* orders: what order_done must reach */
 	uint32_t owners; /* entries built in; the lists get shorter when stale ones are dropped */
 	struct valve_client *owner[CHUNK];
@@ -105,6 +105,11 @@ struct gpu {
 	struct valve_gpu_info info;
 	struct rm_client own; /* the issuer's alone, from its start to its end */
 	uint32_t closings;    /* issuer's alone: how many it has seen */
+	uint32_t tried;       /* issuer's alone: the target that ... */
+	uint32_t failures;    /* ... was missed so many times in a row, ... */
+	uint64_t retry_ns;    /* ... and is not tried again before then */
+	int told_status;      /* issuer's alone: what the last GATE_FAILED stamp said, of which closing */
+	uint32_t told_closing;
 
 	_Alignas(64) uint32_t kick; /* futex: anyone increments and wakes it when the issuer must look */
 
@@ -224,9 +229,16 @@ int rm_switch(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_s
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,
                  uint32_t h_channel, uint32_t *cid);
 bool rm_is_stale(int status);
+bool rm_speaks(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice);
+
+/* own.c */
+bool own_revived(struct gpu *gpu);
+bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_client, uint32_t h_channel);
+int own_unique_id(struct gpu *gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid);
 
 /* reach_rm.c, reach_order.c */
 extern const struct reach_ops reach_own, reach_fd, reach_self, reach_hold;
+int step_issue(struct gpu *gpu, const struct plan_step *step, struct nv2080_fifo_disable_channels *params);
 uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again);
 int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns);
 void order_release(struct gpu *gpu, struct plan *plan);
@@ -278,6 +290,7 @@ void stamps_close(struct stamp_ring *ring);
 void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp);
 
 /* arm.c */
+bool is_stuck(const struct gpu *gpu);
 void mail_discard(struct gpu *gpu);
 
 /* gate.c */

@@ -2,11 +2,14 @@
  * issuer.c - the seat of a GPU: whoever sits there is the only one that switches that GPU's channels. It compares what
  * should be (holders, brakes) with what is (state), walks the plan when they differ, reads its mail, and sleeps.
  *
- * It follows levels, not messages: a hold that came and went while it was busy needs no walk, and none is lost.
+ * It follows levels, not messages: a hold that came and went while it was busy needs no walk, and none is lost. A walk
+ * that failed is walked again for as long as it is wanted: disable and enable are idempotent, and neither a channel that
+ * is left on nor one that is left off may stay so because a driver refused once.
  */
 #include "internal.h"
 
-#define RETRY_NS 100000000u /* an enable that failed is tried again: a channel left off is the worse error */
+#define RETRY_FIRST_NS 2000000u /* doubled at each failure in a row ... */
+#define RETRY_TIMES    7u       /* ... so many times: 256 ms */
 
 void issuer_kick(struct gpu *gpu)
 {
@@ -49,22 +52,38 @@ static void take_off(struct gpu *gpu, uint64_t start_ns)
 	              number << 2 | FLIGHT_OUT); /* pairs with the keeper's acquire: time and plan */
 }
 
-static void land(struct gpu *gpu)
+/* True if the keeper had given this flight up (and has stamped GATE_FAILED). */
+static bool land(struct gpu *gpu)
 {
 	uint32_t number = load_relaxed(&gpu->flight) >> 2, out = number << 2 | FLIGHT_OUT;
 
-	if (!compare_swap(&gpu->flight, &out, number << 2 | FLIGHT_NONE)) {
-		/* The keeper gave this flight up and is putting holds on the clients of our plan: not ours to change
-		 * before it is through. */
-		while (load_acquire(&gpu->flight) != (number << 2 | FLIGHT_HELD))
-			sleep_ns(10000);
-		store_release(&gpu->flight, number << 2 | FLIGHT_NONE);
-	}
+	if (compare_swap(&gpu->flight, &out, number << 2 | FLIGHT_NONE))
+		return false;
+	/* It is putting holds on the clients of our plan: not ours to change before it is through. */
+	while (load_acquire(&gpu->flight) != (number << 2 | FLIGHT_HELD))
+		sleep_ns(10000);
+	store_release(&gpu->flight, number << 2 | FLIGHT_NONE);
+	return true;
 }
 
-static void stop(struct gpu *gpu, uint64_t holders)
+/* One stamp tells of a failure, not one for each time that it is met again; a new hold is told anew. */
+static void tell_stop(struct gpu *gpu, uint64_t holders, struct valve_stamp *stamp, bool again)
+{
+	uint32_t closing = (uint32_t)(holders >> 32);
+
+	stamp->kind = stamp->status ? VALVE_STAMP_GATE_FAILED : VALVE_STAMP_GATE;
+	if (stamp->status && again && gpu->told_status == stamp->status && gpu->told_closing == closing)
+		return;
+	gpu->told_status = stamp->status;
+	gpu->told_closing = closing;
+	stamp_push(&gpu->gate->stamps, stamp);
+}
+
+/* False: something may still run. */
+static bool stop(struct gpu *gpu, uint64_t holders)
 {
 	struct valve_stamp stamp = service_stamp(gpu, holders);
+	bool again = gpu->state == VALVE_GPU_FAILED;
 
 	if (gpu->state == VALVE_GPU_WATCHED) /* held for a while already: no launch has waited for this */
 		stamp.client = stamp.launch_ns = stamp.seen_ns = 0;
@@ -79,10 +98,10 @@ static void stop(struct gpu *gpu, uint64_t holders)
 		stamp.done_ns = now_ns();
 		land(gpu);
 	}
-	stamp.kind = stamp.status ? VALVE_STAMP_GATE_FAILED : VALVE_STAMP_GATE;
-	stamp_push(&gpu->gate->stamps, &stamp);
-	store_release(&gpu->state,
-	              VALVE_GPU_STOPPED); /* last: who reads it finds the stamp, and how it went */
+	tell_stop(gpu, holders, &stamp, again);
+	store_release(&gpu->state, /* last: who reads it finds the stamp */
+	              stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);
+	return stamp.status == 0;
 }
 
 /* Say that the GPU is stopped no longer, before the first call. False if it is held again by now: either we see that
@@ -107,17 +126,17 @@ static int run(struct gpu *gpu)
 	return status;
 }
 
-/* Make state the target. False when an enable failed and must be tried again. */
+/* Make state the target. False when that failed and must be tried again. */
 static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
 	enum valve_gpu_state state = gpu->state;
 
-	if (target == VALVE_GPU_STOPPED) {
-		stop(gpu, holders);
-		return true;
-	}
+	if (target == VALVE_GPU_STOPPED)
+		return stop(gpu, holders);
 	if (state == VALVE_GPU_STOPPED && !leave_stopped(gpu))
 		return true;
+	if (state == VALVE_GPU_FAILED) /* proves nothing, so there is nothing to take back */
+		store_release(&gpu->state, VALVE_GPU_ENABLING);
 	if (state >= VALVE_GPU_STOPPED && run(gpu) != 0)
 		return false;
 	if (state == VALVE_GPU_RUNNING) { /* held, but a brake keeps the channels on: say so all the same */
@@ -130,10 +149,33 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 	return true;
 }
 
+/* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
+static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
+{
+	uint64_t rest_ns, now = now_ns();
+	bool is_new = target != gpu->tried || (uint32_t)(holders >> 32) != gpu->closings;
+
+	if (is_new || target == gpu->state)
+		gpu->failures = 0; /* a new hold does not wait for what an old one met */
+	gpu->tried = target;
+	if (target == gpu->state)
+		return 0;
+	if (gpu->failures && now < gpu->retry_ns)
+		return gpu->retry_ns - now;
+	if (turn(gpu, target, holders))
+		return 0;
+	rest_ns = (uint64_t)RETRY_FIRST_NS << (gpu->failures < RETRY_TIMES ? gpu->failures : RETRY_TIMES);
+	gpu->failures++;
+	store_relaxed(&gpu->retry_ns, now_ns() + rest_ns); /* is_turning looks at it */
+	return rest_ns;
+}
+
 static int try_switch(struct gpu *gpu, const struct plan_step *step,
                       struct nv2080_fifo_disable_channels *lists)
 {
-	return rm_switch(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice, lists);
+	int rc = step_issue(gpu, step, lists);
+
+	return step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu) ? step_issue(gpu, step, lists) : rc;
 }
 
 static int enable_one(struct gpu *gpu, const struct mail *mail)
@@ -151,7 +193,7 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 
 	switch (mail->kind) {
 	case MAIL_PLAN:
-		if (gpu->state == VALVE_GPU_STOPPED)
+		if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED)
 			status = walk(gpu, mail->stop_now, true);
 		if (gpu->state >= VALVE_GPU_STOPPED)
 			walk(gpu, mail->run_now, false);
@@ -161,11 +203,28 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 	case MAIL_ON:
 		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
 	case MAIL_CID:
-		return rm_unique_id(&gpu->gate->os, &gpu->own, mail->h_client, mail->h_channel, &mail->cid);
+		return own_unique_id(gpu, mail->h_client, mail->h_channel, &mail->cid);
 	case MAIL_ENABLE:
 		return enable_one(gpu, mail);
 	}
 	return -EINVAL;
+}
+
+/* A mail that had been given up came back while the GPU is stopped: nobody waits for its answer any more. What it was
+ * to stop is in the plan, so a bad answer is mended there; a good one takes back what the keeper said. */
+static void recover(struct gpu *gpu, int status)
+{
+	struct valve_stamp stamp = {.kind = VALVE_STAMP_GATE, .gpu = gpu->index};
+
+	if (gpu->state != VALVE_GPU_STOPPED)
+		return;
+	if (status) {
+		store_release(&gpu->state, VALVE_GPU_FAILED);
+		return;
+	}
+	stamp.channels = plan_channels(gpu->plan);
+	stamp.done_ns = now_ns();
+	stamp_push(&gpu->gate->stamps, &stamp);
 }
 
 static void answer(struct gpu *gpu, struct mail *mail)
@@ -176,7 +235,8 @@ static void answer(struct gpu *gpu, struct mail *mail)
 	}
 	take_off(gpu, now_ns());
 	mail->status = carry_out(gpu, mail);
-	land(gpu);
+	if (land(gpu))
+		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
 	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
 	while (!compare_swap(&gpu->spent, &mail->next, mail))
 		;
@@ -232,13 +292,12 @@ void issuer_serve(struct gpu *gpu)
 		/* First of all: whoever changes something kicks afterwards. */
 		uint32_t seen = load_acquire(&gpu->kick);
 		enum valve_gpu_state target;
-		uint64_t holders, timeout_ns = 0;
+		uint64_t holders, timeout_ns;
 
 		read_mail(gpu);
 		holders = load_full(&gpu->holders);
 		target = gpu_target(gpu, holders);
-		if (target != gpu->state && !turn(gpu, target, holders))
-			timeout_ns = RETRY_NS;
+		timeout_ns = pursue(gpu, target, holders);
 		if ((uint32_t)(holders >> 32) != gpu->closings) {
 			gpu->closings = (uint32_t)(holders >> 32);
 			service_owe(gpu);

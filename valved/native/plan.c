@@ -24,14 +24,12 @@ static bool shares_step(const struct valve_entry *a, const struct valve_entry *b
 	return a->client == b->client; /* an order: one per process */
 }
 
-static void step_open(struct gpu *gpu, struct plan_step *step, const struct valve_entry *entry)
+static void step_open(struct plan_step *step, const struct valve_entry *entry)
 {
-	bool own = entry->reach == VALVE_REACH_OWN;
-
 	step->ops = ops_of[entry->reach];
-	step->fd = own ? gpu->own.ctl : entry->fd;
-	step->h_client = own ? gpu->own.h_client : entry->h_target;
-	step->h_subdevice = own ? gpu->own.h_subdevice : entry->h_subdevice;
+	step->fd = entry->fd;
+	step->h_client = entry->h_target;
+	step->h_subdevice = entry->h_subdevice;
 	step->off.bDisable = 1; /* everything else stays 0: see the field comments in nvrm.h */
 }
 
@@ -74,10 +72,10 @@ struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32
 	if (!plan)
 		return NULL;
 	step = plan->step;
-	step_open(gpu, step, &entries[0]);
+	step_open(step, &entries[0]);
 	for (uint32_t i = 0; i < count; i++) {
 		if (i > 0 && (step->off.numChannels == CHUNK || !shares_step(&entries[i - 1], &entries[i])))
-			step_open(gpu, ++step, &entries[i]);
+			step_open(++step, &entries[i]);
 		step_add(step, &entries[i]);
 	}
 	plan->steps = steps;

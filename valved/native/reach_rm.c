@@ -7,7 +7,8 @@
  * may differ between firmware versions. So nothing is assumed: disable and enable are idempotent, a refused list is
  * issued again in halves until the pairs that are refused alone are found, and those that are merely stale (freed
  * between arm and gate) are dropped from the plan. A refusal that is not staleness ends the search at once, because
- * it concerns every pair alike. One stale channel among 64 costs 13 calls, once.
+ * it concerns every pair alike. One stale channel among 64 costs 13 calls, once. If all pairs of a list look stale, the
+ * caller itself may be what is gone, and nothing is dropped before that is ruled out (own.c).
  */
 #include "internal.h"
 
@@ -15,8 +16,12 @@
 
 typedef struct nv2080_fifo_disable_channels lists;
 
-static int issue(struct gpu *gpu, const struct plan_step *step, lists *params)
+int step_issue(struct gpu *gpu, const struct plan_step *step, lists *params)
 {
+	const struct rm_client *own = &gpu->own;
+
+	if (step->ops == &reach_own)
+		return rm_switch(&gpu->gate->os, own->ctl, own->h_client, own->h_subdevice, params);
 	return rm_switch(&gpu->gate->os, step->fd, step->h_client, step->h_subdevice, params);
 }
 
@@ -34,7 +39,7 @@ static int search(struct gpu *gpu, const struct plan_step *step, const lists *al
 			continue;
 		memcpy(part.hClientList, all->hClientList + from, half[side] * sizeof *part.hClientList);
 		memcpy(part.hChannelList, all->hChannelList + from, half[side] * sizeof *part.hChannelList);
-		rc = issue(gpu, step, &part);
+		rc = step_issue(gpu, step, &part);
 		if (rc && half[side] > 1)
 			rc = search(gpu, step, all, from, half[side], stale);
 		else if (rm_is_stale(rc)) {
@@ -60,24 +65,35 @@ static void drop(struct plan_step *step, uint32_t at)
 	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
 }
 
+/* Switches what can be switched. Marks stale pairs in *stale. */
+static int attempt(struct gpu *gpu, const struct plan_step *step, lists *params, uint64_t *stale)
+{
+	int rc = step_issue(gpu, step, params);
+
+	*stale = 0;
+	if (rc && params->numChannels > 1)
+		return search(gpu, step, params, 0, params->numChannels, stale);
+	if (!rm_is_stale(rc))
+		return rc;
+	*stale = 1;
+	return 0;
+}
+
 static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
 {
 	lists *params = stop ? &step->off : &step->on;
 	uint32_t count = params->numChannels;
-	uint64_t stale = 0;
+	uint64_t stale, all = count ? UINT64_MAX >> (64 - count) : 0;
 	int rc;
 
 	if (count == 0)
 		return 0;
-	rc = issue(gpu, step, params);
-	if (rc == 0)
-		return 0;
-	if (count > 1) {
-		rc = search(gpu, step, params, 0, count, &stale);
-	} else if (rm_is_stale(rc)) {
-		stale = 1;
-		rc = 0;
-	}
+	rc = attempt(gpu, step, params, &stale);
+	if (rc == 0 && stale == all && step->ops == &reach_own && own_revived(gpu))
+		rc = attempt(gpu, step, params, &stale);
+	if (rc == 0 && stale == all &&
+	    !own_believes(gpu, step, params->hClientList[0], params->hChannelList[0]))
+		return NV_ERR_INVALID_CLIENT;
 	for (uint32_t at = count; at-- > 0;) {
 		if (stale & 1ull << at)
 			drop(step, at);

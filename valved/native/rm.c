@@ -160,6 +160,16 @@ static int open_objects(const struct valve_os *os, struct valve_gpu_info *info, 
 	return 0;
 }
 
+/* Do these still mean something to the driver? A control that needs nothing but them, and changes nothing. */
+bool rm_speaks(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice)
+{
+	struct nv2080_gpu_gid_info gid = {.flags = GID_BINARY};
+	struct rm_client as = {.ctl = fd, .h_client = h_client};
+
+	return fd >= 0 &&
+	       rm_control(os, &as, h_subdevice, NV2080_CTRL_CMD_GPU_GET_GID_INFO, &gid, sizeof gid) == 0;
+}
+
 /* The node of the GPU must stay open beside the client: RM gives a device only to a process that has it open, else
  * 0x1B (deviceConstruct, gpu/device.c), and an open node keeps the device instance from changing. */
 int rm_open(const struct valve_os *os, struct valve_gpu_info *info, struct rm_client *out)

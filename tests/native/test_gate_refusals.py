@@ -1,0 +1,169 @@
+"""A disable that fails: it is tried again for as long as the GPU is held, and never taken for a stop meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gates import FakeDriver, Rig, gate_rig, wait_until
+from native_world import NativeWorld
+
+from valved.machine.ports import StampKind, WakeOutcome
+from valved.model.ids import ClientId, GpuIndex, Reach, ServiceId
+
+SERVICE = ServiceId(7)
+ZERO = GpuIndex(0)
+REFUSED = 0x65
+
+
+@pytest.fixture
+def node(driver: FakeDriver, tmp_path: Path) -> Iterator[NativeWorld]:
+    with gate_rig(driver) as rig:
+        node = NativeWorld(tmp_path, rig)
+        yield node
+        node.close()
+
+
+def held_after_failure(rig: Rig) -> None:
+    """The service's launch found a driver that refuses."""
+    online = rig.online(7, {0})
+    wait_until(lambda: rig.gate.wake(SERVICE) is not WakeOutcome.REFUSED, "woken")
+    rig.wait_gated(0, False)
+    rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+
+@pytest.mark.parametrize("times", [1, 6, 12])
+def test_a_refused_disable_never_stays_refused_while_the_service_holds(rig: Rig, times: int) -> None:
+    workload = rig.offline()
+    workload.add()
+    rig.driver.rules.fail_times = times
+    held_after_failure(rig)
+
+    rig.wait_gated(0)
+
+    assert workload.on() == 0
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE and stamp.launch_ns)
+    failures = [stamp for stamp in rig.stamps if stamp.kind is StampKind.GATE_FAILED]
+    assert [stamp.status for stamp in failures] == [REFUSED]  # told once, however often it is met
+
+
+def test_a_gpu_that_could_not_be_stopped_is_never_called_stopped(rig: Rig) -> None:
+    workload = rig.offline()
+    workload.add()
+    held_after_failure(rig)
+    tried = rig.driver.counts.disables
+    wait_until(lambda: rig.driver.counts.disables > tried + 2, "it is tried again")
+
+    assert not rig.gate.is_stopped(ZERO)
+    assert rig.gate.is_gated(ZERO)
+
+    rig.driver.rules.fail_disable = 0
+    rig.wait_gated(0)
+    assert workload.on() == 0
+
+
+def test_a_gpu_between_two_tries_never_keeps_others_waiting(rig: Rig) -> None:
+    """Mapping work waits for stops under way; a driver that refuses for hours is not one."""
+    rig.offline().add()
+    held_after_failure(rig)
+
+    wait_until(lambda: not rig.gate.is_turning(), "nothing is under way")
+
+
+def test_a_new_hold_is_never_left_without_word_of_an_old_failure(rig: Rig) -> None:
+    rig.offline().add()
+    held_after_failure(rig)
+    failed = rig.driver.counts.disables
+    wait_until(lambda: rig.driver.counts.disables > failed + 5, "it is tried again")
+    rig.gate.put_service(SERVICE, frozenset())
+    rig.wait_gated(0, False)
+    before = len(rig.take_stamps())
+
+    rig.gate.put_service(SERVICE, frozenset({ZERO}))
+
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED and stamp in rig.stamps[before:])
+
+
+def test_a_channel_that_comes_while_nothing_can_be_stopped_never_stays_out_of_the_gate(rig: Rig) -> None:
+    rig.offline().add()
+    held_after_failure(rig)
+    late = rig.offline()
+
+    (result,) = late.add()
+
+    assert result.reach is Reach.CHANNEL_OWN
+    rig.driver.rules.fail_disable = 0
+    rig.wait_gated(0)
+    assert late.on() == 0
+
+
+def test_an_enable_that_was_refused_is_never_left_at_that(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add()
+    rig.wait_gated(0)
+    online.finish()
+    rig.driver.rules.fail_enable, rig.driver.rules.fail_times = REFUSED, 6
+
+    assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
+
+    rig.wait_gated(0, False)
+    assert workload.on() == 1
+
+
+# Under the services
+
+
+def quiet(node: NativeWorld, gpu: int = 0) -> tuple[ClientId, tuple[int, int], object]:
+    client, channel = node.offline(gpu)
+    online = node.online(gpu)
+    node.until(lambda: not node.world.keeper.is_held([GpuIndex(gpu)]) and node.is_on(channel), "offline work runs")
+    return client, channel, online
+
+
+def test_a_hold_whose_stop_failed_is_never_missing_from_the_books(node: NativeWorld) -> None:
+    client, channel, online = quiet(node)
+    pid = node.world.books.clients[client].process.pid
+    node.rig.driver.rules.fail_disable = REFUSED
+
+    online.launch()
+    node.until(lambda: node.world.keeper.counters.gate_failures, "the failure")
+
+    assert node.world.keeper.is_held([ZERO])
+    for _ in range(50):
+        node.pump()
+    assert node.world.signals == [(pid, "SIGSTOP")], "frozen, and not let go while online holds"
+    assert node.is_on(channel)
+
+
+def test_a_process_frozen_for_a_refusal_is_let_go_once_its_channels_are_off(node: NativeWorld) -> None:
+    client, channel, online = quiet(node)
+    pid = node.world.books.clients[client].process.pid
+    node.rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    node.until(lambda: node.world.signals, "frozen")
+
+    node.rig.driver.rules.fail_disable = 0
+    node.until(lambda: not node.is_on(channel), "stopped after all")
+    node.until(lambda: len(node.world.signals) == 2, "let go")
+
+    assert node.world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
+    assert node.world.keeper.is_held([ZERO])
+    assert node.world.keeper.is_proven_stopped(ZERO)
+
+
+def test_the_failure_of_one_hold_never_outlives_it(node: NativeWorld) -> None:
+    client, channel, online = quiet(node)
+    pid = node.world.books.clients[client].process.pid
+    node.rig.driver.rules.fail_disable = REFUSED
+    online.launch()
+    node.until(lambda: node.world.signals, "frozen")
+
+    online.finish()
+    node.until(lambda: not node.world.keeper.is_held([ZERO]), "the service lets go")
+    node.until(lambda: len(node.world.signals) == 2, "let go")
+
+    assert node.world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
+    node.until(lambda: node.is_on(channel), "it runs")

@@ -1,0 +1,76 @@
+"""The services of a node over the native gate and a fake driver: what native stamps really make of the books."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from gates import Launcher, Rig, wait_until
+from node_world import World
+from virtual import VirtualClock
+
+from valved.abi import region
+from valved.abi.link import Channel, LinkType
+from valved.model.ids import ClientId
+
+
+class NativeWorld:
+    """A `World` whose gate is the rig's. Its clock follows the real one, for native threads know no other."""
+
+    def __init__(self, folder: Path, rig: Rig, **more) -> None:
+        self.rig = rig
+        self.world = World(folder, gate=rig.gate, clock=VirtualClock(time.monotonic_ns()), **more)
+        self._pages: list[region.Page] = []
+
+    def pump(self) -> None:
+        """What the event loop would do now: stamps, then timers."""
+        self.world.keeper.drain()
+        self.world.clock.advance(max(0, time.monotonic_ns() - self.world.clock.now_ns()))
+
+    def until(self, condition, what: str) -> None:
+        wait_until(lambda: (self.pump(), condition())[1], what)
+
+    def _channel(self, client: ClientId, gpu: int) -> tuple[int, int]:
+        driver = self.rig.driver
+        fd, subdevice = driver.ffi.new("int *"), driver.ffi.new("uint32_t *")
+        h_client = driver.lib.fake_client(fd, subdevice, gpu)
+        os.close(fd[0])
+        cid = driver.lib.fake_channel(h_client, 0x5C000010, gpu)
+        channel = Channel(
+            gpu_uuid=bytes(16),
+            device_instance=gpu,
+            h_client=h_client,
+            h_channel=0x5C000010,
+            cid=cid,
+            h_tsg=1,
+            engine=1,
+            compute=True,
+        )
+        self.world.register.handle(client, self.world.packet(LinkType.CHANNEL_ADD, channel), [])
+        return h_client, 0x5C000010
+
+    def offline(self, gpu: int = 0) -> tuple[ClientId, tuple[int, int]]:
+        """A process with one channel: its client id and the channel."""
+        client = self.world.offline(gpus=())
+        return client, self._channel(client, gpu)
+
+    def online(self, gpu: int = 0) -> Launcher:
+        client = self.world.online(gpus=())
+        _, _, _, fds = self.world.connections[client].sent[0]
+        launcher = Launcher.__new__(Launcher)
+        launcher.fds = self.rig.gate._clients[client].fds
+        launcher.client = client
+        launcher.control, launcher.region = region.control_page(fds[0]), region.region_page(fds[1])
+        launcher.submitted = 0
+        region.fill_region(launcher.region)
+        self._pages += [launcher.control, launcher.region]
+        self._channel(client, gpu)
+        return launcher
+
+    def is_on(self, channel: tuple[int, int]) -> bool:
+        return bool(self.rig.driver.lib.fake_is_on(*channel) == 1)
+
+    def close(self) -> None:
+        for page in self._pages:
+            page.close()
