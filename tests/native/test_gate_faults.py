@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -288,3 +289,47 @@ def _closing(rig: Rig):
     """Close once, here; the rig's own close then finds it done."""
     close, done = rig.gate.close, []
     return lambda: None if done else (done.append(True), close())[0]
+
+
+def _take_nonblocking_away(order: int) -> None:
+    """What a client can do to the eventfd that it shares with valved: the next write to it would wait for ever."""
+    fcntl.fcntl(order, fcntl.F_SETFL, fcntl.fcntl(order, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+    os.eventfd_write(order, (1 << 64) - 2)
+
+
+def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_a_thread_of_the_gate(hasty: Rig) -> None:
+    hostile, honest, online = hasty.offline(), hasty.offline(), hasty.online(7, {0})
+    running(hasty)
+    hostile.add()
+    honest.add()
+    _take_nonblocking_away(hostile.fds.order)
+    hasty.driver.rules.hang = 1
+    online.launch()  # the keeper puts holds on all clients of the plan
+
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    before = honest.control["heartbeat_ns"]
+    wait_until(lambda: honest.control["heartbeat_ns"] > before, "a beat")
+    wait_until(lambda: honest.control["order"] == region.ORDER_HOLD, "the order")
+
+    hasty.driver.rules.hang = 0
+    hasty.wait_gated(0)
+    assert (hostile.on(), honest.on()) == (0, 0)
+
+
+def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_the_caller(rig: Rig) -> None:
+    hostile = rig.offline(features=region.FEATURE_HOLD)
+    _take_nonblocking_away(hostile.fds.order)
+
+    rig.gate.hold_launches(hostile.client, True)
+
+    assert hostile.control["order"] == region.ORDER_HOLD
+
+
+def test_an_order_rings_the_eventfd_that_old_shims_know(rig: Rig) -> None:
+    workload = rig.offline(features=region.FEATURE_HOLD)
+
+    for _ in range(300):  # more than are in flight at a time
+        rig.gate.hold_launches(workload.client, True)
+        rig.gate.hold_launches(workload.client, False)
+
+    assert os.eventfd_read(workload.fds.order) == 600

@@ -214,6 +214,8 @@ class NativeGate:
         if reach is Reach.CHANNEL_FD and numbers.fd < 0:
             return "the workload's nvidiactl fd has not been passed"
         needed = {Reach.CHANNEL_SELF: Feature.SELF_GATE, Reach.LAUNCH_GATE: Feature.HOLD}.get(reach, 0)
+        if needed and lib.valve_gate_orders(self._gate):
+            return "this kernel cannot ring an eventfd without waiting (io_setup)"
         lib.valve_client_view(holder.native, self._view, False)
         return "the client does not offer it" if needed & ~self._view.features else None
 

@@ -95,6 +95,7 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 		return NULL;
 	}
 	client->id = id;
+	client->ringer = &gate->ringer;
 	client->role = role;
 	client->slot = slot;
 	client->generation = ++gate->generation;

@@ -91,6 +91,7 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 	gate->os.open = gate->os.open ? gate->os.open : real_open;
 	gate->os.ioctl = gate->os.ioctl ? gate->os.ioctl : real_ioctl;
 	pthread_mutex_init(&gate->roster_lock, NULL);
+	gate->rings = bell_open(&gate->ringer);
 	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
 	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (gate->epoll < 0 || gate->wake < 0 || stamps_open(&gate->stamps) != 0) {
@@ -113,6 +114,12 @@ const char *valve_gate_version(struct valve_gate *gate)
 const char *valve_gate_refusal(struct valve_gate *gate)
 {
 	return gate->refusal;
+}
+
+/* 0: orders reach clients. Else -errno: why not, and the rungs that need them are not to be had. */
+int valve_gate_orders(struct valve_gate *gate)
+{
+	return gate->rings;
 }
 
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max)
@@ -244,6 +251,7 @@ int valve_gate_close(struct valve_gate *gate)
 	for (uint32_t i = 0; i < MAX_SERVICES; i++)
 		free(gate->service[i].clients);
 	stamps_close(&gate->stamps);
+	bell_close(&gate->ringer);
 	close(gate->wake);
 	close(gate->epoll);
 	pthread_mutex_destroy(&gate->roster_lock);

@@ -106,6 +106,7 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 int valve_gate_close(struct valve_gate *gate);
 const char *valve_gate_version(struct valve_gate *gate);
 const char *valve_gate_refusal(struct valve_gate *gate);
+int valve_gate_orders(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
 void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear);
 void valve_gate_let(struct valve_gate *gate,

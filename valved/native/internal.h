@@ -149,8 +149,15 @@ struct service {
 	        seen_ns; /* of the present hold; written before the hold is counted */
 };
 
+/* What rings order eventfds without ever waiting (bell.c). */
+struct ringer {
+	unsigned long context; /* 0: this kernel has no such thing, and orders are not rung */
+	int nothing;
+};
+
 struct valve_client {
 	uint64_t id;
+	const struct ringer *ringer;
 	uint32_t role, slot, generation;
 	int32_t service; /* index, -1 for none; listener reads it */
 	struct valve_control *control;
@@ -192,6 +199,8 @@ struct worker {
 struct valve_gate {
 	struct valve_config config;
 	struct valve_os os;
+	struct ringer ringer;
+	int rings; /* 0, or why not */
 	char version[64];
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
@@ -248,6 +257,11 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step);
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
 void plan_free(struct plan *plan);
 uint32_t plan_channels(const struct plan *plan);
+
+/* bell.c */
+int bell_open(struct ringer *ringer);
+void bell_close(struct ringer *ringer);
+void bell_ring(const struct ringer *ringer, int eventfd);
 
 /* issuer.c */
 bool issuer_take(struct gpu *gpu);

@@ -23,7 +23,7 @@ static uint32_t publish(struct valve_client *client, bool again)
 {
 	struct valve_control *control = client->control;
 	uint32_t seq = load_relaxed(&control->order_seq);
-	uint64_t bits, one = 1;
+	uint64_t bits;
 
 	do {
 		uint32_t order;
@@ -34,8 +34,7 @@ static uint32_t publish(struct valve_client *client, bool again)
 			continue;
 		store_release(&control->order, order); /* the client reads order_seq, then order */
 		seq = add_fetch(&control->order_seq, 1);
-		if (write(client->order, &one, sizeof one) < 0)
-			break; /* counter full: readable already */
+		bell_ring(client->ringer, client->order);
 		again = false;
 	} while (load_full(&client->orders) != bits);
 	return seq;
