@@ -344,6 +344,13 @@ int fake_is_on(uint32_t h_client, uint32_t h_channel)
 	return on;
 }
 
+void fake_switch(uint32_t h_client, uint32_t h_channel, int on)
+{
+	pthread_mutex_lock(&lock);
+	find(h_client, h_channel)->off = !on;
+	pthread_mutex_unlock(&lock);
+}
+
 uint32_t fake_off_count(void)
 {
 	uint32_t count = 0;

@@ -164,9 +164,39 @@ def test_what_the_application_switched_off_is_never_switched_on(rig: Rig) -> Non
     online.finish()
     running(rig)
 
-    assert on_while_gated == 1  # not in our list at all: nothing was done to it
+    assert on_while_gated == 0  # whatever it says: a stop includes it
     assert rig.driver.counts.enables == enables + 1
+    assert rig.driver.lib.fake_is_on(own.h_client, own.h_channel) == 0
     assert own not in rig.gate.disabled()
+
+
+def test_a_word_about_a_channel_never_takes_it_out_of_the_gate(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    running(rig)
+    workload.add(70)
+    for ref in workload.channels:
+        rig.gate.note_app_disabled(workload.client, ref.h_client, ref.h_channel, True)
+    assert workload.on() == 70
+
+    online.launch()
+    rig.wait_gated(0)
+
+    assert workload.on() == 0
+
+
+def test_the_mark_of_the_application_is_never_lost_when_a_channel_is_told_again(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add(2)
+    own = workload.channels[0]
+    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    rig.wait_gated(0)
+
+    rig.gate.add_channel(workload.client, own)
+    online.finish()
+    running(rig)
+
+    assert rig.driver.lib.fake_is_on(own.h_client, own.h_channel) == 0
+    assert workload.on() == 1
 
 
 def test_a_channel_that_the_application_switches_on_again_while_gated_is_stopped(rig: Rig) -> None:
@@ -176,7 +206,7 @@ def test_a_channel_that_the_application_switches_on_again_while_gated_is_stopped
     rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
     rig.online(7, {0})
     rig.wait_gated(0)
-    assert workload.on() == 1
+    rig.driver.lib.fake_switch(own.h_client, own.h_channel, 1)
 
     rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, False)
 

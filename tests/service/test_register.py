@@ -349,6 +349,18 @@ def test_what_the_application_disabled_itself_is_left_alone(world):
     assert world.handover.snapshot().clients[0].channels == []
 
 
+def test_a_schedule_of_an_old_shim_never_leaves_a_channel_marked_as_the_applications(world):
+    offline = world.offline()
+    channel = world.channel(h_client=0xC1D00000 + offline)
+    note = NoteMessage(code=Note.APP_DISABLED, h_client=channel.h_client, h_channel=channel.h_channel, text="")
+    world.register.handle(offline, world.packet(LinkType.NOTE, note), [])
+
+    world.schedule(offline, channel.h_client, kind=LinkType.SCHEDULE_DONE)
+
+    assert not world.books.clients[offline].app_disabled
+    assert not world.gate.clients[offline].app_disabled
+
+
 def test_notes_reach_the_operator_a_bounded_number_of_times(world):
     offline = world.offline()
     for number in range(5):

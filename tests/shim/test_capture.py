@@ -283,6 +283,18 @@ def test_an_applications_own_disable_is_told_and_so_is_its_end(process):
     client.expect(NOTE, code=NOTE_APP_ENABLED, h_client=made.client, h_channel=FIRST)
 
 
+def test_a_channel_that_a_schedule_enabled_never_keeps_the_mark_of_an_earlier_disable(process):
+    made, client = process
+    made.channel(made.device, FIRST, engine=GR0)
+    made.register(FIRST)
+    made.control(made.subdevice, DISABLE, disable_params(True, [(made.client, FIRST)]))
+    client.expect(NOTE, code=NOTE_APP_DISABLED, h_client=made.client, h_channel=FIRST)
+
+    made.control(FIRST, SCHEDULE_CHANNEL, "010000")
+
+    client.expect(NOTE, code=NOTE_APP_ENABLED, h_client=made.client, h_channel=FIRST)
+
+
 def test_offline_numbers_come_before_the_first_channel(offline):
     made, client = offline
     made.channel(made.device, FIRST, engine=GR0)

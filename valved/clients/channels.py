@@ -234,6 +234,9 @@ class Channels:
             self._let_go(held, None)
 
     def _schedule_done(self, entry: ClientEntry, body: Schedule) -> None:
+        for key in list(entry.app_disabled):
+            if key[0] == body.h_client and body.h_object in (key[1], entry.channels[key].h_tsg):
+                self._app_switched(entry, key, disabled=False)  # a SCHEDULE enables what a disable had stopped
         if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
             return
         for (h_client, _), channel in list(entry.channels.items()):

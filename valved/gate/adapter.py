@@ -107,7 +107,7 @@ class NativeGate:
         off: list[ChannelRef] = []
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
-            gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_armed]
+            gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
             if self.is_gated(gpu):
                 off.extend(channel.ref for channel in gone)
             self._arm(gpu, run_now=gone, leaving=holder)
@@ -159,6 +159,8 @@ class NativeGate:
             return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
         numbers = holder.rm_clients.setdefault(channel.h_client, RmClient())
         entry = Channel(ref=channel, client=client, reach=numbers.reach or Reach.CHANNEL_OWN)
+        known = self._channels.get(client, channel.h_client, channel.h_channel)
+        entry.app_disabled = known is not None and known.app_disabled and known.ref.cid == channel.cid
         status = self._verify(channel)
         if status != 0:
             return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False)
@@ -195,7 +197,9 @@ class NativeGate:
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and self._is_failing(entry.ref.gpu):
             return self._arm_untested(holder, numbers, entry, status)
-        self._arm(entry.ref.gpu, run_now=[entry])  # takes back what the tries left, while it still has a rung
+        self._arm(
+            entry.ref.gpu, run_now=[] if entry.app_disabled else [entry]
+        )  # takes back what the tries left, while it still has a rung
         entry.reach = Reach.NONE
         self._arm(entry.ref.gpu)
         return status
@@ -221,7 +225,7 @@ class NativeGate:
 
     def _try_and_arm(self, entry: Channel, *, is_tested: bool) -> int:
         gpu, status = entry.ref.gpu, 0
-        if not is_tested and not self.is_gated(gpu):  # else stopping it is the test
+        if not (is_tested or entry.app_disabled or self.is_gated(gpu)):  # else stopping it is the test
             native = ffi.new("struct valve_entry *", self._entry(entry))
             status = lib.valve_gpu_try(self._gate, gpu, native)
         if status not in (0, -errno.ETIMEDOUT):
@@ -241,6 +245,7 @@ class NativeGate:
             "fd": numbers.fd if by_fd else -1,
             "h_target": channel.ref.h_client if by_fd else 0,
             "h_subdevice": numbers.h_subdevice if by_fd else 0,
+            "keep_off": int(_is_kept_off(channel)),
         }
 
     def _arm(
@@ -296,7 +301,7 @@ class NativeGate:
         if channel is None or channel.app_disabled == disabled:
             return
         channel.app_disabled = disabled
-        self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_armed else ())
+        self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
 
     # looking
 
@@ -337,7 +342,7 @@ class NativeGate:
 
     def disabled(self) -> tuple[ChannelRef, ...]:
         gpus = filter(self.is_gated, map(GpuIndex, range(len(self._infos))))  # also those about to be stopped
-        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu))
+        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu) if channel.is_ours_to_run)
 
     # switches
 
@@ -373,7 +378,7 @@ class NativeGate:
         lib.valve_gate_brake(self._gate, lib.VALVE_BRAKE_ENABLED, 0)
         left = lib.valve_gate_settle(self._gate, SETTLE_NS)
         gpus = [GpuIndex(gpu) for gpu in range(len(self._infos)) if left & 1 << gpu]
-        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu))
+        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu) if channel.is_ours_to_run)
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
         known = 0
@@ -409,6 +414,11 @@ class NativeGate:
         lib.valve_gate_close(self._gate)
 
 
-def _step_order(channel: Channel) -> tuple[int, int, int]:
+def _is_kept_off(channel: Channel) -> bool:
+    """Left out when channels are run. A process that switches its own knows its own."""
+    return channel.app_disabled and channel.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)
+
+
+def _step_order(channel: Channel) -> tuple[int, bool, int, int]:
     """Neighbours share a step: gate.h, struct valve_entry."""
-    return LADDER.index(channel.reach), channel.client, channel.ref.h_client
+    return LADDER.index(channel.reach), _is_kept_off(channel), channel.client, channel.ref.h_client

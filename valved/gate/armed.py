@@ -33,8 +33,15 @@ class Channel:
 
     @property
     def is_armed(self) -> bool:
-        """Copy channels run on; what the application switched off itself is not ours to switch on."""
-        return self.ref.compute and not self.app_disabled and self.reach is not Reach.NONE
+        """A stop includes it. Copy channels run on. What the application says it switched off is stopped all the same:
+        that does no harm if it is true, and it may have been switched on since by a call that nobody saw.
+        """
+        return self.ref.compute and self.reach is not Reach.NONE
+
+    @property
+    def is_ours_to_run(self) -> bool:
+        """A run includes it: what the application switched off itself is not ours to switch on."""
+        return self.is_armed and not self.app_disabled
 
 
 @dataclass(slots=True)

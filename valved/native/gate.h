@@ -75,13 +75,14 @@ enum valve_reach {
 	VALVE_REACH_HOLD = 3, /* order HOLD: the shim holds launches */
 };
 
-/* One channel to arm. Entries of one plan come sorted by (reach, client, h_target). */
+/* One channel to arm. Entries of one plan come sorted by (reach, keep_off, client, h_target). */
 struct valve_entry {
 	struct valve_client *client;
 	uint32_t reach;
 	uint32_t h_client, h_channel;
 	int32_t fd;                     /* VALVE_REACH_FD: the passed fd; else -1 */
 	uint32_t h_target, h_subdevice; /* VALVE_REACH_FD: whose name the call is made in; else 0 */
+	uint32_t keep_off;              /* 1: a stop includes it, a run does not (rungs OWN and FD) */
 };
 
 enum valve_gpu_state {

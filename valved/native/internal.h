@@ -58,6 +58,7 @@ struct plan_step {
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
 	uint32_t order_seq;             /* orders: what order_done must reach */
+	bool keep_off; /* `on` stays empty: the application switched these off itself */
 	uint32_t owners; /* entries built in; the lists get shorter when stale ones are dropped */
 	struct valve_client *owner[CHUNK];
 	struct nv2080_fifo_disable_channels off, on;

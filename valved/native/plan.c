@@ -15,7 +15,7 @@ static const struct reach_ops *const ops_of[] = {
 
 static bool shares_step(const struct valve_entry *a, const struct valve_entry *b)
 {
-	if (a->reach != b->reach)
+	if (a->reach != b->reach || a->keep_off != b->keep_off)
 		return false;
 	if (a->reach == VALVE_REACH_OWN)
 		return true;
@@ -30,6 +30,7 @@ static void step_open(struct plan_step *step, const struct valve_entry *entry)
 	step->fd = entry->fd;
 	step->h_client = entry->h_target;
 	step->h_subdevice = entry->h_subdevice;
+	step->keep_off = entry->keep_off;
 	step->off.bDisable = 1; /* everything else stays 0: see the field comments in nvrm.h */
 }
 
@@ -42,7 +43,8 @@ static void step_add(struct plan_step *step, const struct valve_entry *entry)
 	entry->client->refs++;
 	step->off.hClientList[at] = step->on.hClientList[at] = entry->h_client;
 	step->off.hChannelList[at] = step->on.hChannelList[at] = entry->h_channel;
-	step->off.numChannels = step->on.numChannels = at + 1;
+	step->off.numChannels = at + 1;
+	step->on.numChannels = step->keep_off ? 0 : at + 1;
 }
 
 static uint32_t count_steps(const struct valve_entry *entries, uint32_t count)

@@ -58,7 +58,7 @@ static void drop(struct plan_step *step, uint32_t at)
 	uint32_t last = --step->off.numChannels;
 	struct valve_client *owner = step->owner[at];
 
-	step->on.numChannels = last;
+	step->on.numChannels = step->keep_off ? 0 : last;
 	step->off.hClientList[at] = step->on.hClientList[at] = step->off.hClientList[last];
 	step->off.hChannelList[at] = step->on.hChannelList[at] = step->off.hChannelList[last];
 	step->owner[at] = step->owner[last];

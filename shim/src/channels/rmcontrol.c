@@ -44,6 +44,31 @@ static void after_app_gate(struct rm_map *map, const struct nvos54_control *cont
 	}
 }
 
+static void take_mark(struct rm_object *channel)
+{
+	if (!channel->app_disabled)
+		return;
+	channel->app_disabled = 0;
+	channel->note_due = 1;
+}
+
+/* GPFIFO_SCHEDULE(1) enables, too: what the application had disabled before runs again, and is gated again. */
+static void after_schedule(struct rm_map *map, const struct nvos54_control *control)
+{
+	const struct rm_object *started = rm_find(map, control->hClient, control->hObject);
+	uint8_t enable;
+
+	if (!started || !rm_fetch(map, &enable, control->params, 1) || !enable)
+		return;
+	for (uint32_t i = 0; i < map->used; i++) {
+		struct rm_object *channel = &map->objects[i];
+
+		if (channel->kind == RM_CHANNEL && channel->h_client == control->hClient &&
+		    (channel == started || channel->parent == started->handle))
+			take_mark(channel);
+	}
+}
+
 /* A group may learn its engine only here (seen with some drivers). Channels that were told of before are told again. */
 static void after_bind(struct rm_map *map, const struct nvos54_control *control)
 {
@@ -102,6 +127,11 @@ void rm_after_control(struct rm_map *map, const struct rm_call *call)
 			after_app_gate(map, &control);
 		else
 			after_bind(map, &control);
+		return;
+	case NVA06C_CTRL_CMD_GPFIFO_SCHEDULE:
+	case NVA06F_CTRL_CMD_GPFIFO_SCHEDULE:
+		if (!(control.flags & NVOS54_FLAGS_FINN_SERIALIZED)) /* else it was noted before the call */
+			after_schedule(map, &control);
 		return;
 	case NV2080_CTRL_CMD_GPU_GET_GID_INFO:
 		if (!(control.flags & NVOS54_FLAGS_FINN_SERIALIZED))

@@ -19,10 +19,13 @@ struct batch {
 
 static struct batch batch;
 
-/* An application's own disable is never undone, and needs no second one of ours. */
+/* An application's own disable is never undone. A second one of ours does no harm, and is what counts if the channel was
+ * enabled since by a call that did not come by here. */
 static bool is_wanted(const struct rm_object *channel, bool disable, enum valve_gate_set set)
 {
-	if (channel->kind != RM_CHANNEL || channel->dying || channel->app_disabled || channel->unregistered)
+	if (channel->kind != RM_CHANNEL || channel->dying || channel->unregistered)
+		return false;
+	if (!disable && channel->app_disabled)
 		return false;
 	if (!disable && set == VALVE_GATE_HELD)
 		return channel->held; /* whatever it was taken for when it was stopped */
