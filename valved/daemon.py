@@ -18,6 +18,8 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from valved import paths
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
@@ -31,13 +33,13 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
+from valved.model.ids import Mode
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
 from valved.node.kv import Kv, put_together, tell_others
 from valved.node.status import Reporter
 from valved.node.upkeep import Upkeep, end, read_cards
-from valved.policy.cooldown import CooldownSettings
 from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -140,25 +142,26 @@ def build(
     )
 
 
-def take_over(daemon: Daemon, config: Config, run_dir: Path) -> None:
-    """Pick up what a predecessor left, then apply mode and pause."""
+def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | None = None) -> None:
+    """Pick up what a predecessor left, then apply mode, pause and drain. A mode on the command line wins for good over
+    one that was set while a predecessor ran.
+    """
     saved, problem = state.load(run_dir / state.STATE_FILE)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)
-    mode = config.mode
     if saved is not None:
         daemon.handover.restore(saved, config.link.come_back_s)
-        mode = saved.policy.mode or mode
-        if saved.policy.cooldown is not None:
-            start, floor, ceiling, factor, window = saved.policy.cooldown
-            daemon.keeper.settings.cooldown = CooldownSettings(
-                start_ns=start, floor_ns=floor, ceiling_ns=ceiling, factor=factor, window_ns=window
-            )
-    daemon.brake.set_mode(mode, "start")
+    if mode_flag is not None:
+        daemon.handover.policy = msgspec.structs.replace(daemon.handover.policy, mode=None)
+    daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")
     daemon.brake.look_at_file()
+    if daemon.handover.policy.draining:
+        daemon.brake.drain("valve drain, before a restart")
 
 
-async def run(config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort) -> None:
+async def run(
+    config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort, mode_flag: Mode | None = None
+) -> None:
     from valved.rpc.server import serve  # grpc is the heaviest import: only a daemon that really starts pays for it
 
     loop = asyncio.get_running_loop()
@@ -166,7 +169,7 @@ async def run(config: Config, folder: state.RunFolder, gate: GatePort, processes
     daemon = build(config, run_dir, gate, processes, loop)
     daemon.handover.is_ours = folder.is_ours
     loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
-    take_over(daemon, config, run_dir)
+    take_over(daemon, config, run_dir, mode_flag)
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)

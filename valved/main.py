@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         next_step = getattr(error, "next_step", "")
         print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ValveError) else EXIT_FAILED
+    mode_flag = Mode(options.mode) if options.mode else None
     log.info("settings", extra={"facts": {**effective(config), "run_dir": str(folder.path)}})
     folder.sign()
     gc.freeze()  # what the imports made lives for ever
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     from valved.machine.processes import LinuxProcesses
 
     try:
-        asyncio.run(run(config, folder, native_gate(config), LinuxProcesses()))
+        asyncio.run(run(config, folder, native_gate(config), LinuxProcesses(), mode_flag))
     except OSError as error:
         log.error("failed", extra={"facts": {"error": str(error)}})
         return EXIT_FAILED

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import socket
+import types
 
 import pytest
 from fake_gate import FakeGate
 from node_world import World
 
+from valved.daemon import take_over
+from valved.errors import InvalidRequest
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role
 from valved.node import turn
@@ -440,3 +445,118 @@ def test_a_service_keeps_its_gpus_until_who_came_back_has_told_of_its_channels(f
 
     assert second.keeper.online[first.service_of(online)].gpus == {0}
     assert not second.books.services[first.service_of(online)].kept_gpus
+
+
+# A state file, or an operator, without sense
+
+
+def rewritten(first, change):
+    """What the state file says, after a hand (or another version) changed it."""
+    first.handover.save()
+    path = first.folder / "state.json"
+    said = json.loads(path.read_bytes())
+    change(said)
+    path.write_text(json.dumps(said))
+    second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
+    return second, types.SimpleNamespace(
+        journal=second.journal, handover=second.handover, keeper=second.keeper, brake=second.brake
+    )
+
+
+def other_role(said):
+    said["services"][0]["role"] = 9
+
+
+def other_client(said):
+    said["clients"][0]["role"] = 9
+
+
+def bad_cooldown(said):
+    said["policy"]["cooldown"] = [1, 2, 3, 0.5, -1]
+
+
+def bad_hits(said):
+    said["services"][-1]["told"] = [[1, 2, 9, 3, 4, []]]
+
+
+@pytest.mark.parametrize("change", [other_role, other_client, bad_cooldown, bad_hits])
+def test_a_state_file_that_makes_no_sense_never_keeps_valved_from_starting(first, change):
+    first.offline(name="batch")
+    online = first.online(name="chat")
+
+    second, daemon = rewritten(first, change)
+    take_over(daemon, second.config, first.folder)
+
+    assert first.service_of(online) in second.keeper.online, "what makes sense is taken over all the same"
+    assert any("make no sense" in event.reason for event in second.events(EventKind.NOTED))
+    assert (first.folder / "state.json.bad").exists()
+
+
+def test_a_state_that_nobody_could_read_back_never_replaces_one_that_can_be_read(first):
+    first.handover.save()
+    before = (first.folder / "state.json").read_bytes()
+    first.handover.policy = state.SavedPolicy(cooldown=(1, 1, 1, math.inf, 1))
+
+    first.handover.save()
+
+    assert (first.folder / "state.json").read_bytes() == before
+    assert any("state file" in event.reason for event in first.events(EventKind.NOTED))
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan, 1e9])
+def test_a_policy_without_sense_is_never_accepted(first, factor):
+    with pytest.raises(InvalidRequest):
+        first.node.set_policy(None, {"factor": factor}, 0)
+
+    assert first.online()
+
+
+def test_a_claim_without_a_gate_never_stays_in_the_books(first):
+    first.processes.add(700)
+    put = first.gate.put_service
+
+    def full(service, gpus):
+        raise OSError("no slot")
+
+    first.gate.put_service = full
+    with pytest.raises(OSError, match="no slot"):
+        first.node.launch(700, 7000, Role.ONLINE, "chat")
+
+    assert not first.books.claims
+    assert not first.books.services
+    assert not first.keeper.online
+    first.gate.put_service = put
+    assert first.node.launch(700, 7000, Role.ONLINE, "chat")
+    assert first.keeper.online
+
+
+def test_a_mode_on_the_command_line_never_loses_to_one_that_was_set_before(first):
+    first.node.set_policy(Mode.HARVEST, {}, 0)
+
+    second, daemon = rewritten(first, lambda said: None)
+    take_over(daemon, second.config, first.folder, Mode.OFF)
+
+    assert second.brake.mode is Mode.OFF
+    assert second.handover.policy.mode is None
+
+
+def test_a_mode_that_was_set_outlives_a_restart_without_a_flag(first):
+    first.node.set_policy(Mode.OBSERVE, {}, 0)
+
+    second, daemon = rewritten(first, lambda said: None)
+    take_over(daemon, second.config, first.folder)
+
+    assert second.brake.mode is Mode.OBSERVE
+
+
+def test_a_drain_is_never_ended_by_a_crash(first):
+    first.node.drain("me", stop=False)
+
+    second, daemon = rewritten(first, lambda said: None)
+    take_over(daemon, second.config, first.folder)
+    assert second.brake.is_draining
+
+    second.node.resume()
+    third, daemon = rewritten(second, lambda said: None)
+    take_over(daemon, third.config, first.folder)
+    assert not third.brake.is_draining

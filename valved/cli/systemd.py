@@ -24,7 +24,7 @@ Wants=nvidia-persistenced.service
 
 [Service]
 Type=exec
-ExecStart={python} -m valved.main --run-dir /run/valve --mode {mode}{config}
+ExecStart={python} -m valved.main --run-dir /run/valve{mode}{config}
 WorkingDirectory=/
 KillMode=process
 KillSignal=SIGTERM
@@ -42,7 +42,7 @@ WantedBy=multi-user.target
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("service", help="install or remove the systemd unit")
     parser.add_argument("action", choices=("install", "remove", "show"))
-    parser.add_argument("--mode", choices=("off", "observe", "harvest"), default="harvest")
+    parser.add_argument("--mode", choices=("off", "observe", "harvest"), help="default: as configured, or set since")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--folder", type=Path, default=SYSTEM_FOLDER, help="where units live")
     parser.add_argument("--no-start", action="store_true", help="install without enabling and starting it")
@@ -51,7 +51,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def unit(options: argparse.Namespace) -> str:
     config = f" --config {options.config.resolve()}" if options.config else ""
-    return TEMPLATE.format(python=sys.executable, mode=options.mode, config=config)
+    mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
+    return TEMPLATE.format(python=sys.executable, mode=mode, config=config)
 
 
 def systemctl(*arguments: str) -> None:

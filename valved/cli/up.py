@@ -20,7 +20,7 @@ PATIENCE_S = 20.0
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("up", help="start valved on this machine")
-    parser.add_argument("--mode", choices=("off", "observe", "harvest"), default="harvest", help="how far it may go")
+    parser.add_argument("--mode", choices=("off", "observe", "harvest"), help="how far it may go (harvest)")
     parser.add_argument("--config", type=Path, help="configuration file (docs/configuration.md)")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this loopback port")
     parser.add_argument("--foreground", action="store_true", help="stay in the terminal, log to it")
@@ -31,7 +31,9 @@ def arguments(options: argparse.Namespace) -> list[str]:
     """The valved command line that these options mean."""
     argv = [sys.executable, "-P", "-m", "valved.main"] if sys.version_info >= (3, 11) else []
     argv = argv or [sys.executable, "-m", "valved.main"]
-    argv += ["--run-dir", str(run_dir()), "--mode", options.mode]
+    argv += ["--run-dir", str(run_dir())]
+    if options.mode:
+        argv += ["--mode", options.mode]
     if options.config:
         argv += ["--config", str(options.config.resolve())]
     if options.metrics_port is not None:

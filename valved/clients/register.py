@@ -161,7 +161,11 @@ class Register:
         if known is claim:
             return
         if role is Role.ONLINE:
-            self._keeper.add_service(claim.service, frozenset())
+            try:
+                self._keeper.add_service(claim.service, frozenset())
+            except Exception:
+                self._drop_service(claim.service)  # and its claim with it: a claim without a gate protects nobody
+                raise
         self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
         self.watch_root(root)
         self.channels.changed()

@@ -80,7 +80,11 @@ class GateService:
             looking_since_ns=now_ns,
         )
         self.online[service] = online
-        self.set_gpus(service, gpus)
+        try:
+            self.set_gpus(service, gpus)
+        except Exception:  # a service that is half there would be held by nobody and believed by everybody
+            del self.online[service]
+            raise
         return online
 
     def set_gpus(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from valved.clients.register import Register
 from valved.errors import InvalidRequest, NotFound, NotNow
 from valved.gate.wake import GateService
@@ -16,7 +18,6 @@ from valved.node.handover import Handover
 from valved.node.status import Reporter
 from valved.policy.cooldown import CooldownSettings
 from valved.state.journal import Journal, Watcher
-from valved.state.saved import SavedPolicy
 
 WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 
@@ -106,14 +107,14 @@ class Node:
             self._set_cooldown(after, changes)
         if mode is not None:
             self._brake.set_mode(mode, "SetPolicy")
-            self._handover.policy = SavedPolicy(mode=mode, cooldown=self._handover.policy.cooldown)
+            self._handover.policy = msgspec.structs.replace(self._handover.policy, mode=mode)
         self._handover.save_soon()
         return self.policy()
 
     def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:
         self._keeper.settings.cooldown = settings
-        self._handover.policy = SavedPolicy(
-            mode=self._handover.policy.mode,
+        self._handover.policy = msgspec.structs.replace(
+            self._handover.policy,
             cooldown=(settings.start_ns, settings.floor_ns, settings.ceiling_ns, settings.factor, settings.window_ns),
         )
         words = ", ".join(f"{name} {value}" for name, value in changes.items())
@@ -125,11 +126,19 @@ class Node:
 
     def resume(self) -> NodeState:
         self._brake.resume()
+        self._keep_drain(on=False)
         return self.status()
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
         self._brake.drain(by or "somebody", self._stop if stop else lambda: None)
+        self._keep_drain(on=not stop)  # --stop ends valved: whoever starts it again means it
         return self.status()
+
+    def _keep_drain(self, *, on: bool) -> None:
+        """A drain outlives a crash, as the pause does. Written at once."""
+        if self._handover.policy.draining != on:
+            self._handover.policy = msgspec.structs.replace(self._handover.policy, draining=on)
+            self._handover.save()
 
     def explain(self, subject: str, number: int) -> Explanation:
         explainers = {

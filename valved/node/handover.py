@@ -10,6 +10,7 @@ service's hold until it ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
-from valved.policy.cooldown import CooldownState, read_cooldown
+from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
 from valved.state.registry import Books, Claim, ServiceEntry
@@ -84,6 +85,7 @@ class Handover:
         self._boot = boot
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
+        self._senseless: list[str] = []  # records of the predecessor's file
         register.channels.changed = self.save_soon
 
     # Writing
@@ -102,8 +104,8 @@ class Handover:
         began_ns = self._clock.now_ns()
         try:
             files.save(self._path, self.snapshot())
-        except OSError as error:  # a full disk must not stop gating
-            self._journal.emit(EventKind.NOTED, reason=f"state file: {error.strerror}")
+        except (OSError, ValueError) as error:  # a full disk must not stop gating
+            self._journal.emit(EventKind.NOTED, reason=f"state file: {getattr(error, 'strerror', None) or error}")
         self._took_ns = self._clock.now_ns() - began_ns
 
     def snapshot(self) -> SavedState:
@@ -191,23 +193,45 @@ class Handover:
 
     def restore(self, saved: SavedState, come_back_s: float) -> None:
         """Take over from a predecessor. Called once, before the link opens."""
-        self._restore_counters(saved)
-        self.restore_memory(saved.memory)
-        self.policy = saved.policy
+        self._senseless = []
+        self._try("counters", lambda: self._restore_counters(saved))
+        self._try("memory", lambda: self.restore_memory(saved.memory))
+        self._try("policy", lambda: self._restore_policy(saved.policy))
+        self._restore_books(saved, come_back_s)
+        if self._senseless:
+            files.keep_bad(self._path)
+            count, first = len(self._senseless), self._senseless[0]
+            self._journal.emit(EventKind.NOTED, reason=f"state file: {count} records make no sense, the first: {first}")
+
+    def _try(self, what: str, part: Callable[[], object]) -> None:
+        """One record of the file. What makes no sense costs that record, never the start."""
+        try:
+            part()
+        except Exception as error:  # a file can say anything: another version's values, or a hand's
+            self._senseless.append(f"{what}: {type(error).__name__}: {error}")
+
+    def _restore_policy(self, saved: SavedPolicy) -> None:
+        if saved.cooldown is not None:
+            start, floor, ceiling, factor, window = saved.cooldown
+            self._keeper.settings.cooldown = CooldownSettings(
+                start_ns=start, floor_ns=floor, ceiling_ns=ceiling, factor=factor, window_ns=window
+            )
+        self.policy = saved
+
+    def _restore_books(self, saved: SavedState, come_back_s: float) -> None:
         self._books.next_client = max(saved.next_client, self._books.next_client)
         self._books.next_service = max(saved.next_service, self._books.next_service)
         if saved.boot_id != self._boot or saved.driver != self._gate.driver_version():
             self._journal.emit(EventKind.TAKEN_OVER, reason="counters only: another boot or another driver")
             return
         for pid, start_time in saved.frozen:
-            self.let_go(ProcessId(pid=pid, start_time=start_time))
+            thawed = ProcessId(pid=pid, start_time=start_time)
+            self._try(f"frozen process {pid}", partial(self.let_go, thawed))
         for service in saved.services:
-            self._restore_service(service, [client for client in saved.clients if client.service == service.id])
+            members = [client for client in saved.clients if client.service == service.id]
+            self._try(f"service {service.id}", partial(self._restore_service, service, members))
         for client in saved.clients:
-            for channel in client.channels:
-                if channel.gpu in self._keeper.gpus:
-                    owner = ProcessId(pid=client.pid, start_time=client.start_time)
-                    self._register.channels.leftovers.put(_channel(channel), owner)
+            self._try(f"client {client.pid}", partial(self._restore_leftovers, client))
         self._journal.emit(
             EventKind.TAKEN_OVER,
             reason="state of a predecessor",
@@ -217,6 +241,13 @@ class Handover:
         self.settle(patience_over=False)
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
+
+    def _restore_leftovers(self, client: SavedClient) -> None:
+        Role(client.role)
+        owner = ProcessId(pid=client.pid, start_time=client.start_time)
+        for channel in client.channels:
+            if channel.gpu in self._keeper.gpus:
+                self._register.channels.leftovers.put(_channel(channel), owner)
 
     def _restore_counters(self, saved: SavedState) -> None:
         counters = self._keeper.counters
@@ -256,7 +287,11 @@ class Handover:
         shims = {client.pid for client in clients if client.role == Role.ONLINE}
         entry.kept_gpus = gpus if alive & shims else frozenset()
         entry.refresh_gpus()
-        online = self._keeper.add_service(entry.id, entry.gpus)
+        try:
+            online = self._keeper.add_service(entry.id, entry.gpus)
+        except Exception:
+            self._books.drop_service(entry.id)  # its clients make it anew
+            raise
         online.away = alive & shims
         _restore_online(online, saved, self._clock.now_ns())
         online.cooldown = read_cooldown(online.cooldown_state, self._keeper.settings.cooldown)

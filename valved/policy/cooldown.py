@@ -27,6 +27,11 @@ MS = 1_000_000
 SECOND = 1_000_000_000
 
 
+LONGEST_NS = 3600 * SECOND  # beyond any use, and far from where numbers stop being exact
+LARGEST_FACTOR = 100.0
+LONGEST_WINDOW_NS = 30 * 24 * 3600 * SECOND
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CooldownSettings:
     """Every number of the policy, with its reason."""
@@ -38,12 +43,12 @@ class CooldownSettings:
     window_ns: int = 600 * SECOND  # held time after which a gap as large as the ceiling is forgotten
 
     def __post_init__(self) -> None:
-        if not 0 < self.floor_ns <= self.start_ns <= self.ceiling_ns:
-            raise ValueError("cooldown needs 0 < floor_ns <= start_ns <= ceiling_ns")
-        if not self.factor > 1.0:
-            raise ValueError("cooldown factor must be greater than 1")
-        if self.window_ns <= 0:
-            raise ValueError("cooldown window_ns must be positive")
+        if not 0 < self.floor_ns <= self.start_ns <= self.ceiling_ns <= LONGEST_NS:
+            raise ValueError("cooldown needs 0 < floor_ns <= start_ns <= ceiling_ns <= one hour")
+        if not 1.0 < self.factor <= LARGEST_FACTOR:  # false for nan, too
+            raise ValueError(f"cooldown factor must be greater than 1 and at most {LARGEST_FACTOR:g}")
+        if not 0 < self.window_ns <= LONGEST_WINDOW_NS:
+            raise ValueError("cooldown window_ns must be positive and at most thirty days")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

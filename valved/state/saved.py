@@ -22,6 +22,7 @@ from valved.model.memory import ReservationState
 VERSION = 1
 STATE_FILE = "state.json"
 LOCK_FILE = "valved.lock"
+BAD = ".bad"
 NEXT_FILE = "valved.next"  # locked by a successor that waits
 PID_FILE = "valved.pid"
 REPLACE_S = 10.0
@@ -101,6 +102,7 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Mode | None = None
     cooldown: tuple[int, int, int, float, int] | None = None  # start, floor, ceiling, factor, window
+    draining: bool = False  # `valve drain` was asked for and not taken back
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +129,11 @@ def boot_id() -> str:
 
 
 def save(path: Path, state: SavedState) -> None:
+    """ValueError: a successor could not read it (JSON has no inf), and the file stays as it is."""
+    data = msgspec.json.encode(state)
+    msgspec.json.decode(data, type=SavedState)  # ValidationError is a ValueError
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(msgspec.json.encode(state))
+    fresh.write_bytes(data)
     fresh.replace(path)
 
 
@@ -142,13 +147,19 @@ def load(path: Path) -> tuple[SavedState | None, str]:
         return None, f"{path}: {error.strerror}"
     try:
         state = msgspec.json.decode(data, type=SavedState)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         with contextlib.suppress(OSError):
-            path.replace(path.with_name(path.name + ".bad"))
+            path.replace(path.with_name(path.name + BAD))
         return None, f"{path} is unreadable and was set aside: {error}"
     if state.version != VERSION:
         return None, f"{path} is of version {state.version}, this valved reads {VERSION}"
     return state, ""
+
+
+def keep_bad(path: Path) -> None:
+    """Parts of it made no sense: keep it for people, before the next save writes it anew."""
+    with contextlib.suppress(OSError):
+        path.with_name(path.name + BAD).write_bytes(path.read_bytes())
 
 
 class RunFolder:
