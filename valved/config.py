@@ -6,73 +6,105 @@ one that does not run. docs/configuration.md lists the same settings for operato
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from valved.errors import ConfigError
 from valved.model.ids import Mode, Remap
 from valved.model.memory import EvictionCost
 from valved.policy.breaker import BreakerSettings
-from valved.policy.cooldown import MS, SECOND, CooldownSettings
+from valved.policy.cooldown import LARGEST_FACTOR, MS, SECOND, CooldownSettings
 from valved.policy.eviction import EvictionSettings
 from valved.policy.reservation import ReservationSettings
 from valved.policy.wake import WakeSettings
 
 MIB = 1 << 20
+MANUAL = "see docs/configuration.md for names, units and bounds"
+
+# Bounds: what is beyond them is a slip (a wrong unit, one digit too many) and not an opinion. `le` also refuses inf.
+HOUR_S = 3600.0
+MONTH_S = 30 * 24 * HOUR_S
+Ms: TypeAlias = Annotated[float, Meta(ge=0.001, le=HOUR_S * 1000)]
+MsOrNone: TypeAlias = Annotated[float, Meta(ge=0.0, le=HOUR_S * 1000)]
+Factor: TypeAlias = Annotated[float, Meta(gt=1.0, le=LARGEST_FACTOR)]
+Window: TypeAlias = Annotated[float, Meta(ge=0.001, le=MONTH_S)]
+Lease: TypeAlias = Annotated[float, Meta(ge=0.01, le=HOUR_S)]
+Patience: TypeAlias = Annotated[float, Meta(ge=0.001, le=24 * HOUR_S)]
+OrNever: TypeAlias = Annotated[float, Meta(ge=0.0, le=MONTH_S)]
+Share: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
+Ratio: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
+Rate: TypeAlias = Annotated[float, Meta(gt=0.0, le=1e6)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
+Mib: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]  # 16 TiB
+MibOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 24)]
+Nanoseconds: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65535)]
+FileBytes: TypeAlias = Annotated[int, Meta(ge=4096, le=1 << 50)]
+FileBytesOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 50)]
+Ring: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]  # a few hundred bytes each
+LeaseMs: TypeAlias = Annotated[float, Meta(ge=10.0, le=HOUR_S * 1000)]  # the heartbeat comes five times as often
+HangMs: TypeAlias = Annotated[float, Meta(ge=1.0, le=60_000.0)]
+Spin: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e6)]
+Quiet: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
+Priority: TypeAlias = Annotated[int, Meta(ge=0, le=98)]
 
 
 class CooldownTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[cooldown]: how long a service without hints must be quiet (valved/policy/cooldown.py has the reasons)."""
 
-    start_ms: float = 20.0
-    floor_ms: float = 5.0
-    ceiling_ms: float = 200.0
-    factor: float = 2.0
-    window_s: float = 600.0
+    start_ms: Ms = 20.0
+    floor_ms: Ms = 5.0
+    ceiling_ms: Ms = 200.0
+    factor: Factor = 2.0
+    window_s: Window = 600.0
 
 
 class WakeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[wake]: whose word counts, and for how long."""
 
-    watcher_lease_s: float = 2.0  # a watcher silent for longer is dead: its service holds on
-    hint_lease_s: float = 3.0  # an older report is not believed; a live process renews its own every second
+    watcher_lease_s: Lease = 2.0  # a watcher silent for longer is dead: its service holds on
+    hint_lease_s: Lease = 3.0  # an older report is not believed; a live process renews its own every second
 
 
 class BreakerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[breaker]: stops harvesting beside a service that Valve delays too much."""
 
-    budget_share: float = 0.05  # delay over time held; promise P5 is 2.5 % of mean time to first token, doubled
-    least_gates: int = 50  # a verdict needs this many preemptions in the window
-    window_s: float = 60.0
-    rest_s: float = 600.0  # doubles each time it trips again, up to six times this
+    budget_share: Share = 0.05  # delay over time held; promise P5 is 2.5 % of mean time to first token, doubled
+    least_gates: Positive = 50  # a verdict needs this many preemptions in the window
+    window_s: Window = 60.0
+    rest_s: Window = 600.0  # doubles each time it trips again, up to six times this
 
 
 class QuotaTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[quota]: what one user of the link socket may take. A hostile user must not starve the others."""
 
-    clients_per_uid: int = 256  # 8 GPUs x 32 processes
-    root_clients: int = 4096
-    channels_per_client: int = 1024  # a CUDA process has 8 to 64 per GPU
-    notes_per_client: int = 32
-    hello_s: float = 5.0  # a connection that says nothing for this long is closed
+    clients_per_uid: Positive = 256  # 8 GPUs x 32 processes
+    root_clients: Positive = 4096
+    channels_per_client: Positive = 1024  # a CUDA process has 8 to 64 per GPU
+    notes_per_client: Count = 32
+    hello_s: Patience = 5.0  # a connection that says nothing for this long is closed
 
 
 class LinkTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[link]: the conversation with shims."""
 
-    schedule_hold_s: float = 30.0  # a SCHEDULE call is held no longer while its GPU is gated; then EAGAIN
-    come_back_s: float = 2.0  # after a take-over, clients of the predecessor have this long to reconnect
+    schedule_hold_s: Patience = 30.0  # a SCHEDULE call is held no longer while its GPU is gated; then EAGAIN
+    come_back_s: Patience = 2.0  # after a take-over, clients of the predecessor have this long to reconnect
 
 
 class LadderTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[ladder]: what happens to an offline process that no longer can be gated."""
 
     freeze: bool = True  # stop it by signal while online holds its GPU
-    kill_after_s: float = 30.0  # frozen for longer: its channels are enabled, then it is killed. 0: never
+    kill_after_s: OrNever = 30.0  # frozen for longer: its channels are enabled, then it is killed. 0: never
 
 
 class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,38 +121,38 @@ class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nri_socket: str = ""  # /var/run/nri/nri.sock: inject online containers as the runtime creates them; empty: off
     all_gpu_pods: bool = False  # pods with whole GPUs that say no role are online work, too
     harvest_unallocated: bool = False  # also GPUs that no pod holds: one may be given away at any moment
-    report_s: float = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
+    report_s: Patience = 30.0  # heartbeat of the node's report; the scheduler distrusts one of 90 s
 
 
 class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[memory]: the pool of KV handles, what online keeps in reserve, how memory is taken (docs/memory.md)."""
 
     enabled: bool = True  # shims and hooks are told that KV memory is managed
-    handle_mib: int = 16  # size of a pool handle; the driver maps multiples of 2 MiB (docs/memory.md has the table)
-    pool_mib: int = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
-    spare_mib: int = 1024  # device memory that the pool leaves to everything else
-    size_rule_mib: int = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
+    handle_mib: Mib = 16  # size of a pool handle; the driver maps multiples of 2 MiB (docs/memory.md has the table)
+    pool_mib: MibOrNone = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
+    spare_mib: MibOrNone = 1024  # device memory that the pool leaves to everything else
+    size_rule_mib: MibOrNone = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
     remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: cooperative until hardware has shown what is safe
-    target_per_hour: float = 30.0  # reclaims an hour and GPU that the operator accepts
-    pressure_ratio: float = 1.0  # pressure when used >= this share of what is mapped
-    headroom_min_mib: int = 128  # at least this much beyond what is used stays mapped for online
-    headroom_max_mib: int = 8192  # the reserve doubles at pressure up to here
-    tau_s: float = 60.0  # memory that was idle for so long goes back, at the start; the target steers it
-    tau_min_s: float = (
+    target_per_hour: Rate = 30.0  # reclaims an hour and GPU that the operator accepts
+    pressure_ratio: Ratio = 1.0  # pressure when used >= this share of what is mapped
+    headroom_min_mib: MibOrNone = 128  # at least this much beyond what is used stays mapped for online
+    headroom_max_mib: Mib = 8192  # the reserve doubles at pressure up to here
+    tau_s: Window = 60.0  # memory that was idle for so long goes back, at the start; the target steers it
+    tau_min_s: Window = (
         20.0  # below, each halving costs a third more reclaims and brings less than 1 % (docs/policies.md)
     )
-    tau_max_s: float = 3600.0  # one window: longer would outlive the evidence that made it so long
-    window_s: float = 3600.0  # over which reclaims are counted
+    tau_max_s: Window = 3600.0  # one window: longer would outlive the evidence that made it so long
+    window_s: Window = 3600.0  # over which reclaims are counted
     cost: EvictionCost = EvictionCost.RECOMPUTE_NS  # what losing a column costs
-    token_ns: int = 21_000  # time to compute one token again, without attention
-    attention_ps_per_pair: int = 1_300  # and its attention to each earlier one
-    order_s: float = 1.0  # a mapping order under a closed gate that takes longer has hung
-    step_s: float = 30.0  # the same for one that waits for the next step of the engine
-    let_ms: float = 500.0  # for memory that a request waits for offline work runs so long beside it, to end its step
-    attach_s: float = 60.0  # an elastic range whose engine has not attached by then is backed whole
-    tick_ms: float = 50.0  # how often books are read when nobody rings
-    ranges_per_client: int = 1024  # 128 layers, K and V apart, on 4 GPUs
-    slots_per_client: int = 65536  # handles that the ranges of one client have room for
+    token_ns: Nanoseconds = 21_000  # time to compute one token again, without attention
+    attention_ps_per_pair: Nanoseconds = 1_300  # and its attention to each earlier one
+    order_s: Patience = 1.0  # a mapping order under a closed gate that takes longer has hung
+    step_s: Patience = 30.0  # the same for one that waits for the next step of the engine
+    let_ms: MsOrNone = 500.0  # for memory that a request waits for offline work runs so long beside it, to end its step
+    attach_s: Patience = 60.0  # an elastic range whose engine has not attached by then is backed whole
+    tick_ms: Ms = 50.0  # how often books are read when nobody rings
+    ranges_per_client: Positive = 1024  # 128 layers, K and V apart, on 4 GPUs
+    slots_per_client: Positive = 65536  # handles that the ranges of one client have room for
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,17 +160,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     mode: Mode = Mode.HARVEST
     run_dir: str = ""  # empty: /run/valve for root, XDG_RUNTIME_DIR/valve otherwise
-    metrics_port: int = 0  # HTTP port on loopback for Prometheus; 0: off
+    metrics_port: Port = 0  # HTTP port on loopback for Prometheus; 0: off
     metrics_host: str = "127.0.0.1"
     trace_file: str = ""  # record every event and decision there, one JSON line each; empty: off
-    trace_bytes: int = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
-    audit_bytes: int = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file
-    ring_events: int = 4096  # events kept in memory for `valve explain` and new watchers
-    lease_ms: float = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
-    hang_ms: float = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
-    spin_us: float = 0.0  # native threads spin this long before they sleep; needs a core to itself
-    quiet_us: int = 500  # quiet time before a watcher probes the GPU
-    fifo_priority: int = 0  # real-time priority of the native threads where permitted; 0: niceness -20
+    trace_bytes: FileBytes = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
+    audit_bytes: FileBytesOrNone = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file
+    ring_events: Ring = 4096  # events kept in memory for `valve explain` and new watchers
+    lease_ms: LeaseMs = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
+    hang_ms: HangMs = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
+    spin_us: Spin = 0.0  # native threads spin this long before they sleep; needs a core to itself
+    quiet_us: Quiet = 500  # quiet time before a watcher probes the GPU
+    fifo_priority: Priority = 0  # real-time priority of the native threads where permitted; 0: niceness -20
     log_level: str = "info"
     cooldown: CooldownTable = msgspec.field(default_factory=CooldownTable)
     wake: WakeTable = msgspec.field(default_factory=WakeTable)
@@ -215,55 +247,60 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> Config:
     table.update({key: value for key, value in flags.items() if value is not None})
     try:
         config = msgspec.convert(table, Config)
-        check(config)
     except msgspec.ValidationError as error:
         where = f"{path}: " if path is not None else ""
-        raise ConfigError(f"{where}{error}", next_step="see docs/configuration.md for the names and units") from None
+        text, key = _named(str(error))
+        raise ConfigError(f"{where}{text}", field=key, next_step=MANUAL) from None
+    check(config)
     return config
 
 
+def _named(error: str) -> tuple[str, str]:
+    """msgspec ends with "- at `$.cooldown.factor`": the key comes first, as people write it."""
+    text, found, where = error.partition(" - at `$.")
+    key = where.rstrip("`")
+    return (f"{key}: {text}", key) if found else (error, "")
+
+
 def check(config: Config) -> None:
-    """Ranges that types cannot say."""
-    for make in (
-        config.cooldown_settings,
-        config.wake_settings,
-        config.breaker_settings,
-        config.reservation_settings,
-    ):
+    """What no type of one setting can say."""
+    for name, value in effective(config).items():
+        if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
+            raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
+    _check_order(config)
+    tables = {
+        "cooldown": config.cooldown_settings,
+        "wake": config.wake_settings,
+        "breaker": config.breaker_settings,
+        "memory": config.reservation_settings,
+    }
+    for table, make in tables.items():
         try:
             make()
         except ValueError as error:
-            raise ConfigError(str(error), next_step="see docs/configuration.md") from None
-    positive = {
-        "lease_ms": config.lease_ms,
-        "hang_ms": config.hang_ms,
-        "ring_events": config.ring_events,
-        "quota.clients_per_uid": config.quota.clients_per_uid,
-        "quota.channels_per_client": config.quota.channels_per_client,
-        "quota.hello_s": config.quota.hello_s,
-        "wake.hint_lease_s": config.wake.hint_lease_s,
-        "kube.report_s": config.kube.report_s,
-        "wake.watcher_lease_s": config.wake.watcher_lease_s,
-        "memory.order_s": config.memory.order_s,
-        "memory.step_s": config.memory.step_s,
-        "memory.attach_s": config.memory.attach_s,
-        "memory.tick_ms": config.memory.tick_ms,
-    }
-    if config.memory.let_ms < 0:
-        raise ConfigError(f"memory.let_ms = {config.memory.let_ms}: must be 0 or more", field="memory.let_ms")
-    for name, value in positive.items():
-        if not value > 0:
-            raise ConfigError(f"{name} = {value}: must be greater than 0", field=name)
-    if config.memory.handle_mib <= 0 or config.memory.handle_mib % 2:
+            raise ConfigError(f"[{table}] {error}", field=table, next_step=MANUAL) from None
+    if config.memory.handle_mib % 2:
         raise ConfigError(
             f"memory.handle_mib = {config.memory.handle_mib}: must be a multiple of 2", field="memory.handle_mib"
         )
-    if not 0 <= config.metrics_port <= 65535:
-        raise ConfigError(f"metrics_port = {config.metrics_port}: must be 0 to 65535", field="metrics_port")
-    if not 0 <= config.fifo_priority <= 98:
-        raise ConfigError(f"fifo_priority = {config.fifo_priority}: must be 0 to 98", field="fifo_priority")
     if config.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log_level = {config.log_level!r}: debug, info, warning or error", field="log_level")
+
+
+def _check_order(config: Config) -> None:
+    """Settings of which one bounds the other."""
+    flat = effective(config)
+    rising = (
+        ("cooldown.floor_ms", "cooldown.start_ms", "cooldown.ceiling_ms"),
+        ("memory.tau_min_s", "memory.tau_s", "memory.tau_max_s"),
+        ("memory.headroom_min_mib", "memory.headroom_max_mib"),
+    )
+    for names in rising:
+        for low, high in itertools.pairwise(names):
+            if flat[low] > flat[high]:
+                raise ConfigError(
+                    f"{low} = {flat[low]}: must not be greater than {high} = {flat[high]}", field=low, next_step=MANUAL
+                )
 
 
 def effective(config: Config) -> dict[str, Any]:
