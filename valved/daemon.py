@@ -12,7 +12,9 @@ import asyncio
 import os
 import resource
 import signal
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -39,7 +41,7 @@ from valved.node.brake import Brake
 from valved.node.handover import Handover
 from valved.node.kv import Kv, put_together, tell_others
 from valved.node.status import Reporter
-from valved.node.upkeep import Upkeep, end, read_cards
+from valved.node.upkeep import Upkeep, end, keep_going, read_cards
 from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -64,6 +66,9 @@ class Daemon:
     link: LinkServer
     kv: Kv | None
     stop: asyncio.Event
+
+    def note(self, text: str) -> None:
+        self.journal.emit(EventKind.NOTED, reason=text)
 
 
 def build(
@@ -182,11 +187,12 @@ async def run(
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.keeper, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
-    beside = [asyncio.create_task(upkeep.run())]
+    parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run}
     if daemon.kv is not None:
-        beside.append(asyncio.create_task(read_cards(daemon.kv.reserve)))
+        parts["reading the cards"] = partial(read_cards, daemon.kv.reserve)
     if room is not None:
-        beside.append(asyncio.create_task(room.run()))
+        parts["the Kubernetes node"] = room.run
+    beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]
     await daemon.stop.wait()
     await end(beside)  # the room takes its slots back
     daemon.journal.emit(
@@ -233,7 +239,11 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
     from valved.metrics import serve_metrics
 
     more, missing = (room.metrics, room.missing) if room is not None else (None, None)
-    return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
+    try:
+        return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
+    except OSError as error:  # nobody goes ungated for want of a page
+        daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror or error}")
+        return None
 
 
 def _leave(daemon: Daemon, run_dir: Path, by: str) -> None:

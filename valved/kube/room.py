@@ -189,7 +189,10 @@ class Room:
         finally:
             synced.cancel()
         while not self._memory.has_holdings:
-            await self.reconcile()
+            try:
+                await self.reconcile()
+            except Exception:  # begun again, as later ones are: until one goes through every GPU stays guarded
+                log.exception("reconciliation failed")
             if not self._memory.has_holdings:
                 await asyncio.sleep(BOOK_S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from valved.gate.wake import GateService
 from valved.kv.reserve import Reserve
@@ -21,6 +21,7 @@ TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes
 SAVE_EVERY_TICKS = 30
 CARDS_S = 1.0
 CANCEL_AGAIN_S = 1.0
+AGAIN_S = 1.0  # after a failure
 EXIT_FAILED = 1
 
 
@@ -68,6 +69,20 @@ class Upkeep:
             os._exit(EXIT_FAILED)
 
         self._brake.drain("the run folder was removed", leave)
+
+
+async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Callable[[str], None]) -> None:
+    """Run this for as long as valved lives: what fails is told and begun anew, for a task that died without a word takes
+    everything with it that it did.
+    """
+    while True:
+        try:
+            await make()
+            return
+        except Exception as error:  # a defect, or a machine in trouble: neither ends the rest
+            log.exception("task failed", extra={"facts": {"task": name}})
+            tell(f"{name} failed and begins anew: {type(error).__name__}: {error}")
+            await asyncio.sleep(AGAIN_S)
 
 
 async def end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,22 +11,27 @@ from typing import Any, TextIO
 from valved.model.events import Event, EventKind
 
 BUFFER_BYTES = 64 * 1024
+AGAIN_S = 60.0
 
 
 class LineFile:
     """Appends events to a file; at `max_bytes` the file becomes NAME.1 and a new one begins.
 
-    A full disk must not stop gating: the first failure closes the file and is kept in `failure`.
+    A full disk must not stop gating: a failure closes the file and is kept in `failure`; a minute later it is tried
+    again.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
         self.failure = ""
         self._max_bytes = max_bytes
+        self._bytes = 0
+        self._again_s = 0.0  # when to try again
         self._file: TextIO | None = self._open()
-        self._bytes = path.stat().st_size if self._file else 0
 
     def write(self, event: Event) -> None:
+        if self._file is None and time.monotonic() >= self._again_s:
+            self._file = self._open()
         if self._file is None:
             return
         line = json.dumps(event.as_record(), separators=(",", ":")) + "\n"
@@ -52,9 +58,12 @@ class LineFile:
 
     def _open(self) -> TextIO | None:
         try:
-            return self.path.open("a", encoding="utf-8", buffering=BUFFER_BYTES)
+            file = self.path.open("a", encoding="utf-8", buffering=BUFFER_BYTES)
+            self._bytes = self.path.stat().st_size
+            self.failure = ""
+            return file
         except OSError as error:
-            self.failure = f"{self.path}: {error.strerror}"
+            self._give_up(error)
             return None
 
     def _turn(self) -> None:
@@ -62,10 +71,10 @@ class LineFile:
         self._file.close()
         self.path.replace(self.path.with_name(self.path.name + ".1"))
         self._file = self._open()
-        self._bytes = 0
 
     def _give_up(self, error: OSError) -> None:
         self.failure = f"{self.path}: {error.strerror}"
+        self._again_s = time.monotonic() + AGAIN_S
         self._file = None
 
 

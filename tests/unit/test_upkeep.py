@@ -1,0 +1,64 @@
+"""Tasks beside the loop: one that fails is told and begun anew, and ends when it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import types
+
+from valved.config import Config
+from valved.daemon import _start_metrics
+from valved.model.events import Event, EventKind
+from valved.node import upkeep
+from valved.state.trace import LineFile
+
+
+def test_a_background_task_never_dies_without_a_word(monkeypatch):
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.0)
+    told, runs = [], []
+
+    async def work():
+        runs.append(1)
+        if len(runs) < 3:
+            raise KeyError("gone")
+        await asyncio.Event().wait()
+
+    async def main():
+        task = asyncio.create_task(upkeep.keep_going("work", work, told.append))
+        while len(runs) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+    assert told == ["work failed and begins anew: KeyError: 'gone'"] * 2
+
+
+def test_a_file_that_could_not_be_written_is_never_given_up_for_good(tmp_path, monkeypatch):
+    folder = tmp_path / "later"
+    file = LineFile(folder / "audit.jsonl", 1 << 20)
+    event = Event(seq=1, t_ns=1, kind=EventKind.NOTED)
+    file.write(event)
+    assert "No such file" in file.failure
+
+    folder.mkdir()
+    monkeypatch.setattr("time.monotonic", lambda: 1e12)
+    file.write(event)
+    file.close()
+
+    assert not file.failure
+    assert (folder / "audit.jsonl").read_text()
+
+
+def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
+    told = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(metrics_port=taken.getsockname()[1])
+        node = types.SimpleNamespace(status=lambda: None)
+        started = asyncio.run(_start_metrics(config, types.SimpleNamespace(node=node, note=told.append), None))
+
+    assert started is None
+    assert str(config.metrics_port) in told[0]
