@@ -32,6 +32,7 @@ from valved.machine import signals
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.ports import GatePort, ProcessPort
+from valved.machine.possession import RmProver
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
@@ -82,7 +83,8 @@ def build(
         cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
     )
     keeper = GateService(gate, books, journal, clock, settings, NodeCounters())
-    register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link)
+    prover = RmProver(loop)
+    register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link, prover)
     kv = None
     if config.memory.enabled:
         kv = put_together(

@@ -10,7 +10,8 @@
  *   client                          valved
  *   HELLO                     ->
  *                             <-    WELCOME + 4 fds (control, region, doorbell, order)   or REFUSED
- *   RM_CLIENT [+ nvidiactl fd] ->        (offline: numbers needed for paths B and C)
+ *   RM_CLIENT + nvidiactl fd  ->    before its first channel: no channel counts before the file that owns h_client
+ *                                   was shown, by the process itself or by a child that inherited it
  *                             <-    ACK
  *   CHANNEL_ADD               ->    offline: sent before the channel's SCHEDULE ioctl proceeds
  *                             <-    ACK   (offline with the gate closed: the channel is already off when it comes)
@@ -148,7 +149,7 @@ struct valve_link_ack {
 	struct valve_link_header header;
 	uint32_t status; /* 0, or an errno value */
 	uint32_t
-	        want_fd; /* 1: valved wants the nvidiactl fd of this RM client (path B): send RM_CLIENT again with it */
+	        want_fd; /* 1: valved wants the nvidiactl fd of this RM client (a proof, path B): send RM_CLIENT again with it */
 };
 
 /* One RM client (root object) of the process, with what is needed to issue controls in its name. */

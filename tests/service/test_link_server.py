@@ -149,6 +149,7 @@ def test_the_end_of_the_link_is_the_end_of_the_client(server):
 
 def test_requests_are_acknowledged_with_their_number(server):
     sock, _, _ = server.welcome()
+    show_rm_client(sock)
     channel = Channel(
         gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True
     )
@@ -159,15 +160,29 @@ def test_requests_are_acknowledged_with_their_number(server):
     assert (packet.type, packet.seq, packet.body) == (LinkType.ACK, 7, Ack(status=0))
 
 
+def show_rm_client(sock, h_client=1):
+    """With a file that its prover believes."""
+    body = RmClient(
+        gpu_uuid=bytes([1]) * 16, device_instance=0, h_client=h_client, h_device=2, h_subdevice=3, has_fd=True
+    )
+    fd = os.eventfd(0)
+    say(sock, LinkType.RM_CLIENT, body, [fd])
+    os.close(fd)
+    assert hear(sock)[0].body == Ack(status=0)
+
+
 def test_a_passed_descriptor_arrives_and_ours_stays_ours(server):
     sock, _, _ = server.welcome()
     fd = os.eventfd(0)
     body = RmClient(gpu_uuid=bytes(16), device_instance=0, h_client=1, h_device=2, h_subdevice=3, has_fd=True)
 
+    say(sock, LinkType.RM_CLIENT, body)
+    assert hear(sock)[0].body == Ack(status=0, want_fd=True)  # what a shim of 0.1 waits for
     say(sock, LinkType.RM_CLIENT, body, [fd])
     hear(sock)
+    server.until(lambda: any(call[0] == "give_rm_client" and call[2] >= 0 for call in server.world.gate.calls))
 
-    given = [call for call in server.world.gate.calls if call[0] == "give_rm_client"]
+    given = [call for call in server.world.gate.calls if call[0] == "give_rm_client" and call[2] >= 0]
     assert given[0][2] >= 0
     os.close(fd)
 

@@ -261,7 +261,7 @@ def test_an_offline_channel_is_off_before_its_ack_while_the_gate_is_closed(world
     world.online()
     offline = world.offline(gpus=())
 
-    seq = world.add_channel(offline)
+    seq = world.add_channel(offline, h_client=0xBEEF)
 
     assert world.gate.off
     assert (seq, 0) in world.connections[offline].acks()
@@ -310,6 +310,7 @@ def test_a_passed_descriptor_becomes_the_gates(world):
     fd = os.eventfd(0)
     body = RmClient(gpu_uuid=bytes(16), device_instance=1, h_client=5, h_device=6, h_subdevice=7, has_fd=True)
 
+    world.register.handle(offline, world.packet(LinkType.RM_CLIENT, body), [])  # asks for it
     fds = [fd]
     world.register.handle(offline, world.packet(LinkType.RM_CLIENT, body), fds)
 

@@ -301,18 +301,31 @@ def test_offline_numbers_come_before_the_first_channel(offline):
 
     made.control(FIRST, SCHEDULE_CHANNEL, "010000")
 
-    told = client.expect(RM_CLIENT, h_client=made.client, h_device=made.device, h_subdevice=made.subdevice, has_fd=0)
+    told = client.expect(RM_CLIENT, h_client=made.client, h_device=made.device, h_subdevice=made.subdevice, has_fd=1)
     assert CHANNEL_ADD not in [message.type for message in client.seen]
     client.expect(CHANNEL_ADD, h_channel=FIRST)
-    assert told.fds == ()
+    assert len(told.fds) == 1  # the file that proves it
+
+
+def test_an_online_process_shows_its_file_before_its_first_channel(world):
+    puppet, client = world.online()
+    made = Process.begin(puppet)
+    made.channel(made.device, FIRST, engine=GR0)
+    made.register(FIRST)
+
+    told = client.expect(RM_CLIENT, h_client=made.client, has_fd=1)
+    assert CHANNEL_ADD not in [message.type for message in client.seen]
+    assert len(told.fds) == 1
 
 
 def test_the_drivers_file_is_sent_when_valved_asks_for_it(world):
     daemon = world.daemon(2)
+    asked = []
 
     def ask_for_fd(client, message):
-        if message.type != RM_CLIENT or message.has_fd:
+        if message.type != RM_CLIENT or asked:
             return False
+        asked.append(message)
         client.ack(message, want_fd=1)
         return True
 
@@ -322,7 +335,7 @@ def test_the_drivers_file_is_sent_when_valved_asks_for_it(world):
     made.channel(made.device, FIRST, engine=GR0)
     made.register(FIRST)
 
-    client.expect(RM_CLIENT, has_fd=0)
+    client.expect(RM_CLIENT)
     told = client.expect(RM_CLIENT, has_fd=1, h_client=made.client)
     assert len(told.fds) == 1
 

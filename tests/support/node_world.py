@@ -7,15 +7,16 @@ from pathlib import Path
 
 from fake_gate import FakeGate
 from fake_outside import FakeOutside
+from fake_prover import FakeProver
 from lent_fds import lend
 from virtual import VirtualClock
 
-from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, Schedule
+from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
 from valved.clients.register import Register
 from valved.config import Config
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService, GateSettings
-from valved.model.ids import Role
+from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
 from valved.node.api import Node
 from valved.node.brake import Brake
@@ -131,6 +132,7 @@ class World:
         )
         self.keeper = GateService(self.gate, self.books, self.journal, self.clock, settings, NodeCounters())
         self.gate.on_stamps = self.keeper.drain
+        self.prover = FakeProver()
         self.register = Register(
             self.gate,
             self.books,
@@ -141,6 +143,7 @@ class World:
             self.reactor,
             self.config.quota,
             self.config.link,
+            self.prover,
         )
         self.outside = FakeOutside(self.clock)
         self.kv = self._memory()
@@ -283,9 +286,24 @@ class World:
             compute=compute,
         )
 
-    def add_channel(self, client, **fields):
+    def show_rm_client(self, client, gpu=0, h_client=0xC1D00001, fds=None):
+        """RM_CLIENT, with the file that proves it unless `fds` says otherwise. What is left of `fds` is returned."""
+        body = RmClient(
+            gpu_uuid=bytes([gpu + 1]) * 16, device_instance=gpu, h_client=h_client, h_device=6, h_subdevice=7, has_fd=1
+        )
+        fds = [lend()] if fds is None else fds
+        packet = self.packet(LinkType.RM_CLIENT, body)
+        self.register.handle(client, packet, fds)
+        return packet.seq
+
+    def add_channel(self, client, *, proven=True, **fields):
+        """A channel as a shim tells of it: its RM client first, once, with its file."""
         fields.setdefault("h_channel", 0xCAF00001 + fields.get("gpu", 0))
-        packet = self.packet(LinkType.CHANNEL_ADD, self.channel(**fields))
+        body = self.channel(**fields)
+        gpu, h_client = GpuIndex(fields.get("gpu", 0)), body.h_client
+        if proven and not self.register.channels.possession.is_proven(client, h_client, gpu):
+            self.show_rm_client(client, gpu, h_client)
+        packet = self.packet(LinkType.CHANNEL_ADD, body)
         self.register.handle(client, packet, [])
         return packet.seq
 

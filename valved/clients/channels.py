@@ -4,6 +4,9 @@ Each message is answered at once except SCHEDULE_WAIT while a GPU of the client 
 channels again, so its ACK is held until the GPU opens. A hold longer than `schedule_hold_s` is answered with EAGAIN and
 the shim asks again. SCHEDULE_DONE closes the race of a gate that falls between the ACK and the ioctl: the channels are
 stopped once more.
+
+A channel counts once its sender has shown the file of its RM client (clients/possession.py), and while no other
+client has told of it. One that is refused is in no book, and the answer says no more than that it is refused.
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
 from valved.clients.leftovers import Leftovers
+from valved.clients.possession import Possession
 from valved.config import LinkTable, QuotaTable
 from valved.gate.accounts import Harvest
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
-from valved.machine.ports import GatePort
+from valved.machine.ports import GatePort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.state.journal import Journal
@@ -48,8 +53,11 @@ class Channels:
         quota: QuotaTable,
         link: LinkTable,
         send: Send,
+        prover: ProverPort,
     ) -> None:
         self.is_draining = False
+        self.possession = Possession(prover, clock, quota.channels_per_client)
+        self.possession.on_proof = self._owner_found
         self.harvest = Harvest(keeper.gpus)
         self.leftovers = Leftovers()
         self.changed: Callable[[], None] = lambda: None  # the books changed: save them soon
@@ -62,6 +70,7 @@ class Channels:
         self._link = link
         self._send = send
         self._held: list[HeldSchedule] = []
+        self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
         keeper.after_wake.append(self.release_schedules)
@@ -98,11 +107,22 @@ class Channels:
             self._ack(entry.id, seq, errno.ENODEV)
             return
         if entry.role is Role.OFFLINE:
-            fd = fds.pop() if fds else -1
-            self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, fd)
+            self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, -1)
         if len(entry.rm_gpus) < self._quota.channels_per_client:
             entry.rm_gpus[body.h_client] = gpu
-        self._ack(entry.id, seq)
+        if fds:
+            keep = entry.role is Role.OFFLINE and entry.asked_fd
+            take = partial(self._take_fd, entry, gpu, body) if keep else None
+            self.possession.offer(entry.id, self._infos[gpu], body.h_client, body.h_subdevice, fds.pop(), take)
+            self._ack(entry.id, seq)
+        else:  # a shim of 0.1 sends it when it is asked, and only once: then it is kept
+            is_missing = not self.possession.is_proven(entry.id, body.h_client, gpu)
+            entry.asked_fd |= is_missing
+            self._ack(entry.id, seq, want_fd=is_missing)
+
+    def _take_fd(self, entry: ClientEntry, gpu: GpuIndex, body: RmClient, fd: int) -> None:
+        """For the rung channel-fd: its file was found to be what its sender says."""
+        self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, fd)
 
     def _channel_add(self, entry: ClientEntry, seq: int, body: Channel) -> None:
         gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
@@ -110,7 +130,8 @@ class Channels:
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
             return
-        if key not in entry.channels and len(entry.channels) >= self._quota.channels_per_client:
+        told = len(entry.channels) + self.possession.waiting(entry.id)
+        if key not in entry.channels and told >= self._quota.channels_per_client:
             self._keeper.counters.refuse("channels")
             self._ack(entry.id, seq, errno.ENOSPC)
             return
@@ -123,28 +144,80 @@ class Channels:
             engine=body.engine,
             compute=body.compute,
         )
+        if self.possession.is_proven(entry.id, body.h_client, gpu):
+            self._admit(entry, seq, channel)
+        elif entry.role is Role.OFFLINE:
+            late = partial(self._refuse, entry, seq, "unproven")
+            self.possession.wait(entry.id, channel, partial(self._admit, entry, seq, channel), late)
+        else:  # an online process tells and goes on
+            self.possession.wait(entry.id, channel, partial(self._book, entry, channel, 0), None)
+            self._ack(entry.id, seq, want_fd=not self.possession.is_offered(entry.id, body.h_client))
+
+    def _refuse(self, entry: ClientEntry, seq: int, why: str) -> None:
+        """One answer for every reason: what the driver knows of others is not to be had here."""
+        self._keeper.counters.refuse(why)
+        self._ack(entry.id, seq, errno.EOPNOTSUPP)
+
+    def _admit(self, entry: ClientEntry, seq: int, channel: ChannelRef) -> None:
+        """The channel's RM client is its sender's own."""
         status, want_fd = 0, False
         if entry.role is Role.OFFLINE:
-            status, want_fd = self._arm(entry, channel)
+            if self._is_anothers(entry, channel):
+                self._refuse(entry, seq, "foreign")
+                return
+            armed = self._arm(entry, channel)
+            if armed is None:
+                self._forget_channel(entry, (channel.h_client, channel.h_channel))
+                self._refuse(entry, seq, "unknown")
+                return
+            status, want_fd = armed
+        self._book(entry, channel, status)
+        entry.asked_fd |= want_fd
+        self._ack(entry.id, seq, status, want_fd=want_fd)
+
+    def _is_anothers(self, entry: ClientEntry, channel: ChannelRef) -> bool:
+        """Told of by somebody else who lives: a number that came again, or an inherited file."""
+        holders = self._books.holders.get((channel.h_client, channel.h_channel), set())
+        owners = self.possession.owners(channel.h_client)
+        return not holders <= {entry.id} or any(self._books.clients[owner].role is not Role.OFFLINE for owner in owners)
+
+    def _owner_found(self, client: ClientId, h_client: int) -> None:
+        """An online process has shown an RM client: whoever else told of its channels is to stop none of them."""
+        if self._books.clients[client].role is Role.OFFLINE:
+            return
+        for other in self.possession.owners(h_client):
+            entry = self._books.clients[other]
+            if entry.role is not Role.OFFLINE:
+                continue
+            self.possession.revoke(other, h_client)
+            mine = [channel for key, channel in entry.channels.items() if key[0] == h_client]
+            for channel in mine:
+                self._forget_channel(entry, (channel.h_client, channel.h_channel))
+                self._keeper.counters.refuse("foreign")
+            self._gate.enable_foreign(mine)
+
+    def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
         if self._books.put_channel(entry, channel):
             self.gpus_changed(entry.service)
         elif entry.role is Role.OFFLINE:
-            self._count_offline(entry.service, gpu)
+            self._count_offline(entry.service, channel.gpu)
         self._journal.emit(
             EventKind.CHANNEL_ADDED,
             service=entry.service,
             client=entry.id,
-            gpus=(gpu,),
-            h_client=body.h_client,
-            h_channel=body.h_channel,
-            compute=int(body.compute),
+            gpus=(channel.gpu,),
+            h_client=channel.h_client,
+            h_channel=channel.h_channel,
+            compute=int(channel.compute),
             status=status,
         )
-        self._ack(entry.id, seq, status, want_fd=want_fd)
         self.changed()
 
-    def _arm(self, entry: ClientEntry, channel: ChannelRef) -> tuple[int, bool]:
+    def _arm(self, entry: ClientEntry, channel: ChannelRef) -> tuple[int, bool] | None:
+        """Status and whether the client's file is wanted. None: the driver knows no such channel."""
         armed = self._gate.add_channel(entry.id, channel)
+        if not armed.is_known:
+            return None
         if self.leftovers.take(channel) and not armed.gated:
             self._gate.enable_foreign([channel])
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
@@ -153,6 +226,10 @@ class Channels:
         return 0, armed.want_fd
 
     def _channel_del(self, entry: ClientEntry, key: tuple[int, int]) -> None:
+        self.possession.forget_channel(entry.id, *key)
+        self._forget_channel(entry, key)
+
+    def _forget_channel(self, entry: ClientEntry, key: tuple[int, int]) -> None:
         channel = entry.channels.get(key)
         if channel is None:
             return
@@ -230,6 +307,7 @@ class Channels:
 
     def forget(self, client: ClientId) -> None:
         """The client is gone: nobody waits for the answers."""
+        self.possession.forget(client)
         for held in [held for held in self._held if held.client == client]:
             self._let_go(held, None)
 

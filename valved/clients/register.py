@@ -38,7 +38,7 @@ from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
-from valved.machine.ports import ClientFds, GatePort, ProcessPort
+from valved.machine.ports import ClientFds, GatePort, ProcessPort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
@@ -126,11 +126,12 @@ class Register:
         reactor: Reactor,
         quota: QuotaTable,
         link: LinkTable,
+        prover: ProverPort,
     ) -> None:
         self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.useful = UsefulTokens()
-        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send)
+        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send, prover)
         self._gate = gate
         self._books = books
         self._keeper = keeper

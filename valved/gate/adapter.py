@@ -163,7 +163,7 @@ class NativeGate:
         entry.app_disabled = known is not None and known.app_disabled and known.ref.cid == channel.cid
         status = self._verify(channel)
         if status != 0:
-            return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False)
+            return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False, is_known=False)
         if channel.compute:
             status = self._climb(holder, numbers, entry)
         self._channels.put(entry)

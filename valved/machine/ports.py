@@ -126,6 +126,7 @@ class ArmResult:
     reach: Reach
     want_fd: bool  # path B is the next rung and the client's nvidiactl fd is needed for it
     gated: bool  # the channel is off now
+    is_known: bool = True  # to the driver, under the number that the shim was given
 
 
 class WakeOutcome(enum.Enum):
@@ -271,6 +272,19 @@ class OutsidePort(Protocol):
 
     def open(self, fd: int, uuid: bytes) -> Door:
         """Takes the descriptor over."""
+        ...
+
+
+class ProverPort(Protocol):
+    def check(
+        self, fd: int, gpu: GpuInfo, h_client: int, h_subdevice: int, keep: bool, then: Callable[[bool, int], None]
+    ) -> None:
+        """Takes the descriptor over. `then`, in the loop: whether its file owns this RM client with a subdevice on that
+        card; and the descriptor again if it does and was to be kept, else -1. May never answer."""
+        ...
+
+    def drop(self, fd: int) -> None:
+        """Close what nobody wants; that may take as long as its sender likes."""
         ...
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import stat
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -27,10 +26,16 @@ def is_uvm(fd: int) -> bool:
     except OSError:
         return False
     try:
-        ours, theirs = os.fstat(own), os.fstat(fd)
+        ours = _device(own)
     finally:
         os.close(own)
-    return (stat.S_IFMT(ours.st_mode), ours.st_rdev) == (stat.S_IFMT(theirs.st_mode), theirs.st_rdev)
+    return ours is not None and ours == _device(fd)
+
+
+def _device(fd: int) -> tuple[int, int] | None:
+    """Without asking whoever serves the file: fstat() of a FUSE file may never come back."""
+    major, minor = ffi.new("uint32_t *"), ffi.new("uint32_t *")
+    return (major[0], minor[0]) if lib.valve_fd_device(fd, major, minor) == 0 else None
 
 
 class UvmDoors:

@@ -148,6 +148,10 @@ int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, u
  */
 int valve_uvm_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32_t count, uint32_t *done,
                      uint64_t *took_ns);
+/* What a descriptor of a stranger is: 0 and its numbers for a character device, else -errno. Never waits for the file. */
+int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
+/* 0: the file is nvidiactl, and this RM client of it has this subdevice on the card with this UUID. Else why not. */
+int valve_rm_owns(int fd, uint32_t h_client, uint32_t h_subdevice, uint32_t gpu_id, const uint8_t *uuid);
 int valve_arm(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *all, uint32_t count,
               const struct valve_entry *stop_now, uint32_t stop_count, const struct valve_entry *run_now,
               uint32_t run_count);

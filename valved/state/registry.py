@@ -45,6 +45,7 @@ class ClientEntry:
     rm_gpus: dict[int, GpuIndex] = field(default_factory=dict)  # h_client -> GPU
     notes: list[str] = field(default_factory=list)
     app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
+    asked_fd: bool = False  # it was told to send its nvidiactl files: one that proves an RM client is kept
     lease_flag: bool | None = None  # what set_online_registered was last told
 
     def gpus(self) -> set[GpuIndex]:
@@ -74,6 +75,7 @@ class Books:
         self.clients: dict[ClientId, ClientEntry] = {}
         self.services: dict[ServiceId, ServiceEntry] = {}
         self.claims: dict[ProcessId, Claim] = {}
+        self.holders: dict[tuple[int, int], set[ClientId]] = {}  # of each channel that is in a book
         self.per_uid: Counter[int] = Counter()
         self.next_client = 1
         self.next_service = FIRST_SERVICE
@@ -139,6 +141,7 @@ class Books:
         if known is not None:
             self._uncount(service, known)
         client.channels[key] = channel
+        self.holders.setdefault(key, set()).add(client.id)
         service.channels_on[channel.gpu] += 1
         if channel.compute:
             service.compute_on[channel.gpu] += 1
@@ -147,6 +150,9 @@ class Books:
     def drop_channel(self, client: ClientEntry, key: tuple[int, int]) -> bool:
         service = self.services[client.service]
         self._uncount(service, client.channels.pop(key))
+        self.holders[key].discard(client.id)
+        if not self.holders[key]:
+            del self.holders[key]
         return service.refresh_gpus()
 
     def _uncount(self, service: ServiceEntry, channel: ChannelRef) -> None:
@@ -185,6 +191,8 @@ class Books:
             held = Counter(c.gpu for client in self.clients_of(service_id) for c in client.channels.values())
             assert service.channels_on == held, "channel book is off"
             assert service.gpus == service.kept_gpus.union(held)
+        told = {(key, client.id) for client in self.clients.values() for key in client.channels}
+        assert told == {(key, client) for key, holders in self.holders.items() for client in holders}
         for root, claim in self.claims.items():
             assert claim.root == root
             assert self.services[claim.service].root == root, "a claim without its service"

@@ -54,7 +54,7 @@ static void describe_client(struct rm_object *device, struct report *out)
 	const struct rm_object *client = rm_find(&valve_rm, device->h_client, device->h_client);
 
 	out->kind = REPORT_CLIENT;
-	out->fd = device->wants_fd && client ? client->fd : -1;
+	out->fd = client ? client->fd : -1; /* that it is ours: valved believes no number without its file */
 	out->body.client = (struct valve_link_rm_client){.device_instance = device->instance,
 	                                                 .h_client = device->h_client,
 	                                                 .h_device = device->handle,
@@ -91,7 +91,7 @@ static bool choose(struct rm_object *object, struct report *out)
 		return false;
 	} else if (object->due && !object->reported && !object->unregistered) {
 		device = rm_device_of(&valve_rm, object);
-		if (is_offline() && device && !device->reported) {
+		if (device && !device->reported) {
 			device->reported = 1;
 			describe_client(device, out);
 			object = device;

@@ -154,6 +154,14 @@ EXPORT int faccessat(int dir, const char *path, int how, int flags)
 	return fake_is_ours(path) ? ask(path, how) : fake_real()->faccessat(dir, path, how, flags);
 }
 
+static void fill_node(enum emu_kind kind, uint32_t minor, struct stat *st)
+{
+	memset(st, 0, sizeof *st);
+	st->st_mode = S_IFCHR | 0666;
+	st->st_nlink = 1;
+	st->st_rdev = makedev(kind == EMU_UVM ? 510 : NV_MAJOR, minor);
+}
+
 static int stat_node(const char *path, struct stat *st)
 {
 	enum emu_kind kind;
@@ -163,10 +171,7 @@ static int stat_node(const char *path, struct stat *st)
 		errno = ENOENT;
 		return -1;
 	}
-	memset(st, 0, sizeof *st);
-	st->st_mode = S_IFCHR | 0666;
-	st->st_nlink = 1;
-	st->st_rdev = makedev(kind == EMU_UVM ? 510 : NV_MAJOR, minor);
+	fill_node(kind, minor, st);
 	return 0;
 }
 
@@ -200,20 +205,49 @@ STAT_HOOK(__xstat64, (int v, const char *path, struct stat64 *st), path, st, v, 
 STAT_HOOK(__lxstat, (int v, const char *path, struct stat *st), path, st, v, path, st)
 STAT_HOOK(__lxstat64, (int v, const char *path, struct stat64 *st), path, st, v, path, st)
 
+/* A descriptor of ours is a device to whoever holds it, also where it was passed to. Which open it is (device and
+ * inode) stays the socket's: two descriptors of one open compare equal. */
+#define FSTAT_HOOK(name, parameters, fd, st, ...)                                       \
+	EXPORT int name parameters;                                                     \
+	EXPORT int name parameters                                                      \
+	{                                                                               \
+		static int(*next) parameters;                                           \
+		struct node node;                                                       \
+		struct stat file;                                                       \
+		int rc;                                                                 \
+		if (!next)                                                              \
+			*(void **)&next = dlsym(RTLD_NEXT, #name);                      \
+		rc = next(__VA_ARGS__);                                                 \
+		if (rc == 0 && S_ISSOCK((st)->st_mode) && fake_node_of_fd(fd, &node)) { \
+			fill_node(node.kind, node.minor, &file);                        \
+			(st)->st_mode = file.st_mode;                                   \
+			(st)->st_rdev = file.st_rdev;                                   \
+		}                                                                       \
+		return rc;                                                              \
+	}
+#undef fstat64
+FSTAT_HOOK(fstat, (int fd, struct stat *st), fd, st, fd, st)
+FSTAT_HOOK(fstat64, (int fd, struct stat64 *st), fd, st, fd, st)
+FSTAT_HOOK(__fxstat, (int v, int fd, struct stat *st), fd, st, v, fd, st)
+FSTAT_HOOK(__fxstat64, (int v, int fd, struct stat64 *st), fd, st, v, fd, st)
+
 /* What coreutils and the standard libraries of newer languages call. */
 EXPORT int statx(int dir, const char *restrict path, int flags, unsigned mask, struct statx *restrict out)
 {
 	static int (*next)(int, const char *, int, unsigned, struct statx *);
 	char proc[4096];
+	struct node node;
 	struct stat st;
 
 	if (!next)
 		*(void **)&next = dlsym(RTLD_NEXT, "statx");
-	if (!fake_is_ours(path))
+	if ((flags & AT_EMPTY_PATH) && fake_node_of_fd(dir, &node))
+		fill_node(node.kind, node.minor, &st);
+	else if (!fake_is_ours(path))
 		return next(dir, path, flags, mask, out);
-	if (fake_proc_path(path, proc, sizeof proc))
+	else if (fake_proc_path(path, proc, sizeof proc))
 		return next(dir, proc, flags, mask, out);
-	if (stat_node(path, &st))
+	else if (stat_node(path, &st))
 		return -1;
 	*out = (struct statx){.stx_mask = STATX_TYPE | STATX_MODE | STATX_NLINK,
 	                      .stx_mode = (uint16_t)st.st_mode,

@@ -1,0 +1,63 @@
+"""Threads for calls that may never come back: closing and looking at descriptors that strangers sent.
+
+The loop hands a job over and goes on. A job that hangs keeps its thread; the next gets another one, up to `most`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+CLOSERS = 32
+BACKLOG = 256  # descriptors that wait to be closed; beyond, nobody unknown is read from
+
+
+class Helpers:
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._free = 0  # threads that wait for work, less jobs that wait for a thread
+
+    def do(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            fresh = self._free <= 0 and self._threads < self._most
+            self._threads += fresh
+            self._free -= not fresh
+        self._work.put(job)
+        if fresh:  # a daemon: a call that never comes back must not keep valved from leaving
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            job = self._work.get()
+            with contextlib.suppress(OSError):
+                job()
+            del job
+            with self._lock:
+                self._free += 1
+
+    @property
+    def backlog(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._work.qsize()
+
+
+class Closer:
+    """Closes what strangers sent. close() may wait for as long as its sender likes: SO_LINGER, a FUSE file."""
+
+    def __init__(self) -> None:
+        self._helpers = Helpers("valved-close", CLOSERS)
+
+    def close(self, fds: Iterable[int]) -> None:
+        for fd in fds:
+            self._helpers.do(lambda fd=fd: os.close(fd))  # type: ignore[misc]
+
+    @property
+    def is_behind(self) -> bool:
+        return self._helpers.backlog > BACKLOG
