@@ -392,6 +392,13 @@ class Register:
         connection = self._connections.get(client)
         return connection is not None and connection.send(kind, body, seq, fds)
 
+    def is_online(self, client: ClientId) -> bool:
+        """An online process, or the engine hook of one."""
+        return self._books.clients[client].service in self._keeper.online
+
+    def count_refusal(self, code: Refusal) -> None:
+        self._keeper.counters.refuse(code.name.lower())
+
     def malformed(self, pid: int, uid: int, why: str) -> None:
         self._keeper.counters.malformed += 1
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)

@@ -1,8 +1,8 @@
 """The link socket: accept, read, write, close; nothing here knows what a message means.
 
-Everything is non-blocking and bounded: a peer is read a few packets at a time so that it cannot starve the others, a
-peer whose socket is full is dropped (link.h: clients read all the time), one that says nothing is closed after a
-while, and one malformed packet ends its connection.
+Everything is non-blocking and bounded: a peer is read a few packets at a time, and no longer than its share of the loop
+(turns.py); one that does not read is dropped after a while (outbox.py), one that says nothing likewise, and one
+malformed packet ends its connection. What strangers sent is never closed here: close() may take as long as they like.
 """
 
 from __future__ import annotations
@@ -16,15 +16,38 @@ import struct
 import time
 from pathlib import Path
 
-from valved.abi.link import MAX_FDS, MAX_PACKET, Body, Hello, LinkType, Malformed, Packet, build, parse
+from valved.abi.link import (
+    MAX_FDS,
+    MAX_PACKET,
+    Body,
+    Hello,
+    LinkType,
+    Malformed,
+    Packet,
+    Refusal,
+    Refused,
+    build,
+    parse,
+)
 from valved.clients.register import Register
+from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
+from valved.service.outbox import Outbox, widen
+from valved.service.turns import Turns
 
 BACKLOG = 512
 PACKETS_AT_ONCE = 32  # per readiness of one peer
+TURN_NS = 5_000_000  # and no longer than this, if each of them takes its time
 ACCEPTS_AT_ONCE = 64
-PENDING_PER_UID = 64  # connections that have not said HELLO yet
+PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet; the oldest makes room
+PENDING = 512
+BEHIND_S = (
+    0.05  # while descriptors pile up that nobody can close, only those who have said HELLO to an online role speak
+)
+SCM_MAX_FD = 253  # the kernel's bound: what does not fit into our room it would close itself, on our loop
+CREDENTIALS = struct.Struct("3i")
+_SO_PASSRIGHTS = 83  # Linux 6.16: off, nobody can send us descriptors
 FDS_MOST = {
     LinkType.RM_CLIENT: 1,
     LinkType.KV_HELD: MAX_FDS,
@@ -58,30 +81,25 @@ class LinkConnection:
     def __init__(self, server: LinkServer, sock: socket.socket) -> None:
         self._server = server
         self._sock = sock
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid, self.uid, _ = struct.unpack("3i", raw)
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        self.pid, self.uid, _ = CREDENTIALS.unpack(raw)
         self.client: ClientId | None = None
         self.is_open = True
+        self.is_online = False
+        self.sender = self.pid  # who sent the last packet: a socket can be passed on, or inherited
+        self.outbox = Outbox(server.loop, sock, lambda why: server.drop_later(self, why))
+        widen(sock)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
-        """Whether it is on its way. Never waits: a peer that does not read is dropped in the next turn of the loop."""
-        if not self.is_open:
-            return False
-        packet = build(kind, body, seq=seq, sent_ns=time.monotonic_ns())
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            self._sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            self._server.drop_later(self)
-            return False
-        return True
+        """Whether it is on its way. Never waits."""
+        return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds)
 
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
-        room = socket.CMSG_SPACE(MAX_FDS * 4)
+        room = socket.CMSG_SPACE(SCM_MAX_FD * 4) + socket.CMSG_SPACE(CREDENTIALS.size)
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(
                 MAX_PACKET + 1, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -91,25 +109,37 @@ class LinkConnection:
         except OSError as error:
             raise EOFError from error
         fds = _descriptors(ancillary)
+        self.sender = _sender(ancillary, self.sender)
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            close_all(fds)
+            self._server.closer.close(fds)
             raise Malformed("a packet or its descriptors were cut short")
         if not data:
-            close_all(fds)
+            self._server.closer.close(fds)
             raise EOFError
         return data, fds
 
+    def may_pass_descriptors(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 1)
+
     def close(self) -> None:
-        """The server forgets the peer; its client, if any, is the register's business."""
+        """The server forgets the peer; its client, if any, is the register's business. The peer hears the end at once;
+        the socket itself is closed elsewhere, with what is still queued in it."""
         if self.is_open:
             self.is_open = False
             self._server.forget(self)
-            self._sock.close()
+            left = self.outbox.close()
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._server.closer.close([*left, self._sock.detach()])
 
 
 class LinkServer:
     def __init__(self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float) -> None:
-        self._loop = loop
+        self.loop = self._loop = loop
+        self.closer = Closer()
+        self._turns = Turns()
+        self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
         self._path = path
         self._hello_s = hello_s
@@ -122,6 +152,9 @@ class LinkServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # who sends, not only who connected
+        with contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)  # until HELLO; connections inherit both
         listener.bind(str(fresh))
         fresh.chmod(0o666)  # anybody may knock; quotas and identity come after
         listener.listen(BACKLOG)
@@ -131,6 +164,7 @@ class LinkServer:
         for_clients.hardlink_to(fresh)
         fresh.replace(self._path)
         self._listener = listener
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._loop.add_reader(listener, self._accept)
 
     def stop(self) -> None:
@@ -143,13 +177,16 @@ class LinkServer:
             self._for_clients().unlink(missing_ok=True)
         for peer in list(self._peers):
             peer.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _for_clients(self) -> Path:
         """The same socket in a folder of its own: what containers may see of the run folder, without the API."""
         return self._path.parent / CLIENT_FOLDER / self._path.name
 
-    def drop_later(self, peer: LinkConnection) -> None:
-        self._loop.call_soon(self._drop, peer, "its socket is full or broken")
+    def drop_later(self, peer: LinkConnection, why: str) -> None:
+        self._loop.call_soon(self._drop, peer, why)
 
     def forget(self, peer: LinkConnection) -> None:
         self._loop.remove_reader(peer.fileno())
@@ -169,28 +206,74 @@ class LinkServer:
                 sock, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError:  # out of descriptors: stop listening for a moment instead of turning in a circle
+            except OSError:  # out of descriptors: say so, and do not turn in a circle
+                self._turn_away()
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(0.1, self._resume_accept)
                 return
             self._admit(sock)
 
+    def _turn_away(self) -> None:
+        """Nobody is left without an answer: the spare descriptor is lent to the one who knocks."""
+        assert self._listener is not None
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            refused = Refused(code=Refusal.QUOTA, text="valved is out of descriptors")
+            with contextlib.suppress(OSError):
+                sock.send(build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()), socket.MSG_DONTWAIT)
+            self._register.count_refusal(Refusal.QUOTA)
+            self.closer.close([sock.detach()])
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._spare < 0:
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
     def _resume_accept(self) -> None:
+        self._keep_spare()
         if self._listener is not None:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         peer = LinkConnection(self, sock)
-        if sum(other.uid == peer.uid for other in self._pending) >= PENDING_PER_UID:
-            self._register.malformed(peer.pid, peer.uid, "too many silent connections")
-            sock.close()
-            return
         self._peers.add(peer)
         self._pending[peer] = self._loop.call_later(self._hello_s, self._drop, peer, "no HELLO")
         self._loop.add_reader(sock, self._read, peer)
+        self._read(peer)  # an honest HELLO is here already: it never competes with those that say nothing
+        self._thin_out(peer.pid)
+
+    def _thin_out(self, pid: int) -> None:
+        silent = [peer for peer in self._pending if peer.pid == pid]
+        if len(silent) <= PENDING_PER_PROCESS:
+            silent = list(self._pending) if len(self._pending) > PENDING else []
+        if silent:
+            self._register.malformed(silent[0].pid, silent[0].uid, "too many silent connections")
+            self._drop(silent[0], "too many silent connections")
 
     def _read(self, peer: LinkConnection) -> None:
+        if peer.client is not None and not peer.is_online:
+            wait_ns = self._turns.wait_ns(peer.pid, time.monotonic_ns())
+            if wait_ns or self.closer.is_behind:
+                self._rest(peer, max(wait_ns / 1e9, BEHIND_S if self.closer.is_behind else 0.0))
+                return
+        self._read_some(peer)
+
+    def _rest(self, peer: LinkConnection, seconds: float) -> None:
+        """Not read for a while; the end of its process is noticed all the same."""
+        self._loop.remove_reader(peer.fileno())
+        self._loop.call_later(seconds, self._go_on, peer)
+
+    def _go_on(self, peer: LinkConnection) -> None:
+        if peer.is_open:
+            self._loop.add_reader(peer.fileno(), self._read, peer)
+
+    def _read_some(self, peer: LinkConnection) -> None:
+        until_ns = time.monotonic_ns() + TURN_NS
         for _ in range(PACKETS_AT_ONCE):
             if not peer.is_open:
                 return
@@ -206,12 +289,14 @@ class LinkServer:
                 self._register.malformed(peer.pid, peer.uid, str(error))
                 self._drop(peer, "malformed")
                 return
+            if time.monotonic_ns() > until_ns:
+                return  # it is still readable: after the others
 
     def _take(self, peer: LinkConnection, data: bytes, fds: list[int]) -> None:
         try:
             self._dispatch(peer, parse(data), fds)
         finally:
-            close_all(fds)  # all that nobody took
+            self.closer.close(fds)  # all that nobody took
 
     def _dispatch(self, peer: LinkConnection, packet: Packet, fds: list[int]) -> None:
         if len(fds) > FDS_MOST.get(packet.type, 0):
@@ -219,14 +304,22 @@ class LinkServer:
         if peer.client is None:
             if not isinstance(packet.body, Hello):
                 raise Malformed(f"{packet.type.name} before HELLO")
+            if peer.sender != peer.pid:
+                raise Malformed(f"HELLO of process {peer.sender} on a connection of process {peer.pid}")
             self._pending.pop(peer).cancel()
+            peer.may_pass_descriptors()  # before the answer that invites them
             peer.client = self._register.hello(peer, packet)
+            peer.is_online = peer.client is not None and self._register.is_online(peer.client)
             if peer.client is None:
                 peer.close()
             return
         if packet.type not in FROM_CLIENT:
             raise Malformed(f"{packet.type.name} from a client")
+        began_ns = time.monotonic_ns()
         self._register.handle(peer.client, packet, fds)
+        if packet.type < LinkType.KV_RANGE and not peer.is_online:  # online work may wait for what KV messages say
+            now_ns = time.monotonic_ns()
+            self._turns.took(peer.pid, now_ns - began_ns, now_ns)
 
     def _drop(self, peer: LinkConnection, reason: str) -> None:
         peer.close()
@@ -234,10 +327,12 @@ class LinkServer:
             self._register.leave(peer.client, reason)
 
 
-def close_all(fds: list[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+def _sender(ancillary: list[tuple[int, int, bytes]], before: int) -> int:
+    """Whose packet it is, as the kernel says."""
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= CREDENTIALS.size:
+            return int(CREDENTIALS.unpack_from(data)[0])
+    return before
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

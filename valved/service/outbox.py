@@ -1,0 +1,118 @@
+"""What a peer has not read yet. valved never waits to send, and drops nobody who is off the CPU for a moment.
+
+A socket holds about a hundred packets, one reclaim of an engine with 160 ranges is more. What does not fit waits here,
+in order, up to a bound in bytes, descriptors and seconds; beyond it the peer is given up.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+
+SEND_BUFFER = 1 << 20  # of the socket; a packet of 1 KiB costs it about two
+MOST_BYTES = 1 << 20
+MOST_FDS = 1024  # duplicates of ours: who handed them in may close them
+PATIENCE_S = 5.0  # a peer that takes nothing for so long is stopped, frozen or hostile
+_SO_SNDBUFFORCE = 32
+
+
+def widen(sock: socket.socket) -> None:
+    """As root beyond the system's bound, else up to it."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SEND_BUFFER)
+    except OSError:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+
+class Outbox:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._broken = broken
+        self._queue: deque[tuple[bytes, list[int]]] = deque()
+        self._bytes = self._fds = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._taken = 0  # packets that left the queue, ever
+
+    def send(self, packet: bytes, fds: tuple[int, ...]) -> bool:
+        """Whether it is on its way. The descriptors stay the caller's."""
+        if self._queue:
+            return self._keep(packet, fds)
+        try:
+            self._send(packet, fds)
+        except (BlockingIOError, InterruptedError):
+            return self._keep(packet, fds)
+        except OSError:
+            self._broken("its socket is broken")
+            return False
+        return True
+
+    def close(self) -> list[int]:
+        """Descriptors of ours that were never sent."""
+        self._stop_writing()
+        left = [fd for _, fds in self._queue for fd in fds]
+        self._queue.clear()
+        return left
+
+    def _send(self, packet: bytes, fds: tuple[int, ...] | list[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self._sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def _keep(self, packet: bytes, fds: tuple[int, ...]) -> bool:
+        if self._bytes + len(packet) > MOST_BYTES or self._fds + len(fds) > MOST_FDS:
+            self._broken("it does not read")
+            return False
+        try:
+            mine = [os.dup(fd) for fd in fds]
+        except OSError:
+            self._broken("out of descriptors")
+            return False
+        self._queue.append((packet, mine))
+        self._bytes += len(packet)
+        self._fds += len(mine)
+        if len(self._queue) == 1:
+            self._loop.add_writer(self._sock, self._flush)
+            self._watch(self._taken)
+        return True
+
+    def _watch(self, taken: int) -> None:
+        self._timer = self._loop.call_later(PATIENCE_S, self._look, taken)
+
+    def _look(self, taken: int) -> None:
+        if self._taken == taken:
+            self._broken("it does not read")
+        else:
+            self._watch(self._taken)
+
+    def _flush(self) -> None:
+        while self._queue:
+            packet, fds = self._queue[0]
+            try:
+                self._send(packet, fds)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._stop_writing()
+                self._broken("its socket is broken")
+                return
+            self._queue.popleft()
+            self._taken += 1
+            self._bytes -= len(packet)
+            self._fds -= len(fds)
+            for fd in fds:  # ours to begin with: closing them waits for nobody
+                os.close(fd)
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        if self._queue or self._timer is not None:
+            with contextlib.suppress(ValueError, OSError):
+                self._loop.remove_writer(self._sock)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
