@@ -8,6 +8,7 @@ import pytest
 from node_world import World
 
 from valved.abi.link import LinkType
+from valved.clients.channels import HELD_PER_CLIENT
 from valved.clients.possession import OFFERS, PATIENCE_NS
 from valved.machine.ports import ArmResult
 from valved.model.ids import GpuIndex, Reach, Role
@@ -215,3 +216,32 @@ def test_a_channel_that_is_freed_before_its_proof_is_never_armed(world):
 
     assert not world.books.clients[offline].channels
     assert world.books.clients[offline].role is Role.OFFLINE
+
+
+# What a client may make valved keep, or do
+
+
+def test_held_schedule_calls_never_pile_up(world):
+    """50,000 of one client took 40 MB, and letting them go took the loop seconds."""
+    world.online()
+    hostile = world.offline()
+    h_client = 0xC1D00000 + hostile
+
+    seqs = [world.schedule(hostile, h_client) for _ in range(HELD_PER_CLIENT + 10)]
+
+    assert [answers(world, hostile, seq) for seq in seqs[:10]] == [[errno.EAGAIN]] * 10
+    assert [answers(world, hostile, seq) for seq in seqs[10:]] == [[]] * HELD_PER_CLIENT
+    world.register.leave(hostile, "exit")
+    assert not world.register.channels._held
+
+
+def test_saying_that_it_scheduled_never_asks_the_driver_about_each_channel(world):
+    world.online()
+    hostile = world.offline(gpus=())
+    for number in range(32):
+        world.add_channel(hostile, h_client=THEIRS, h_channel=number)
+    before = len(world.gate.calls)
+
+    world.schedule(hostile, THEIRS, LinkType.SCHEDULE_DONE)
+
+    assert world.gate.calls[before:] == [("stop_again", THEIRS)]

@@ -414,7 +414,7 @@ def test_a_schedule_call_that_ran_across_a_gate_is_undone(world):
 
     world.schedule(offline, 0xC1D00000 + offline, kind=LinkType.SCHEDULE_DONE)
 
-    assert ("add_channel", 0xCAF00001) in world.gate.calls
+    assert ("stop_again", 0xC1D00000 + offline) in world.gate.calls
 
 
 # The lease

@@ -217,6 +217,13 @@ class FakeGate:
         self.clients[client].channels.pop((h_client, h_channel), None)
         self.off.pop((h_client, h_channel), None)
 
+    def stop_again(self, client, h_client):
+        self.calls.append(("stop_again", h_client))
+        entry = self.clients[client]
+        for key, ref in entry.channels.items():
+            if key[0] == h_client and self._is_held(ref.gpu):
+                self._switch(entry, key, ref, {ref.gpu})
+
     def give_rm_client(self, client, gpu, h_client, h_device, h_subdevice, fd):
         self.calls.append(("give_rm_client", h_client, fd))
         if fd >= 0:

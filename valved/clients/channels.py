@@ -31,6 +31,7 @@ from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
 NO_UUID = bytes(16)
+HELD_PER_CLIENT = 64  # twice the threads of one shim that can wait at once
 Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
 
 
@@ -69,7 +70,7 @@ class Channels:
         self._quota = quota
         self._link = link
         self._send = send
-        self._held: list[HeldSchedule] = []
+        self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
         self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
@@ -282,10 +283,15 @@ class Channels:
         if not gpus or entry.role is not Role.OFFLINE or self.is_draining:
             self._ack(entry.id, seq)
             return
+        mine = self._held.setdefault(entry.id, {})
+        if seq in mine:
+            self._let_go(mine[seq], None)
+        elif len(mine) >= HELD_PER_CLIENT:
+            self._let_go(next(iter(mine.values())), errno.EAGAIN)
         until_ns = self._clock.now_ns() + round(self._link.schedule_hold_s * SECOND_NS)
         timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
         held = HeldSchedule(client=entry.id, seq=seq, gpus=gpus, timer=timer)
-        self._held.append(held)
+        self._held.setdefault(entry.id, {})[seq] = held
 
     def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
         """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process."""
@@ -295,31 +301,31 @@ class Channels:
         return frozenset(gpu for gpu in gpus if self._keeper.is_stopped(gpu))
 
     def release_schedules(self) -> None:
-        for held in list(self._held):
+        for held in [held for mine in self._held.values() for held in mine.values()]:
             if self.is_draining or not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
                 self._let_go(held, 0)
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:
         held.timer.cancel()
-        self._held.remove(held)
+        mine = self._held[held.client]
+        del mine[held.seq]
+        if not mine:
+            del self._held[held.client]
         if status is not None:
             self._ack(held.client, held.seq, status)
 
     def forget(self, client: ClientId) -> None:
         """The client is gone: nobody waits for the answers."""
         self.possession.forget(client)
-        for held in [held for held in self._held if held.client == client]:
+        for held in list(self._held.get(client, {}).values()):
             self._let_go(held, None)
 
     def _schedule_done(self, entry: ClientEntry, body: Schedule) -> None:
         for key in list(entry.app_disabled):
             if key[0] == body.h_client and body.h_object in (key[1], entry.channels[key].h_tsg):
                 self._app_switched(entry, key, disabled=False)  # a SCHEDULE enables what a disable had stopped
-        if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
-            return
-        for (h_client, _), channel in list(entry.channels.items()):
-            if h_client == body.h_client and self._keeper.is_stopped(channel.gpu):
-                self._gate.add_channel(entry.id, channel)
+        if entry.role is Role.OFFLINE and self._gated_gpus(entry, body.h_client):
+            self._gate.stop_again(entry.id, body.h_client)
 
     # Notes
 

@@ -60,10 +60,13 @@ class Channels:
         return self._by_key.pop((client, h_client, h_channel), None)
 
     def pop_client(self, client: ClientId) -> list[Channel]:
-        mine = [channel for channel in self if channel.client == client]
+        mine = self.of(client)
         for channel in mine:
             self.pop(client, channel.ref.h_client, channel.ref.h_channel)
         return mine
+
+    def of(self, client: ClientId) -> list[Channel]:
+        return [channel for channel in self if channel.client == client]
 
     def armed(self, gpu: GpuIndex) -> list[Channel]:
         return [channel for channel in self if channel.ref.gpu == gpu and channel.is_armed]

@@ -172,6 +172,10 @@ class GatePort(Protocol):
 
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None: ...
 
+    def stop_again(self, client: ClientId, h_client: int) -> None:
+        """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more."""
+        ...
+
     def give_rm_client(
         self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
     ) -> None:
