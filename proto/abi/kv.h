@@ -131,6 +131,8 @@ struct valve_kv_row {
  */
 
 /* Flags of a range. */
+#define VALVE_KV_HEEDED \
+	2u /* told again to a new valved: an earlier one has answered KV_STEP for this range with 0 */
 #define VALVE_KV_ELASTIC \
 	1u /* the engine heeds the table: a range may be backed in part from the start. It has no
                              * hole even then: slots without a handle show the zero page when the engine gets it */

@@ -29,6 +29,10 @@
  *   KV_DONE [+ an fd per CREATE that was done]  ->   the order's end: how many entries, and why not more. No answer
  *   KV_HELD [+ an fd per entry]  -> shim, to a new valved, after KV_RANGE with held > 0: what is mapped where. ACK.
  *                                   (It waits for each of these, not for the ACK of that KV_RANGE)
+ *   KV_STEP                   ->    offline shim, where valved announces VALVE_FEATURE_KV_STEP: an engine step is about
+ *                                   to begin. Said before the first step after an elastic range came, and again until
+ *                                   ACK 0: every range is whole, or a hook reads the table. EAGAIN: neither is so, and
+ *                                   this process launches nothing until it is
  *   KV_PIN                    ->    shim: this span may never be taken (registered with a NIC, exported). No answer
  *   KV_RANGE_DEL              ->    shim: the range is unmapped and gone; its handles are the pool's. No answer
  *   KV_LAYOUT                 ->    hook of a rank (same pid as a shim with ranges): where blocks lie. Packets until
@@ -89,6 +93,7 @@ enum valve_link_type {
 	VALVE_LINK_KV_TABLE = 24,
 	VALVE_LINK_KV_NEED = 25,
 	VALVE_LINK_KV_SCRATCH = 26,
+	VALVE_LINK_KV_STEP = 27,
 };
 
 enum valve_refusal {
@@ -201,7 +206,7 @@ struct valve_link_kv_range {
 	uint64_t base;
 	uint64_t handle_bytes;
 	uint32_t slots;
-	uint32_t flags; /* VALVE_KV_ELASTIC */
+	uint32_t flags; /* VALVE_KV_ELASTIC, VALVE_KV_HEEDED */
 	uint32_t held;  /* slots already backed, told with KV_HELD next: a new valved gives nothing before */
 	uint32_t pad0;
 };
@@ -279,6 +284,13 @@ struct valve_link_kv_need {
 	uint32_t pad0;
 };
 
+/* KV_STEP */
+struct valve_link_kv_step {
+	struct valve_link_header header;
+	uint32_t range; /* the newest one */
+	uint32_t pad0;
+};
+
 /* One handle's worth of the shim's own memory, never an application's. Comes with a descriptor of the file on which the
  * process registered its channels with UVM. */
 struct valve_link_kv_scratch {
@@ -307,6 +319,7 @@ VALVE_SIZE(valve_link_kv_layout, 1232);
 VALVE_SIZE(valve_link_kv_attach, 104);
 VALVE_SIZE(valve_link_kv_table, 40);
 VALVE_SIZE(valve_link_kv_need, 32);
+VALVE_SIZE(valve_link_kv_step, 32);
 VALVE_SIZE(valve_link_kv_scratch, 64);
 #undef VALVE_SIZE
 

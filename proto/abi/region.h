@@ -46,6 +46,7 @@ enum valve_feature {
 	VALVE_FEATURE_SPARSE =
 	        1u << 7, /* and those by which valved makes memory sparse itself. The daemon announces
 	                                 * it only where it may: it asks for a descriptor of /dev/nvidia-uvm */
+	VALVE_FEATURE_KV_STEP = 1u << 8, /* KV_STEP is said before the first engine step over a hole */
 };
 
 /* Orders to an offline client, in control.order: what its keeper thread must do now. */

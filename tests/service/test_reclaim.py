@@ -118,7 +118,7 @@ def test_the_columns_that_hold_no_request_go_first(world):
 
 
 def test_the_null_block_is_never_taken(world):
-    offline, online = both(world, columns=20)
+    offline, online = both(world, columns=19)
 
     online.want(used=4, wanted=80)
     world.run(3000)
@@ -178,19 +178,20 @@ def test_a_loss_stays_told_when_the_memory_is_lent_again(world):
     world.run(1000)
 
     assert len(offline.backed()) == 64
-    assert ((offline.entries[gone] >> 1) == (before[gone] >> 1) + 2).all()
+    assert ((offline.entries[gone] >> 1) >= (before[gone] >> 1) + 2).all()
 
 
 def test_an_engine_that_cannot_recompute_loses_nothing(world):
     offline = world.engine("offline", columns=16, mode=KvMode.NONE)
     world.run(61_000)  # nobody else will back it
-    online = world.engine("online", columns=16)
+    online = world.engine("online", columns=4)  # what was left: 4 of 20 handles
     world.run(500)
 
-    online.want(used=4, wanted=48)
+    online.want(used=4, wanted=16)
     world.run(2000)
 
-    assert len(online.backed()) == 16  # what was left: 4 of 20 handles
+    assert world.engine("online", columns=5) is None
+    assert len(online.backed()) == 16
     assert len(offline.backed()) == 64
     assert not reclaims(world)
 
@@ -198,14 +199,15 @@ def test_an_engine_that_cannot_recompute_loses_nothing(world):
 def test_a_hook_whose_mode_sinks_loses_nothing_more(world):
     offline = world.engine("offline", columns=16)
     world.run(500)
-    offline.book["mode"] = KvMode.NONE
-    online = world.engine("online", columns=16)
+    online = world.engine("online", columns=8)
     world.run(500)
+    offline.book["mode"] = KvMode.NONE
+    backed = len(offline.backed())
 
-    online.want(used=4, wanted=48)
+    online.want(used=4, wanted=32)
     world.run(2000)
 
-    assert len(offline.backed()) == 64
+    assert len(offline.backed()) >= backed
 
 
 def test_a_gpu_that_cannot_be_stopped_is_tried_ever_less_often_for_lending(world):
@@ -418,9 +420,11 @@ def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):
     world.run(500)
     offline.shim.has_stepped = True
     offline.book["steps"] = 7
+    offline.shim.steps = True
     online = world.engine("online", columns=16)
     world.gate.finish(online.shim.client)
     world.run(2000)
+    offline.shim.steps = False
 
     online.want(used=4, wanted=32)
     world.run(5)
@@ -443,6 +447,9 @@ def waiting_world(tmp_path, *, let_ms=500.0, step_s=30.0):
     offline.shim.has_stepped = offline.shim.steps = True
     offline.book["steps"] = 7
     online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    world.run(1500)  # what it does not need goes back to offline work
+    assert len(offline.backed()) == 64
     world.gate.hint(online.client, started=1, ended=0)
     world.gate.launch(online.shim.client)
     world.run(20)

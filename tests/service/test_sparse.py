@@ -285,9 +285,9 @@ def test_what_has_left_the_process_is_never_taken(world):
     offline = world.engine("offline", columns=16)
     world.run(500)
     offline.shim.say(LinkType.KV_PIN, KvSpan(range=0, offset=0, bytes=32 * MIB))
-    online = world.engine("online", columns=16)
+    online = world.engine("online", columns=4)
     world.run(500)
-    online.want(used=4, wanted=40)
+    online.want(used=4, wanted=16)
     world.run(2000)
 
     assert len(offline.backed()) == 64

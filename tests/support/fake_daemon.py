@@ -24,7 +24,7 @@ MAGIC, ABI = 0x4B4E4C56, 1
 HEADER = struct.Struct("<IHHIIQ")
 HELLO, WELCOME, REFUSED, ACK, RM_CLIENT, CHANNEL_ADD, CHANNEL_DEL, SCHEDULE_WAIT, NOTE, SCHEDULE_DONE = range(1, 11)
 KV_RANGE, KV_RANGE_DEL, KV_HELD, KV_PIN, KV_ORDER, KV_DONE, KV_LAYOUT, KV_ATTACH, KV_TABLE, KV_NEED = range(16, 26)
-KV_SCRATCH = 26
+KV_SCRATCH, KV_STEP = 26, 27
 NAMES = {
     HELLO: "HELLO",
     RM_CLIENT: "RM_CLIENT",
@@ -42,6 +42,7 @@ NAMES = {
     KV_ATTACH: "KV_ATTACH",
     KV_NEED: "KV_NEED",
     KV_SCRATCH: "KV_SCRATCH",
+    KV_STEP: "KV_STEP",
 }
 BODIES = {
     HELLO: struct.Struct("<HHIII32s16s"),
@@ -60,6 +61,7 @@ BODIES = {
     KV_ATTACH: struct.Struct("<HHIIIIIII48s"),
     KV_NEED: struct.Struct("<II"),
     KV_SCRATCH: struct.Struct("<16sIIQQ"),
+    KV_STEP: struct.Struct("<II"),
 }
 FIELDS = {
     HELLO: "abi_min abi_max features wanted_role driver build comm",
@@ -78,6 +80,7 @@ FIELDS = {
     KV_ATTACH: "abi_min abi_max mode blocks block_tokens rows row_blocks ranks pad0 engine",
     KV_NEED: "wanted_blocks pad0",
     KV_SCRATCH: "gpu_uuid device_instance place base bytes",
+    KV_STEP: "range pad0",
 }
 ONLINE, OFFLINE = 1, 2
 RUN, STOP, HOLD = 0, 1, 2
@@ -85,7 +88,7 @@ PAGE, SLOTS = 4096, 256
 CONTROL_BYTES, REGION_BYTES = PAGE, PAGE + SLOTS * 64 + PAGE
 CONTROL_MAGIC, REGION_MAGIC = 0x314C5443564C4156, 0x314E4752564C4156
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 16
-FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY, FEATURE_SPARSE = 16, 32, 64, 128
+FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY, FEATURE_SPARSE, FEATURE_KV_STEP = 16, 32, 64, 128, 256
 NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
 LONG_S = 200.0  # no test waits that long for something that happens
 

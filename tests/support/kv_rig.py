@@ -25,11 +25,11 @@ tick_ms = 10
 tau_s = 1.0
 tau_min_s = 0.2
 """
-BURST = [(1.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
+BURST = [(4.0, 1200, 60)]  # 79 blocks, three columns; its reserve is one
 CACHE = ["--kv-blocks", str(BLOCKS), "--kv-planes", str(PLANES), "--block-kib", str(BLOCK_KIB)]
 
 
-def config(pool_mib: int = 32, remap: str = "helper", more: str = "") -> str:
+def config(pool_mib: int = 36, remap: str = "helper", more: str = "") -> str:
     return CONFIG.format(pool_mib=pool_mib, remap=remap) + more
 
 
@@ -56,7 +56,9 @@ class Engines:
             self.node.wait_for(lambda: self.engine("online") or self.online.poll() is not None, "it attached or ended")
             if self.engine("online"):
                 break  # else valved was too slow for its first word, on a busy machine: it ran untouched, as it should
-        self.node.wait_for(lambda: self.engine("online").backed_blocks > 0, "it has its reserve")
+        self.node.wait_for(lambda: 0 < self.engine("online").backed_blocks < BLOCKS, "it has its reserve")
+        if self.engine("offline") is not None:
+            self.node.wait_for(lambda: self.engine("offline").backed_blocks == BLOCKS, "the rest is lent again")
 
     def engine(self, role: str):
         number = {"online": 1, "offline": 2}[role]

@@ -71,8 +71,10 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: len(self.hooks) < 4)
     @rule(role=st.sampled_from(["online", "offline"]), columns=st.integers(2, 16))
     def come(self, role, columns):
-        self.hooks.append(self.world.engine(role, columns=columns, name=f"{role}{len(self.world.shims)}"))
-        self.hooks[-1].book["steps"] = 1
+        hook = self.world.engine(role, columns=columns, name=f"{role}{len(self.world.shims)}")
+        if hook is not None:
+            self.hooks.append(hook)
+            hook.book["steps"] = 1
 
     @precondition(lambda self: self.hooks)
     @rule(data=st.data())

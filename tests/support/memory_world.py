@@ -31,6 +31,7 @@ from valved.abi.kv_link import (
     KvRangeMessage,
     KvScratch,
     KvSpan,
+    KvStep,
     KvTableMessage,
 )
 from valved.abi.link import Feature, LinkType
@@ -108,7 +109,7 @@ class Shim:
         self.world.register.handle(self.client, packet, fds)
         return packet.seq
 
-    def reserve(self, number, slots, gpu=0, *, elastic=True, held=0, handle_mib=None):
+    def reserve(self, number, slots, gpu=0, *, elastic=True, held=0, handle_mib=None, flags=0):
         size = (handle_mib or self.world.config.memory.handle_mib) * MIB
         self.ranges[number], self.gpus[number] = {}, gpu
         base = BASE + (number << 40)
@@ -119,7 +120,7 @@ class Shim:
             base=base,
             handle_bytes=size,
             slots=slots,
-            flags=ELASTIC if elastic else 0,
+            flags=flags | (ELASTIC if elastic else 0),
             held=held,
         )
         self.ranges_of[number] = (base, size, slots)
@@ -161,6 +162,10 @@ class Shim:
             self._step_soon()
         else:
             self.step()
+
+    def begin_step(self):
+        """What valve_kv_step() asks first. 0: a step may begin; EAGAIN: what it launches waits."""
+        return self.acked(self.say(LinkType.KV_STEP, KvStep(range=max(self.ranges))))
 
     def step(self):
         """valve_kv_step(): between two steps, with the context drained."""
@@ -322,7 +327,7 @@ class Shim:
             if body.how == KvHow.OUTSIDE and body.op == KvOp.QUARANTINE:
                 self._hear_of(body)
 
-    def retell(self, successor_client, world=None):
+    def retell(self, successor_client, world=None, flags=0):
         """Say to a new connection, or a new valved, what is mapped."""
         self.world = world or self.world
         self.client = successor_client
@@ -332,7 +337,7 @@ class Shim:
         ranges, self.ranges = self.ranges, {}
         for number, slots in ranges.items():
             _, _, count = self.ranges_of[number]
-            self.reserve(number, count, self.gpus[number], held=len(slots))
+            self.reserve(number, count, self.gpus[number], held=len(slots), flags=flags)
             self.ranges[number] = slots
             rows = list(slots.items())
             for first in range(0, len(rows), 64):
@@ -457,7 +462,8 @@ class KvWorld(World):
         return shim
 
     def engine(self, role, *, columns=16, blocks_per_column=4, gpus=(0,), layers=1, pinned=(0,), mode=KvMode.FULL, **m):
-        """A process with one range per layer and GPU, and its hook, attached. Block 0 is the null block."""
+        """A process with one range per layer and GPU, and its hook, attached. Block 0 is the null block. None: its KV
+        cache is not valved's memory."""
         shim = self.shim(role, gpus=gpus, **m)
         if role == "offline" and self.config.memory.remap is Remap.SPARSE:
             for gpu in gpus:
@@ -466,9 +472,16 @@ class KvWorld(World):
         blocks, stride = columns * blocks_per_column, size // blocks_per_column
         tensors = []
         for number, (gpu, _) in enumerate((gpu, layer) for gpu in gpus for layer in range(layers)):
-            shim.reserve(number, columns, gpu)
+            asked = shim.reserve(number, columns, gpu)
             tensors.append(KvTensor(base_addr=BASE + (number << 40), block_stride_bytes=stride, block_bytes=stride))
-        self.run(5)  # their allocations return
+            for ms in [1] * 20 + [20] * 250:  # until its allocation returns, or the shim has waited in vain
+                self.run(ms)
+                if shim.acked(asked) is not None:
+                    break
+            if shim.acked(asked) != 0:  # it is ordinary memory
+                for made in list(shim.ranges):
+                    shim.free_range(made)
+                return None
         hook = Hook(shim, blocks, mode=mode)
         assert hook.register(tensors, pinned) == 0
         assert hook.attach() == 0

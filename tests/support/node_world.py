@@ -257,7 +257,7 @@ class World:
             self.processes.add(pid)
         if claimed:
             self.node.launch(pid, self.processes.start_time(pid), Role.OFFLINE, name)
-        client = self.hello(pid, Role.OFFLINE).client
+        client = self.hello(pid, Role.OFFLINE, features=Feature.GAPS | Feature.KV_STEP).client
         for gpu in gpus:
             self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
         return client

@@ -119,6 +119,7 @@ BODIES |= {
     ),
     LinkType.KV_TABLE: st.builds(kv_link.KvTableMessage, abi=u16, table_bytes=u32, book_bytes=u32),
     LinkType.KV_NEED: st.builds(kv_link.KvNeed, wanted_blocks=u32),
+    LinkType.KV_STEP: st.builds(kv_link.KvStep, range=u32),
     LinkType.KV_SCRATCH: st.builds(
         kv_link.KvScratch, gpu_uuid=uuids, device_instance=u32, place=u32, base=u64, bytes=u64
     ),
@@ -213,6 +214,7 @@ def test_python_and_c_agree_on_every_byte(tmp_path):
     )
     assert read[LinkType.KV_TABLE] == kv_link.KvTableMessage(abi=1, table_bytes=2, book_bytes=3)
     assert read[LinkType.KV_NEED] == kv_link.KvNeed(wanted_blocks=1)
+    assert read[LinkType.KV_STEP] == kv_link.KvStep(range=1)
     assert read[LinkType.KV_SCRATCH] == kv_link.KvScratch(
         gpu_uuid=bytes([7, *bytes(14), 9]), device_instance=1, place=2, base=3, bytes=4
     )
@@ -281,6 +283,7 @@ int main(void) {
 	SHOW((struct valve_link_kv_table){HEAD(valve_link_kv_table, VALVE_LINK_KV_TABLE), .abi = 1, .table_bytes = 2,
 		.book_bytes = 3});
 	SHOW((struct valve_link_kv_need){HEAD(valve_link_kv_need, VALVE_LINK_KV_NEED), .wanted_blocks = 1});
+	SHOW((struct valve_link_kv_step){HEAD(valve_link_kv_step, VALVE_LINK_KV_STEP), .range = 1});
 	SHOW((struct valve_link_kv_scratch){HEAD(valve_link_kv_scratch, VALVE_LINK_KV_SCRATCH),
 		.gpu_uuid = {7, [15] = 9}, .device_instance = 1, .place = 2, .base = 3, .bytes = 4});
 	return 0;

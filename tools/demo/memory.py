@@ -34,7 +34,7 @@ from valve_tools.sim.traces import NS, Trace, TraceError, read_file
 
 from valved.state.trace import read_lines
 
-BLOCKS, PLANES, BLOCK_KIB = 512, 2, 64  # 16 columns of two 2 MiB handles
+BLOCKS, PLANES, BLOCK_KIB = 512, 2, 64  # 16 columns of two 2 MiB handles; the pool holds one more
 BLOCK_TOKENS = 16
 CARD_TOKENS = 36 * 2**30 // (128 * 2**10)  # KV of an 8B model in 36 GiB: what a recorded request had around it
 PHASES = ("gate", "select", "tell", "take", "give", "total")
@@ -67,7 +67,7 @@ class Plan:
 
     def config(self, trace: Path) -> str:
         per_hour = self.per_window * 3600 / self.window_s
-        return CONFIG.format(trace=trace, pool_mib=64, window_s=self.window_s, per_hour=per_hour)
+        return CONFIG.format(trace=trace, pool_mib=68, window_s=self.window_s, per_hour=per_hour)
 
     def requests(self) -> list[tuple[float, int, int]]:
         """Bursts of long prompts over a trickle of short ones: (second, prompt, answer) in tokens."""

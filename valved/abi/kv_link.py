@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from valve_abi import KV_ABI, KvHow, KvMode, KvOp
 from valve_abi import KV_CREATE as CREATE
 from valve_abi import KV_ELASTIC as ELASTIC
+from valve_abi import KV_HEEDED as HEEDED
 from valve_abi import KV_ZERO as ZERO
 
 from valved.abi.codec import Malformed, Plain
 from valved.model.memory import KvTensor
 
-__all__ = ["CREATE", "ELASTIC", "KV_ABI", "ZERO", "KvHow", "KvMode", "KvOp"]  # the headers' own
+__all__ = ["CREATE", "ELASTIC", "HEEDED", "KV_ABI", "ZERO", "KvHow", "KvMode", "KvOp"]  # the headers' own
 
 MAX_ENTRIES = valve_abi.KV_ENTRIES
 MAX_TENSORS = valve_abi.KV_TENSORS
@@ -108,6 +109,11 @@ class KvNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvStep:
+    range: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvScratch:
     gpu_uuid: bytes
     device_instance: int
@@ -183,4 +189,5 @@ LAYOUT = _Layout()
 ATTACH = Plain(KvAttach, valve_abi.LINK_KV_ATTACH)
 TABLE = Plain(KvTableMessage, valve_abi.LINK_KV_TABLE)
 NEED = Plain(KvNeed, valve_abi.LINK_KV_NEED)
+STEP = Plain(KvStep, valve_abi.LINK_KV_STEP)
 SCRATCH = Plain(KvScratch, valve_abi.LINK_KV_SCRATCH)

@@ -171,5 +171,6 @@ CODECS: dict[int, Codec] = {
     LinkType.KV_ATTACH: kv_link.ATTACH,
     LinkType.KV_TABLE: kv_link.TABLE,
     LinkType.KV_NEED: kv_link.NEED,
+    LinkType.KV_STEP: kv_link.STEP,
     LinkType.KV_SCRATCH: kv_link.SCRATCH,
 }

@@ -70,6 +70,7 @@ FROM_CLIENT = frozenset(
         LinkType.KV_LAYOUT,
         LinkType.KV_ATTACH,
         LinkType.KV_NEED,
+        LinkType.KV_STEP,
         LinkType.KV_SCRATCH,
     }
 )

@@ -105,12 +105,16 @@ class Ladder:
 
     def _kill(self, client: ClientId) -> None:
         self._frozen.pop(client, None)
+        self.end(client, "could not be gated and stayed frozen for too long")
+
+    def end(self, client: ClientId, reason: str) -> None:
+        """Kill a process, with its channels on."""
         entry = self._books.clients.get(client)
         if entry is None:
             return
         self._leave(client, "about to be killed")  # enables its channels
         self._signal(entry.process, signal.SIGKILL)
-        self._record(EventKind.KILLED, entry, "could not be gated and stayed frozen for too long")
+        self._record(EventKind.KILLED, entry, reason)
 
     def _forget(self, client: ClientId) -> None:
         timer, _ = self._frozen.pop(client)

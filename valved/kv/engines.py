@@ -195,6 +195,11 @@ class Engine:
         return self.book.view()
 
     @property
+    def heeds_table(self) -> bool:
+        """Blocks without memory are not handed out. A hook that only reports hands out any."""
+        return self.is_complete and self.attached_mode in (KvMode.COARSE, KvMode.FULL)
+
+    @property
     def can_lose(self) -> bool:
         """Its hook recomputes what is lost. Any doubt means no."""
         return self.is_complete and self.attached_mode != KvMode.NONE and self.view().mode is not KvMode.NONE

@@ -18,6 +18,7 @@ import numpy as np
 from valved.abi.kv_files import check_sizes
 from valved.abi.kv_link import (
     ELASTIC,
+    HEEDED,
     KV_ABI,
     KvAttach,
     KvDone,
@@ -27,6 +28,7 @@ from valved.abi.kv_link import (
     KvRangeMessage,
     KvScratch,
     KvSpan,
+    KvStep,
     KvTableMessage,
 )
 from valved.abi.link import Ack, Feature, LinkType, Malformed, Packet
@@ -34,8 +36,10 @@ from valved.clients.register import Exits, Reactor
 from valved.config import MIB, Config
 from valved.gate.wake import GateService
 from valved.kv.engines import Engine, LayoutParts, Rank
+from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, Pool, RangeKey
+from valved.kv.unheeded import Unheeded
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
@@ -82,6 +86,8 @@ class Memory:
         self.offer: Offer = lambda entry, gpu, uuid, body, fd: os.close(fd)
         self.shim_left: Callable[[ClientId], None] = lambda client: None
         self.hang_up: Callable[[ClientId, str], None] = lambda client, reason: None
+        self.holds = LaunchHolds(gate)
+        self.unheeded = Unheeded(self.pool, books, journal, clock, self.holds, self._engine_of, config.memory.attach_s)
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -123,6 +129,8 @@ class Memory:
                 self._scratch(entry, body, fds)
             case KvAttach():
                 self._attach(entry, seq, body)
+            case KvStep():
+                self.ack(entry.id, seq, self.unheeded.step(entry, body.range))
             case KvNeed():
                 self.changed()
 
@@ -132,7 +140,8 @@ class Memory:
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        return Feature.MEMORY | Feature.SPARSE if self.settings.remap is Remap.SPARSE else Feature.MEMORY
+        always = Feature.MEMORY | Feature.KV_STEP
+        return always | Feature.SPARSE if self.settings.remap is Remap.SPARSE else always
 
     # Ranges
 
@@ -158,6 +167,7 @@ class Memory:
             base=body.base,
             handle_bytes=body.handle_bytes,
             is_elastic=bool(body.flags & ELASTIC),
+            is_heeded=bool(body.flags & HEEDED),
             at=np.full(body.slots, NO_HANDLE, np.int64),
         )
         self.pool.add_range(book)
@@ -165,9 +175,9 @@ class Memory:
         if body.held:
             self._held_left[book.key] = body.held
             self.ack(entry.id, seq)
-        elif book.is_elastic and entry.role is Role.OFFLINE:
+        elif book.is_elastic and self.unheeded.may_begin(entry):
             self.ack(entry.id, seq)  # it is lent memory when its engine has attached
-            self._expect_engine(book)
+            self.unheeded.expect(book)
         else:
             self.wants_whole(book, seq)
 
@@ -189,25 +199,10 @@ class Memory:
             return errno.ENOSPC
         return 0
 
-    def _expect_engine(self, book: KvRangeBook) -> None:
-        after_ns = self._clock.now_ns() + round(self.settings.attach_s * 1e9)
-        self._clock.call_at_ns(after_ns, lambda: self._whole_at_last(book))
-
-    def _whole_at_last(self, book: KvRangeBook) -> None:
-        """No engine heeds the table for this range: without memory its process would work on a page of zeros."""
-        entry = self._books.clients.get(book.key.client)
-        if entry is None or self.pool.ranges.get(book.key) is not book:
-            return
-        engine = self.engines.get(entry.service)
-        if engine is None or entry.id not in engine.ranks or not engine.can_lose:
-            self._journal.emit(
-                EventKind.NOTED,
-                service=entry.service,
-                client=entry.id,
-                reason="no engine attached to this KV range: it is backed whole",
-                pid=entry.process.pid,
-            )
-            self.wants_whole(book, 0)
+    def _engine_of(self, client: ClientId) -> Engine | None:
+        """The attached engine of which this shim is a rank."""
+        engine = self.engines.get(self.service_of(client))
+        return engine if engine is not None and client in engine.ranks and engine.is_complete else None
 
     def _find(self, entry: ClientEntry, number: int) -> KvRangeBook:
         book = self.pool.ranges.get(RangeKey(entry.id, number))
@@ -274,7 +269,8 @@ class Memory:
     def _told_all(self, entry: ClientEntry, book: KvRangeBook) -> None:
         del self._held_left[book.key]
         if book.is_elastic:
-            self._expect_engine(book)
+            self.unheeded.expect(book)
+            self.unheeded.may_go(entry.id)
         elif len(book.empty_slots()):
             self.wants_whole(book, 0)
         engine = self.engines.get(entry.service)
@@ -420,6 +416,7 @@ class Memory:
         if waiting is None:
             return
         entry, seq, body = waiting
+        self.unheeded.heed(engine)
         told = KvTableMessage(abi=KV_ABI, table_bytes=engine.table.bytes, book_bytes=engine.book.bytes)
         self._send(entry.id, LinkType.KV_TABLE, told, seq, (engine.table.fd, engine.book.fd))
         self._journal.emit(
@@ -483,6 +480,7 @@ class Memory:
             return
         self._drop_rank(entry)
         self.shim_left(entry.id)
+        self.unheeded.forget(entry.id)
         for key in [key for key in self._held_left if key.client == entry.id]:
             del self._held_left[key]
         self.orders.client_gone(entry.id, entry.process, is_alive=not is_dead)
@@ -512,7 +510,7 @@ class Memory:
         for rank in engine.ranks.values():
             for book in rank.books:
                 if book.is_elastic and book.key in self.pool.ranges:
-                    self._expect_engine(book)
+                    self.unheeded.expect(book)
         engine.close()
 
     def answer_whole(self, book: KvRangeBook, seq: int, missing: int) -> None:
@@ -522,6 +520,7 @@ class Memory:
         engine = self.engines.get(self.service_of(book.key.client))
         if engine is not None:
             self.tell(engine)
+        self.unheeded.may_go(book.key.client)
         if seq:
             self.ack(book.key.client, seq, errno.ENOMEM if missing else 0)
         self.changed()

@@ -55,6 +55,7 @@ class KvRangeBook:
     base: int
     handle_bytes: int
     is_elastic: bool
+    is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
     pins: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) that may never be taken
@@ -62,6 +63,10 @@ class KvRangeBook:
     @property
     def slots(self) -> int:
         return len(self.at)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool((self.at >= 0).all())
 
     def empty_slots(self) -> Ints:
         return np.flatnonzero(self.at == NO_HANDLE)
@@ -154,6 +159,12 @@ class Pool:
         self._fd[rows] = -1
         self._home[rows] = 0
         self._place[rows] = Place.GONE
+
+    def trim(self, gpu: GpuIndex, keep: int) -> int:
+        """Give free handles of a GPU back to the driver, all but so many. How many went."""
+        rows = self.take(gpu, max(0, self.free_handles(gpu) - keep))
+        self.drop(rows)
+        return len(rows)
 
     def fds(self, rows: Ints) -> tuple[int, ...]:
         return tuple(self._fd[rows].tolist())

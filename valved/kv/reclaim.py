@@ -45,7 +45,9 @@ from valved.state.stats import MemoryCounters
 SECOND_NS = 1_000_000_000
 GATE_NS = SECOND_NS  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
+DRAIN_NS = 100_000_000  # for what was launched before launches were held
 TURNING_NS = 1_000_000  # look again whether a gate is through
+HUNG = "a mapping order has not come back"
 RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
 STOPS = frozenset({Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF})  # ways that really stop a kernel
 
@@ -123,21 +125,22 @@ class Mover:
         return self._is_here(engine) and any(order.done for order in orders)
 
     async def back_whole(self, book: KvRangeBook, seq: int) -> None:
-        """A range whose engine heeds no table: all of it, or its allocation fails.
+        """All of a range before its allocation returns, or that fails: nobody works on holes unawares.
 
-        An online engine's elastic range gets what is free now, before its engine runs: if no hook ever attaches, it has
-        that, and what it offers later goes back. Nobody touches a range before its allocation returns; later on, an
-        offline process is stopped for it.
+        For an online service memory is taken from offline work. If that is not enough, what is free goes back to the
+        driver: the shim makes the range ordinary memory then. A hook that attaches later gives back what is too much.
         """
         is_online = self._memory.role_of(book.key.client) is Role.ONLINE
-        if seq or is_online:
-            for _ in range(1 if book.is_elastic else TRIES):
-                if not len(book.empty_slots()) or not await self._back_once(book, is_online and not book.is_elastic):
-                    break
-        else:
-            await self._back_gated(book)
-        if self._memory.pool.ranges.get(book.key) is book:
-            self._memory.answer_whole(book, seq, 0 if book.is_elastic else len(book.empty_slots()))
+        for _ in range(TRIES):
+            if book.is_whole or not await self._back_once(book, is_online):
+                break
+        if self._memory.pool.ranges.get(book.key) is not book:
+            return
+        if seq and is_online and not book.is_whole:
+            backed = np.flatnonzero(book.at >= 0)
+            await all_of([order.settled for order in self._memory.orders.take_away(KvOp.UNBACK, book, backed)])
+            self._memory.pool.trim(book.gpu, 0)
+        self._memory.answer_whole(book, seq, len(book.empty_slots()))
 
     async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:
         """Whether another try may find more."""
@@ -147,29 +150,36 @@ class Mover:
             need = self._ask(self._memory.service_of(book.key.client), {book.gpu: len(empty)}, lambda: True)
             await need.ready
         orders: list[Order] = []
-        if self._memory.pool.ranges.get(book.key) is book and (book.is_elastic or self._fits(book)):
-            orders = self.give([(book, empty[: self.affordable(book.gpu)])])
-        await all_of([order.settled for order in orders])
-        if need is not None:
-            need.given.set()
+        try:
+            if self._memory.pool.ranges.get(book.key) is book and self._fits(book):
+                orders = self.give([(book, empty)])
+            await all_of([order.settled for order in orders])
+        finally:
+            if need is not None:
+                need.given.set()
         return any(order.done for order in orders)
 
     def _fits(self, book: KvRangeBook) -> bool:
         return len(book.empty_slots()) <= self.affordable(book.gpu)
 
-    async def _back_gated(self, book: KvRangeBook) -> None:
-        """An offline process that works on the zero page, since no hook attached."""
-        if self._memory.settings.remap is not Remap.HELPER:
+    async def back_held(self, book: KvRangeBook) -> None:
+        """The same for a process that works on the zero page, and whose launches are held (kv/unheeded.py).
+
+        What it launched before the hold ends first: a mapping over the zero page leaves a hole for a moment.
+        """
+        if self._memory.role_of(book.key.client) is Role.ONLINE:
+            await self.back_whole(book, 0)
             return
-        await self._my_turn()
-        orders: list[Order] = []
-        try:
-            if await self._stop(frozenset({book.gpu})) and self._memory.pool.ranges.get(book.key) is book:
-                orders = self.give([(book, book.empty_slots()[: self.affordable(book.gpu)])])
-                await self._mapped(orders)
-        finally:
-            self._open()
-        await all_of([order.settled for order in orders])
+        pause = Pause()
+        self._clock.call_at_ns(self._clock.now_ns() + DRAIN_NS, pause.set)
+        await pause
+        await self._while_turning()
+        for _ in range(TRIES):
+            if book.is_whole or not await self._back_once(book, False):
+                break
+        if self._memory.pool.ranges.get(book.key) is book:
+            self._memory.answer_whole(book, 0, len(book.empty_slots()))
+        self._memory.unheeded.backed(book)
 
     def give(self, cells: Iterable[Cells], how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Order these slots to be backed: free handles first, then new ones as far as there is room."""
@@ -539,7 +549,7 @@ class Mover:
     def _mark_unsafe(self, late: list[Order]) -> None:
         for client in {order.client for order in late}:
             self.unsafe.add(client)
-            self._gate.hold_launches(client, True)
+            self._memory.holds.hold(client, HUNG)
             mine = all_of([order.settled for order in late if order.client == client])
             mine.then(lambda client=client: self._let_launch(client))  # type: ignore[misc]
             self._journal.emit(
@@ -550,5 +560,4 @@ class Mover:
             )
 
     def _let_launch(self, client: ClientId) -> None:
-        if self._memory.is_connected(client):
-            self._gate.hold_launches(client, False)
+        self._memory.holds.release(client, HUNG)

@@ -85,6 +85,7 @@ class Reserve:
         self._full_until_ns: dict[GpuIndex, int] = {}
         memory.changed = self.look_soon
         memory.wants_whole = lambda book, seq: start(mover.back_whole(book, seq))
+        memory.unheeded.back_held = lambda book: start(mover.back_held(book))
         memory.engine_left = self._engine_left
         memory.budget_bytes = self._budget_bytes
         mover.full = self._full

@@ -43,7 +43,7 @@ class Brake:
         self._gate = gate
         self._keeper = keeper
         self._register = register
-        self._ladder = ladder
+        self.ladder = self._ladder = ladder
         self._journal = journal
         self._pause_file = pause_file
 

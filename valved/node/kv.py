@@ -44,6 +44,7 @@ def tell_others(kv: Kv, reporter: Reporter, node: Node, handover: Handover, brak
     reporter.used_bytes = kv.reserve.used_bytes
     node.explain_reclaim = kv.report.explain_reclaim
     handover.memory, handover.restore_memory = kv.report.saved, kv.report.restore
+    kv.memory.unheeded.fail = brake.ladder.end
     brake.allow_reclaim, brake.when_still = kv.mover.allow, kv.mover.when_still
 
 

@@ -239,4 +239,5 @@ void valve_memory_reset(void)
 	valve_ranges_reset();
 	valve_places_reset();
 	valve_scratch_reset();
+	valve_announce_reset();
 }

@@ -9,6 +9,9 @@
 
 #define ANSWER_MS 5000
 #define RETRY_NS  1000000u
+#define STEP_NS   20000000u /* between two questions to a valved that does not answer */
+
+static uint32_t heeded; /* ranges up to this id: valved has said that a step meets no hole unawares */
 
 static bool is_linked(void)
 {
@@ -40,13 +43,50 @@ static int tell(void *message, uint32_t bytes, uint16_t type, uint32_t generatio
 void valve_announce_describe(const struct valve_range *range, uint32_t held,
                              struct valve_link_kv_range *message)
 {
-	*message = (struct valve_link_kv_range){.range = range->id,
-	                                        .base = range->base,
-	                                        .handle_bytes = range->handle_bytes,
-	                                        .slots = range->slots,
-	                                        .flags = range->flags,
-	                                        .held = held};
+	*message = (struct valve_link_kv_range){
+	        .range = range->id,
+	        .base = range->base,
+	        .handle_bytes = range->handle_bytes,
+	        .slots = range->slots,
+	        .flags = range->flags | (range->id <= load_relaxed(&heeded) ? VALVE_KV_HEEDED : 0),
+	        .held = held};
 	memcpy(message->gpu_uuid, &range->place->uuid, sizeof(message->gpu_uuid));
+}
+
+/*
+ * A step over an elastic range whose holes nobody heeds would compute with the zero page. Asked before a step until valved
+ * says that a hook reads the table, or that no hole is left; until then it holds our launches. While there is no
+ * valved nobody can say so: an offline process waits for one. valved before 0.2 does not know the question.
+ */
+void valve_announce_step(void)
+{
+	uint32_t newest = valve_range_newest_elastic();
+
+	if (newest <= load_relaxed(&heeded) || load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
+		return;
+	for (;;) {
+		struct valve_link_kv_step step = {.range = newest};
+		int err = -ENOTCONN;
+
+		if (is_linked() && !due()) { /* a new valved hears of the ranges first */
+			if (!(valve_shim.daemon_features & VALVE_FEATURE_KV_STEP))
+				return;
+			err = valve_link_request_fds(&step, sizeof(step), VALVE_LINK_KV_STEP, NULL, 0,
+			                             ANSWER_MS, NULL);
+		}
+		if (!err)
+			store_relaxed(&heeded, newest);
+		if (!err || err == -EAGAIN) /* EAGAIN: what is launched now waits until valved lets it */
+			return;
+		valve_say(
+		        "waiting for valved before an engine step: no hook reads the table of the KV memory");
+		sleep_ns(STEP_NS);
+	}
+}
+
+void valve_announce_reset(void)
+{
+	store_relaxed(&heeded, 0);
 }
 
 /* Backed slots from *next on, with a descriptor each; fewer where the process has no room for more. */

@@ -163,6 +163,7 @@ struct valve_range *valve_range_claim(uint64_t base); /* for freeing: LIVE to GO
 void valve_range_drop(struct valve_range *range);     /* the entry is free again */
 void valve_range_told(struct valve_range *range, uint32_t generation);
 uint32_t valve_range_untold(uint32_t generation);
+uint32_t valve_range_newest_elastic(void);
 uint32_t valve_range_backed(const struct valve_range *range);
 bool valve_range_look(uint64_t address, struct valve_range_view *out);
 uint64_t valve_ranges_bytes(int device);
@@ -192,7 +193,9 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
                              struct valve_link_kv_range *message);
 void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes);
 bool valve_announce_end(struct valve_range *range); /* false: the socket is full */
-bool valve_announce_ends(void);                     /* true when some are still due */
+void valve_announce_step(void);                     /* an engine step is about to begin */
+void valve_announce_reset(void);
+bool valve_announce_ends(void); /* true when some are still due */
 bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, uint64_t bytes);
 
 /* scratch.c */

@@ -276,6 +276,7 @@ VALVE_EXPORT void valve_kv_step(void);
 
 void valve_kv_step(void)
 {
+	valve_announce_step();
 	/* Draining would break a capture; the next step does as well. */
 	if (!load_acquire(&orders.step_wanted) || load_relaxed(&VALVE_REGION->capture_depth))
 		return;

@@ -226,6 +226,20 @@ uint32_t valve_range_untold(uint32_t generation)
 	return id;
 }
 
+/* The id of the newest range that may have holes; 0: there is none. */
+uint32_t valve_range_newest_elastic(void)
+{
+	uint32_t id = 0;
+
+	valve_lock(&book.lock);
+	for (uint32_t i = 0; i < book.used; i++)
+		if (book.range[i].state == RANGE_LIVE && (book.range[i].flags & VALVE_KV_ELASTIC) &&
+		    book.range[i].id > id)
+			id = book.range[i].id;
+	valve_unlock(&book.lock);
+	return id;
+}
+
 uint32_t valve_range_backed(const struct valve_range *range)
 {
 	uint32_t count = 0;

@@ -1,0 +1,138 @@
+"""Before an engine step over elastic memory the shim asks valved: no step begins unawares on a hole."""
+
+from __future__ import annotations
+
+import errno
+import queue
+
+import pytest
+from fake_daemon import FEATURE_KV_STEP, KV_STEP, OFFLINE, ONLINE
+from kv_pool import ELASTIC, MIB
+
+H = 2 * MIB
+
+
+class Asked:
+    """Answers KV_STEP with `status` and keeps the questions."""
+
+    def __init__(self, pool, status=0):
+        self.status, self.seen = status, queue.Queue()
+        pool.daemon.features |= FEATURE_KV_STEP
+        self._take = pool.take
+        pool.daemon.on_message = self.take
+
+    def take(self, client, message):
+        if message.type != KV_STEP:
+            return self._take(client, message)
+        self.seen.put(message.range)
+        client.ack(message, self.status)
+        return True
+
+
+def begin(world, status=0):
+    pool = world.begin()
+    pool.initial = 2
+    return pool, Asked(pool, status)
+
+
+@pytest.fixture
+def world(kv_world):
+    return kv_world(OFFLINE)
+
+
+def test_a_step_over_holes_never_begins_without_asking(world):
+    pool, asked = begin(world, errno.EAGAIN)
+    engine, _ = world.engine()
+    engine.step()
+    assert asked.seen.empty()  # there is no elastic memory
+    engine.alloc(8 * H, ELASTIC)
+    number = world.range_of(pool).range
+
+    engine.step()
+    assert asked.seen.get(timeout=200) == number
+    engine.step()
+    assert asked.seen.get(timeout=200) == number  # until it is told that all is well
+    asked.status = 0
+    engine.step()
+    asked.seen.get(timeout=200)
+    engine.step()
+
+    assert asked.seen.empty()
+
+
+def test_a_younger_range_is_asked_for_again(world):
+    pool, asked = begin(world)
+    engine, _ = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+    engine.step()
+    asked.seen.get(timeout=200)
+    world.range_of(pool)
+
+    engine.alloc(8 * H, ELASTIC)
+    engine.step()
+
+    assert asked.seen.get(timeout=200) == world.range_of(pool).range
+
+
+def test_plain_memory_is_never_asked_for(world):
+    pool, asked = begin(world)
+    engine, _ = world.engine()
+    engine.alloc(8 * H, 0)
+
+    engine.step()
+
+    assert asked.seen.empty()
+    world.range_of(pool)
+
+
+def test_a_valved_that_does_not_know_the_question_is_never_asked(world):
+    pool = world.begin()
+    engine, client = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+
+    engine.step()
+
+    assert client.none_of(KV_STEP)
+    world.range_of(pool)
+
+
+def test_what_was_heeded_is_said_to_the_next_valved_and_never_asked_again(world):
+    pool, asked = begin(world)
+    engine, _ = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+    assert world.range_of(pool).flags == ELASTIC
+    engine.step()
+    asked.seen.get(timeout=200)
+    world.daemons[-1].close()
+    again, anew = begin(world)
+
+    assert world.range_of(again).flags == ELASTIC | 2
+    engine.step()
+
+    assert anew.seen.empty()
+
+
+def test_a_step_over_holes_never_begins_while_there_is_no_valved(world):
+    pool, _ = begin(world, errno.EAGAIN)
+    engine, _ = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+    world.range_of(pool)
+    engine.step()
+    world.daemons[-1].close()
+    engine.begin("step")
+    again, anew = begin(world, errno.EAGAIN)
+
+    assert anew.seen.get(timeout=200) == world.range_of(again).range
+    engine.end("step")
+
+
+def test_an_online_process_never_waits_for_an_answer(kv_world):
+    world = kv_world(ONLINE)
+    pool, asked = begin(world)
+    engine, _ = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+
+    engine.step()
+
+    assert asked.seen.empty()
+    world.range_of(pool)

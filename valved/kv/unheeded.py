@@ -1,0 +1,134 @@
+"""Elastic ranges that no hook heeds (yet): no answer may rest on a hole.
+
+An offline engine starts on virtual memory: its holes show the zero page, and its hook withholds the blocks there, once
+it has read the table. Between the first scheduled step and that moment the process launches nothing: the shim asks
+before a step (KV_STEP), and is told EAGAIN until a hook reads the table or no hole is left. A process for which neither comes in
+time is backed whole, with its launches held, or ended by name. It is never left to compute on the zero page.
+
+Warming up on the zero page is harmless, so before the first step there is more time. A shim that does not know
+KV_STEP has no elastic ranges: they are whole before their allocation returns, or it fails.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Protocol
+
+from valved.abi.link import Feature
+from valved.kv.engines import Engine
+from valved.kv.launch_holds import LaunchHolds
+from valved.kv.pool import KvRangeBook, Pool, RangeKey
+from valved.machine.clock import Clock
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, Role
+from valved.state.journal import Journal
+from valved.state.registry import Books, ClientEntry
+
+REASON = "no hook reads the table of its KV memory"
+WARM_UPS = 10  # times attach_s: compiling and capturing may take minutes, and no step has begun
+
+
+class EngineOf(Protocol):
+    def __call__(self, client: ClientId) -> Engine | None: ...
+
+
+class Unheeded:
+    def __init__(
+        self,
+        pool: Pool,
+        books: Books,
+        journal: Journal,
+        clock: Clock,
+        holds: LaunchHolds,
+        engine_of: EngineOf,
+        attach_s: float,
+    ) -> None:
+        self.back_held: Callable[[KvRangeBook], None] = lambda book: None  # in whole or not at all, then `backed`
+        self.fail: Callable[[ClientId, str], None] = lambda client, reason: None  # end this process
+        self._pool = pool
+        self._books = books
+        self._journal = journal
+        self._clock = clock
+        self._holds = holds
+        self._engine_of = engine_of
+        self._attach_ns = round(attach_s * 1e9)
+        self._stepping: set[ClientId] = set()
+
+    def may_begin(self, entry: ClientEntry) -> bool:
+        """Whether an elastic range of this client may have holes when its allocation returns."""
+        return entry.role is Role.OFFLINE and bool(entry.features & Feature.KV_STEP)
+
+    def expect(self, book: KvRangeBook) -> None:
+        """An elastic range has come, or its engine has left: somebody must heed its table in time."""
+        born_ns = self._clock.now_ns()
+        self._clock.call_at_ns(born_ns + self._attach_ns, lambda: self._look(book, born_ns))
+
+    def step(self, entry: ClientEntry, newest: int) -> int:
+        """KV_STEP. 0, or EAGAIN: it launches nothing until this is heeded. EBUSY: we have not heard of that range."""
+        if RangeKey(entry.id, newest) not in self._pool.ranges:
+            return errno.EBUSY
+        if all(self._is_safe(book) for book in self._pool.of_client(entry.id)):
+            return 0
+        if entry.id not in self._stepping:
+            self._stepping.add(entry.id)
+            for book in self._pool.of_client(entry.id):
+                self.expect(book)
+        self._holds.hold(entry.id, REASON)
+        return errno.EAGAIN
+
+    def heed(self, engine: Engine) -> None:
+        """The hook of this engine has been handed the table of all its ranks."""
+        if not engine.heeds_table:
+            return
+        for client, rank in engine.ranks.items():
+            for book in rank.books:
+                book.is_heeded = True
+            self.may_go(client)
+
+    def backed(self, book: KvRangeBook) -> None:
+        """What `back_held` was asked for has ended."""
+        entry = self._books.clients.get(book.key.client)
+        if entry is None or entry.role is not Role.OFFLINE or not self._is_here(book) or self._is_safe(book):
+            self.may_go(book.key.client)
+            return
+        self.fail(book.key.client, f"{REASON}, and there is not enough memory to back it whole")
+
+    def forget(self, client: ClientId) -> None:
+        self._stepping.discard(client)
+        self._holds.forget(client)
+
+    def may_go(self, client: ClientId) -> None:
+        """Its launches, if no range of it has a hole that nobody heeds."""
+        if all(self._is_safe(book) for book in self._pool.of_client(client)):
+            self._stepping.discard(client)
+            self._holds.release(client, REASON)
+
+    def _is_safe(self, book: KvRangeBook) -> bool:
+        return book.is_heeded or not book.is_elastic or book.is_whole
+
+    def _is_here(self, book: KvRangeBook) -> bool:
+        return self._pool.ranges.get(book.key) is book
+
+    def _look(self, book: KvRangeBook, born_ns: int) -> None:
+        client, now_ns = book.key.client, self._clock.now_ns()
+        entry = self._books.clients.get(client)
+        if entry is None or not self._is_here(book) or self._is_safe(book):
+            return
+        if entry.role is not Role.OFFLINE:  # told again with holes: real memory, unless its hook is back
+            if self._engine_of(client) is None:
+                self.back_held(book)
+            return
+        is_warm = client in self._stepping or self._engine_of(client) is not None
+        if not is_warm and now_ns - born_ns < WARM_UPS * self._attach_ns:
+            self._clock.call_at_ns(now_ns + self._attach_ns, lambda: self._look(book, born_ns))
+            return
+        self._journal.emit(
+            EventKind.NOTED,
+            service=entry.service,
+            client=client,
+            reason=f"{REASON}: it is backed whole, or ended",
+            pid=entry.process.pid,
+        )
+        self._holds.hold(client, REASON)
+        self.back_held(book)
