@@ -9,7 +9,7 @@ import os
 from gates import wait_until
 
 from valved.machine.ports import SparseResult
-from valved.machine.uvm import UvmDoor, is_uvm
+from valved.machine.uvm import UVM, UvmDoor, is_file
 
 
 def is_closed(fd: int) -> bool:
@@ -22,7 +22,7 @@ def is_closed(fd: int) -> bool:
 def test_a_file_that_is_no_drivers_is_not_taken_for_one() -> None:
     fd = os.open(os.devnull, os.O_RDWR)
 
-    assert not is_uvm(fd)
+    assert not is_file(fd, UVM)
     os.close(fd)
 
 

@@ -20,9 +20,13 @@ class FakeOutside:
         self.is_dead = False  # valved is: what it had not begun is never done
         self.waiting = []
         self.open_fds = set()
+        self.junk = set()  # descriptors that are no memory of the driver
 
     def is_uvm(self, fd):
         return fd in self.memory
+
+    def is_handle(self, fd):
+        return fd not in self.junk
 
     def open(self, fd, uuid):
         self.open_fds.add(fd)

@@ -22,6 +22,13 @@ def _fifo() -> int:
         return os.open(path, os.O_RDWR)  # reader and writer: it never sees an end of file
 
 
+def is_lent(fd: int) -> bool:
+    """Whether it is open, and one of ours."""
+    with contextlib.suppress(OSError):
+        return os.fstat(fd).st_ino == os.fstat(_fifo()).st_ino
+    return False
+
+
 def lend() -> int:
     """An open descriptor that never becomes readable."""
     fd = os.open(f"/proc/self/fd/{_fifo()}", os.O_RDONLY | os.O_NONBLOCK)

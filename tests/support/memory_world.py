@@ -11,7 +11,7 @@ import mmap
 from collections import deque
 
 import numpy as np
-from lent_fds import lend
+from lent_fds import is_lent, lend
 from node_world import World
 
 from valved.abi.kv_files import BOOK_HEAD, ROW, TABLE_HEAD
@@ -51,21 +51,26 @@ class Card:
     def __init__(self, clock, handles_per_gpu):
         self.clock = clock
         self.limit = handles_per_gpu
-        self.made = {}  # GPU -> handles made in all
         self.by_fd = {}
 
-    def create(self, gpu):
-        if self.made.get(gpu, 0) >= self.limit:
+    def create(self, gpu, domain):
+        if self.made(gpu) >= self.limit:
             return None
-        self.made[gpu] = self.made.get(gpu, 0) + 1
         fd = lend()
-        self.by_fd[fd] = Physical(gpu)
+        self.by_fd[fd] = Physical(gpu, domain)
         return fd
+
+    def made(self, gpu):
+        """Handles that somebody maps, or of which a descriptor is open."""
+        for fd in [fd for fd, one in self.by_fd.items() if one.mapped_by is None and not is_lent(fd)]:
+            del self.by_fd[fd]
+        return len({id(one) for one in self.by_fd.values() if one.gpu == gpu})
 
 
 class Physical:
-    def __init__(self, gpu):
+    def __init__(self, gpu, domain):
         self.gpu = gpu
+        self.domain = domain  # whose shim made it, and may have kept a mapping
         self.owner = None  # whose bytes are in it
         self.mapped_by = None
 
@@ -197,7 +202,7 @@ class Shim:
         for index, (name, slot, flags) in enumerate(body.entries[:most].tolist()):
             fd = fds[index] if fds else None
             if body.op == KvOp.BACK:
-                fd = self.card.create(self.gpus[body.range]) if flags & CREATE else fd
+                fd = self.card.create(self.gpus[body.range], self.entry.domain) if flags & CREATE else fd
                 if fd is None:
                     status = errno.ENOMEM
                     break
@@ -227,6 +232,7 @@ class Shim:
     def _map(self, slots, slot, name, physical, flags):
         assert physical.mapped_by is None, f"handle {name} would have two owners"
         assert slot not in slots, f"slot {slot} is backed already"
+        assert physical.domain == self.entry.domain, "memory crosses from one trust domain to another"
         physical.mapped_by = self
         if flags & ZERO:
             physical.owner = None
@@ -451,12 +457,12 @@ class KvWorld(World):
         self.card = Card(self.clock, handles)
         self.shims, self.hooks = [], []
 
-    def shim(self, role, *, gpus=(0,), name=None, pid=None):
+    def shim(self, role, *, gpus=(0,), name=None, pid=None, uid=1000):
         pid = pid or 5000 + len(self.shims)  # never again
         if pid not in self.processes.table:
             self.processes.add(pid)
         make = self.online if role == "online" else self.offline
-        client = make(name=name or role, gpus=gpus, pid=pid)
+        client = make(name=name or role, gpus=gpus, pid=pid, uid=uid)
         shim = Shim(self, self.card, client)
         self.shims.append(shim)
         return shim

@@ -239,25 +239,25 @@ class World:
             self.connections[connection.client] = connection
         return connection
 
-    def online(self, pid=None, name="chat", gpus=(0,), parent=1):
+    def online(self, pid=None, name="chat", gpus=(0,), parent=1, uid=1000):
         """A claimed online process with a channel on each GPU. Returns its client id."""
         pid = pid or 100 + len(self.processes.table)
         if pid not in self.processes.table:
             self.processes.add(pid, parent)
         if self.books.find_claim(self._chain(pid), "") is None:
             assert self.node.launch(pid, self.processes.start_time(pid), Role.ONLINE, name)
-        client = self.hello(pid, Role.ONLINE).client
+        client = self.hello(pid, Role.ONLINE, uid=uid).client
         for gpu in gpus:
             self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
         return client
 
-    def offline(self, pid=None, name="batch", gpus=(0,), claimed=True):
+    def offline(self, pid=None, name="batch", gpus=(0,), claimed=True, uid=1000):
         pid = pid or 100 + len(self.processes.table)
         if pid not in self.processes.table:
             self.processes.add(pid)
         if claimed:
             self.node.launch(pid, self.processes.start_time(pid), Role.OFFLINE, name)
-        client = self.hello(pid, Role.OFFLINE, features=Feature.GAPS | Feature.KV_STEP).client
+        client = self.hello(pid, Role.OFFLINE, uid=uid, features=Feature.GAPS | Feature.KV_STEP).client
         for gpu in gpus:
             self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
         return client

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from valved.abi.link import Refusal
 from valved.machine.ports import ProcessPort
 from valved.model.ids import ProcessId, Role, ServiceId
-from valved.state.registry import Books
+from valved.state.registry import Books, ServiceEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,18 @@ def own_cgroup(pid: int, processes: ProcessPort) -> str:
     mine = processes.cgroup(pid) or ""
     parents = processes.cgroup(chain[1]) or "" if len(chain) > 1 else ""
     return mine if mine not in ("", "/") and mine != parents else ""
+
+
+def trust_domain(peer: Peer, service: ServiceEntry, *, in_cluster: bool) -> str:
+    """Whose memory this process may be given, and who may be given its: one user's, or one namespace's in a cluster.
+
+    There a claimed service is called NAMESPACE/POD; who belongs to no pod that we know, and could call itself anything,
+    trusts its own control group alone.
+    """
+    if not in_cluster:
+        return f"user {peer.uid}"
+    namespace, slash, _ = service.name.partition("/")
+    return f"namespace {namespace}" if slash and service.root is not None else f"group {peer.cgroup}"
 
 
 def place(wanted: Role, peer: Peer, books: Books) -> Place | NoPlace:

@@ -33,6 +33,7 @@ from valved.clients.identity import (
     identify,
     own_cgroup,
     place,
+    trust_domain,
 )
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
@@ -255,6 +256,7 @@ class Register:
             uid=peer.uid,
             role=role,
             service=service,
+            domain=trust_domain(peer, self._books.services[service], in_cluster=self.pods is not None),
             comm=peer.comm,
             abi=ABI,
             build=hello.build,

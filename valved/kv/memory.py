@@ -84,6 +84,7 @@ class Memory:
         self.budget_bytes: Callable[[ClientEntry], int] = lambda entry: 0  # what it may hope for; 0: no limit is told
         self.engine_left: Callable[[Engine], None] = lambda engine: None
         self.offer: Offer = lambda entry, gpu, uuid, body, fd: os.close(fd)
+        self.is_handle: Callable[[int], bool] = lambda fd: True  # whether a descriptor may be one of the driver's
         self.shim_left: Callable[[ClientId], None] = lambda client: None
         self.hang_up: Callable[[ClientId, str], None] = lambda client, reason: None
         self.holds = LaunchHolds(gate)
@@ -117,6 +118,7 @@ class Memory:
             case KvEntries() if packet.type is LinkType.KV_HELD:
                 self._held(entry, seq, body, fds)
             case KvDone():
+                self._check_handles(fds)
                 self.orders.answered(entry.id, body, fds)
                 self.changed()
             case KvSpan() if packet.type is LinkType.KV_PIN:
@@ -164,6 +166,7 @@ class Memory:
         book = KvRangeBook(
             key=RangeKey(entry.id, body.range),
             gpu=gpu,
+            domain="" if self.settings.one_domain else entry.domain,
             base=body.base,
             handle_bytes=body.handle_bytes,
             is_elastic=bool(body.flags & ELASTIC),
@@ -245,6 +248,7 @@ class Memory:
 
     def _held(self, entry: ClientEntry, seq: int, body: KvEntries, fds: list[int]) -> None:
         """A client of a predecessor, or one whose link broke, says what it has mapped."""
+        self._check_handles(fds)
         book = self._find(entry, body.range)
         names, slots = body.entries["handle"].astype(np.int64), body.entries["slot"].astype(np.int64)
         left = self._held_left.get(book.key, 0)
@@ -265,6 +269,10 @@ class Memory:
         if not self._held_left[book.key]:
             self._told_all(entry, book)
         self.ack(entry.id, seq)
+
+    def _check_handles(self, fds: list[int]) -> None:
+        if not all(map(self.is_handle, fds)):
+            raise Malformed("a descriptor that is no memory of the driver")
 
     def _told_all(self, entry: ClientEntry, book: KvRangeBook) -> None:
         del self._held_left[book.key]

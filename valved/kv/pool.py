@@ -4,6 +4,9 @@ A handle is free, mapped at one slot of one range, moving (an order that maps it
 has hung up, but the process lives and may still have it mapped, so nobody else gets it before that process ends or
 comes back and says what it holds.
 
+A handle is made by a shim, which may keep a mapping of it whatever it says. So it never leaves the trust domain in
+which it was made: across domains it goes back to the driver, and the receiver makes one anew.
+
 Handles are rows of a few arrays, not objects: a reclaim of a GiB may move 512 of them. A handle's name outlives valved:
 shims repeat it to a successor, so names start at the clock and never come again.
 """
@@ -52,6 +55,7 @@ class KvRangeBook:
 
     key: RangeKey
     gpu: GpuIndex
+    domain: str = ""  # of trust: handles never leave it (clients/identity.py)
     base: int
     handle_bytes: int
     is_elastic: bool
@@ -87,7 +91,9 @@ class Pool:
         self._next_name = first_name
         self._next_uid = 1
         self._unused = list(range(63, -1, -1))
-        self._free: defaultdict[GpuIndex, list[int]] = defaultdict(list)
+        self._domain = np.zeros(64, np.int64)  # in which it was made, as a number
+        self._domains: dict[str, int] = {}
+        self._free: defaultdict[tuple[GpuIndex, int], list[int]] = defaultdict(list)
         self._orphans: dict[ProcessId, Ints] = {}
 
     # Ranges
@@ -107,13 +113,19 @@ class Pool:
 
     # Handles on their way
 
-    def take(self, gpu: GpuIndex, most: int) -> Ints:
-        """Up to `most` free handles; they are moving until `land`, `free` or `drop`."""
-        free = self._free[gpu]
+    def take(self, gpu: GpuIndex, domain: str, most: int) -> Ints:
+        """Up to `most` free handles of a trust domain; they are moving until `land`, `free` or `drop`."""
+        return self._take_from((gpu, self._number(domain)), most)
+
+    def _take_from(self, place: tuple[GpuIndex, int], most: int) -> Ints:
+        free = self._free[place]
         rows = np.array(free[len(free) - min(most, len(free)) :], dtype=np.int64)
         del free[len(free) - len(rows) :]
         self._place[rows] = Place.MOVING
         return rows
+
+    def _number(self, domain: str) -> int:
+        return self._domains.setdefault(domain, len(self._domains))
 
     def land(self, rows: Ints, book: KvRangeBook, slots: Ints) -> None:
         """They are mapped there now."""
@@ -134,6 +146,7 @@ class Pool:
         rows = np.array([self._unused.pop() for _ in fds], dtype=np.int64)
         self._fd[rows] = fds
         self._gpu[rows] = book.gpu
+        self._domain[rows] = self._number(book.domain)
         self._name[rows] = names
         self.land(rows, book, slots)
 
@@ -148,8 +161,10 @@ class Pool:
     def free(self, rows: Ints) -> None:
         self._place[rows] = Place.FREE
         self._home[rows] = 0
-        for gpu in np.unique(self._gpu[rows]).tolist():
-            self._free[GpuIndex(gpu)] += rows[self._gpu[rows] == gpu].tolist()
+        places = np.stack([self._gpu[rows], self._domain[rows]], axis=1)
+        for gpu, domain in np.unique(places, axis=0).tolist():
+            is_there = (places == (gpu, domain)).all(axis=1)
+            self._free[GpuIndex(gpu), domain] += rows[is_there].tolist()
 
     def drop(self, rows: Ints) -> None:
         """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back."""
@@ -160,11 +175,15 @@ class Pool:
         self._home[rows] = 0
         self._place[rows] = Place.GONE
 
-    def trim(self, gpu: GpuIndex, keep: int) -> int:
-        """Give free handles of a GPU back to the driver, all but so many. How many went."""
-        rows = self.take(gpu, max(0, self.free_handles(gpu) - keep))
-        self.drop(rows)
-        return len(rows)
+    def trim(self, gpu: GpuIndex, most: int, *, but: str | None = None) -> int:
+        """Give up to `most` free handles back to the driver, none of the domain `but`. How many went."""
+        spared = self._number(but) if but is not None else -1
+        left = most
+        for place in [place for place in self._free if place[0] == gpu and place[1] != spared]:
+            rows = self._take_from(place, left)
+            self.drop(rows)
+            left -= len(rows)
+        return most - left
 
     def fds(self, rows: Ints) -> tuple[int, ...]:
         return tuple(self._fd[rows].tolist())
@@ -211,6 +230,7 @@ class Pool:
         at = np.minimum(np.searchsorted(self._name[mine], names, sorter=order), len(mine) - 1)
         rows = mine[order][at]
         known: NDArray[np.bool_] = (self._name[rows] == names) & (self._gpu[rows] == book.gpu)
+        known &= self._domain[rows] == self._number(book.domain)
         self._orphans[process] = np.setdiff1d(mine, rows[known])
         self.land(rows[known], book, slots[known])
         return known
@@ -227,7 +247,7 @@ class Pool:
     # Questions
 
     def free_handles(self, gpu: GpuIndex) -> int:
-        return len(self._free[gpu])
+        return sum(len(rows) for (place, _), rows in self._free.items() if place == gpu)
 
     def count(self, gpu: GpuIndex) -> int:
         """All handles of this GPU."""
@@ -253,7 +273,9 @@ class Pool:
         places = self._place
         free = sorted(row for rows in self._free.values() for row in rows)
         assert free == np.flatnonzero(places == Place.FREE).tolist(), "free list and places disagree"
-        assert all(int(self._gpu[row]) == gpu for gpu, rows in self._free.items() for row in rows)
+        assert all(int(self._gpu[row]) == gpu for (gpu, _), rows in self._free.items() for row in rows)
+        kept = ((domain, row) for (_, domain), rows in self._free.items() for row in rows)
+        assert all(int(self._domain[row]) == domain for domain, row in kept), "a free handle has left its trust domain"
         orphans = sorted(row for rows in self._orphans.values() for row in rows.tolist())
         assert orphans == np.flatnonzero(places == Place.ORPHAN).tolist(), "orphans and places disagree"
         assert sorted(self._unused) == np.flatnonzero(places == Place.GONE).tolist(), "a row is lost"
@@ -264,6 +286,7 @@ class Pool:
                 row = int(book.at[slot])
                 assert (int(self._home[row]), int(self._slot[row])) == (book.uid, slot), f"handle {row} has two owners"
                 assert int(self._gpu[row]) == book.gpu, f"handle {row} is mapped on another GPU"
+                assert int(self._domain[row]) == self._number(book.domain), f"handle {row} has left its trust domain"
                 mapped.append(row)
         assert sorted(mapped) == np.flatnonzero(places == Place.MAPPED).tolist(), "a mapped handle stands nowhere"
         fds = self._fd[places != Place.GONE].tolist()
@@ -277,7 +300,7 @@ class Pool:
 
     def _grow(self) -> None:
         old = len(self._place)
-        for name in ("_place", "_gpu", "_name", "_home", "_slot"):
+        for name in ("_place", "_gpu", "_name", "_home", "_slot", "_domain"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._fd = np.concatenate([self._fd, np.full(old, -1, np.int64)])

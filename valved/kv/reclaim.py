@@ -139,7 +139,7 @@ class Mover:
         if seq and is_online and not book.is_whole:
             backed = np.flatnonzero(book.at >= 0)
             await all_of([order.settled for order in self._memory.orders.take_away(KvOp.UNBACK, book, backed)])
-            self._memory.pool.trim(book.gpu, 0)
+            self._memory.pool.trim(book.gpu, self._memory.pool.free_handles(book.gpu))
         self._memory.answer_whole(book, seq, len(book.empty_slots()))
 
     async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:
@@ -182,10 +182,17 @@ class Mover:
         self._memory.unheeded.backed(book)
 
     def give(self, cells: Iterable[Cells], how: KvHow = KvHow.AT_ONCE) -> list[Order]:
-        """Order these slots to be backed: free handles first, then new ones as far as there is room."""
+        """Order these slots to be backed: free handles first, then new ones as far as there is room.
+
+        A free handle of another trust domain goes back to the driver, and makes room for a new one.
+        """
         orders: list[Order] = []
         for book, slots in cells:
-            rows = self._memory.pool.take(book.gpu, len(slots))
+            pool = self._memory.pool
+            rows = pool.take(book.gpu, book.domain, len(slots))
+            foreign = pool.trim(book.gpu, len(slots) - len(rows), but=book.domain)
+            self.room[book.gpu] += foreign
+            self.counters.remade_handles += foreign
             orders += self._memory.orders.back(book, slots[: len(rows)], rows, how)
             rest = slots[len(rows) : len(rows) + max(0, self.room[book.gpu])]
             if len(rest):

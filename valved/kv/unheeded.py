@@ -2,8 +2,8 @@
 
 An offline engine starts on virtual memory: its holes show the zero page, and its hook withholds the blocks there, once
 it has read the table. Between the first scheduled step and that moment the process launches nothing: the shim asks
-before a step (KV_STEP), and is told EAGAIN until a hook reads the table or no hole is left. A process for which neither comes in
-time is backed whole, with its launches held, or ended by name. It is never left to compute on the zero page.
+before a step (KV_STEP), and is told EAGAIN until a hook reads the table or no hole is left. A process for which neither
+comes in time is backed whole, with its launches held, or ended by name. It is never left to compute on the zero page.
 
 Warming up on the zero page is harmless, so before the first step there is more time. A shim that does not know
 KV_STEP has no elastic ranges: they are whole before their allocation returns, or it fails.

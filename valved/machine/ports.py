@@ -274,6 +274,10 @@ class OutsidePort(Protocol):
         """Whether that is what its sender says."""
         ...
 
+    def is_handle(self, fd: int) -> bool:
+        """Whether it is of the file by which the driver exports memory. What it exports cannot be seen from here."""
+        ...
+
     def open(self, fd: int, uuid: bytes) -> Door:
         """Takes the descriptor over."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -17,19 +18,24 @@ from valved.machine.ports import Runs, SparseResult
 from valved.native._gate import ffi, lib
 
 UVM = "/dev/nvidia-uvm"
+CONTROL = "/dev/nvidiactl"
 
 
-def is_uvm(fd: int) -> bool:
+def is_file(fd: int, path: str) -> bool:
     """Is that the file a client says it is? A driver's bare request number could mean anything to another file."""
     try:
-        own = os.open(UVM, os.O_RDWR | os.O_CLOEXEC)
+        return _device_of(path) == _device(fd) is not None
     except OSError:
         return False
+
+
+@functools.cache  # a card's nodes stay what they are; what cannot be opened is asked for again
+def _device_of(path: str) -> tuple[int, int] | None:
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        ours = _device(own)
+        return _device(own)
     finally:
         os.close(own)
-    return ours is not None and ours == _device(fd)
 
 
 def _device(fd: int) -> tuple[int, int] | None:
@@ -45,7 +51,10 @@ class UvmDoors:
         self._loop = loop
 
     def is_uvm(self, fd: int) -> bool:
-        return is_uvm(fd)
+        return is_file(fd, UVM)
+
+    def is_handle(self, fd: int) -> bool:
+        return is_file(fd, CONTROL)
 
     def open(self, fd: int, uuid: bytes) -> UvmDoor:
         return UvmDoor(self._loop, fd, uuid)

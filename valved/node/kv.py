@@ -70,5 +70,6 @@ def put_together(
     report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))
     register.memory = memory
     memory.hang_up = register.leave
+    memory.is_handle = outside_port.is_handle
     memory.offer, memory.shim_left = outside.offer, outside.forget
     return Kv(memory=memory, mover=mover, outside=outside, reserve=reserve, report=report)

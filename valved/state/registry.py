@@ -35,6 +35,7 @@ class ClientEntry:
     uid: int
     role: Role
     service: ServiceId
+    domain: str = ""  # of trust (identity.py)
     comm: str = ""
     abi: int = 0
     build: str = ""

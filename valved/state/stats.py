@@ -80,6 +80,7 @@ class MemoryCounters:
     reclaims_short: int = 0  # that gave less than was missing
     reclaimed_handles: int = 0
     lent_handles: int = 0
+    remade_handles: int = 0  # free ones of another trust domain that were given back to the driver and made anew
     returned_handles: int = 0
     late_orders: int = 0
     demotions: int = 0  # processes whose memory is not taken in the way that the setting names

@@ -1,0 +1,117 @@
+"""Memory never crosses from one trust domain to another: who made a handle may have kept a mapping of it."""
+
+from __future__ import annotations
+
+import pytest
+from lent_fds import lend
+from memory_world import KvWorld
+
+from valved.abi.kv_link import KvDone, KvEntries
+from valved.abi.link import LinkType, Malformed
+from valved.clients.identity import Peer, trust_domain
+from valved.config import Config, MemoryTable
+from valved.model.ids import ProcessId, Remap, Role
+from valved.state.registry import ServiceEntry
+
+MEMORY = {"handle_mib": 2, "headroom_min_mib": 2, "headroom_max_mib": 8, "tau_s": 1.0, "tau_min_s": 0.2}
+WAYS = [Remap.COOPERATIVE, Remap.SPARSE, Remap.HELPER]
+
+
+def world_of(tmp_path, **more):
+    return KvWorld(tmp_path, config=Config(memory=MemoryTable(**MEMORY, **more)), handles=20)
+
+
+def both(world, online_uid):
+    offline = world.engine("offline", columns=16, uid=1000)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.shim.has_stepped = offline.shim.steps = True
+    offline.book["steps"] = 7
+    online = world.engine("online", columns=16, uid=online_uid)
+    world.gate.finish(online.shim.client)
+    world.run(2000)
+    return offline, online
+
+
+@pytest.mark.parametrize("remap", WAYS)
+def test_a_handle_never_reaches_another_users_process(tmp_path, remap):
+    """The card of this world asserts it for every mapping."""
+    world = world_of(tmp_path, remap=remap)
+    offline, online = both(world, 2000)
+
+    online.want(used=4, wanted=32)
+    world.run(500)
+
+    assert len(online.backed()) >= 32
+    assert len(offline.backed()) < 64
+    assert world.kv.mover.counters.remade_handles > 0
+    online.want(used=4)
+    world.run(5000)
+    online.obey_target()
+    world.run(5000)
+    assert len(offline.backed()) >= 48  # and back again
+    world.check()
+
+
+def test_memory_within_one_domain_is_never_made_anew(tmp_path):
+    world = world_of(tmp_path, remap=Remap.HELPER)
+    _, online = both(world, 1000)
+
+    online.want(used=4, wanted=32)
+    world.run(500)
+
+    assert len(online.backed()) >= 32
+    assert world.kv.mover.counters.remade_handles == 0
+    world.check()
+
+
+def test_an_operator_may_say_that_all_trust_each_other(tmp_path):
+    world = world_of(tmp_path, remap=Remap.HELPER, one_domain=True)
+    for shim in world.shims:
+        shim.entry.domain = ""
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+
+    assert {book.domain for book in world.kv.memory.pool.ranges.values()} == {""}
+    offline.shim.die()
+
+
+def test_a_descriptor_that_is_no_memory_of_the_driver_never_enters_the_pool(tmp_path):
+    world = world_of(tmp_path, remap=Remap.HELPER)
+    shim = world.shim("online")
+    shim.answers = False
+    shim.reserve(0, 4)
+    [(_, order, _)] = shim.held_back
+    junk = [lend() for _ in range(4)]
+    world.outside.junk = {junk[2]}
+
+    with pytest.raises(Malformed, match="no memory of the driver"):
+        shim.say(LinkType.KV_DONE, KvDone(order=order.order, done=4, status=0, cu_result=0), junk)
+    with pytest.raises(Malformed, match="no memory of the driver"):
+        shim.say(LinkType.KV_HELD, KvEntries(order=0, range=0, op=0, how=0, raw=order.raw), junk)
+
+    assert world.kv.memory.pool.total == 0
+    shim.die()
+    world.run(10)
+
+
+def peer(uid, cgroup="/pods/x"):
+    process = ProcessId(pid=7, start_time=8)
+    return Peer(process=process, uid=uid, chain=(process,), cgroup=cgroup, comm="work")
+
+
+def service(name, root):
+    return ServiceEntry(id=5, name=name, role=Role.OFFLINE, root=ProcessId(pid=7, start_time=8) if root else None)
+
+
+def test_two_users_or_two_namespaces_are_never_one_domain():
+    names = ["prod/chat-0", "batch/job-0"]
+    assert trust_domain(peer(1), service("a", True), in_cluster=False) == "user 1"
+    assert trust_domain(peer(2), service("a", True), in_cluster=False) == "user 2"
+    found = [trust_domain(peer(0), service(name, True), in_cluster=True) for name in names]
+    assert found == ["namespace prod", "namespace batch"]
+
+
+def test_a_process_never_names_itself_into_a_namespace():
+    """An unclaimed process's service has the name that the process gave itself."""
+    assert trust_domain(peer(0), service("prod/chat-0", False), in_cluster=True) == "group /pods/x"
