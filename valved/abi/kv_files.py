@@ -29,11 +29,14 @@ from valve_abi import KV_TABLE_MAGIC as TABLE_MAGIC
 from valve_abi import KvMode
 
 from valved.abi import region
+from valved.model.figures import plausible
 
 Ints = NDArray[np.int64]
 TABLE_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_TABLE.dtype())
 BOOK_HEAD: np.dtype[Any] = np.dtype(valve_abi.KV_BOOK.dtype())
 ROW: np.dtype[Any] = np.dtype(valve_abi.KV_ROW.dtype())
+CELLS_PER_BLOCK = 4  # requests that hold one block, on average
+MAX_CELLS = 1 << 21  # of a book that are read: 16 MiB, some tens of milliseconds
 
 
 class KvTable:
@@ -149,14 +152,15 @@ class KvBook:
         self._head = head
         self._offered = np.frombuffer(self._memory, np.uint8, blocks, offered_at)
         self._rows = np.frombuffer(self._memory, ROW, rows, heads_at)
-        self._cells = np.frombuffer(self._memory, "<u4", rows * row_blocks, cells_at).reshape(rows, row_blocks)
+        self._cells = np.frombuffer(self._memory, "<u4", rows * row_blocks, cells_at)
+        self._row_blocks = row_blocks
 
     @staticmethod
     def bytes_of(rows: int, row_blocks: int, blocks: int) -> int:
         return BOOK_HEAD.itemsize + -(-blocks // 64) * 64 + rows * ROW.itemsize + 4 * rows * row_blocks
 
     def view(self) -> BookView:
-        raw: dict[str, Any] = {name: int(self._head[name][0]) for name in BookView.__dataclass_fields__}
+        raw: dict[str, Any] = {name: plausible(int(self._head[name][0])) for name in BookView.__dataclass_fields__}
         mode = raw.pop("mode")
         used = min(raw.pop("used_blocks"), self._blocks)
         return BookView(
@@ -172,26 +176,32 @@ class KvBook:
         return self._offered.astype(np.bool_)
 
     def requests(self) -> BookRows:
-        """Rows in use, without block ids that cannot be."""
+        """Rows in use, without block ids that cannot be. What it costs is bounded by the engine's blocks."""
         heads = self._rows.copy()
         live = np.flatnonzero((heads["request"] != 0) & (heads["blocks"] != 0))
-        counts = np.minimum(heads["blocks"][live], self._cells.shape[1]).astype(np.int64)
-        widest = int(counts.max(initial=0))
-        cells = self._cells[live, :widest].astype(np.int64)
-        is_cell = np.arange(widest) < counts[:, None]
-        is_cell &= cells < self._blocks
-        counts = is_cell.sum(axis=1)
-        held = counts * self._block_tokens
+        counts = np.minimum(heads["blocks"][live], self._row_blocks).astype(np.int64)
+        fits = np.cumsum(counts) <= self.most_cells
+        live, counts = live[fits], counts[fits]
+        ptr = np.concatenate([[0], np.cumsum(counts)])
+        cells = self._cells[np.repeat(live * self._row_blocks - ptr[:-1], counts) + np.arange(ptr[-1])].astype(np.int64)
+        is_cell = cells < self._blocks
+        ptr = np.concatenate([[0], np.cumsum(is_cell)])[ptr]
+        held = np.diff(ptr) * self._block_tokens
         tokens = heads["tokens"][live].astype(np.int64)
         return BookRows(
-            ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            ptr=ptr.astype(np.int64),
             blocks=cells[is_cell],
             tokens=np.where(tokens == 0, held, np.minimum(tokens, held)),
         )
 
+    @property
+    def most_cells(self) -> int:
+        """Requests share blocks, but not without end: of a book that says more, the first rows count."""
+        return min(CELLS_PER_BLOCK * self._blocks, MAX_CELLS)
+
     def close(self) -> None:
         self._head = self._offered = self._rows = np.empty(0, np.uint8)
-        self._cells = np.empty((0, 0), np.uint32)
+        self._cells = np.empty(0, np.uint32)
         self._memory.close()
         os.close(self.fd)
 

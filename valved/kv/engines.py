@@ -118,6 +118,8 @@ class Engine:
         self.is_broken = False
         self.index: CostIndex | None = None
         self.indexed_steps = -1
+        self.indexed_ns = 0
+        self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
@@ -278,9 +280,10 @@ class Engine:
 
     # Victims
 
-    def refresh_index(self, settings: EvictionSettings) -> bool:
+    def refresh_index(self, settings: EvictionSettings, now_ns: int) -> bool:
         """Ahead of need: what each column would cost. True if anything was new."""
         steps = self.view().steps
+        self.indexed_ns = now_ns
         if self.index is not None and steps == self.indexed_steps:
             return False
         rows = self.book.requests()

@@ -46,6 +46,7 @@ SECOND_NS = 1_000_000_000
 GATE_NS = SECOND_NS  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
 DRAIN_NS = 100_000_000  # for what was launched before launches were held
+STALE_NS = SECOND_NS  # an index that is older is made again for a reclaim; what it costs is bounded (kv_files.py)
 TURNING_NS = 1_000_000  # look again whether a gate is through
 HUNG = "a mapping order has not come back"
 RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
@@ -405,7 +406,10 @@ class Mover:
         self._end(reclaim)
 
     def _select(self, reclaim: Reclaim, engines: list[Engine]) -> None:
-        reclaim.chose_ns = self._clock.now_ns()
+        reclaim.chose_ns = now_ns = self._clock.now_ns()
+        for engine in engines:
+            if engine.index is None or engine.indexed_ns + STALE_NS < now_ns:
+                engine.refresh_index(self.costs, now_ns)
         reclaim.victims = choose(engines, reclaim.missing, self.costs)
         reclaim.selected_ns = self._clock.now_ns()
 

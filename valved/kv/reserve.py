@@ -20,6 +20,7 @@ from valved.kv.reclaim import Mover
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock, TimerHandle
 from valved.model.events import EventKind
+from valved.model.figures import total
 from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
@@ -30,6 +31,7 @@ from valved.state.registry import ClientEntry
 SECOND_NS = 1_000_000_000
 RETRY_NS = SECOND_NS  # after a growth that got less than it asked for
 REST_NS = 60 * SECOND_NS  # the longest between two tries to lend that bring nothing: each may cost a stop of the GPU
+INDEX_REST = 20  # times as long as an index took nobody makes another
 LEND_HANDLES = 64  # at a time and GPU: one packet of orders, a stop of a millisecond
 
 
@@ -116,9 +118,34 @@ class Reserve:
 
     def _on_tick(self) -> None:
         self._tick = None
-        for engine in self._memory.engines_with(Role.OFFLINE):
-            engine.refresh_index(self._mover.costs)
-        self.look()
+        try:
+            for engine in self._memory.engines_with(Role.OFFLINE):
+                self._refresh_index(engine)
+            self.look()
+        finally:
+            self._arm()
+
+    def _refresh_index(self, engine: Engine) -> None:
+        """Ahead of need, and no more than a share of the loop: a reclaim may choose by an older one."""
+        began_ns = self._clock.now_ns()
+        if began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
+            return
+        try:
+            engine.refresh_index(self._mover.costs, began_ns)
+        finally:
+            ended_ns = self._clock.now_ns()
+            engine.index_after_ns = ended_ns + INDEX_REST * (ended_ns - began_ns)
+
+    def _is_reclaim_near(self, engine: Engine) -> bool:
+        """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""
+        if not self.cards and not self._config.memory.pool_mib:
+            return True
+        return any(
+            self._mover.affordable(gpu) < online.state.headroom_handles * int(other.handles_of(gpu).max(initial=0))
+            for other in self._memory.engines_with(Role.ONLINE)
+            for gpu in other.gpus & engine.gpus
+            if (online := self.online.get(other.service)) is not None
+        )
 
     # Room for new handles
 
@@ -206,7 +233,8 @@ class Reserve:
             self._set_target(engine, online, online.state.headroom_handles + needed)
 
     def _engine_left(self, engine: Engine) -> None:
-        self._mover.counters.lost_tokens += engine.view().lost_tokens
+        counters = self._mover.counters
+        counters.lost_tokens = total((counters.lost_tokens, engine.view().lost_tokens))
         self._offline.pop(engine.service, None)
         online = self.online.pop(engine.service, None)
         if online is not None:

@@ -45,7 +45,7 @@ def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: Ev
 
 def _of_engine(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Victims:
     if engine.index is None:
-        engine.refresh_index(settings)
+        engine.refresh_index(settings, 0)
     assert engine.index is not None
     takeable = engine.takeable()
     index = replace(engine.index, column_cost=np.where(takeable, engine.index.column_cost, np.inf))

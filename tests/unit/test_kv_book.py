@@ -1,0 +1,99 @@
+"""What is read of an engine's book: as much as its blocks can mean, never as much as it says."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tracemalloc
+from contextlib import closing
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valved.abi.kv_files import BOOK_HEAD, ROW, KvBook, check_sizes
+from valved.model.figures import LARGEST
+
+
+class Writer:
+    """The hook's side of a book."""
+
+    def __init__(self, book, rows, row_blocks, blocks):
+        self.memory = mmap.mmap(book.fd, book.bytes)
+        heads_at = BOOK_HEAD.itemsize + -(-blocks // 64) * 64
+        self.head = np.frombuffer(self.memory, BOOK_HEAD, 1)
+        self.heads = np.frombuffer(self.memory, ROW, rows, heads_at)
+        cells = np.frombuffer(self.memory, "<u4", rows * row_blocks, heads_at + rows * ROW.itemsize)
+        self.cells = cells.reshape(rows, row_blocks)
+
+    def hold(self, row, blocks, tokens=0, says=None):
+        self.heads["request"][row] = row + 1
+        self.cells[row, : len(blocks)] = blocks
+        self.heads["blocks"][row], self.heads["tokens"][row] = says or len(blocks), tokens
+
+
+def make(rows, row_blocks, blocks):
+    book = KvBook(rows, row_blocks, blocks, 16)
+    return closing(book), Writer(book, rows, row_blocks, blocks)
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8), st.integers(0, 99))
+def test_rows_are_read_as_they_were_written(rows, tokens):
+    opened, writer = make(8, 6, 32)
+    with opened as book:
+        for row, blocks in enumerate(rows):
+            writer.hold(row, blocks, tokens)
+
+        read = book.requests()
+
+        wanted = [[block for block in blocks if block < 32] for blocks in rows if blocks]
+        assert [part.tolist() for part in np.split(read.blocks, read.ptr[1:-1])][: len(wanted)] == wanted
+        assert len(read.ptr) == len(wanted) + 1
+        held = [16 * len(blocks) for blocks in wanted]
+        assert read.tokens.tolist() == [min(tokens, one) if tokens else one for one in held]
+
+
+def test_one_long_request_never_makes_all_the_others_as_long():
+    opened, writer = make(1024, 8192, 4096)
+    with opened as book:
+        for row in range(1023):
+            writer.hold(row, [row, row + 1])
+        writer.hold(1023, range(4096), says=8192)
+        tracemalloc.start()
+
+        read = book.requests()
+
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(read.ptr) == 1025
+        assert peak < 4 << 20  # dense it was 67 million cells of eight bytes
+
+
+def test_a_hostile_book_never_costs_more_than_its_engines_blocks():
+    rows, row_blocks, blocks = 4096, 15_000, 4096
+    assert not check_sizes(blocks, 16, rows, row_blocks)
+    opened, writer = make(rows, row_blocks, blocks)
+    with opened as book:
+        writer.heads["request"] = 1
+        writer.heads["blocks"] = 2**32 - 1
+        tracemalloc.start()
+
+        read = book.requests()
+
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(read.blocks) <= book.most_cells
+        assert peak < 2 << 20
+        assert os.fstat(book.fd).st_blocks * 512 < 1 << 20  # reading it made none of its pages
+
+
+def test_no_number_of_a_book_is_ever_too_large_to_be_added_up():
+    opened, writer = make(4, 4, 32)
+    with opened as book:
+        writer.head.view(np.uint8)[64:] = 255
+
+        view = book.view()
+
+        numbers = [value for name in view.__dataclass_fields__ if isinstance(value := getattr(view, name), int)]
+        assert max(numbers) <= LARGEST
+        assert view.used_blocks == view.wanted_blocks == 32

@@ -1,0 +1,18 @@
+"""Figures that clients tell: cut to what can be where they are read, so that no sum of them fails anybody later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LARGEST = 1 << 48  # of a count that a client tells: a million tokens a second for nine years
+LARGEST_SUM = (1 << 63) - 1  # what every signed and unsigned field of 64 bits holds
+MOST_OPEN = 1 << 20  # requests of one process
+
+
+def plausible(value: int, largest: int = LARGEST) -> int:
+    return min(max(value, 0), largest)
+
+
+def total(values: Iterable[int]) -> int:
+    """Their sum, or the largest that fits."""
+    return min(sum(values), LARGEST_SUM)
