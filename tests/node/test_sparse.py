@@ -34,7 +34,7 @@ def ways(engines):
 def test_online_gets_what_it_needs_and_offline_answers_as_if_nothing_had_happened(engines):
     engines.start_offline()
     engines.node.wait_for(lambda: is_trusted(engines), "it has passed the trial")
-    engines.start_online([*BURST, (1.6, 1500, 40), (1.7, 800, 80)])
+    engines.start_online([*BURST, (4.6, 1500, 40), (4.7, 800, 80)])
 
     check_online(engines.summary(engines.online, "online"))
     engines.node.wait_for(lambda: engines.engine("offline").backed_blocks == BLOCKS, "the memory is lent again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from valved.model.figures import plausible
 from valved.model.ids import ProcessId, ServiceId
 
 
@@ -18,7 +19,7 @@ class UsefulTokens:
     def read(self, service: ServiceId, process: ProcessId, tokens: int) -> None:
         """A page says so, or a predecessor's books."""
         of = self._of[service]
-        of[process] = max(of.get(process, 0), tokens)
+        of[process] = max(of.get(process, 0), plausible(tokens))
 
     def by_process(self, service: ServiceId) -> dict[ProcessId, int]:
         return self._of.get(service, {})

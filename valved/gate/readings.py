@@ -7,6 +7,7 @@ from typing import Any
 
 from valved.machine import cards
 from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind
+from valved.model.figures import MOST_OPEN, plausible
 from valved.model.ids import ClientId, GpuIndex, ServiceId
 from valved.native._gate import ffi
 
@@ -28,6 +29,7 @@ def stamp(native: Any) -> Stamp:
 
 
 def view(native: Any) -> ClientView:
+    """What is only compared stays as it is; what is added up or shown is cut to what can be."""
     gaps = (native.gaps[i] for i in range(native.gap_count))
     return ClientView(
         is_filled=bool(native.filled),
@@ -36,14 +38,14 @@ def view(native: Any) -> ClientView:
         idle_ns=native.idle_ns,
         busy=bool(native.busy),
         launch_ns=native.launch_ns,
-        rings=native.rings,
+        rings=plausible(native.rings),
         watcher_ns=native.watcher_ns,
-        open_requests=native.open_requests,
+        open_requests=plausible(native.open_requests, MOST_OPEN),
         hint_ns=native.hint_ns,
-        requests_started=native.requests_started,
-        requests_ended=native.requests_ended,
-        useful_tokens=native.useful_tokens,
-        self_stops=native.self_stops,
+        requests_started=plausible(native.requests_started),
+        requests_ended=plausible(native.requests_ended),
+        useful_tokens=plausible(native.useful_tokens),
+        self_stops=plausible(native.self_stops),
         order_done=native.order_done,
         order_status=native.order_status,
         gaps=tuple(Gap(end_ns=gap.end_ns, gap_ns=gap.gap_ns) for gap in gaps),

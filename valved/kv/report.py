@@ -12,6 +12,7 @@ from valved.kv.memory import Memory
 from valved.kv.reclaim import Mover
 from valved.kv.reserve import Reserve
 from valved.model.events import Event
+from valved.model.figures import plausible, total
 from valved.model.ids import GpuIndex, Remap, Role
 from valved.model.states import EngineState, Explanation, GpuMemoryState, MemoryState, PhaseState
 from valved.state.journal import Journal
@@ -70,7 +71,9 @@ class MemoryReport:
             returned_bytes=counters.returned_handles * pool.handle_bytes,
             late_orders=counters.late_orders,
             demotions=counters.demotions,
-            lost_tokens=counters.lost_tokens + sum(one.view().lost_tokens for one in self._memory.engines.values()),
+            lost_tokens=total(
+                [counters.lost_tokens, *(one.view().lost_tokens for one in self._memory.engines.values())]
+            ),
         )
 
     def _gpu(self, gpu: GpuIndex) -> GpuMemoryState:
@@ -170,7 +173,7 @@ class MemoryReport:
 
     def restore(self, saved: SavedMemory) -> None:
         for name in MemoryCounters.__dataclass_fields__:
-            setattr(self.counters, name, saved.counters.get(name, 0))
+            setattr(self.counters, name, plausible(saved.counters.get(name, 0)))
         for name, one in saved.phases.items():
             histogram = self.phases.get(name)
             if histogram is not None and len(one.counts) == len(histogram.counts):

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from valve.v1 import node_pb2
 
 from valved.model.events import Event
@@ -14,6 +15,14 @@ from valved.model.ids import Mode, Role
 
 MODE_OF = {node_pb2.MODE_OFF: Mode.OFF, node_pb2.MODE_OBSERVE: Mode.OBSERVE, node_pb2.MODE_HARVEST: Mode.HARVEST}
 MODE_TO = {mode: number for number, mode in MODE_OF.items()}
+
+
+BOUNDS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, (1 << 64) - 1),
+}
 
 
 def fill(message: Any, value: Any) -> Any:
@@ -34,9 +43,15 @@ def _set(message: Any, name: str, value: Any) -> None:
             if dataclasses.is_dataclass(item):
                 fill(target.add(), item)
             else:
-                target.append(item)
+                target.append(_fit(message, name, item))
     elif value is not None:  # an optional field that nobody can fill yet
-        setattr(message, name, _scalar(value))
+        setattr(message, name, _fit(message, name, _scalar(value)))
+
+
+def _fit(message: Any, name: str, value: Any) -> Any:
+    """A number that its field does not hold must not fail the whole answer."""
+    bounds = BOUNDS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type) if type(value) is int else None
+    return min(max(value, bounds[0]), bounds[1]) if bounds else value
 
 
 def _scalar(value: Any) -> Any:
