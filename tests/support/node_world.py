@@ -16,6 +16,7 @@ from valved.clients.register import Register
 from valved.config import Config
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService, GateSettings
+from valved.kv import journey
 from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
 from valved.node.api import Node
@@ -117,6 +118,8 @@ class World:
 
     def __init__(self, folder: Path, gpus=2, config=None, gate=None, clock=None, processes=None, boot="boot"):
         self.folder = folder
+        self.journey_failures = []
+        journey.failed = self.journey_failures.append
         self.config = config or Config()
         self.clock = clock or VirtualClock()
         self.reactor = FakeReactor()
@@ -343,6 +346,7 @@ class World:
 
     def check(self):
         """Books balance, and no channel is off on a GPU that nobody holds."""
+        assert not self.journey_failures
         self.books.check_integrity()
         self.kv.check_integrity()
         for ref in self.gate.off.values():

@@ -20,6 +20,7 @@ class Need:
     asked_ns: int
     is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
     ready: Pause = field(default_factory=Pause)  # all that could be taken is free
+    served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
     given: Pause = field(default_factory=Pause)  # and has arrived, or will not
 
 

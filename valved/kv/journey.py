@@ -6,10 +6,13 @@ of the loop: on the way of a reclaim no turn is lost, and tests run it on virtua
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from valved.machine.clock import Clock
+
+log = logging.getLogger(__name__)
 
 
 class Pause:
@@ -24,8 +27,14 @@ class Pause:
             return
         self.is_set = True
         waiting, self._then = self._then, []
-        for call in waiting:
-            call()
+        errors = []
+        for call in waiting:  # each of them waits for itself: one that fails takes no other along
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def then(self, call: Callable[[], None]) -> None:
         """Call it when set; at once if it is."""
@@ -39,13 +48,25 @@ class Pause:
             yield self
 
 
+def _log(error: Exception) -> None:
+    log.error("a step of the memory service failed; it is given up, the rest goes on", exc_info=error)
+
+
+failed: Callable[[Exception], None] = _log
+"""What is done about a journey that raised."""
+
+
 def start(journey: Coroutine[Pause, None, Any]) -> None:
-    """Run until it ends, from pause to pause."""
+    """Run until it ends, from pause to pause. What it raises ends it alone: who set the pause goes on, and what it holds
+    is let go by its own `finally`."""
 
     def go_on() -> None:
         try:
             pause = journey.send(None)
         except StopIteration:
+            return
+        except Exception as error:
+            failed(error)
             return
         pause.then(go_on)
 

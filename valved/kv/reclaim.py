@@ -45,7 +45,6 @@ from valved.state.stats import MemoryCounters
 SECOND_NS = 1_000_000_000
 GATE_NS = SECOND_NS  # a stop takes a millisecond; one that takes this long has failed, and the ladder is at work
 TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
-DRAIN_NS = 100_000_000  # for what was launched before launches were held
 STALE_NS = SECOND_NS  # an index that is older is made again for a reclaim; what it costs is bounded (kv_files.py)
 TURNING_NS = 1_000_000  # look again whether a gate is through
 HUNG = "a mapping order has not come back"
@@ -78,6 +77,7 @@ class Mover:
         self._journal = journal
         self._clock = clock
         self._needs: list[Need] = []
+        self._open_needs: list[Need] = []  # until what they asked for is given, or will not be
         self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
         self._is_running = False
@@ -88,99 +88,45 @@ class Mover:
     def allow(self, on: bool) -> None:
         self.is_allowed = on
 
-    @property
-    def is_pressed(self) -> bool:
-        """Somebody waits for memory: none is lent now."""
-        return bool(self._needs) or self._is_running
+    def is_pressed(self, gpus: frozenset[GpuIndex]) -> bool:
+        """Somebody waits for memory there, until it has arrived: none is lent now, least of all what was just freed."""
+        return any(not gpus.isdisjoint(need.handles) for need in self._open_needs)
 
     # To those who need it
 
     async def grow(self, engine: Engine, columns: Ints) -> int:
         """Back bare columns of an online engine, taking from offline work what is missing. How many have come."""
         engine.going[columns] = True
-        for _ in range(TRIES):
-            left = columns[~engine.backed_columns()[columns]]
-            if not len(left) or not await self._grow_once(engine, left):
-                break
+        try:
+            for _ in range(TRIES):
+                left = columns[~engine.backed_columns()[columns]]
+                if not len(left) or not await self._grow_once(engine, left):
+                    break
+        finally:
+            if self._is_here(engine):
+                engine.going[columns] = False
+                self._memory.tell(engine)
         if not self._is_here(engine):
             return 0
-        engine.going[columns] = False
-        self._memory.tell(engine)
         return int(engine.backed_columns()[columns].sum())
 
     async def _grow_once(self, engine: Engine, columns: Ints) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
         need = None
-        if self.fitting(engine, columns) < len(columns):
-            handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
-            need = self._ask(engine.service, handles, lambda: self._is_short(engine))
-            await need.ready
-        else:
-            await self._while_turning()
-        orders: list[Order] = []
-        if self._is_here(engine):
-            orders = self.give(engine.cells(columns[: self.fitting(engine, columns)], backed=False))
-        await all_of([order.settled for order in orders])
-        if need is not None:
-            need.given.set()
-        return self._is_here(engine) and any(order.done for order in orders)
-
-    async def back_whole(self, book: KvRangeBook, seq: int) -> None:
-        """All of a range before its allocation returns, or that fails: nobody works on holes unawares.
-
-        For an online service memory is taken from offline work. If that is not enough, what is free goes back to the
-        driver: the shim makes the range ordinary memory then. A hook that attaches later gives back what is too much.
-        """
-        is_online = self._memory.role_of(book.key.client) is Role.ONLINE
-        for _ in range(TRIES):
-            if book.is_whole or not await self._back_once(book, is_online):
-                break
-        if self._memory.pool.ranges.get(book.key) is not book:
-            return
-        if seq and is_online and not book.is_whole:
-            backed = np.flatnonzero(book.at >= 0)
-            await all_of([order.settled for order in self._memory.orders.take_away(KvOp.UNBACK, book, backed)])
-            self._memory.pool.trim(book.gpu, self._memory.pool.free_handles(book.gpu))
-        self._memory.answer_whole(book, seq, len(book.empty_slots()))
-
-    async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:
-        """Whether another try may find more."""
-        empty = book.empty_slots()
-        need = None
-        if may_take and len(empty) > self.affordable(book.gpu):
-            need = self._ask(self._memory.service_of(book.key.client), {book.gpu: len(empty)}, lambda: True)
-            await need.ready
         orders: list[Order] = []
         try:
-            if self._memory.pool.ranges.get(book.key) is book and self._fits(book):
-                orders = self.give([(book, empty)])
+            if self.fitting(engine, columns) < len(columns):
+                handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
+                need = self.ask(engine.service, handles, lambda: self._is_short(engine))
+                await need.ready
+            else:
+                await self.while_turning()
+            if self._is_here(engine):
+                orders = self.give(engine.cells(columns[: self.fitting(engine, columns)], backed=False))
             await all_of([order.settled for order in orders])
         finally:
-            if need is not None:
-                need.given.set()
-        return any(order.done for order in orders)
-
-    def _fits(self, book: KvRangeBook) -> bool:
-        return len(book.empty_slots()) <= self.affordable(book.gpu)
-
-    async def back_held(self, book: KvRangeBook) -> None:
-        """The same for a process that works on the zero page, and whose launches are held (kv/unheeded.py).
-
-        What it launched before the hold ends first: a mapping over the zero page leaves a hole for a moment.
-        """
-        if self._memory.role_of(book.key.client) is Role.ONLINE:
-            await self.back_whole(book, 0)
-            return
-        pause = Pause()
-        self._clock.call_at_ns(self._clock.now_ns() + DRAIN_NS, pause.set)
-        await pause
-        await self._while_turning()
-        for _ in range(TRIES):
-            if book.is_whole or not await self._back_once(book, False):
-                break
-        if self._memory.pool.ranges.get(book.key) is book:
-            self._memory.answer_whole(book, 0, len(book.empty_slots()))
-        self._memory.unheeded.backed(book)
+            self.settle_need(need)
+        return self._is_here(engine) and any(order.done for order in orders)
 
     def give(self, cells: Iterable[Cells], how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Order these slots to be backed: free handles first, then new ones as far as there is room.
@@ -229,11 +175,14 @@ class Mover:
 
     async def give_back(self, engine: Engine, columns: Ints) -> int:
         """Unmap what an online engine offers. Its hook has withheld those blocks: nobody touches them."""
-        self._lose(engine, columns)
-        await self._while_turning()
-        orders = self.take(engine, columns, KvOp.UNBACK, KvHow.AT_ONCE)
-        await all_of([order.settled for order in orders])
-        self._lost(engine, columns)
+        orders: list[Order] = []
+        try:
+            self._lose(engine, columns)
+            await self.while_turning()
+            orders = self.take(engine, columns, KvOp.UNBACK, KvHow.AT_ONCE)
+            await all_of([order.settled for order in orders])
+        finally:
+            self._lost(engine, columns)
         freed = sum(order.done for order in orders)
         self.counters.returned_handles += freed
         self._journal.emit(
@@ -253,28 +202,33 @@ class Mover:
         the mapping is done (zeroing needs the channels again and follows), or it happens between two steps.
         """
         engine.going[columns] = True
-        if self.way_of([engine]) is Remap.HELPER:
-            await self._my_turn()
-            try:
-                orders = await self._give_gated(engine, columns)
-            finally:
-                self._open()
-        else:
-            orders = self._give_at_step(engine, columns)
-        await all_of([order.settled for order in orders])
-        self.counters.lent_handles += sum(order.done for order in orders)
+        orders: list[Order] = []
+        try:
+            if self.way_of([engine]) is Remap.HELPER:
+                await self._my_turn()
+                try:
+                    orders = await self._give_gated(engine, columns)
+                finally:
+                    self._open()
+            else:
+                orders = self._give_at_step(engine, columns)
+            await all_of([order.settled for order in orders])
+        finally:
+            if self._is_here(engine):
+                engine.going[columns] = False
+                self._memory.tell(engine)
+        came = sum(order.done for order in orders)
+        self.counters.lent_handles += came
         if self._is_here(engine):
-            engine.going[columns] = False
-            self._memory.tell(engine)
             self._journal.emit(
                 EventKind.LENT,
                 service=engine.service,
                 gpus=tuple(sorted(engine.gpus)),
                 reason="memory that nobody uses",
                 columns=len(columns),
-                handles=sum(order.done for order in orders),
+                handles=came,
             )
-        return sum(order.done for order in orders)
+        return came
 
     async def _give_gated(self, engine: Engine, columns: Ints) -> list[Order]:
         """Returns when the mapping is done."""
@@ -308,12 +262,18 @@ class Mover:
 
     # Taking from offline work
 
-    def _ask(self, service: ServiceId, handles: dict[GpuIndex, int], is_waited_for: Callable[[], bool]) -> Need:
+    def ask(self, service: ServiceId, handles: dict[GpuIndex, int], is_waited_for: Callable[[], bool]) -> Need:
         need = Need(service=service, handles=handles, asked_ns=self._clock.now_ns(), is_waited_for=is_waited_for)
         self._needs.append(need)
+        self._open_needs.append(need)
         if not self._is_running:
             start(self._serve())
         return need
+
+    def settle_need(self, need: Need | None) -> None:
+        if need is not None:
+            self._open_needs.remove(need)
+            need.given.set()
 
     async def _serve(self) -> None:
         """Needs that came together are served together."""
@@ -322,13 +282,27 @@ class Mover:
             while self._needs:
                 await self._my_turn()
                 batch, self._needs = self._needs, []
-                try:
-                    await self._serve_batch(batch)
-                except Exception:
-                    self._open()  # whatever went wrong, no GPU stays stopped for it
-                    raise
+                start(self._serve_safely(batch))
+                await all_of([need.served for need in batch])
         finally:
             self._is_running = False
+
+    async def _serve_safely(self, batch: list[Need]) -> None:
+        """Whatever goes wrong, no GPU stays stopped for it, and who waits goes on without."""
+        is_through = False
+        try:
+            await self._serve_batch(batch)
+            is_through = True
+        finally:
+            if not is_through:
+                self._open()
+                self._set_ready(batch)
+            for need in batch:
+                need.served.set()
+
+    def _set_ready(self, batch: list[Need]) -> None:
+        for need in batch:
+            need.ready.set()
 
     async def _serve_batch(self, batch: list[Need]) -> None:
         missing = self._missing(batch)
@@ -370,7 +344,22 @@ class Mover:
     def _why_nobody(self) -> str:
         return "no attached offline engine can lose anything there" if self.is_allowed else "harvesting is braked"
 
+    def _let_go(self, reclaim: Reclaim) -> None:
+        """A reclaim that failed half way: its columns are what the books say once nothing is under way for them."""
+        for victims in reclaim.victims:
+            orders = [one for client in victims.engine.clients for one in self._memory.orders.under_way(client)]
+            through = all_of([order.through for order in orders])
+            through.then(lambda victims=victims: self._lost(victims.engine, victims.columns))  # type: ignore[misc]
+        self._set_ready(reclaim.needs)
+
     async def _gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
+        try:
+            await self._take_gated(reclaim, engines)
+        except Exception:
+            self._let_go(reclaim)
+            raise
+
+    async def _take_gated(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         concerned = frozenset().union(reclaim.missing, *(engine.gpus for engine in engines))
         is_stopped = await self._stop(concerned, lambda: self._select(reclaim, engines))
         reclaim.stopped_ns = self._clock.now_ns()
@@ -390,6 +379,13 @@ class Mover:
         self._open()
 
     async def _cooperative(self, reclaim: Reclaim, engines: list[Engine]) -> None:
+        try:
+            await self._take_at_step(reclaim, engines)
+        except Exception:
+            self._let_go(reclaim)
+            raise
+
+    async def _take_at_step(self, reclaim: Reclaim, engines: list[Engine]) -> None:
         self._select(reclaim, engines)
         reclaim.stopped_ns = reclaim.selected_ns
         orders = self._tell_and_take(reclaim, KvHow.AT_STEP)
@@ -399,7 +395,7 @@ class Mover:
         reclaim.let_ns = await self._beside.until_settled(
             settled, gpus, lambda: any(need.is_waited_for() for need in reclaim.needs), deadline_ns
         )
-        await self._while_turning()  # offline work stands again before anybody maps
+        await self.while_turning()  # offline work stands again before anybody maps
         reclaim.late = sum(not order.settled.is_set for order in orders)
         self._taken(reclaim, orders)
         await self._wait_given(reclaim)
@@ -505,7 +501,7 @@ class Mover:
     def open(self) -> None:
         self._open()
 
-    async def _while_turning(self) -> None:
+    async def while_turning(self) -> None:
         """Mapping work takes the driver's locks in write mode: it waits for gates that are being closed."""
         while self._gate.is_turning():
             pause = Pause()

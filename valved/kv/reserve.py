@@ -25,6 +25,7 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
 from valved.policy.reservation import start as first_state
+from valved.service.whole import Whole
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
@@ -86,8 +87,9 @@ class Reserve:
         self.cards: Mapping[bytes, CardUse] = {}
         self._full_until_ns: dict[GpuIndex, int] = {}
         memory.changed = self.look_soon
-        memory.wants_whole = lambda book, seq: start(mover.back_whole(book, seq))
-        memory.unheeded.back_held = lambda book: start(mover.back_held(book))
+        whole = Whole(memory, mover, clock)
+        memory.wants_whole = lambda book, seq: start(whole.back_whole(book, seq))
+        memory.unheeded.back_held = lambda book: start(whole.back_held(book))
         memory.engine_left = self._engine_left
         memory.budget_bytes = self._budget_bytes
         mover.full = self._full
@@ -106,8 +108,8 @@ class Reserve:
             self._soon = None
         for engine in self._memory.engines_with(Role.ONLINE):
             self._serve(engine)
-        if not self._mover.is_pressed:
-            for engine in self._memory.engines_with(Role.OFFLINE):
+        for engine in self._memory.engines_with(Role.OFFLINE):
+            if not self._mover.is_pressed(engine.gpus):
                 self._lend(engine)
         self._arm()
 
