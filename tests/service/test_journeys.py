@@ -91,7 +91,7 @@ def test_lending_that_fails_never_ends_all_lending(tmp_path, monkeypatch, remap)
 
 
 def test_a_look_that_fails_never_is_the_last(tmp_path, monkeypatch):
-    world, offline, online = make(tmp_path, Remap.HELPER)
+    world, _, online = make(tmp_path, Remap.HELPER)
     left = fail_once(monkeypatch, world.kv.memory, "engines_with")
 
     with pytest.raises(ValueError, match="once"):
