@@ -18,7 +18,7 @@ from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
 from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
-from valved.model.memory import ByteSpan, ColumnId, KvLayout, KvRange, KvTensor, LayoutRefused
+from valved.model.memory import ColumnId, KvLayout, KvRange, KvTensor, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
 
@@ -49,25 +49,8 @@ class Rank:
             blocks=told.blocks,
             block_tokens=told.block_tokens,
             pinned_blocks=told.pinned,
-            unreclaimable=tuple(
-                ByteSpan(first=book.base + offset, stop=book.base + offset + size)
-                for book in mine
-                for offset, size in book.pins
-            ),
         )
         return Rank(client=client, hook=hook, books=mine, layout=layout, columns=columns_of(layout))
-
-    def again(self) -> Rank:
-        """The same layout over what is pinned by now."""
-        told = KvLayoutPart(
-            blocks=self.layout.blocks,
-            block_tokens=self.layout.block_tokens,
-            total=len(self.layout.tensors),
-            first=0,
-            pinned=self.layout.pinned_blocks,
-            tensors=self.layout.tensors,
-        )
-        return Rank.of(self.client, self.hook, self.books, told)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +145,7 @@ class Engine:
         self._cell_place = starts[self._cell_book] + self._cell_slot
         first = ranks[0].columns
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
+        self.heed_pins()
         self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
         if len(self.going) != len(first.columns):
             self.going = np.zeros(len(first.columns), np.bool_)
@@ -173,6 +157,12 @@ class Engine:
         }
         lowest = first.block_columns[first.block_column_ptr[:-1].clip(max=len(first.block_columns) - 1)]
         self.table.set_columns(lowest, len(first.columns))
+
+    def heed_pins(self) -> None:
+        """Columns with a slot that may never be taken. A pin costs one look at the cells, not a new map."""
+        if self._books:
+            is_pinned = np.concatenate([book.pinned for book in self._books])[self._cell_place]
+            self._reclaimable[self._cell_column[is_pinned]] = False
 
     # Questions
 

@@ -205,7 +205,7 @@ class Memory:
     def _engine_of(self, client: ClientId) -> Engine | None:
         """The attached engine of which this shim is a rank."""
         engine = self.engines.get(self.service_of(client))
-        return engine if engine is not None and client in engine.ranks and engine.is_complete else None
+        return engine if engine is not None and client in engine.ranks else None
 
     def _find(self, entry: ClientEntry, number: int) -> KvRangeBook:
         book = self.pool.ranges.get(RangeKey(entry.id, number))
@@ -227,16 +227,16 @@ class Memory:
         book = self._find(entry, body.range)
         if body.offset + body.bytes > book.slots * book.handle_bytes or not body.bytes:
             raise Malformed(f"a pin of {body.bytes} bytes at {body.offset} lies outside range {body.range}")
+        first, last = body.offset // book.handle_bytes, (body.offset + body.bytes - 1) // book.handle_bytes
         if Feature.SPARSE in self.features:
-            first, last = body.offset // book.handle_bytes, (body.offset + body.bytes - 1) // book.handle_bytes
             is_going = self.orders.is_unheard(book, first, last)
             self.ack(entry.id, seq, errno.EBUSY if is_going else 0)
             if is_going:
                 return
-        book.pins.append((body.offset, body.bytes))
-        rank = self._ranks.get(entry.id)
-        if rank is not None and book in rank.books:
-            self._put_rank(entry, rank.again())
+        book.pinned[first : last + 1] = True
+        engine = self._engine_of(entry.id)
+        if engine is not None:
+            engine.heed_pins()
 
     def _scratch(self, entry: ClientEntry, body: KvScratch, fds: list[int]) -> None:
         gpu = self._find_gpu(body.gpu_uuid, body.device_instance)

@@ -62,7 +62,10 @@ class KvRangeBook:
     is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
-    pins: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) that may never be taken
+    pinned: NDArray[np.bool_] = field(init=False)  # slots that may never be taken
+
+    def __post_init__(self) -> None:
+        self.pinned = np.zeros(len(self.at), np.bool_)
 
     @property
     def slots(self) -> int:

@@ -107,6 +107,10 @@ class Unheeded:
     def _is_safe(self, book: KvRangeBook) -> bool:
         return book.is_heeded or not book.is_elastic or book.is_whole
 
+    def _is_attached(self, client: ClientId) -> bool:
+        engine = self._engine_of(client)
+        return engine is not None and engine.is_complete
+
     def _is_here(self, book: KvRangeBook) -> bool:
         return self._pool.ranges.get(book.key) is book
 
@@ -116,10 +120,10 @@ class Unheeded:
         if entry is None or not self._is_here(book) or self._is_safe(book):
             return
         if entry.role is not Role.OFFLINE:  # told again with holes: real memory, unless its hook is back
-            if self._engine_of(client) is None:
+            if not self._is_attached(client):
                 self.back_held(book)
             return
-        is_warm = client in self._stepping or self._engine_of(client) is not None
+        is_warm = client in self._stepping or self._is_attached(client)
         if not is_warm and now_ns - born_ns < WARM_UPS * self._attach_ns:
             self._clock.call_at_ns(now_ns + self._attach_ns, lambda: self._look(book, born_ns))
             return
