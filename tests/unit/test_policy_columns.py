@@ -170,3 +170,37 @@ def test_a_false_registration_is_refused_by_field(
         columns_of(layout([KvTensor(**one) for one in tensors], ranges, blocks, **more))  # type: ignore[arg-type]
 
     assert field == refused.value.field
+
+
+HEADS, PIECE = 8, BLOCK // 8
+PARTS = {
+    "one head of each layer, layers apart (LHBNC)": KvTensor(
+        base_addr=BASE, block_stride_bytes=PIECE, block_bytes=PIECE, repeats=((2, 1024 * BLOCK),)
+    ),
+    "one head of all layers, in each block (BHLNC)": KvTensor(
+        base_addr=BASE, block_stride_bytes=2 * BLOCK, block_bytes=PIECE, repeats=((2, PIECE),)
+    ),
+    "one of two heads, in each block": KvTensor(base_addr=BASE, block_stride_bytes=2 * BLOCK, block_bytes=BLOCK),
+    "the first layer of two": KvTensor(base_addr=BASE, block_stride_bytes=BLOCK, block_bytes=BLOCK),
+    "the second layer of two": KvTensor(base_addr=BASE + 1024 * BLOCK, block_stride_bytes=BLOCK, block_bytes=BLOCK),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_bytes_of_an_engine_are_never_left_out_of_every_column(part: str) -> None:
+    """They would never have memory, or lose it unseen: two layers of 1,024 blocks in 64 MiB."""
+    with pytest.raises(LayoutRefused) as refused:
+        columns_of(layout([PARTS[part]], [kv_range(32)], 1024))
+
+    assert refused.value.field == "tensors"
+
+
+def test_what_an_allocator_rounds_up_and_what_pads_a_block_is_not_missed() -> None:
+    tensors = [
+        KvTensor(base_addr=base, block_stride_bytes=BLOCK, block_bytes=BLOCK - 512)
+        for base in (BASE, BASE + 64 * BLOCK + MIB)
+    ]
+
+    columns = columns_of(layout(tensors, [kv_range(3)], 64))
+
+    assert {handle for column in columns.columns for handle in column.handles} == {0, 1, 2}

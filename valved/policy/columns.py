@@ -36,6 +36,8 @@ MAX_BLOCKS = 1 << 22
 """4M blocks of 16 tokens are 67M tokens, beyond any card; bounds what a hostile registration can cost the daemon."""
 MAX_HANDLES = 1 << 18
 """512 GiB in 2 MiB handles."""
+MAX_GAP = 2 << 20
+"""An allocator rounds what it is asked for: less than this between tensors is that, more is a layout told in part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class ColumnMap:
 def columns_of(layout: KvLayout) -> ColumnMap:
     """Check the registration, then cut it into columns; raises LayoutRefused and changes nothing when it is wrong."""
     planes = _checked_planes(layout)
+    _check_gaps(layout, planes)
     pitch = min(plane.stride_bytes for plane, _ in planes)
     handles: dict[int, list[HandleIndex]] = defaultdict(list)
     hit: dict[int, list[BlockSpan]] = defaultdict(list)
@@ -180,7 +183,9 @@ def _home(plane: Plane, layout: KvLayout) -> KvRange:
 
 
 def _check_overlap(planes: list[Plane], blocks: int) -> None:
-    """Planes may interleave (layers inside a block), with one stride and disjoint places inside it; nothing else."""
+    """Planes may interleave (layers inside a block), with one stride and disjoint places inside it; nothing else. A
+    quarter of the stride may be padding; what leaves more is a layout told in part.
+    """
     group: list[Plane] = []
     end = 0
     for plane in sorted(planes, key=lambda one: one.base_addr):
@@ -197,9 +202,28 @@ def _check_interleaving(group: list[Plane]) -> None:
     placed = sorted((((plane.base_addr - origin) % stride, plane) for plane in group), key=lambda pair: pair[0])
     ends = [shift + plane.block_bytes for shift, plane in placed]
     limits = [shift for shift, _ in placed[1:]] + [stride]
+    covered = sum(plane.block_bytes for plane in group)
+    if len({plane.stride_bytes for plane in group}) == 1 and 4 * (stride - covered) > stride:
+        raise LayoutRefused("tensors", f"{covered} of each {stride} bytes from {origin:#x} on belong to a block")
     for (_, plane), end, limit in zip(placed, ends, limits, strict=True):
         if end > limit or plane.stride_bytes != stride:
             raise LayoutRefused("tensors", f"blocks at {plane.base_addr:#x} share bytes with those of another tensor")
+
+
+def _check_gaps(layout: KvLayout, planes: list[tuple[Plane, KvRange]]) -> None:
+    """Bytes that no block is said to cover belong to no column, so they would never have memory, or lose it unseen."""
+    for kv in layout.ranges:
+        inside = sorted((plane for plane, home in planes if home is kv), key=lambda one: one.base_addr)
+        end = kv.base_addr
+        for plane in inside:
+            if plane.base_addr - end >= MAX_GAP:
+                raise LayoutRefused("tensors", f"{plane.base_addr - end} bytes from {end:#x} on belong to no block")
+            end = max(end, plane.end_addr(layout.blocks))
+        left = kv.end_addr - end
+        if left >= max(kv.handle_bytes, MAX_GAP):
+            raise LayoutRefused(
+                "tensors", f"the last {left} bytes of the range at {kv.base_addr:#x} belong to no block"
+            )
 
 
 def _handles_with_planes(
