@@ -152,13 +152,22 @@ class Link:
             self._thread = threading.Thread(target=self._run, name="valve-hook", daemon=True)
             self._thread.start()
 
+    def propose(self, wanted: Attach) -> None:
+        """Ask for the table; the answer comes into `session` when it suits valved."""
+        self.wanted = wanted
+        self._answered.clear()
+        self._poke.set()
+
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:
-        """Ask for the table and wait for valved's answer, once: a cache whose memory is valved's may have none until
+        """Ask for the table and wait for valved's answer."""
+        self.propose(wanted)
+        return self.answer(wait_s)
+
+    def answer(self, wait_s: float) -> Session | None:
+        """Wait for valved's answer, once: a cache whose memory is valved's may have none until
         then, and what a step computes from it would be believed. A valved that died comes back; one that waits for
         the engine's ranks will have heard of them. One that left nothing here but its socket is not waited for.
         """
-        self.wanted = wanted
-        self._answered.clear()
         self._is_waiting = True
         self._poke.set()
         if not self._answered.wait(wait_s):

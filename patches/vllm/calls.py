@@ -1,5 +1,5 @@
-"""What vLLM calls: three functions, once per step each. The plugin wraps two methods of Scheduler around them, the
-source patch calls them by name.
+"""What vLLM calls: one function when a Scheduler is built, three once per step each. The plugin wraps three methods of
+Scheduler around them, the source patch calls the three by name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0  # once, before the first step: so that an elastic engine starts with what it may use
+UNHEEDED = "_valve_unheeded"  # on a step's output: why nobody heeds valved's table for it; empty where somebody does
 
 
 class SchedulerHook:
@@ -37,6 +38,8 @@ class SchedulerHook:
         self.progress = Progress(scheduler, link)
         self._between_steps = shim_call("valve_kv_step")
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
+        self._has_waited = self._has_said = False
+        self._name = engine
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
         row_blocks = min(MAX_ROW, blocks, -(-int(scheduler.max_model_len) // self.engine.block_tokens) + 1)
@@ -50,12 +53,36 @@ class SchedulerHook:
             row_blocks=max(1, min(row_blocks, room)),
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
-        session = link.attach(wanted, ATTACH_WAIT_S)
         link.on_tick = self.while_idle
-        state = "attached" if session is not None else f"not attached yet ({link.said or 'no answer'})"
-        log.warning("valve: %s, hook %s, mode %s, %d blocks: %s", engine, VERSION, mode.name, blocks, state)
+        link.propose(wanted)
+
+    def begin_idle(self) -> None:
+        """The scheduler stands and has no work yet: until it has, the link's thread attaches and gives back."""
+        self._note_idle()
+
+    def settle(self) -> None:
+        """Before the first step: what has memory must be known, or the wait for it must be over."""
+        self._has_waited = True
+        if self.link.session is None:
+            self.link.answer(ATTACH_WAIT_S)
+        self._say()
+
+    def _say(self) -> None:
+        link, blocks = self.link, self.keeper.blocks
+        state = "attached" if link.session is not None else f"not attached yet ({link.said or 'no answer'})"
+        log.warning(
+            "valve: %s, hook %s, mode %s, %d blocks: %s", self._name, VERSION, self.keeper.mode.name, blocks, state
+        )
+        self._has_said = link.session is not None
+
+    @property
+    def unheeded(self) -> str:
+        """Why a step may read and write blocks without memory; empty where the table is heeded."""
+        return "" if self.keeper.session is not None else f"not attached: {self.link.said or 'valved does not answer'}"
 
     def before_schedule(self) -> None:
+        if not self._has_waited:
+            self.settle()
         with self.engine.lock:
             self._is_idle = False
         if self.keeper.sync():
@@ -70,6 +97,8 @@ class SchedulerHook:
                 self.keeper.guard(self._look)
 
     def _look(self) -> None:
+        if self.link.session is not None and not self._has_said:
+            self._say()
         self.keeper.sync()
         self.keeper.publish()
         if self._between_steps is not None:
@@ -123,22 +152,28 @@ def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | Progress | None:
     hook: SchedulerHook | Progress | None = scheduler.__dict__.get("_valve")
     if "_valve" in scheduler.__dict__ or not make:
         return hook
-    scheduler._valve = None
+    scheduler._valve, scheduler._valve_why = None, "no valved was found"
     try:
         link = process_link()
         if link is not None:
             hook = scheduler._valve = _make_hook(scheduler, link)
     except check.Refused as refused:
+        scheduler._valve_why = str(refused)
         log.warning("valve: not attached, nothing is reclaimed from this engine: %s", refused)
-    except Exception:
+    except Exception as error:
+        scheduler._valve_why = f"{type(error).__name__}: {error}"
         log.exception("valve: not attached, nothing is reclaimed from this engine")
     return hook
 
 
 def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     try:
-        engine = check.judge(scheduler)
+        engine = check.judge(scheduler.vllm_config, scheduler.kv_cache_manager.kv_cache_config)
+        check.refuse_scheduler_class(type(scheduler), Scheduler)
     except check.MemoryRefused as refused:
+        scheduler._valve_why = str(refused)
         log.warning("valve: requests and tokens are reported, nothing is reclaimed from this engine: %s", refused)
         return Progress(scheduler, link)
     return SchedulerHook(scheduler, link, Mode.FULL, engine)
@@ -151,6 +186,13 @@ def _run(hook: SchedulerHook | Progress, action: Callable[..., None], *arguments
         hook.fail(f"{getattr(action, '__name__', action)} failed", is_look=is_look)
 
 
+def built(scheduler: Any) -> None:
+    """A Scheduler stands: attach now, not at its first request, which may be hours away."""
+    hook = _hook(scheduler, make=True)
+    if isinstance(hook, SchedulerHook) and type(scheduler).__module__.startswith("vllm."):
+        _run(hook, hook.begin_idle, is_look=True)  # another class may go on building itself, and take blocks for it
+
+
 def before_schedule(scheduler: Any) -> None:
     """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
     hook = _hook(scheduler, make=True)
@@ -159,10 +201,15 @@ def before_schedule(scheduler: Any) -> None:
 
 
 def after_schedule(scheduler: Any, output: Any) -> None:
-    """Last thing in Scheduler.schedule: note what this step reads and writes."""
+    """Last thing in Scheduler.schedule: note what this step reads and writes, and tell the workers who heeds the table.
+
+    The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
+    """
     hook = _hook(scheduler, make=False)
     if hook is not None:
         _run(hook, hook.after_schedule, output, is_look=False)
+    why = hook.unheeded if isinstance(hook, SchedulerHook) else scheduler.__dict__.get("_valve_why", "no hook")
+    setattr(output, UNHEEDED, why)
 
 
 def before_update(scheduler: Any, output: Any, result: Any) -> None:

@@ -29,6 +29,15 @@ OUTPUT_FIELDS = {
 }
 CACHED_FIELDS = {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"}
 REQUEST_FIELDS = {"request_id", "num_computed_tokens", "num_stale_output_tokens", "drop_stale_output", "resumable"}
+PARAMETERS = {"reset_prefix_cache": "reset_running_requests", "_preempt_request": "drop_stale_output"}
+
+SPECS = "vllm.v1.kv_cache_interface"
+KINDS = {(SPECS, "FullAttentionSpec"), (SPECS, "MLAAttentionSpec")}
+CONTEXT_SIZES = ("decode_context_parallel_size", "prefill_context_parallel_size")
+SLEEP_MODES = ("enable_sleep_mode", "enable_cumem_allocator")  # vLLM then maps its memory itself
+EXECUTORS = ("uni", "mp")
+DRAFTS = ("", "ngram")  # others were never run: their drafts hold state of their own
+STEP = "run this engine without Valve's memory, or without that feature"
 
 
 class Refused(Exception):
@@ -59,14 +68,19 @@ def refuse_version(version: str) -> None:
         raise Refused(f"vLLM {version}, and valve_hook {VERSION} knows {_range()}{step}")
 
 
-def judge(scheduler: Any) -> str:
-    """The engine in words, or Refused."""
+def judge(config: Any, cache: Any) -> str:
+    """May valved give and take this engine's KV memory? The engine in words, or Refused.
+
+    The only judgement there is. A worker asks before it makes the cache (is the memory elastic?), the scheduler when it
+    is built (is the table heeded?); both ask with vLLM's configuration and that of its cache, so both get one answer.
+    """
     import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
 
     refuse_version(vllm.__version__)
-    refuse_configuration(scheduler)
-    refuse_scheduler_class(type(scheduler), Scheduler)
+    refuse_configuration(config, cache)
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    refuse_scheduler_class(scheduler, Scheduler)
     missing = missing_names(scheduler)
     if missing:
         raise Refused(f"vLLM {vllm.__version__} lacks {', '.join(missing)} (valve_hook {VERSION})")
@@ -81,97 +95,105 @@ def refuse_scheduler_class(given: type, known: type) -> None:
         raise MemoryRefused(f"a scheduler class with a {replaced[0]} of its own ({given.__name__}) is not supported")
 
 
-def refuse_configuration(scheduler: Any) -> None:
-    """As the scheduler's process sees it."""
-    refuse(
-        scheduler.vllm_config.parallel_config,
-        scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups,
-        is_context_parallel=getattr(scheduler, "dcp_world_size", 1) * getattr(scheduler, "pcp_world_size", 1) > 1,
-        has_connector=getattr(scheduler, "connector", None) is not None,
-        has_encoder_connector=getattr(scheduler, "ec_connector", None) is not None,
-        is_encoder_decoder=bool(getattr(scheduler, "is_encoder_decoder", False)),
-        can_sleep=can_sleep(scheduler.vllm_config),
-    )
-
-
-def refuse_for_worker(config: Any, groups: Sequence[Any]) -> None:
-    """The same judgement as a worker sees it, before the cache is made: memory that comes and goes needs a scheduler
-    that heeds the table.
-    """
-    parallel = config.parallel_config
-    context = ("decode_context_parallel_size", "prefill_context_parallel_size")
-    refuse(
-        parallel,
-        groups,
-        is_context_parallel=any(getattr(parallel, name, 1) > 1 for name in context),
-        has_connector=config.kv_transfer_config is not None,
-        has_encoder_connector=getattr(config, "ec_transfer_config", None) is not None,
-        is_encoder_decoder=bool(getattr(config.model_config, "is_encoder_decoder", False)),
-        can_sleep=can_sleep(config),
-    )
-
-
-def can_sleep(config: Any) -> bool:
-    """vLLM then makes and unmaps its memory itself, with the same driver calls as Valve."""
-    names = ("enable_sleep_mode", "enable_cumem_allocator")
-    return any(getattr(getattr(config, "model_config", None), name, False) is True for name in names)
-
-
-def refuse(
-    parallel: Any,
-    groups: Sequence[Any],
-    *,
-    is_context_parallel: bool,
-    has_connector: bool,
-    has_encoder_connector: bool,
-    is_encoder_decoder: bool,
-    can_sleep: bool,
-) -> None:
-    """What cannot be recomputed from a block boundary, or was never tried."""
+def refuse_configuration(config: Any, cache: Any) -> None:
+    """What cannot be recomputed from a block boundary, what schedules in more than one place, what was never run."""
+    groups, parallel, model = cache.kv_cache_groups, config.parallel_config, config.model_config
+    if not groups:
+        raise MemoryRefused("an engine without a KV cache has no memory to lend")
     reasons = {
-        "an engine without a KV cache": not groups,
         f"{len(groups)} KV cache groups (hybrid, sliding-window or Mamba layers)": len(groups) > 1,
-        "KV that is not full attention": any(not is_full_attention(group.kv_cache_spec) for group in groups),
+        **{f"KV of the kind {kind}": True for group in groups for kind in strange_kinds(group.kv_cache_spec)},
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
-        "context parallelism": is_context_parallel,
-        "a KV connector (transfer or offload)": has_connector,
-        "an encoder-cache connector": has_encoder_connector,
-        "an encoder-decoder model": is_encoder_decoder,
-        "sleep mode": can_sleep,
+        "context parallelism": any(getattr(parallel, name, 1) > 1 for name in CONTEXT_SIZES),
+        "an engine over several nodes": getattr(parallel, "nnodes", 1) > 1,
+        f"the executor {executor_of(parallel)}": executor_of(parallel) not in EXECUTORS,
+        "a KV connector (transfer or offload)": getattr(config, "kv_transfer_config", None) is not None,
+        "an encoder-cache connector": getattr(config, "ec_transfer_config", None) is not None,
+        "an encoder-decoder model": getattr(model, "is_encoder_decoder", False) is True,
+        "a diffusion language model": getattr(model, "is_diffusion", False) is True,
+        "sleep mode": any(getattr(model, name, False) is True for name in SLEEP_MODES),
+        f"speculative decoding by {drafts_of(config)}": drafts_of(config) not in DRAFTS,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if found:
-        step = "run this engine without Valve's memory, or without that feature"
-        raise MemoryRefused(f"{found[0]} is not supported: {step}" if groups else f"{found[0]} has no memory to lend")
+        raise MemoryRefused(f"{found[0]} is not supported: {STEP}")
+    refuse_layout(groups[0], cache.kv_cache_tensors)
 
 
-def is_full_attention(spec: Any) -> bool:
+def executor_of(parallel: Any) -> str:
+    """Ray places workers on any node; an external launcher runs a scheduler per rank, each with losses of its own."""
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if backend == "external_launcher" and getattr(parallel, "world_size", 1) == 1:
+        return "uni"
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", "uni")
+
+
+def drafts_of(config: Any) -> str:
+    speculative = getattr(config, "speculative_config", None)
+    return "" if speculative is None else str(getattr(speculative, "method", "an unknown method"))
+
+
+def strange_kinds(spec: Any) -> list[str]:
+    """Kinds of KV in this group that were never run. A kind is its exact class: what is derived from full attention may
+    keep KV that is written once (sinks) or drop blocks in mid-request.
+    """
     inner = getattr(spec, "kv_cache_specs", None)
     if inner:
-        return all(is_full_attention(each) for each in inner.values())
-    names = {base.__name__ for base in type(spec).__mro__}
-    return "FullAttentionSpec" in names and "MambaSpec" not in names
+        return sorted({kind for each in inner.values() for kind in strange_kinds(each)})
+    kind = type(spec)
+    if (kind.__module__, kind.__name__) not in KINDS:
+        return [kind.__name__]
+    if getattr(spec, "non_causal", False) is True:
+        return ["non-causal attention (its prompt is computed in one piece, and answers would become part of it)"]
+    return []
 
 
-def missing_names(scheduler: Any) -> list[str]:
+def refuse_layout(group: Any, tensors: Sequence[Any]) -> None:
+    """Where a block's bytes lie must be what is told: page b of a layer in one piece, all of one size."""
+    if len(tensors) > 1:  # the scheduler's configuration keeps the first kind alone, so it could not judge the others
+        raise MemoryRefused(f"layers with pages of {len(tensors)} kinds are not supported: {STEP}")
+    for tensor in tensors:
+        if getattr(tensor, "host_resident", False) is True:
+            raise MemoryRefused(f"a KV cache in host memory is not supported: {STEP}")
+        page, layers = page_bytes(group.kv_cache_spec), len(tensor.layers)
+        if tensor.block_stride < page or (layers > 1 and tensor.layer_stride < page):
+            step = "set VLLM_KV_CACHE_LAYOUT to LBNHC or BLNHC"
+            raise MemoryRefused(f"a KV cache layout that cuts the page of a block into pieces is not supported: {step}")
+
+
+def page_bytes(spec: Any) -> int:
+    """Of one layer and one block, as the engine says it."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    one = next(iter(inner.values())) if inner else spec
+    return int(one.page_size_bytes)
+
+
+def missing_names(scheduler: type) -> list[str]:
+    """What the hook relies on and this vLLM has not. Needs no scheduler: what is set up is named where it is set up."""
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched import output
     from vllm.v1.request import Request
 
-    pool = scheduler.kv_cache_manager.block_pool
-    missing = [name for name in SCHEDULER_NAMES if not hasattr(scheduler, name)]
-    missing += [f"BlockPool.{name}" for name in POOL_NAMES if not hasattr(pool, name)]
+    missing = [name for name in SCHEDULER_NAMES if not has_name(scheduler, name)]
+    missing += [f"BlockPool.{name}" for name in POOL_NAMES if not has_name(BlockPool, name)]
+    missing += [f"Request.{name}" for name in sorted(REQUEST_FIELDS) if not has_name(Request, name)]
     fields = {field.name for field in dataclasses.fields(output.SchedulerOutput)}
     cached = {field.name for field in dataclasses.fields(output.CachedRequestData)}
     missing += [f"SchedulerOutput.{name}" for name in sorted(OUTPUT_FIELDS - fields)]
     missing += [f"CachedRequestData.{name}" for name in sorted(CACHED_FIELDS - cached)]
-    missing += [f"Request.{name}" for name in sorted(REQUEST_FIELDS - set(Request.__init__.__code__.co_names))]
-    if "reset_running_requests" not in inspect.signature(scheduler.reset_prefix_cache).parameters:
-        missing.append("reset_prefix_cache(reset_running_requests)")
-    preempt = getattr(scheduler, "_preempt_request", None)
-    if preempt is not None and "drop_stale_output" not in inspect.signature(preempt).parameters:
-        missing.append("_preempt_request(drop_stale_output)")
+    for method, parameter in PARAMETERS.items():
+        function = getattr(scheduler, method, None)
+        if function is None or parameter not in inspect.signature(function).parameters:
+            missing.append(f"{method}({parameter})")
     return missing
+
+
+def has_name(kind: type, name: str) -> bool:
+    """A method, or something that a constructor of the class sets or calls by this name."""
+    builders = [inspect.unwrap(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)]
+    codes = [builder.__code__ for builder in builders if hasattr(builder, "__code__")]
+    return hasattr(kind, name) or any(name in code.co_names for code in codes)
 
 
 def toy_pool() -> None:

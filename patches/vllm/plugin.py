@@ -1,7 +1,7 @@
 """The zero-line form: vLLM loads `register` through the entry point `vllm.general_plugins` in each of its processes.
 
-Wrapped are Scheduler.schedule and Scheduler.update_from_output (calls.py) and, for memory, three methods of
-Worker (worker.py). Where there is no valved nothing is wrapped.
+Wrapped are three methods of Scheduler, `__init__`, `schedule` and `update_from_output` (calls.py), and, for memory,
+four of Worker (worker.py). Where there is no valved nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -40,9 +40,19 @@ def wrap_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     is_patched = hasattr(sys.modules[Scheduler.__module__], "valve")
-    if is_patched or getattr(Scheduler.schedule, MARK, False):
+    if getattr(Scheduler.__init__, MARK, False):
         return
-    schedule, update = Scheduler.schedule, Scheduler.update_from_output
+    build, schedule, update = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
+
+    @functools.wraps(build)
+    def valve_build(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        calls.built(self)
+
+    setattr(valve_build, MARK, True)
+    Scheduler.__init__ = valve_build
+    if is_patched:
+        return
 
     @functools.wraps(schedule)
     def valve_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,5 +66,4 @@ def wrap_scheduler() -> None:
         calls.before_update(self, scheduler_output, model_runner_output)
         return update(self, scheduler_output, model_runner_output)
 
-    setattr(valve_schedule, MARK, True)
     Scheduler.schedule, Scheduler.update_from_output = valve_schedule, valve_update

@@ -1,11 +1,11 @@
 """Memory in a vLLM worker: the KV cache is allocated inside the shim's bracket, and its layout is told to valved.
 
-Three methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
-that backs the whole cache; between valve_kv_begin and valve_kv_end the shim turns device allocations into ranges of
-pool handles. `initialize_from_config` returns when the cache stands; every KVCacheTensor then says where its blocks
-lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every attention backend and both
-layer-outermost (LBNHC) and block-outermost (BLNHC) layouts.
-`execute_model` lets the shim carry out orders that wait for the place between two steps.
+Four methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
+that backs the whole cache (placement.py). `initialize_from_config` returns when the cache stands; its KVCacheTensor then
+says where its blocks lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every
+attention backend and both layer-outermost (LBNHC) and block-outermost (BLNHC) layouts; others are refused (check.py).
+`execute_model` lets the shim carry out orders that wait for the place between two steps, and computes nothing in an
+elastic cache that no scheduler heeds the table for. `compile_or_warm_up_model` makes steps that nobody reads.
 
 With CUDA this has been read, not run: no GPU was at hand.
 """
@@ -13,79 +13,100 @@ With CUDA this has been read, not run: no GPU was at hand.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from valve_hook.link import Layout, Tensor, process_link
 from valve_hook.shim import shim_call
 from valve_hook.vllm import check
+from valve_hook.vllm.calls import UNHEEDED
+from valve_hook.vllm.placement import Placement, bracket
+from valve_hook.vllm.resumed import Resumed
 from valve_hook.wire import KV_ELASTIC
 
 log = logging.getLogger("valve")
 MARK = "_valve_wrapped"
 
 
-@contextlib.contextmanager
-def bracket(inner: contextlib.AbstractContextManager[Any], flags: int) -> Iterator[None]:
-    """vLLM's own context within ours. A pool of its own keeps torch from serving the cache out of older segments."""
-    begin, end = shim_call("valve_kv_begin"), shim_call("valve_kv_end")
-    with contextlib.ExitStack() as stack:
-        if begin is not None and end is not None:
-            pool = _fresh_pool()
-            if pool is not None:
-                stack.enter_context(pool)
-            begin(ctypes.c_uint32(flags))
-            stack.callback(end)
-        stack.enter_context(inner)
-        yield
+class Unheeded(RuntimeError):
+    """Blocks of the cache may have no memory, and nobody keeps this step off them."""
 
 
-def _fresh_pool() -> contextlib.AbstractContextManager[Any] | None:
-    import torch
+class WorkerHook:
+    """One per Worker, from the moment that its cache is to be made."""
 
-    from vllm.platforms import current_platform
+    def __init__(self, config: Any, cache: Any) -> None:
+        self.placement = Placement(flags=range_flags(config, cache))
+        self._cache = cache
+        self._between_steps = shim_call("valve_kv_step")
+        self._resumed: Resumed | None = None
+        self._is_warming_up = False
 
-    if not current_platform.is_cuda():
-        return None
-    return torch.cuda.use_mem_pool(torch.cuda.MemPool())  # type: ignore[no-any-return]
+    @property
+    def is_elastic(self) -> bool:
+        return self.placement.is_ours and bool(self.placement.flags & KV_ELASTIC)
+
+    def tell_layout(self, runner: Any) -> None:
+        """Of an elastic cache: valved gives and takes nothing else. It refuses what lies outside its ranges."""
+        link = process_link()
+        if link is not None and self.placement.flags & KV_ELASTIC:
+            link.register_layout(layout_of(storage_base(runner), self._cache))
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Any:
+        self._is_warming_up = True
+        try:
+            yield
+        finally:
+            self._is_warming_up = False
+
+    def before_step(self, runner: Any, output: Any) -> None:
+        if self._between_steps is not None:
+            self._between_steps()
+        if self.is_elastic and output.total_num_scheduled_tokens and not self._is_warming_up:
+            why = getattr(output, UNHEEDED, "the scheduler's process has no hook (VLLM_PLUGINS there?)")
+            if why:
+                raise Unheeded(
+                    f"valve: this engine's KV cache is memory that comes and goes, and its scheduler does not heed "
+                    f"what valved says of it: {why}. Nothing is computed. Start it again, or start it without Valve's memory"
+                )
+        if self._resumed is None:
+            self._resumed = Resumed(runner)
+        self._resumed.before_step(output)
 
 
-def range_flags(config: Any, groups: Sequence[Any] | None) -> int:
-    """Elastic where the scheduler's hook will heed the table: the same judgement, before there is a scheduler."""
-    import vllm
-    from vllm.v1.core.sched.scheduler import Scheduler
-
+def range_flags(config: Any, cache: Any) -> int:
+    """Elastic where the scheduler's hook will heed the table: it asks the same, of the same."""
     try:
-        check.refuse_version(vllm.__version__)
-        check.refuse_for_worker(config, groups or ())
-        check.refuse_scheduler_class(config.scheduler_config.get_scheduler_cls(), Scheduler)
-        check.toy_pool()
+        check.judge(config, cache)
     except check.Refused as refused:
         log.warning("valve: the KV cache has its memory from the start: %s", refused)
+        return 0
+    except Exception:
+        log.exception("valve: the KV cache has its memory from the start: this vLLM could not be judged")
         return 0
     return KV_ELASTIC
 
 
 def tensor_of(base: int, tensor: Any) -> Tensor:
-    """One KVCacheTensor in the words of the contract."""
+    """One KVCacheTensor in the words of the contract. What pads a page, or a block of all layers, belongs to it."""
     layers = len(tensor.layers)
-    page = min(tensor.layer_stride, tensor.block_stride) if layers > 1 else tensor.block_stride
+    is_block_outer = layers > 1 and tensor.layer_stride < tensor.block_stride
     return Tensor(
         base=base + tensor.offset,
         block_stride=tensor.block_stride,
-        block_bytes=page,
-        repeats=[(layers, tensor.layer_stride)],
+        block_bytes=tensor.block_stride,
+        repeats=[] if is_block_outer or layers == 1 else [(layers, tensor.layer_stride)],
     )
 
 
-def layout_of(base: int, config: Any) -> Layout:
-    """Precondition: one KV cache group; the scheduler's hook refuses others."""
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    tensors = [tensor_of(base, tensor) for tensor in config.kv_cache_tensors]
-    return Layout(blocks=config.num_blocks, block_tokens=spec.block_size, tensors=tensors)
+def layout_of(base: int, cache: Any) -> Layout:
+    """Precondition: `check.judge` let it pass, so there is one group and one tensor whose pages are in one piece."""
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    tensors = [tensor_of(base, tensor) for tensor in cache.kv_cache_tensors]
+    return Layout(blocks=cache.num_blocks, block_tokens=spec.block_size, tensors=tensors)
 
 
 def storage_base(runner: Any) -> int:
@@ -101,50 +122,46 @@ def wrap_worker() -> None:
     if getattr(Worker.initialize_from_config, MARK, False):
         return
     context, initialize = Worker._maybe_get_memory_pool_context, Worker.initialize_from_config
-    execute, between_steps = Worker.execute_model, shim_call("valve_kv_step")
+    execute = Worker.execute_model
 
     @functools.wraps(context)
     def valve_context(self: Any, tag: str) -> Any:
-        inner = context(self, tag)
-        groups = self.__dict__.get("_valve_kv_groups")
-        return bracket(inner, range_flags(self.vllm_config, groups)) if tag == "kv_cache" else inner
+        inner, hook = context(self, tag), hook_of(self)
+        return bracket(inner, hook.placement) if tag == "kv_cache" and hook is not None else inner
 
     @functools.wraps(initialize)
     def valve_initialize(self: Any, kv_cache_config: Any) -> Any:
-        self._valve_kv_groups = kv_cache_config.kv_cache_groups
+        hook = self._valve = WorkerHook(self.vllm_config, kv_cache_config)
         result = initialize(self, kv_cache_config)
         try:
-            register_layout(self.model_runner, kv_cache_config)
+            hook.tell_layout(self.model_runner)
         except Exception:
             log.exception("valve: the KV layout could not be told; nothing is reclaimed from this engine")
         return result
 
     @functools.wraps(execute)
     def valve_execute(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if between_steps is not None:
-            between_steps()
-        forget_chunks(self.model_runner, scheduler_output)
+        hook = hook_of(self)
+        if hook is not None:
+            hook.before_step(self.model_runner, scheduler_output)
         return execute(self, scheduler_output, *args, **kwargs)
 
     setattr(valve_initialize, MARK, True)
     Worker.execute_model = valve_execute
     Worker._maybe_get_memory_pool_context, Worker.initialize_from_config = valve_context, valve_initialize
+    Worker.compile_or_warm_up_model = in_warm_up(Worker.compile_or_warm_up_model)
 
 
-def forget_chunks(runner: Any, output: Any) -> None:
-    """Token-wise pooling gathers the hidden states of a prompt chunk by chunk. A request that was sent back to waiting
-    begins again, and vLLM's V1 runner would put the new chunks behind the old ones.
-    """
-    try:
-        for name in getattr(output.scheduled_cached_reqs, "resumed_req_ids", ()):
-            state = getattr(getattr(runner, "requests", {}).get(name), "pooling_states", None)
-            if state is not None:
-                state.clean()
-    except Exception:
-        log.exception("valve: this runner keeps its requests in another way; the engine goes on")
+def in_warm_up(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(warm_up)
+    def valve_warm_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = hook_of(self)
+        with hook.warming_up() if hook is not None else contextlib.nullcontext():
+            return warm_up(self, *args, **kwargs)
+
+    return valve_warm_up
 
 
-def register_layout(runner: Any, config: Any) -> None:
-    link = process_link()
-    if link is not None and len(config.kv_cache_groups) == 1:
-        link.register_layout(layout_of(storage_base(runner), config))
+def hook_of(worker: Any) -> WorkerHook | None:
+    hook: WorkerHook | None = worker.__dict__.get("_valve")
+    return hook

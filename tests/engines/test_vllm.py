@@ -240,3 +240,36 @@ def test_older_releases_keep_their_tokens(engines, release):
     results = engines.campaign({"async": True, "trials": trials(3, every=4)}, other)
 
     assert is_sound(results)
+
+
+def unheeded(engines, kind, folder):
+    out = engines.run("vllm_unheeded.py", kind, str(engines.model), str(folder))
+    return json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+
+
+def test_an_elastic_engine_attaches_before_its_first_request_and_computes(engines, tmp_path):
+    seen = unheeded(engines, "heeded", tmp_path)
+
+    assert (seen["elastic"], seen["attached"], seen["layouts"] > 0) == (True, True, True)
+    assert (seen["error"], seen["tokens"]) == ("", 4)
+
+
+def test_an_elastic_cache_that_nobody_heeds_the_table_for_is_never_computed_in(engines, tmp_path):
+    seen = unheeded(engines, "broken", tmp_path)
+
+    assert (seen["elastic"], seen["tokens"]) == (True, 0)
+    assert seen["error"].startswith("Unheeded: valve: this engine's KV cache is memory that comes and goes")
+
+
+def test_what_the_scheduler_refuses_is_never_elastic(engines, tmp_path):
+    seen = unheeded(engines, "missing", tmp_path)
+
+    assert seen == {"elastic": False, "error": "", "tokens": 4, "layouts": 0, "attached": False}
+
+
+@pytest.mark.quick
+def test_a_layout_that_vllm_calls_not_compact_is_never_taken(engines):
+    layouts = json.loads(engines.run("vllm_layouts.py").splitlines()[-1])
+
+    assert len(layouts) == 6
+    assert all(is_compact == is_taken for is_compact, is_taken in layouts.values())

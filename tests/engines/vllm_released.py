@@ -42,6 +42,7 @@ def pytest_configure() -> None:
     def counted(self: Any, *arguments: Any, **options: Any) -> None:
         global _attached  # noqa: PLW0603
         make(self, *arguments, **options)
+        self.settle()
         _attached += self.link.session is not None
 
     calls.SchedulerHook.__init__ = counted

@@ -16,6 +16,7 @@ def hooked(node: KvNode, mode: Mode = Mode.FULL, **knobs) -> ToyScheduler:
     link = Link(build="test", path=node.path, retry_s=0.02, gone_s=60.0 if node.is_up else 0.0)
     link.start()
     scheduler._valve = calls.SchedulerHook(scheduler, link, mode, "toy 1.0")
+    scheduler._valve.settle()
     return scheduler
 
 

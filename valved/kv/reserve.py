@@ -25,7 +25,7 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
 from valved.policy.reservation import start as first_state
-from valved.service.whole import Whole
+from valved.kv.whole import Whole
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 

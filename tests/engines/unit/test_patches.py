@@ -28,7 +28,7 @@ BLOCK_OUTERMOST = {"layer_stride": PAGE, "block_stride": LAYERS * PAGE}  # BLNHC
 
 
 @pytest.mark.parametrize("strides", [LAYER_OUTERMOST, BLOCK_OUTERMOST], ids=["LBNHC", "BLNHC"])
-def test_each_layer_s_part_of_a_block_is_where_vllm_says(strides):
+def test_every_byte_that_vllm_keeps_of_a_block_is_told_and_none_of_another(strides):
     """addr(layer l, block b) = base + offset + l * layer_stride + b * block_stride, a page each."""
     tensor = SimpleNamespace(offset=0x40, layers=[f"l{number}" for number in range(LAYERS)], **strides)
     config = SimpleNamespace(
@@ -38,13 +38,15 @@ def test_each_layer_s_part_of_a_block_is_where_vllm_says(strides):
     )
     layout = layout_of(1 << 30, config)
     (told,) = layout.tensors
-    ((count, stride),) = told.repeats
     base = (1 << 30) + 0x40
 
-    assert (layout.blocks, layout.block_tokens, told.block_bytes) == (BLOCKS, 16, PAGE)
-    assert [
-        [told.base + layer * stride + block * told.block_stride for block in range(BLOCKS)] for layer in range(count)
-    ] == [
-        [base + layer * strides["layer_stride"] + block * strides["block_stride"] for block in range(BLOCKS)]
-        for layer in range(LAYERS)
-    ]
+    def pages(block):
+        return {base + layer * strides["layer_stride"] + block * strides["block_stride"] for layer in range(LAYERS)}
+
+    def told_pages(block):
+        ((count, stride),) = told.repeats or [(1, 0)]
+        starts = [told.base + number * stride + block * told.block_stride for number in range(count)]
+        return {start + at for start in starts for at in range(0, told.block_bytes, PAGE)}
+
+    assert (layout.blocks, layout.block_tokens) == (BLOCKS, 16)
+    assert [told_pages(block) for block in range(BLOCKS)] == [pages(block) for block in range(BLOCKS)]

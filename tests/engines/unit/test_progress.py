@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from valve_hook.vllm.progress import Progress
-from valve_hook.vllm.worker import forget_chunks
 
 
 class Page:
@@ -92,23 +91,3 @@ def test_open_requests_are_told_without_any_memory(progress, page):
     progress.after_schedule(ended)
 
     assert page.written == [(3, 2, 0)]
-
-
-def test_a_runner_without_pooling_is_left_alone_and_one_with_it_begins_a_prompt_again():
-    chunks = SimpleNamespace(clean=lambda: cleaned.append("c"))
-    cleaned = []
-    runner = SimpleNamespace(
-        requests={
-            "a": SimpleNamespace(pooling_states=None),
-            "b": SimpleNamespace(),
-            "c": SimpleNamespace(pooling_states=chunks),
-        }
-    )
-    output = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"a", "b", "c", "unknown"}))
-
-    forget_chunks(runner, output)
-    forget_chunks(SimpleNamespace(), output)
-    forget_chunks(SimpleNamespace(requests=["another kind"]), output)
-    forget_chunks(runner, None)
-
-    assert cleaned == ["c"]

@@ -1,0 +1,83 @@
+"""Requests that begin again in a vLLM worker: what its V1 runner keeps per request is put back to where they begin.
+
+A request that lost KV is sent back to waiting and the output of its steps in flight is dropped. The runner keeps some
+state beside the tokens that those steps have moved on already, and it expects a preempted request to go on, not back:
+
+  pooling by token      hidden states are gathered chunk by chunk; new chunks would stand behind the old ones
+  logprobs of a prompt  the runner forgets the request when its prompt is done, and would tell them never again
+  a seed of its own     the generator has drawn for tokens that nobody has seen
+
+The V2 runner makes such a request anew, and draws by position: nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+log = logging.getLogger("valve")
+KEPT = 16  # states of a generator: more than there are steps in flight
+
+
+class Resumed:
+    """One per runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._states: dict[str, dict[int, Any]] = {}  # request: {tokens it had: its generator then}
+        self._has_failed = False
+
+    def before_step(self, output: Any) -> None:
+        """Before the runner takes the step in. The engine goes on whatever happens in here."""
+        try:
+            self._before_step(output)
+        except Exception:
+            if not self._has_failed:
+                log.exception("valve: this runner keeps its requests in another way; the engine goes on")
+            self._has_failed = True
+
+    def _before_step(self, output: Any) -> None:
+        requests = getattr(self._runner, "requests", None)
+        if requests is None:  # V2
+            return
+        for name in output.finished_req_ids:
+            self._states.pop(name, None)
+        cached = output.scheduled_cached_reqs
+        is_seeded = bool(self._states or self._runner.input_batch.generators)
+        if not cached.resumed_req_ids and not is_seeded:
+            return
+        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)
+        for name, computed, generated in rows:
+            if name in cached.resumed_req_ids:
+                self._begin_again(requests[name], name, computed, generated)
+            if getattr(requests[name], "generator", None) is not None:
+                self._note(requests[name], name)
+
+    def _begin_again(self, request: Any, name: str, computed: int, generated: int) -> None:
+        pooling = getattr(request, "pooling_states", None)
+        if pooling is not None:
+            pooling.clean()
+        if (
+            generated == 0 and computed == 0
+        ):  # the step that finished its prompt was not believed, and its logprobs went
+            self._tell_prompt_again(request, name)
+        if getattr(request, "generator", None) is None:
+            return
+        del request.output_token_ids[generated:]
+        if generated == 0:
+            request.generator.manual_seed(request.sampling_params.seed)
+        else:
+            request.generator.set_state(self._states[name][generated])
+
+    def _tell_prompt_again(self, request: Any, name: str) -> None:
+        wanted = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)
+        if wanted is not None:
+            every = self._runner.input_batch.vocab_size
+            self._runner.num_prompt_logprobs[name] = every if wanted == -1 else wanted
+            request.in_progress_prompt_logprobs_cpu = None
+
+    def _note(self, request: Any, name: str) -> None:
+        states = self._states.setdefault(name, {})
+        states[len(request.output_token_ids)] = request.generator.get_state()
+        while len(states) > KEPT:
+            del states[min(states)]

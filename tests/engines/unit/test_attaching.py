@@ -1,0 +1,111 @@
+"""When an engine attaches, and what its workers are told while it has not."""
+
+from __future__ import annotations
+
+import pytest
+import toy_engine
+from kv_node import KvNode, wait_for
+from toy_engine import ToyScheduler
+from toy_world import close, hooked, prompts, run
+from valve_hook.link import Link
+from valve_hook.vllm import calls, check
+from valve_hook.wire import Mode
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=8)
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def link(node):
+    link = Link(build="test", path=node.path, retry_s=0.02)
+    link.start()
+    yield link
+    link.close()
+
+
+def build(monkeypatch, link, **knobs):
+    """As vLLM builds a scheduler that the plugin has wrapped."""
+    scheduler = ToyScheduler(hooks=calls, **knobs)
+    monkeypatch.setattr(calls, "process_link", lambda: link)
+    monkeypatch.setattr(calls, "_make_hook", lambda each, to: calls.SchedulerHook(each, to, Mode.FULL, "toy 1.0"))
+    calls.built(scheduler)
+    return scheduler
+
+
+def test_an_engine_without_requests_is_never_left_unattached(node, link, monkeypatch):
+    """Else a service without traffic keeps the whole card, and nothing can be had from an offline one behind a queue."""
+    monkeypatch.setattr(toy_engine.ToyScheduler, "__module__", "vllm.toy")
+    scheduler = build(monkeypatch, link, blocks=64)
+    keeper = scheduler._valve.keeper
+    wait_for(lambda: keeper.session is not None and node.book()["mode"] == Mode.FULL, "attached, without a request")
+    node.aim(40)
+    wait_for(lambda: len(node.offered()) >= 24, "what valved asks for is offered")
+
+    assert not scheduler.requests
+
+
+def test_a_scheduler_of_another_class_attaches_and_is_left_alone_until_its_first_step(node, link, monkeypatch):
+    """It may still be building itself, and take blocks meanwhile."""
+    scheduler = build(monkeypatch, link, blocks=64)
+    wait_for(lambda: node.attached, "attached")
+    ticked = []
+    idle = link.on_tick
+    link.on_tick = lambda: (idle(), ticked.append(1))
+    wait_for(lambda: len(ticked) > 2, "the link's thread has looked")
+    assert scheduler._valve.keeper.session is None
+
+    run(scheduler, prompts(1, 3), depth=1)
+    assert scheduler._valve.keeper.session is not None
+
+
+def test_blocks_that_have_no_memory_are_withheld_before_the_first_step(tmp_path, monkeypatch):
+    node = KvNode(tmp_path, columns=8, backed=30)
+    link = Link(build="test", path=node.path, retry_s=0.02)
+    link.start()
+    scheduler = build(monkeypatch, link, blocks=64)
+    scheduler.schedule()
+
+    assert scheduler._valve.engine.withheld == set(range(30, 64))
+    link.close()
+    node.stop()
+
+
+def notes(scheduler):
+    return getattr(scheduler.schedule(), calls.UNHEEDED, "none")
+
+
+def test_workers_are_told_that_the_table_is_heeded_only_where_it_is(node, link, monkeypatch):
+    attached = hooked(node)
+    assert notes(attached) == ""
+    node.detach()
+    assert notes(attached) == ""  # what it learned until then, it keeps to
+    close(attached)
+
+    node.attach_status = 22
+    refused = build(monkeypatch, link)
+    assert "KV_ATTACH was refused" in notes(refused)
+
+
+@pytest.mark.parametrize(
+    "error", [check.MemoryRefused("two groups"), check.Refused("two groups"), ValueError("two groups")]
+)
+def test_workers_are_told_why_nobody_heeds_the_table(link, monkeypatch, error):
+    def make(scheduler, _):
+        raise error
+
+    scheduler = ToyScheduler(hooks=calls)
+    monkeypatch.setattr(calls, "process_link", lambda: link)
+    monkeypatch.setattr(calls, "_make_hook", make)
+
+    assert "two groups" in notes(scheduler)
+
+
+def test_a_hook_that_fails_in_its_first_look_never_passes_for_attached(node, link, monkeypatch):
+    scheduler = build(monkeypatch, link)
+    monkeypatch.setattr(scheduler._valve.keeper.__class__, "sync", lambda _: 1 / 0)
+
+    assert "not attached" in notes(scheduler)
