@@ -161,6 +161,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     mode: Mode = Mode.HARVEST
     run_dir: str = ""  # empty: /run/valve for root, XDG_RUNTIME_DIR/valve otherwise
+    leave_grace_s: Patience = 60.0  # an offline process that must leave has so long between SIGTERM and SIGKILL
     metrics_port: Port = 0  # HTTP port on loopback for Prometheus; 0: off
     metrics_host: str = "127.0.0.1"
     trace_file: str = ""  # record every event and decision there, one JSON line each; empty: off

@@ -1,9 +1,9 @@
 """The composition root: the only file that constructs things; read it to see what the daemon is made of.
 
-Order of the start: native gate, books, what a predecessor left, link socket, API. There are two ends. SIGTERM drains:
-every channel is enabled and the shims are told to pass through, because nobody may come after us. SIGUSR2 (sent by
-`valved --replace`), or SIGTERM while a `valved --wait` stands in line, hands over: gates stay as they are for the
-successor, so offline work never runs beside a busy service in between. Both write the state.
+Order of the start: native gate, books, what a predecessor left, link socket, API. There are two ends. `valve drain
+--stop` ends the daemon when no offline process is left. SIGTERM, and SIGUSR2 (sent by `valved --replace`), hand over:
+offline work on GPUs that online services use is stopped and stays so until a successor is there, so none runs unwatched
+in between; without one it stays stopped by the lease of its shims. Both write the state.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from valved.machine.possession import RmProver
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
 from valved.model.events import EventKind
-from valved.model.ids import Mode
+from valved.model.ids import Mode, ProcessId
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
 from valved.node.kv import Kv, put_together, tell_others
+from valved.node.leaving import Leaving
 from valved.node.status import Reporter
-from valved.node.upkeep import Upkeep, end, keep_going, read_cards
+from valved.node.upkeep import Upkeep, end, keep_going, read_cards, settled
 from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -100,16 +101,21 @@ def build(
             fd_limit=raise_fd_limit(),
             outside_port=UvmDoors(loop),
         )
+
+    def send(process: ProcessId, number: signal.Signals) -> bool:
+        return signals.send(process, number, processes)
+
     ladder = Ladder(
         books,
         keeper,
         journal,
         clock,
         config.ladder,
-        lambda process, number: signals.send(process, number, processes),
+        send,
         register.leave,
     )
-    brake = Brake(gate, keeper, register, ladder, journal, run_dir / paths.PAUSE_FILE)
+    leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
+    brake = Brake(keeper, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
     handover = Handover(
         run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
     )
@@ -162,8 +168,6 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
         daemon.handover.policy = msgspec.structs.replace(daemon.handover.policy, mode=None)
     daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")
     daemon.brake.look_at_file()
-    if daemon.handover.policy.draining:
-        daemon.brake.drain("valve drain, before a restart")
 
 
 async def run(
@@ -185,7 +189,7 @@ async def run(
     server = await serve(daemon.node, run_dir / paths.API_SOCKET)
     metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _leave, daemon, run_dir, number.name)
+        loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.keeper, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
@@ -196,13 +200,14 @@ async def run(
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]
     await daemon.stop.wait()
+    daemon.brake.hand_over()
     await end(beside)  # the room takes its slots back
-    daemon.journal.emit(
-        EventKind.STOPPED, reason="drained" if daemon.brake.is_draining else "gates stay for a successor"
-    )
+    is_empty = not daemon.brake.leaving.present()
+    daemon.journal.emit(EventKind.STOPPED, reason="no offline work" if is_empty else "gates stay for a successor")
     await server.stop(grace=0.5)
     if metrics is not None:
         metrics.close()
+    await settled(gate)
     daemon.handover.save()
     daemon.link.stop()
     daemon.register.close()
@@ -210,7 +215,7 @@ async def run(
         daemon.kv.close()
     daemon.journal.close()
     loop.remove_reader(gate.stamps_fd())
-    if daemon.brake.is_draining:
+    if is_empty:
         gate.close()
 
 
@@ -246,13 +251,6 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
     except OSError as error:  # nobody goes ungated for want of a page
         daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror or error}")
         return None
-
-
-def _leave(daemon: Daemon, run_dir: Path, by: str) -> None:
-    if daemon.brake.is_draining or state.has_successor(run_dir):
-        daemon.stop.set()
-    else:
-        daemon.brake.drain(by, daemon.stop.set)
 
 
 def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:

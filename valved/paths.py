@@ -16,6 +16,7 @@ LINK_SOCKET = "link.sock"
 CLIENT_FOLDER = "client"  # a folder with the link socket alone, to be mounted into containers
 API_SOCKET = "valved.sock"
 PAUSE_FILE = "pause"
+DRAIN_FILE = "drain"
 PID_FILE = "valved.pid"
 LOG_FILE = "valved.log"
 

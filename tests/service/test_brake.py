@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from node_world import World
 
-from valved.config import Config, LadderTable
+from valved.config import Config, KubeTable, LadderTable
 from valved.errors import InvalidRequest, NotFound, NotNow
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role
+from valved.policy.stopping import Work
 
 
 @pytest.fixture
@@ -71,19 +72,61 @@ def test_a_pause_outlives_a_restart(world):
     assert second.node.status().paused
 
 
-def test_draining_leaves_no_channel_off_and_gates_no_more(world):
-    world.offline()
-    online = world.online()
-    world.gate.launch(online)
-    world.run(1)
+def test_a_drained_node_leaves_no_channel_off_and_no_process_behind(world):
+    offline = world.offline()
+    pid = world.books.clients[offline].process.pid
 
     status = world.node.drain("me", stop=False)
-    world.gate.launch(online)
+    world.run(10)
+    assert status.draining
+    assert world.signals == [(pid, "SIGTERM")]
+    world.processes.end(pid)
     world.run(1000)
 
     assert not world.gate.off
-    assert not any(gpu.gated for gpu in status.gpus)
-    assert status.draining
+    assert world.brake.work is Work.EMPTY
+    assert world.events(EventKind.DRAINED)
+
+
+def test_who_does_not_leave_in_time_is_stopped_then_enabled_then_killed(world):
+    offline = world.offline()
+    pid = world.books.clients[offline].process.pid
+    world.node.drain("me", stop=False)
+    seen = []
+    world.signals = Signals(lambda: seen.append("remove_client" in dict(world.gate.calls)))
+
+    world.run(59_000)
+    assert not world.signals
+    world.run(1_500)
+
+    assert list(world.signals) == [(pid, "SIGSTOP"), (pid, "SIGKILL")]
+    assert seen == [False, True]
+    assert not world.gate.off
+
+
+def test_a_drain_taken_back_kills_nobody(world):
+    offline = world.offline()
+    pid = world.books.clients[offline].process.pid
+    world.node.drain("me", stop=False)
+
+    world.node.resume()
+    world.run(100_000)
+
+    assert world.signals == [(pid, "SIGTERM")]
+    assert not world.gate.off
+
+
+def test_on_a_kubernetes_node_valved_signals_nobody(tmp_path):
+    world = World(tmp_path, config=Config(kube=KubeTable(node="n1")))
+    world.offline()
+    world.node.set_policy(Mode.OFF, {}, 0)
+
+    world.run(100_000)
+
+    assert not world.signals
+    assert world.brake.work is Work.LEAVING
+    assert 99 < world.leaving.since_s() < 101
+    assert world.gate.off
 
 
 def test_draining_with_stop_ends_valved_after_the_answer(world):
@@ -103,17 +146,17 @@ def test_a_drain_can_be_taken_back(world):
     assert world.gate.off
 
 
-def test_a_draining_node_lets_held_schedule_calls_go(world):
+def test_a_draining_node_never_lets_a_held_schedule_call_enable_channels(world):
     online, offline = world.online(), world.offline()
     world.gate.launch(online)
     seq = world.schedule(offline, 0xC1D00000 + offline)
 
     world.node.drain("me", stop=False)
 
-    assert dict(world.connections[offline].acks())[seq] == 0
+    assert seq not in dict(world.connections[offline].acks())
 
 
-def test_switching_off_enables_everything_and_wakes_nobody(world):
+def test_switching_off_wakes_nobody(world):
     world.offline()
     online = world.online()
     world.gate.launch(online)
@@ -121,13 +164,13 @@ def test_switching_off_enables_everything_and_wakes_nobody(world):
     world.node.set_policy(Mode.OFF, {}, 0)
     world.run(1000)
 
-    assert not world.gate.off
+    assert world.gate.off
     assert world.clock.waiting <= 1
 
 
 def test_harvesting_again_after_observing_stops_offline_where_online_is_busy(world):
-    world.node.set_policy(Mode.OBSERVE, {}, 0)
     world.offline()
+    world.node.set_policy(Mode.OBSERVE, {}, 0)
     online = world.online()
     world.run(100)
     world.gate.launch(online)
@@ -136,6 +179,27 @@ def test_harvesting_again_after_observing_stops_offline_where_online_is_busy(wor
     world.node.set_policy(Mode.HARVEST, {}, 0)
 
     assert world.gate.off
+
+
+def test_a_drain_outlives_a_crash_and_ends_with_its_file(world):
+    world.node.drain("me", stop=False)
+
+    second = World(world.folder, clock=world.clock)
+    second.brake.look_at_file()
+    assert second.node.status().draining
+    (world.folder / "drain").unlink()
+    second.brake.look_at_file()
+
+    assert not second.node.status().draining
+
+
+def test_a_drain_that_ended_the_daemon_does_not_drain_the_next_one(world):
+    world.node.drain("me", stop=True)
+
+    second = World(world.folder, clock=world.clock)
+    second.brake.look_at_file()
+
+    assert not second.node.status().draining
 
 
 def test_a_policy_change_is_on_record_with_who(world):
@@ -265,14 +329,15 @@ class Signals(list):
         super().append(item)
 
 
-def test_nobody_is_frozen_while_only_observing(world):
+def test_offline_work_that_cannot_be_stopped_never_runs_on_in_a_mode_that_must_stop_it(world):
+    offline = world.offline()
     world.brake.set_mode(Mode.OBSERVE, "test")
-    world.offline()
+    world.signals.clear()
 
     world.gate.fail(gpu=0)
     world.run(1)
 
-    assert not world.signals
+    assert world.signals == [(world.books.clients[offline].process.pid, "SIGSTOP")]
 
 
 def test_explanations_name_the_holder(world):

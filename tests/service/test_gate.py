@@ -395,17 +395,20 @@ def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
     assert not world.state(online).holding
 
 
-def test_observing_counts_and_predicts_but_stops_nothing(world):
-    world.brake.set_mode(Mode.OBSERVE, "test")
+def test_observing_sees_when_online_is_busy_and_never_lets_offline_run(world):
     world.offline()
+    world.brake.set_mode(Mode.OBSERVE, "test")
     online = world.online()
+    world.beat_all()
     world.run(100)
+    was_idle = not world.state(online).holding
 
     world.gate.launch(online)
     world.run(1)
 
-    assert not world.gate.off
+    assert was_idle
     assert world.state(online).holding
+    assert world.gate.off
 
 
 def test_the_breaker_rests_a_service_that_is_delayed_beyond_its_budget(world):

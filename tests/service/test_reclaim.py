@@ -385,29 +385,20 @@ def under_the_gate(world, offline, online):
     raise AssertionError("no reclaim began")
 
 
-def test_draining_waits_until_no_mapping_is_under_way(world):
+@pytest.mark.parametrize(
+    "leave", [lambda node: node.drain("me", stop=True), lambda node: node.set_policy(Mode.OFF, {}, 0)]
+)
+def test_offline_work_that_must_leave_stays_stopped_through_the_mapping_under_way_and_after_it(world, leave):
     offline, online = both(world)
     under_the_gate(world, offline, online)
 
-    world.node.drain("me", stop=True)
-
-    assert world.gate.is_stopped(0)
-    assert not world.stopped
-    world.run(50)
-    assert world.stopped
-    assert not world.gate.off
-
-
-def test_observing_begins_when_no_mapping_is_under_way(world):
-    offline, online = both(world)
-    under_the_gate(world, offline, online)
-
-    world.node.set_policy(Mode.OBSERVE, {}, 0)
+    leave(world.node)
 
     assert world.gate.is_stopped(0)
     world.run(50)
-    assert world.gate.observe
-    assert not world.gate.off
+    assert world.kv.memory.orders.is_idle
+    assert world.gate.off
+    assert not world.stopped, "it has not gone yet"
 
 
 def test_a_cooperative_reclaim_waits_for_the_step_and_stops_nobody(tmp_path):

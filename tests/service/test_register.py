@@ -220,21 +220,25 @@ def test_one_user_cannot_take_every_place(world):
     assert world.hello(203, uid=1001).client is not None
 
 
-def test_offline_work_is_never_sent_away_because_harvesting_is_off(world):
-    """What valved does not know it cannot keep from running beside online work; `valve run` begins nothing new."""
-    world.brake.set_mode(Mode.OFF, "test")
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda brake: brake.set_mode(Mode.OFF, "test"),
+        lambda brake: brake.set_mode(Mode.OBSERVE, "test"),
+        lambda brake: brake.drain("test"),
+    ],
+)
+def test_where_offline_work_must_leave_none_is_claimed_and_who_comes_is_never_turned_away_to_run(world, leave):
+    """A shim that is refused passes everything through: beside online work, where nobody could stop it."""
+    leave(world.brake)
     world.processes.add(200)
 
-    assert world.hello(200).client is not None
     with pytest.raises(NotNow):
         world.node.launch(200, 2000, Role.OFFLINE, "batch")
+    client = world.hello(200).client
+    world.add_channel(client, gpu=0, h_client=0xC1D00200)
 
-
-def test_a_draining_node_takes_nobody(world):
-    world.brake.drain("test")
-    world.processes.add(200)
-
-    assert world.refusal(world.hello(200)) is Refusal.DRAINING
+    assert len(world.gate.off) == 1
 
 
 def test_a_daemon_out_of_descriptors_refuses_and_keeps_its_books(world):

@@ -140,8 +140,8 @@ def test_where_kernels_are_not_really_stopped_nothing_is_taken_from_outside(worl
 
 
 def test_a_trial_waits_until_gpus_may_be_stopped(world):
-    world.brake.set_mode(Mode.OBSERVE, "test")
     shim = world.shim("offline")
+    world.brake.set_mode(Mode.OBSERVE, "test")
     shim.offer_scratch(0)
     world.run(2000)
     assert world.kv.outside.best(shim.client, 0) is Remap.COOPERATIVE

@@ -23,6 +23,7 @@ from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
 from valved.node.kv import put_together, tell_others
+from valved.node.leaving import Leaving
 from valved.node.status import Reporter
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -154,7 +155,8 @@ class World:
         self.ladder = Ladder(
             self.books, self.keeper, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
         )
-        self.brake = Brake(self.gate, self.keeper, self.register, self.ladder, self.journal, folder / "pause")
+        self.leaving = self._leaving()
+        self.brake = Brake(self.keeper, self.register, self.ladder, self.leaving, self.journal, folder / "pause")
         self.handover = Handover(
             folder / "state.json",
             self.gate,
@@ -196,6 +198,10 @@ class World:
         self.brake.set_mode(self.config.mode, "test")
         self.connections = {}
         self._seq = 0
+
+    def _leaving(self):
+        rooms = (self.gate, self.books, self.register, self.journal, self.clock, self.processes, self._signal)
+        return Leaving.of(self.config, *rooms)
 
     def _memory(self):
         return put_together(

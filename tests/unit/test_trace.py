@@ -9,6 +9,7 @@ import pytest
 from node_world import World
 
 from valved.model.events import Event, EventKind
+from valved.model.ids import Role
 from valved.state.journal import Journal
 from valved.state.trace import LineFile, read_lines, to_trace_events
 
@@ -39,7 +40,12 @@ def a_life(world):
     world.hello(1, wanted=1)
     world.register.malformed(1, 2, "noise")
     world.register.leave(offline, "exit")
+    late = world.offline(pid=900)
     world.node.drain("me", stop=False)
+    world.register.leave(late, "exit")
+    for claim in [claim for claim in world.books.claims.values() if claim.role is Role.OFFLINE]:
+        world.processes.end(claim.root.pid)
+    world.run(1000)
 
 
 def test_the_schema_names_every_kind():
@@ -69,7 +75,7 @@ def test_audit_records_are_the_acts_and_not_the_looks(tmp_path):
     file.close()
 
     kinds = {record["kind"] for record in read_lines(tmp_path / "audit.jsonl")}
-    assert {"gate", "paused", "resumed", "refused", "claimed", "drained"} <= kinds
+    assert {"gate", "paused", "resumed", "refused", "claimed", "leaving", "drained"} <= kinds
     assert not kinds & {"decided", "wake", "joined"}
 
 

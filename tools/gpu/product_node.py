@@ -1,14 +1,13 @@
 """A product node for the lab: valved and engines on the card at hand, or on an emulated one. Imported only where the
 product is installed.
 
-Leaving it drains valved first, so that nobody is ended while its channels are off. A leash does the same when the lab
-dies.
+Leaving it drains valved first, which ends offline workloads and enables their channels for that moment. A leash does
+the same when the lab dies.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +20,14 @@ from valve_tools.gpu import leash
 
 Seen = TypeVar("Seen")
 VALVE = (sys.executable, "-m", "valved.cli.main")  # a package installed with --target has no `valve` beside python
+GRACE_S = 3.0  # an offline workload has so long to end; well within a leash's patience
 ENGINE_S = 240.0  # a cold PyTorch reads gigabytes before it says a word
 
 
 class LabNode(EmulatedNode):
     def __init__(self, folder: Path, *, emulated: bool) -> None:
         super().__init__(folder)
+        self.config = f"leave_grace_s = {GRACE_S}\n{self.config}"
         self._is_emulated = emulated
 
     def __enter__(self) -> LabNode:
@@ -69,7 +70,7 @@ class LabNode(EmulatedNode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.valved is not None and self.valved.poll() is None:
-            self.valved.send_signal(signal.SIGTERM)  # it drains: every channel is on afterwards
+            subprocess.run([*VALVE, "drain", "--stop"], env=self.environment(), check=False, capture_output=True)
             try:
                 self.valved.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:

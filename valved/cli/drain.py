@@ -1,27 +1,53 @@
-"""`valve drain`: enable every channel, harvest no more, and say when nothing is left off. With --stop valved ends."""
+"""`valve drain`: stop all offline work, end its processes, say when none is left. With --stop valved ends then."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from typing import Any
 
 from valve.v1 import node_pb2
 
 from valved.cli.client import node
-from valved.cli.exits import FAILED, OK, CliError
+from valved.cli.exits import FAILED, NOT_RUNNING, OK, CliError
+
+LOOK_S = 0.2
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("drain", help="let everything go: no channel stays off")
-    parser.add_argument("--stop", action="store_true", help="end valved when it is done")
+    parser = commands.add_parser("drain", help="end all offline work on this node and take none until `valve resume`")
+    parser.add_argument("--stop", action="store_true", help="end valved when no offline process is left")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for them (default: 120)")
     parser.set_defaults(run=drain)
 
 
 def drain(options: argparse.Namespace) -> int:
+    end_s = time.monotonic() + options.timeout
     with node() as connection:
         request = node_pb2.DrainRequest(stop=options.stop, by="valve drain")
-        answer = connection.call(connection.stub.Drain, request, deadline_s=60.0)
-    still_off = [gpu.index for gpu in answer.gpus if gpu.gated and gpu.channels]
-    if still_off:
-        raise CliError(f"GPUs {still_off} still have channels off", FAILED, "look at: valve explain GPU, and the log")
-    print("drained: no channel is off" + (", valved ends" if options.stop else ""))
+        left = staying(connection.call(connection.stub.Drain, request))
+        if left:
+            print(f"offline work is stopped; waiting for its end: {', '.join(left)}", file=sys.stderr)
+        while left:
+            if time.monotonic() > end_s:
+                step = "it stays stopped; look at: valve explain, the log, and on Kubernetes at disruption budgets"
+                raise CliError(f"still there: {', '.join(left)}", FAILED, step)
+            time.sleep(LOOK_S)
+            try:
+                left = staying(connection.status())
+            except CliError as error:
+                if not options.stop or error.code != NOT_RUNNING:
+                    raise
+                break  # valved has ended: none was left
+    print("drained: no offline process is left" + (", valved ends" if options.stop else ""))
     return OK
+
+
+def staying(status: Any) -> list[str]:
+    """Offline services that are still there, with their processes."""
+    return [
+        f"{service.name} ({', '.join(map(str, service.pids)) or 'not connected'})"
+        for service in status.services
+        if service.role == node_pb2.ROLE_OFFLINE
+    ]

@@ -56,7 +56,7 @@ class Channels:
         send: Send,
         prover: ProverPort,
     ) -> None:
-        self.is_draining = False
+        self._is_closed = False  # the brake holds every GPU
         self.possession = Possession(prover, clock, quota.channels_per_client)
         self.possession.on_proof = self._owner_found
         self.harvest = Harvest(keeper.gpus)
@@ -266,12 +266,18 @@ class Channels:
         self.harvest.present(service, gpu, count > 0, self._clock.now_ns())
         self._keeper.set_offline_channels(gpu, self._books.offline_channels(gpu))
 
+    def set_closed(self, is_closed: bool) -> None:
+        """Whether the brake holds every GPU."""
+        self._is_closed = is_closed
+        self.refresh_lease_flags()
+
     def refresh_lease_flags(self) -> None:
-        """Tell each offline client whether online work shares a GPU with it: what it must do if valved dies."""
+        """Tell each offline client whether it must stop itself if valved dies: if online work shares a GPU with it, or
+        the brake stops it."""
         services = self._books.services
         shared = frozenset().union(*(services[online].gpus for online in self._keeper.online if online in services))
         for entry in self._books.with_role(Role.OFFLINE):
-            flag = not shared.isdisjoint(services[entry.service].gpus)
+            flag = self._is_closed or not shared.isdisjoint(services[entry.service].gpus)
             if entry.lease_flag is not flag:
                 entry.lease_flag = flag
                 self._gate.set_online_registered(entry.id, flag)
@@ -280,7 +286,7 @@ class Channels:
 
     def _schedule_wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
         gpus = self._gated_gpus(entry, body.h_client)
-        if not gpus or entry.role is not Role.OFFLINE or self.is_draining:
+        if not gpus or entry.role is not Role.OFFLINE:
             self._ack(entry.id, seq)
             return
         mine = self._held.setdefault(entry.id, {})
@@ -302,7 +308,7 @@ class Channels:
 
     def release_schedules(self) -> None:
         for held in [held for mine in self._held.values() for held in mine.values()]:
-            if self.is_draining or not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
+            if not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
                 self._let_go(held, 0)
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:

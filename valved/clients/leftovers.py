@@ -28,5 +28,8 @@ class Leftovers:
         taken = [key for key, (channel, owner) in self._channels.items() if condition(channel, owner)]
         return [self._channels.pop(key)[0] for key in taken]
 
+    def take_of(self, process: ProcessId) -> list[ChannelRef]:
+        return self.take_where(lambda _, owner: owner == process)
+
     def all(self) -> list[tuple[ChannelRef, ProcessId]]:
         return list(self._channels.values())

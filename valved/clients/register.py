@@ -226,8 +226,6 @@ class Register:
         if not hello.abi_min <= ABI <= hello.abi_max:
             text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
             return NoPlace(code=Refusal.VERSION, text=text)
-        if self.channels.is_draining:
-            return NoPlace(code=Refusal.DRAINING, text="valved is leaving")
         most = self._quota.clients_per_uid if peer.uid else self._quota.root_clients
         if self._books.per_uid[peer.uid] >= most:
             return NoPlace(code=Refusal.QUOTA, text=f"user {peer.uid} has {most} clients already")

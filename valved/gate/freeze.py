@@ -37,7 +37,6 @@ class Ladder:
         signaller: Signaller,
         leave: Callable[[ClientId, str], None],
     ) -> None:
-        self._is_active = True
         self._books = books
         self._keeper = keeper
         self._journal = journal
@@ -59,13 +58,8 @@ class Ladder:
         """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
         self._signal(process, signal.SIGCONT)
 
-    def set_active(self, on: bool) -> None:
-        """Only where valved really gates: not in observe mode, not while draining."""
-        self._is_active = on
-        self.thaw()
-
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and self._is_active and self._keeper.is_ungated(stamp.gpu)):
+        if not (self._settings.freeze and self._keeper.is_ungated(stamp.gpu)):
             return
         if self._keeper.reach(stamp.gpu) in DRIVER_CALLS:
             self._freeze(stamp)
@@ -75,7 +69,7 @@ class Ladder:
 
     def _still_failed(self, stamp: Stamp) -> None:
         self._late.discard(stamp.gpu)
-        if self._is_active and self._keeper.is_ungated(stamp.gpu):
+        if self._keeper.is_ungated(stamp.gpu):
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
@@ -91,7 +85,7 @@ class Ladder:
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not (self._is_active and any(map(self._keeper.is_ungated, gpus))):
+            elif not any(map(self._keeper.is_ungated, gpus)):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")

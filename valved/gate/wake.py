@@ -22,7 +22,7 @@ from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldo
 from valved.policy.locks import LockState, Stop, step_locks
 from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
 from valved.state.journal import Journal
-from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry
+from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, STANDING, Books, ClientEntry
 from valved.state.stats import GpuAccount, NodeCounters
 
 DRIVER_CALLS = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)  # made by valved itself; the other rungs ask the process
@@ -51,9 +51,9 @@ class GateService:
         self.counters = counters
         self.online: dict[ServiceId, OnlineService] = {}
         self.gpus: dict[GpuIndex, GpuAccount] = {
-            info.index: GpuAccount(since_ns=clock.now_ns()) for info in gate.gpus()
+            info.index: GpuAccount(since_ns=clock.now_ns(), standing=STANDING) for info in gate.gpus()
         }
-        self.is_braked = False  # paused or off: nobody is woken
+        self.is_braked = False  # paused, off or draining: nobody is woken
         self.locks = LockState()  # what the stops told of the driver's locks
         self._askers: set[str] = set()
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
@@ -141,9 +141,13 @@ class GateService:
         if came:
             self.look_at_all()
 
-    def set_pause(self, on: bool) -> None:
-        """The node's own brake."""
-        self._set_standing_hold(BRAKE_SERVICE, frozenset(self.gpus if on else ()))
+    def set_pause(self, gpus: frozenset[GpuIndex]) -> None:
+        """The node's own brake: offline work runs on none of these GPUs until told differently."""
+        self._set_standing_hold(BRAKE_SERVICE, gpus)
+
+    def shared(self) -> frozenset[GpuIndex]:
+        """GPUs that online services use."""
+        return frozenset[GpuIndex]().union(*(online.gpus for online in self.online.values()))
 
     def set_guarded(self, gpus: frozenset[GpuIndex]) -> None:
         """GPUs on which offline work must not run whatever the online services there say."""
@@ -331,7 +335,7 @@ class GateService:
             now_ns,
             self.settings.cooldown,
             is_offline_present=self._has_offline(online),
-            is_braked=self.is_braked or bool(online.away) or self._is_resting(online, now_ns),
+            is_braked=self.is_braked or bool(online.away) or self.is_resting(online, now_ns),
         )
         online.wake_state, decision = decide_wake(online.wake_state, observation, now_ns, self.settings.wake)
         online.decision = decision
@@ -417,7 +421,7 @@ class GateService:
     def _has_offline(self, online: OnlineService) -> bool:
         return bool(self._askers) or any(self.gpus[gpu].channels for gpu in online.gpus)
 
-    def _is_resting(self, online: OnlineService, now_ns: int) -> bool:
+    def is_resting(self, online: OnlineService, now_ns: int) -> bool:
         return now_ns < online.breaker.open_until_ns
 
     def _gpus_of(self, service: ServiceId) -> frozenset[GpuIndex]:

@@ -36,7 +36,8 @@ class EventKind(enum.Enum):
     POLICY = "policy"
     BREAKER = "breaker"
     GUARD = "guard"  # a GPU was closed because somebody may use it unseen, or was let go
-    DRAINED = "drained"
+    LEAVING = "leaving"  # an offline process that must leave this node was asked to end
+    DRAINED = "drained"  # offline work had to leave this node, and none is left
     ATTACHED = "attached"  # an engine reads the table of its KV memory
     RESERVED = "reserved"  # the reservation policy takes or gives memory for an online service
     RECLAIMED = "reclaimed"  # memory was taken from offline work, or could not be
@@ -64,6 +65,7 @@ AUDITED = frozenset(
         EventKind.POLICY,
         EventKind.BREAKER,
         EventKind.GUARD,
+        EventKind.LEAVING,
         EventKind.DRAINED,
         EventKind.RECLAIMED,
         EventKind.REMAP_UNSAFE,

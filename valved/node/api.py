@@ -67,10 +67,9 @@ class Node:
             raise InvalidRequest("a process can be claimed as online or offline", field="role")
         if pid <= 0:
             raise InvalidRequest(f"pid {pid} is no process", field="pid")
-        if self._brake.is_draining:
-            raise NotNow("this node is draining", field="role", next_step="valve resume, or wait for the next valved")
-        if role is Role.OFFLINE and self._brake.mode is Mode.OFF:
-            raise NotNow("harvesting is off on this node", field="role", next_step="set the mode to harvest")
+        if role is Role.OFFLINE and self._brake.refusal:
+            step = "valve resume" if self._brake.is_draining else "set the mode to harvest"
+            raise NotNow(self._brake.refusal, field="role", next_step=step)
         claim = self._register.claim(pid, start_time, role, name)
         if claim is None:
             raise NotFound(
@@ -126,19 +125,12 @@ class Node:
 
     def resume(self) -> NodeState:
         self._brake.resume()
-        self._keep_drain(on=False)
         return self.status()
 
     def drain(self, by: str, *, stop: bool) -> NodeState:
-        self._brake.drain(by or "somebody", self._stop if stop else lambda: None)
-        self._keep_drain(on=not stop)  # --stop ends valved: whoever starts it again means it
+        """Returns at once: offline processes may take their time to end."""
+        self._brake.drain(by or "somebody", self._stop if stop else None)
         return self.status()
-
-    def _keep_drain(self, *, on: bool) -> None:
-        """A drain outlives a crash, as the pause does. Written at once."""
-        if self._handover.policy.draining != on:
-            self._handover.policy = msgspec.structs.replace(self._handover.policy, draining=on)
-            self._handover.save()
 
     def explain(self, subject: str, number: int) -> Explanation:
         explainers = {

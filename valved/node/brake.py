@@ -1,13 +1,15 @@
-"""How far Valve may go right now: mode, pause, drain. One place turns them into what the gate and the register do.
+"""Applies mode, pause and drain: the one place that turns them into what the gate, the register and the ladder do.
 
-| state    | gates            | wakes | offline newcomers |
-| harvest  | yes              | yes   | welcome           |
-| observe  | counted only     | yes   | welcome           |
-| off      | no               | no    | refused           |
-| paused   | yes, every GPU   | no    | welcome, gated    |
-| draining | no, all enabled  | no    | refused           |
+What becomes of offline work is decided in policy/stopping.py; who must leave is ended in node/leaving.py.
 
-Pausing is a file in the run folder: it works without the API and outlives a restart.
+| switch | offline work | its processes | newcomers that `valve run --offline` brings |
+|---|---|---|---|
+| harvest | as online services let it | stay | welcome |
+| pause | stopped on every GPU | stay | welcome, stopped |
+| observe, off, drain | stopped on every GPU | must leave | refused |
+
+A process that connects is welcomed in every row, and stopped: one that is turned away would run beside online work.
+Pause and drain are files in the run folder: they work without the API and outlive a restart.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from pathlib import Path
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.machine.ports import GatePort
 from valved.model.events import EventKind
 from valved.model.ids import Mode
+from valved.node.leaving import Leaving
+from valved.paths import DRAIN_FILE
+from valved.policy.stopping import Switches, Work, decide_work
 from valved.state.journal import Journal
 
 
 class Brake:
     def __init__(
         self,
-        gate: GatePort,
         keeper: GateService,
         register: Register,
         ladder: Ladder,
+        leaving: Leaving,
         journal: Journal,
         pause_file: Path,
     ) -> None:
@@ -38,20 +42,38 @@ class Brake:
         self.is_paused = False
         self.paused_by = ""
         self.is_draining = False
+        self.leaving = leaving
         self.allow_reclaim: Callable[[bool], None] = lambda on: None
         self.when_still: Callable[[Callable[[], None]], None] = lambda call: call()
-        self._gate = gate
         self._keeper = keeper
         self._register = register
         self.ladder = self._ladder = ladder
         self._journal = journal
         self._pause_file = pause_file
+        self._drain_file = pause_file.with_name(DRAIN_FILE)
+        self._is_drained_by_file = False
+        self._then: list[Callable[[], None]] = []  # once the drained node is empty
+        leaving.emptied = self._emptied
+
+    @property
+    def switches(self) -> Switches:
+        return Switches(mode=self.mode, is_paused=self.is_paused, is_draining=self.is_draining)
+
+    @property
+    def work(self) -> Work:
+        return decide_work(self.switches, is_present=bool(self.leaving.present()))
+
+    @property
+    def refusal(self) -> str:
+        """Why no offline job may be started here; empty: it may."""
+        if self.is_draining:
+            return "this node is draining"
+        return "" if self.mode is Mode.HARVEST else f"the mode of this node is {self.mode.value}"
 
     def set_mode(self, mode: Mode, by: str) -> None:
         changed = mode is not self.mode
         self.mode = mode
         self._apply()
-        self.when_still(lambda: self._gate.set_observe(self.mode is not Mode.HARVEST))
         if changed:
             self._journal.emit(EventKind.POLICY, reason=f"mode {mode.value}", by=by)
 
@@ -63,53 +85,80 @@ class Brake:
 
     def resume(self) -> None:
         self._pause_file.unlink(missing_ok=True)
+        self._drain_file.unlink(missing_ok=True)
         self.look_at_file()
-        if self.is_draining:
-            self.is_draining = False
-            self._gate.set_draining(False)
-            self._gate.set_observe(self.mode is not Mode.HARVEST)
-            self._apply()
-            self._journal.emit(EventKind.RESUMED, reason="drain taken back")
+        self._end_drain()
 
     def look_at_file(self) -> None:
+        """Do what the files in the run folder say."""
+        drained_by = _first_line(self._drain_file)
+        if drained_by is not None and not self._is_drained_by_file:
+            self._is_drained_by_file = True
+            self._begin_drain()
+        elif drained_by is None and self._is_drained_by_file:
+            self._end_drain()
         by = _first_line(self._pause_file)
         is_paused = by is not None
         self.paused_by = by or ""
         if is_paused == self.is_paused:
             return
         self.is_paused = is_paused
-        self._keeper.set_pause(is_paused)
         self._apply()
         kind = EventKind.PAUSED if is_paused else EventKind.RESUMED
         self._journal.emit(kind, reason=f"by {by}" if by else "pause file removed")
 
-    def drain(self, by: str, then: Callable[[], None] = lambda: None) -> None:
-        """Enable everything and gate nothing from here on. No reclaim begins; one under way ends first, for its pages
-        have holes: some milliseconds."""
+    def drain(self, by: str, then: Callable[[], None] | None = None) -> None:
+        """Stop all offline work, end its processes, and take none until resumed. With `then`, which is called when
+        none is left and no memory moves, this daemon is about to end: its successor begins without a drain."""
+        self._journal.emit(EventKind.POLICY, reason="drain", by=by)
+        if then is None:
+            self._drain_file.write_text(f"{by}\n", encoding="utf-8")
+            self.look_at_file()
+        else:
+            self._then.append(then)
+            self._begin_drain()
+
+    def hand_over(self) -> None:
+        """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
+        is there, so none runs unwatched. Shims keep to that when the lease ends."""
+        self._keeper.set_pause(frozenset(self._keeper.gpus) if self.switches.is_closed else self._keeper.shared())
+
+    def _begin_drain(self) -> None:
         self.is_draining = True
         self._apply()
-        self.when_still(lambda: self._let_go(by, then))
 
-    def _let_go(self, by: str, then: Callable[[], None]) -> None:
-        if self.is_draining:
-            self._gate.set_draining(True)
-            left = self._gate.enable_all()
-            self._keeper.drain()
-            self._register.channels.release_schedules()
-            self._journal.emit(EventKind.DRAINED, reason=f"by {by}", channels_left_off=len(left))
-        then()
+    def _end_drain(self) -> None:
+        self._is_drained_by_file = False
+        if not self.is_draining:
+            return
+        self.is_draining = False
+        self._then.clear()
+        self._apply()
+        self._journal.emit(EventKind.RESUMED, reason="drain taken back")
+
+    def _emptied(self) -> None:
+        calls, self._then = self._then, []
+        for call in calls if self.is_draining else ():
+            self.when_still(call)
 
     def _apply(self) -> None:
+        """The hold first: whatever else follows, offline work is stopped by then."""
+        switches = self.switches
+        self._keeper.set_pause(frozenset(self._keeper.gpus if switches.is_closed else ()))
+        self._register.channels.set_closed(switches.is_closed)
+        # Observing goes on looking when online services are idle; GPUs stay held all the same.
         self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
         self._keeper.ask_idleness("observe", self.mode is Mode.OBSERVE)
-        self._ladder.set_active(self.mode is Mode.HARVEST and not self.is_draining)
-        self.allow_reclaim(self.mode is Mode.HARVEST and not self.is_draining)
-        self._register.channels.is_draining = self.is_draining
+        self.allow_reclaim(not switches.must_leave)
+        if switches.must_leave:
+            self.leaving.begin()
+        else:
+            self.leaving.take_back()
         self._keeper.look_at_all()
 
 
 def _first_line(path: Path) -> str | None:
-    """Who paused, from the file's first line; None if there is no file."""
+    """Who wrote the file, from its first line; None if there is no file."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.readline(64).strip() or "a file"

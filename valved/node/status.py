@@ -168,6 +168,8 @@ class Reporter:
         return WORDS[decision.reason]
 
     def _offline_words(self, entry: ServiceEntry) -> str:
+        if self._brake.switches.must_leave:
+            return f"leaving: {self._brake.refusal}, it is stopped until it ends"
         if not entry.clients:
             return "waiting: not connected yet"
         if not entry.compute_on:
@@ -278,4 +280,5 @@ class Reporter:
             words.append(f"paused by {brake.paused_by}")
         if brake.is_draining:
             words.append("draining")
+        words.append(f"offline work: {brake.work.value}")
         return (", ".join(words),)

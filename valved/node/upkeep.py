@@ -22,6 +22,7 @@ SAVE_EVERY_TICKS = 30
 CARDS_S = 1.0
 CANCEL_AGAIN_S = 1.0
 AGAIN_S = 1.0  # after a failure
+SETTLE_S, SETTLE_LOOK_S = 1.0, 0.001
 EXIT_FAILED = 1
 
 
@@ -49,7 +50,7 @@ class Upkeep:
             await asyncio.sleep(TICK_S)
             ticks += 1
             if not self._folder.is_ours():
-                self._end_unreachable()
+                await self._end_unreachable()
             self._keeper.resync()
             self._handover.settle(patience_over=True)
             if not self._has_watch:
@@ -57,18 +58,23 @@ class Upkeep:
             if ticks % SAVE_EVERY_TICKS == 0:
                 self._handover.save()
 
-    def _end_unreachable(self) -> None:
-        """Nobody finds us any more, and another valved may gate these GPUs soon: let everything go and be gone.
+    async def _end_unreachable(self) -> None:
+        """Nobody finds us any more, and another valved may gate these GPUs soon: hand over and be gone.
 
         At once: whatever ends in good order removes sockets by their names, and those are our successor's.
         """
+        self._brake.hand_over()
+        await settled(self._gate)
+        log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
+        os._exit(EXIT_FAILED)
 
-        def leave() -> None:
-            self._gate.close()
-            log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
-            os._exit(EXIT_FAILED)
 
-        self._brake.drain("the run folder was removed", leave)
+async def settled(gate: GatePort) -> None:
+    """Until no stop is under way; a driver call that hangs is not waited for."""
+    looks = round(SETTLE_S / SETTLE_LOOK_S)
+    while gate.is_turning() and looks > 0:
+        looks -= 1
+        await asyncio.sleep(SETTLE_LOOK_S)
 
 
 async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Callable[[str], None]) -> None:

@@ -102,7 +102,6 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Mode | None = None
     cooldown: tuple[int, int, int, float, int] | None = None  # start, floor, ceiling, factor, window
-    draining: bool = False  # `valve drain` was asked for and not taken back
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,14 +35,17 @@ class GpuAccount:
     """Time of one GPU, split by whether offline work is there and whether it may run.
 
     `open_ns` runs whether offline work is there or not: two readings of it tell how long an offline job, which came
-    and went between them, was allowed to run.
+    and went between them, was allowed to run. `left_ns` is the time that online services left: standing holds (the
+    brake, the guard, a move of memory) do not count against it.
     """
 
     channels: int = 0  # offline compute channels known
     holders: set[int] = field(default_factory=set)
+    standing: frozenset[int] = frozenset()  # holders that are no online service
     harvest_ns: int = 0
     gated_ns: int = 0
     open_ns: int = 0
+    left_ns: int = 0
     gates: int = 0  # preemptions by a launch
     latency: Histogram = field(default_factory=Histogram)
     since_ns: int = 0
@@ -51,6 +54,8 @@ class GpuAccount:
         """Book the time since the last change. Stamps may lie a little in the past: time never runs backwards."""
         elapsed_ns = max(0, now_ns - self.since_ns)
         self.since_ns = max(now_ns, self.since_ns)
+        if self.holders <= self.standing:
+            self.left_ns += elapsed_ns
         if self.holders:
             self.gated_ns += elapsed_ns if self.channels else 0
         else:

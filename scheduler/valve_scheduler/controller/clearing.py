@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from valve_kube.objects import Object, pod_place
+from valve_kube.objects import Object, mode_in_force, pod_place
 
 from valve_scheduler.controller.conditions import Told
 
@@ -31,6 +31,9 @@ def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Lea
         risks = {gpu["uuid"]: gpu["onlineRisk"] for gpu in _gpus(node) if gpu.get("onlineRisk")}
         if why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
             yield Leaver(pod=pod, reason=Told.NODE_DRAINED, note=f"{place.node} is drained: {why}")
+        elif why := _why_empty(node):
+            note = f"{place.node} harvests no more: {why}. The pod is stopped there until it ends"
+            yield Leaver(pod=pod, reason=Told.NODE_NOT_HARVESTING, note=note)
         elif uuid := next((uuid for uuid in place.gpu_uuids if uuid in risks), ""):
             note = f"{risks[uuid]} and may need memory of {uuid} on {place.node}"
             yield Leaver(pod=pod, reason=Told.ONLINE_AT_RISK, note=note)
@@ -45,6 +48,15 @@ def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -
             continue
         if now_s - datetime.fromisoformat(observed_at.replace("Z", "+00:00")).timestamp() > FORGET_AFTER_S:
             yield name, {key: node["metadata"][key] for key in ("uid", "resourceVersion")}
+
+
+def _why_empty(node: Object) -> str:
+    """Why no offline pod may stay. A node without a word from the cluster goes by its own configuration."""
+    status = node.get("status") or {}
+    mode = mode_in_force(node.get("spec") or {}) or str(status.get("mode") or "")
+    if mode in ("off", "observe"):
+        return f"its mode is {mode}"
+    return "valve drain was asked for on the node" if status.get("phase") == "Draining" else ""
 
 
 def _gpus(node: Object) -> list[Object]:

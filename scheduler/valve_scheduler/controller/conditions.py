@@ -18,6 +18,7 @@ class Told(enum.Enum):
 
     SLA_MISSED = "SLAMissed"
     NODE_DRAINED = "NodeDrained"
+    NODE_NOT_HARVESTING = "NodeNotHarvesting"
     ONLINE_AT_RISK = "OnlineAtRisk"
     PROFILING = "Profiling"
     PROFILED = "Profiled"
@@ -26,7 +27,7 @@ class Told(enum.Enum):
     POLICY_SHADOWED = "PolicyShadowed"
 
 
-_EVICTIONS = (Told.SLA_MISSED, Told.NODE_DRAINED, Told.ONLINE_AT_RISK)
+_EVICTIONS = (Told.SLA_MISSED, Told.NODE_DRAINED, Told.NODE_NOT_HARVESTING, Told.ONLINE_AT_RISK)
 _WARNINGS = (Told.PROFILING_ENDED, Told.SLA_UNREACHABLE, Told.POLICY_SHADOWED)
 
 

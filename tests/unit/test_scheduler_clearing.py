@@ -1,0 +1,45 @@
+"""Which offline pods must go, whatever became of their SLA."""
+
+from __future__ import annotations
+
+import pytest
+from reports import harvest_node, pod, uuids
+from valve_scheduler.controller.clearing import leavers
+
+
+def told(spec, **status):
+    node = harvest_node("n1")
+    node["spec"] = spec
+    node["status"] |= status
+    here = pod("p1", node="n1", held=uuids("n1")[0], phase="Running")
+    return [leaver.reason.value for leaver in leavers([here], {"n1": node})]
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda mode: told({"mode": mode}),
+        lambda mode: told({"resolved": {"mode": mode}}, mode="harvest", phase="Harvesting"),
+        lambda mode: told({}, mode=mode),  # a policy that was deleted: what the chart says is in force
+    ],
+)
+def test_no_offline_pod_stays_on_a_node_whose_mode_in_force_is_not_harvest(where, mode):
+    assert where(mode) == ["NodeNotHarvesting"]
+
+
+def test_no_offline_pod_stays_on_a_node_that_was_drained_by_hand():
+    assert told({}, mode="harvest", phase="Draining") == ["NodeNotHarvesting"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "status"),
+    [
+        ({}, {"mode": "harvest", "phase": "Paused"}),
+        ({"paused": True}, {"mode": "harvest"}),
+        ({"mode": "harvest"}, {"mode": "observe", "phase": "Observing"}),  # the daemon has not read it yet
+        ({}, {}),
+    ],
+)
+def test_a_pause_or_a_word_that_is_on_its_way_evicts_nobody(spec, status):
+    assert told(spec, **status) == []

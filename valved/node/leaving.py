@@ -1,0 +1,140 @@
+"""Ends the offline processes of a node that must become empty: asked first, killed after a grace period.
+
+They stay stopped all the while: the brake holds every GPU. The channels of a process are enabled only in the moment
+before it is killed, because the driver would wait for them in its teardown, under locks that online work needs. On a
+Kubernetes node nobody is signalled: the controller evicts the pods, and this class says how long that takes.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from valved.clients.register import Register
+from valved.config import Config
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ProcessId, Role
+from valved.state.journal import Journal
+from valved.state.registry import Books
+
+SECOND_NS = 1_000_000_000
+LOOK_NS = SECOND_NS // 4  # who has come, who has gone, whose time is over
+Signaller = Callable[[ProcessId, signal.Signals], bool]
+
+
+class Leaving:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        register: Register,
+        journal: Journal,
+        clock: Clock,
+        processes: ProcessPort,
+        signaller: Signaller,
+        *,
+        grace_s: float,
+        ends_jobs: bool,
+    ) -> None:
+        self.emptied: Callable[[], None] = lambda: None  # no offline process is left
+        self._gate = gate
+        self._books = books
+        self._register = register
+        self._journal = journal
+        self._clock = clock
+        self._processes = processes
+        self._signal = signaller
+        self._grace_ns = round(grace_s * SECOND_NS)
+        self._ends_jobs = ends_jobs
+        self._until_ns: dict[ProcessId, int] = {}  # whom we have asked, and when they are killed
+        self._since_ns: int | None = None  # somebody has been here for so long
+        self._timer: TimerHandle | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        gate: GatePort,
+        books: Books,
+        register: Register,
+        journal: Journal,
+        clock: Clock,
+        processes: ProcessPort,
+        signaller: Signaller,
+    ) -> Leaving:
+        """As the configuration says: on a Kubernetes node the controller ends the jobs."""
+        return cls(
+            gate,
+            books,
+            register,
+            journal,
+            clock,
+            processes,
+            signaller,
+            grace_s=config.leave_grace_s,
+            ends_jobs=not config.kube.node,
+        )
+
+    def present(self) -> set[ProcessId]:
+        """Offline processes: welcomed, claimed and not here yet, or a predecessor's that have not come back."""
+        clients = {entry.process for entry in self._books.with_role(Role.OFFLINE)}
+        roots = {claim.root for claim in self._books.claims.values() if claim.role is Role.OFFLINE}
+        owners = {owner for _, owner in self._register.channels.leftovers.all()}
+        return clients | {process for process in roots | owners if self._is_alive(process)}
+
+    def since_s(self) -> float:
+        """How long processes that must leave have stayed; 0 while none does."""
+        return 0.0 if self._since_ns is None else (self._clock.now_ns() - self._since_ns) / SECOND_NS
+
+    def begin(self) -> None:
+        """Safe to call again: nobody is given more time."""
+        if self._timer is None:
+            self._since_ns = self._clock.now_ns() if self.present() else None
+            self._look()
+
+    def take_back(self) -> None:
+        """Who has been asked and is still here may stay."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._since_ns = None
+        self._until_ns.clear()
+
+    def _look(self) -> None:
+        now_ns = self._clock.now_ns()
+        self._timer = self._clock.call_at_ns(now_ns + LOOK_NS, self._look)
+        present = self.present()
+        self._until_ns = {process: at_ns for process, at_ns in self._until_ns.items() if process in present}
+        was_empty, self._since_ns = self._since_ns is None, (self._since_ns or now_ns) if present else None
+        if not present:
+            if not was_empty:
+                self._journal.emit(EventKind.DRAINED, reason="no offline process is left")
+            self.emptied()
+        elif self._ends_jobs:
+            self._ask(present - self._until_ns.keys(), now_ns)
+            self._kill([process for process, at_ns in self._until_ns.items() if now_ns >= at_ns], now_ns)
+
+    def _ask(self, processes: set[ProcessId], now_ns: int) -> None:
+        for process in sorted(processes, key=lambda one: one.pid):
+            self._until_ns[process] = now_ns + self._grace_ns
+            self._signal(process, signal.SIGTERM)
+            reason = f"offline work must leave this node: killed in {self._grace_ns // SECOND_NS} s"
+            self._journal.emit(EventKind.LEAVING, reason=reason, pid=process.pid)
+
+    def _kill(self, processes: list[ProcessId], now_ns: int) -> None:
+        """Stopped first, so that nothing is launched while the channels are on. Who cannot be signalled stays held."""
+        stopped = [process for process in processes if self._signal(process, signal.SIGSTOP)]
+        for process in stopped:
+            for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
+                self._register.leave(entry.id, "about to be killed")  # enables its channels
+            left = self._register.channels.leftovers.take_of(process)
+            if left:
+                self._gate.enable_foreign(left)
+            self._signal(process, signal.SIGKILL)
+            self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
+        for process in processes:
+            self._until_ns[process] = now_ns + SECOND_NS
+
+    def _is_alive(self, process: ProcessId) -> bool:
+        return self._processes.start_time(process.pid) == process.start_time
