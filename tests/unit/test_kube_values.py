@@ -96,7 +96,7 @@ def test_alignment_is_that_of_the_scheduler_s_model() -> None:
 def test_windows_of_idle_time_end_where_they_should() -> None:
     series = NodeSeries(1)
     for second in range(7200):
-        series.book(second, 1.0, [1.0 if second >= 7200 - 600 else 0.25])
+        series.book(second, [1.0], [1.0 if second >= 7200 - 600 else 0.25])
 
     windows = series.windows(0)
 
@@ -106,11 +106,11 @@ def test_windows_of_idle_time_end_where_they_should() -> None:
 
 def test_a_silence_of_an_hour_leaves_nothing_of_before() -> None:
     series = NodeSeries(2)
-    series.book(5, 1.0, [1.0, 1.0])
+    series.book(5, [1.0, 1.0], [1.0, 1.0])
     series.beat(5, [True, False])
     series.memory(5, 0, 40, 80)
 
-    series.book(5 + 4000, 1.0, [0.0, 0.5])
+    series.book(5 + 4000, [1.0, 1.0], [0.0, 0.5])
 
     assert (series.idle(0, 3600), series.idle(1, 3600)) == (0.0, 0.5)
     assert series.alignment() == [1.0]

@@ -34,7 +34,7 @@ _STRICTNESS = ("off", "observe", "harvest")
 class Gained:
     """What one GPU's account grew by."""
 
-    open_s: float
+    left_s: float  # that no online service held it
     harvest_s: float
     gated_s: float
     stops: int

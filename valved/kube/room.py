@@ -47,7 +47,7 @@ from valved.node.upkeep import end
 from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, judge
 from valved.policy.report_rate import RateSettings, RateState, decide_report
 from valved.state.journal import Journal
-from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, Books
+from valved.state.registry import GUARD_SERVICE, STANDING, Books
 from valved.state.stats import GpuAccount
 
 log = logging.getLogger("valved.kube")
@@ -58,7 +58,6 @@ RECONCILE_S = 5.0  # and at every change of pods and registrations
 SLOT_GRACE_S = 60.0  # an engine's start takes about so long to the first CUDA call
 LIST_S = 10.0  # how long the start waits for the first list of pods
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
-STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE})
 SECOND_NS = 1_000_000_000
 
 
@@ -200,7 +199,8 @@ class Room:
 
     async def _beat(self) -> None:
         while True:
-            busy = [bool(self._host.keeper.gpus[gpu.index].holders - STANDING) for gpu in self._gpus]
+            accounts = [(gpu.index, self._host.keeper.gpus[gpu.index]) for gpu in self._gpus]
+            busy = [bool(account.holders - STANDING) and not self._is_standing(gpu) for gpu, account in accounts]
             self.series.beat(self._now_s(), busy)
             await asyncio.sleep(BEAT_S)
 
@@ -215,15 +215,28 @@ class Room:
                 account.advance(now_ns)
             after = [_figures(account) for account in accounts]
             gained = [_gained(*pair) for pair in zip(before, after, strict=True)]
-            self.series.book(now_ns / 1e9, (now_ns - seen_ns) / 1e9, [each.open_s for each in gained])
+            seconds = [0.0 if self._is_standing(gpu.index) else (now_ns - seen_ns) / 1e9 for gpu in self._gpus]
+            self.series.book(now_ns / 1e9, seconds, [each.left_s for each in gained])
             self._give_receipts({gpu.index: each for gpu, each in zip(self._gpus, gained, strict=True)}, now_ns)
             seen_ns, before = now_ns, after
             self._memory.cards = await asyncio.to_thread(self._cards.look)
             for place, gpu in enumerate(self._gpus):
                 use = self._memory.cards.get(gpu.uuid)
-                if use is not None and not self._host.keeper.gpus[gpu.index].holders - STANDING:
+                is_left = not self._host.keeper.gpus[gpu.index].holders - STANDING
+                if use is not None and is_left and not self._is_standing(gpu.index):
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
             await self._report(now_ns)
+
+    def _is_standing(self, gpu: GpuIndex) -> bool:
+        """Nobody can say how idle online services are here: the brake keeps them from letting go (observing does not),
+        one rests or has not come back, or somebody may use the GPU unheard. It counts neither as idle nor as lost."""
+        keeper, now_ns = self._host.keeper, self._host.clock.now_ns()
+        is_heard = any(verdict.gpu == gpu and verdict.is_heard for verdict in self._memory.verdicts)
+        return (
+            keeper.is_braked
+            or (GUARD_SERVICE in keeper.gpus[gpu].holders and not is_heard)
+            or any(gpu in one.gpus and (one.away or keeper.is_resting(one, now_ns)) for one in keeper.online.values())
+        )
 
     def _give_receipts(self, gained: Mapping[GpuIndex, Gained], now_ns: int) -> None:
         """Book what offline pods got, and what the online services of those GPUs lent."""
@@ -379,12 +392,12 @@ class Room:
 
 
 def _figures(account: GpuAccount) -> tuple[int, int, int, int]:
-    return account.open_ns, account.harvest_ns, account.gated_ns, account.gates
+    return account.left_ns, account.harvest_ns, account.gated_ns, account.gates
 
 
 def _gained(before: tuple[int, int, int, int], after: tuple[int, int, int, int]) -> Gained:
-    opened, harvested, gated, stops = (now - then for then, now in zip(before, after, strict=True))
-    return Gained(open_s=opened / 1e9, harvest_s=harvested / 1e9, gated_s=gated / 1e9, stops=stops)
+    left, harvested, gated, stops = (now - then for then, now in zip(before, after, strict=True))
+    return Gained(left_s=left / 1e9, harvest_s=harvested / 1e9, gated_s=gated / 1e9, stops=stops)
 
 
 async def _keep_going(part: Callable[[], Awaitable[None]]) -> None:

@@ -25,7 +25,7 @@ class NodeSeries:
         self.gpus = gpus
         self._bucket = -1
         self._beats = np.zeros((BUCKETS, gpus, gpus))  # samples in which both were busy; the diagonal: one
-        self._elapsed = np.zeros(BUCKETS)
+        self._elapsed = np.zeros((BUCKETS, gpus))
         self._open = np.zeros((BUCKETS, gpus))
         self._free = np.zeros((BUCKETS, gpus, HISTOGRAM_BINS))
 
@@ -35,11 +35,11 @@ class NodeSeries:
         if mask.any():
             self._beats[row] += np.outer(mask, mask)
 
-    def book(self, at_s: float, elapsed_s: float, open_s: Sequence[float]) -> None:
-        """Time since the last call, and how much of it offline work was allowed to run on each GPU."""
+    def book(self, at_s: float, seen_s: Sequence[float], left_s: Sequence[float]) -> None:
+        """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left."""
         row = self._row(at_s)
-        self._elapsed[row] += elapsed_s
-        self._open[row] += np.clip(np.array(open_s), 0.0, elapsed_s)
+        self._elapsed[row] += np.array(seen_s)
+        self._open[row] += np.clip(np.array(left_s), 0.0, np.array(seen_s))
 
     def memory(self, at_s: float, gpu: int, free: int, total: int) -> None:
         if total > 0:
@@ -47,9 +47,9 @@ class NodeSeries:
             self._free[self._row(at_s), gpu, bin_] += 1.0
 
     def idle(self, gpu: int, window_s: int) -> float:
-        """Share of the window in which offline work may run; of the time seen, if that is shorter."""
+        """Share of the window in which no online service was busy; of the time seen, if that is shorter."""
         rows = self._last(window_s)
-        elapsed = float(self._elapsed[rows].sum())
+        elapsed = float(self._elapsed[rows, gpu].sum())
         return float(self._open[rows, gpu].sum()) / elapsed if elapsed > 0 else 0.0
 
     def windows(self, gpu: int) -> Mapping[str, float]:
