@@ -230,6 +230,7 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
         keeper=daemon.keeper,
         register=daemon.register,
         brake=daemon.brake,
+        ladder=daemon.ladder,
         journal=daemon.journal,
         clock=LoopClock(daemon.loop),
         processes=processes,

@@ -120,6 +120,8 @@ FIRING = {
     "ValveNoExtender": ({"valve_extender_ready": "0x180"}, "1h"),
     "ValveSLAMissed": ({"valve_monitor_violating_pods": "1x180"}, "2h"),
     "ValveBreakerOpen": ({"valve_breakers_open{node='n'}": "1x180"}, "1h"),
+    "ValveOfflineUngated": ({"valve_offline_ungated_seconds_total{node='n'}": "4x60 9x120"}, "1h5m"),
+    "ValveOfflineStays": ({"valve_offline_leaving_seconds{node='n'}": "0+60x180"}, "1h"),
     "ValveCertificateEnds": ({"valve_webhook_certificate_expiry_timestamp_seconds": "86400x180"}, "1h"),
 }
 # What a sound fleet shows, hour after hour.
@@ -131,6 +133,8 @@ SOUND = {
     "valve_service_busy{node='n',name='chat',service='1'}": "1x180",
     "valve_online_uninjected{node='n'}": "0x180",
     "valve_breakers_open{node='n'}": "0x180",
+    "valve_offline_ungated_seconds_total{node='n'}": "4x180",
+    "valve_offline_leaving_seconds{node='n'}": "0x180",
     "up{container='valved',node='n'}": "1x180",
     "valve_extender_oldest_report_seconds": "40x180",
     "valve_extender_ready": "1x180",

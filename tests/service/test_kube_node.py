@@ -93,6 +93,27 @@ async def test_a_process_that_computes_unregistered_closes_its_gpu(tmp_path):
 
 
 @scenario
+async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unreported(tmp_path):
+    async with kube_node(tmp_path) as node:
+        await registered(node)
+        node.room.ungated.patience_s = 0.0
+        gpu = uuid_of(node.world, 0)
+        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", gpu, "Running"))
+        info = node.world.gate.gpus()[0]
+        node.world.processes.add(900, comm="bare", cgroup=group(OFFLINE_UID))
+        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+        await until(lambda: node.api.reports and node.api.reports[-1]["ungated"])
+
+        assert (900, "SIGSTOP") in node.world.signals
+        await until(lambda: node.guarded() == [0])
+        (told,) = node.api.reports[-1]["ungated"]
+        assert told["podUID"] == OFFLINE_UID
+        (state,) = [one for one in node.api.reports[-1]["conditions"] if one["type"] == "OfflineUngated"]
+        assert (state["status"], state["message"]) == ("True", "process 900 (bare) of default/batch-0")
+
+
+@scenario
 async def test_before_anybody_has_answered_every_gpu_is_guarded(tmp_path):
     """A daemon that starts beside running pods knows nothing yet: neither who is online nor who uses what."""
     async with kube_node(tmp_path, kubelet=False) as node:
@@ -181,7 +202,9 @@ async def test_an_allocation_brings_the_shim_and_no_gpu(tmp_path):
         assert [(m.host_path, m.container_path, m.read_only) for m in given.mounts] == [
             (shim, shim, True),
             (str(tmp_path / "client"), "/run/valve", True),
+            (f"{shim}/ld.so.preload", "/etc/ld.so.preload", True),
         ]
+        assert (tmp_path / "shim/ld.so.preload").read_text() == f"{shim}/current/libvalve.so\n"
         assert dict(given.envs) == {
             "LD_PRELOAD": f"{shim}/current/libvalve.so",
             "VALVE_ROLE": "offline",

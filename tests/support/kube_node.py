@@ -137,6 +137,7 @@ class KubeNode:
             keeper=world.keeper,
             register=world.register,
             brake=world.brake,
+            ladder=world.ladder,
             journal=world.journal,
             clock=LoopClock(asyncio.get_running_loop()),
             processes=world.processes,

@@ -216,4 +216,6 @@ def test_a_version_that_a_process_maps_stays(tmp_path: Path, libraries: Path) ->
     removed = shimfiles.remove_unused(folder, proc)
 
     assert removed == [homes[1].name]
-    assert sorted(path.name for path in folder.iterdir()) == sorted([homes[0].name, homes[2].name, "current"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [homes[0].name, homes[2].name, "current", shimfiles.LOADER_LIST]
+    )

@@ -32,6 +32,16 @@ def test_no_offline_pod_stays_on_a_node_that_was_drained_by_hand():
     assert told({}, mode="harvest", phase="Draining") == ["NodeNotHarvesting"]
 
 
+def test_a_pod_that_nothing_can_stop_is_evicted_and_its_neighbour_is_not():
+    node = harvest_node("n1", ungated=[{"podUID": "uid-p1", "seconds": 5.0}])
+    bare, other = (pod(name, node="n1", held=uuids("n1")[0], phase="Running") for name in ("p1", "p2"))
+    bare["metadata"]["uid"], other["metadata"]["uid"] = "uid-p1", "uid-p2"
+
+    found = [(leaver.pod["metadata"]["name"], leaver.reason.value) for leaver in leavers([bare, other], {"n1": node})]
+
+    assert found == [("p1", "OfflineUngated")]
+
+
 @pytest.mark.parametrize(
     ("spec", "status"),
     [

@@ -45,6 +45,7 @@ class Ladder:
         self._signal = signaller
         self._leave = leave
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
+        self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
         self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
         keeper.on_failure = self.gate_failed
@@ -57,6 +58,15 @@ class Ladder:
     def release(self, process: ProcessId) -> None:
         """Let a process go that a predecessor froze: it joins again, and is gated like any other."""
         self._signal(process, signal.SIGCONT)
+
+    def freeze_stranger(self, process: ProcessId, name: str) -> bool:
+        """An offline process that nobody can gate, as it never registered. It is not let go again: its pod must end."""
+        if not (self._settings.freeze and self._signal(process, signal.SIGSTOP)):
+            return False
+        if process not in self._strangers:
+            self._strangers.add(process)
+            self._journal.emit(EventKind.FROZEN, reason=f"{name} uses a GPU without the shim", pid=process.pid)
+        return True
 
     def gate_failed(self, stamp: Stamp) -> None:
         if not (self._settings.freeze and self._keeper.is_ungated(stamp.gpu)):

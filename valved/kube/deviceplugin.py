@@ -22,6 +22,7 @@ from valve_kube import names
 from valve_kube.injection import InjectionSettings
 
 from valved.kube import cdi, slots
+from valved.kube.shimfiles import LOADER_LIST
 from valved.kube.starter import NotReady, Starter
 
 log = logging.getLogger("valved.kube")
@@ -101,7 +102,12 @@ class Servicer(rpc.DevicePluginServicer):
     def _allocation(self, ids: Collection[str]) -> pb.ContainerAllocateResponse:
         """No GPU yet: which ones is in the pod. The shim comes by mounts, which no pod spec needs to allow."""
         settings = self._settings
-        mounts = [pb.Mount(container_path=path, host_path=source, read_only=True) for source, path in settings.mounts]
+        # The loader's own list, beside LD_PRELOAD: a program that clears its environment keeps the shim.
+        loader = (f"{settings.shim_folder}/{LOADER_LIST}", f"/etc/{LOADER_LIST}")
+        mounts = [
+            pb.Mount(container_path=path, host_path=source, read_only=True)
+            for source, path in (*settings.mounts, loader)
+        ]
         devices = [pb.CDIDevice(name=cdi.device(slot)) for slot in sorted(ids)]
         return pb.ContainerAllocateResponse(
             # VALVE_REQUIRE: a process of offline work that cannot register ends instead of running ungated.

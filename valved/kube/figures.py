@@ -50,6 +50,13 @@ def families(
     yield reports
 
 
+def leaving(leaving_s: float, ungated_s: float) -> Iterator[Metric]:
+    text = "How long offline processes that must leave this node have stayed; they are stopped meanwhile"
+    yield GaugeMetricFamily("valve_offline_leaving_seconds", text, value=leaving_s)
+    text = "Time in which an offline pod used a GPU without the shim, so that nothing could stop it"
+    yield CounterMetricFamily("valve_offline_ungated_seconds", text, value=ungated_s)
+
+
 def without_offline(
     gpus: Iterable[GpuInfo], used_bytes: Mapping[GpuIndex, int], pods: Iterable[OnlineUse]
 ) -> Iterator[Metric]:

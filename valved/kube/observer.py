@@ -20,7 +20,7 @@ from valved.kube.status import LentFacts
 from valved.kv.engines import Engine
 from valved.machine.cards import CardUse
 from valved.machine.ports import GpuInfo, ProcessPort
-from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
 from valved.node.kv import Kv
 from valved.policy.guard import Card, Holder, Stranger
 from valved.state.registry import Books
@@ -89,10 +89,15 @@ class Observer:
         """Processes that compute on a card and never registered; those on their way out do not count."""
         known = {client.process.pid for client in self.books.clients.values()} | {os.getpid()}
         return [
-            Stranger(name=self._words(pid), gpu=gpu.index)
+            Stranger(
+                name=self._words(pid),
+                gpu=gpu.index,
+                process=ProcessId(pid=pid, start_time=start_time),
+                offline_uid=self._offline_pod(pid),
+            )
             for gpu in self.gpus
             for pid in (cards[gpu.uuid].by_pid if gpu.uuid in cards else ())
-            if pid not in known and self.processes.start_time(pid) is not None
+            if pid not in known and (start_time := self.processes.start_time(pid)) is not None
         ]
 
     def cards(self, cards: Mapping[bytes, CardUse]) -> list[Card]:
@@ -205,6 +210,11 @@ class Observer:
         if None in found or not found:
             return frozenset(by_name.values())
         return frozenset(index for index in found if index is not None)
+
+    def _offline_pod(self, pid: int) -> str:
+        group = pod_of(self.processes.cgroup(pid) or "")
+        pod = self.book.pods.get(group.uid) if group is not None else None
+        return pod.uid if pod is not None and pod.role is Role.OFFLINE else ""
 
     def _words(self, pid: int) -> str:
         group = pod_of(self.processes.cgroup(pid) or "")

@@ -24,6 +24,7 @@ from valve_kube.injection import InjectionSettings
 from valved import paths
 from valved.clients.register import Register
 from valved.config import KubeTable
+from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.kube import cdi, figures, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
@@ -36,6 +37,7 @@ from valved.kube.podresources import Holding, Holdings, KubeletHoldings
 from valved.kube.pods import PodBook
 from valved.kube.series import NodeSeries
 from valved.kube.starter import Starter
+from valved.kube.ungated import Ungated
 from valved.machine.cards import CardReader, CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, ProcessPort
@@ -75,6 +77,7 @@ class Host:
     processes: ProcessPort
     run_dir: Path
     version: str
+    ladder: Ladder
     kv: Kv | None = None
 
 
@@ -108,6 +111,7 @@ class Room:
         self.book.changed = self._wake.set
         self.series = NodeSeries(len(self._gpus))
         self.offline = OfflineBook()
+        self.ungated = Ungated(host.ladder.freeze_stranger)
         self._observer = Observer(
             gpus=self._gpus,
             books=host.books,
@@ -225,6 +229,8 @@ class Room:
                 is_left = not self._host.keeper.gpus[gpu.index].holders - STANDING
                 if use is not None and is_left and not self._is_standing(gpu.index):
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
+            if self.ungated.look(self._observer.strangers(self._memory.cards), now_ns / 1e9):
+                self._wake.set()  # its GPU is closed at once
             await self._report(now_ns)
 
     def _is_standing(self, gpu: GpuIndex) -> bool:
@@ -333,6 +339,7 @@ class Room:
             resting=tuple(self._observer.resting(self._host.clock.now_ns())),
             profiling=tuple(map(self._named, self.offline.levels.under_way())),
             drain=self._follower.drain,
+            ungated=self.ungated.facts(live),
             is_serving=not self.missing(),
         )
 
@@ -382,6 +389,7 @@ class Room:
     def metrics(self) -> Iterator[Metric]:
         now_ns, cards = self._host.clock.now_ns(), self._memory.cards
         resting = self._observer.resting(now_ns)
+        yield from figures.leaving(self._host.brake.leaving.since_s(), self.ungated.seconds)
         yield from figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
         known = ((gpu.index, cards.get(gpu.uuid)) for gpu in self._gpus)
         used = {gpu: use.total_bytes - self._observer.free_bytes(use) for gpu, use in known if use is not None}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 CURRENT = "current"
 LIBRARIES = ("libvalve.so", "libvalve-cuda.so")
+LOADER_LIST = "ld.so.preload"  # for offline containers: what the loader preloads whatever their environment says
 
 
 def install(source: Path, folder: Path, version: str) -> Path:
@@ -36,7 +37,18 @@ def install(source: Path, folder: Path, version: str) -> Path:
     link.unlink(missing_ok=True)
     link.symlink_to(home.name)
     link.replace(folder / CURRENT)
+    _write_loader_list(folder)
     return home
+
+
+def _write_loader_list(folder: Path) -> None:
+    """Only when it says something else: containers have this very file mounted."""
+    path, text = folder / LOADER_LIST, f"{folder / CURRENT / LIBRARIES[0]}\n"
+    if not path.is_file() or path.read_text() != text:
+        fresh = folder / f".{LOADER_LIST}.{os.getpid()}"
+        fresh.write_text(text)
+        fresh.chmod(0o644)
+        fresh.replace(path)
 
 
 def remove_unused(folder: Path, processes: Path = Path("/proc")) -> list[str]:

@@ -10,6 +10,7 @@ from valve_kube import names
 
 from valved.kube.levels import Level
 from valved.kube.series import NodeSeries
+from valved.kube.ungated import UngatedFacts
 from valved.model.ids import Mode
 from valved.policy.guard import Verdict
 from valved.policy.report_rate import RateSettings, side_of
@@ -76,6 +77,7 @@ class NodeFacts:
     bare: tuple[str, ...]  # online containers without the shim
     resting: tuple[str, ...]  # online services beside which the breaker stops all harvesting
     profiling: tuple[str, ...]  # offline pods that are lent their memory in steps
+    ungated: tuple[UngatedFacts, ...]  # offline pods that use a GPU without the shim
     drain: str  # why the cluster wants no offline work here; empty: it does not mind
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
@@ -122,6 +124,12 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             message=_some(facts.bare) or "every online container with GPUs has the shim",
         ),
         Condition(
+            kind="OfflineUngated",
+            is_true=bool(facts.ungated),
+            reason="RunsWithoutShim" if facts.ungated else "AllGated",
+            message=_some([one.name for one in facts.ungated]) or "every offline pod on a GPU can be stopped",
+        ),
+        Condition(
             kind="BreakerOpen",
             is_true=bool(facts.resting),
             reason="DelayedTooMuch" if facts.resting else "WithinBudget",
@@ -152,7 +160,7 @@ def standing(
         for index, gpu in enumerate(facts.gpus)
     )
     verdicts = tuple((gpu.verdict.reason, gpu.verdict.risk) for gpu in facts.gpus)
-    return facts.phase, (verdicts, facts.resting), sides
+    return facts.phase, (verdicts, facts.resting, tuple(one.pod_uid for one in facts.ungated)), sides
 
 
 def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Mapping[str, str]) -> Json:
@@ -170,6 +178,7 @@ def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Map
         "gpus": [_gpu(gpu, index, facts, series) for index, gpu in enumerate(facts.gpus)],
         "alignment": series.alignment(),
         "offline": [_offline(pod) for pod in facts.offline[:MAX_PODS]],
+        "ungated": [{"podUID": one.pod_uid, "seconds": round(one.seconds, 3)} for one in facts.ungated[:MAX_PODS]],
         "services": [_lent(pod) for pod in facts.lent[:MAX_PODS]],
         "conditions": [
             {

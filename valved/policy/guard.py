@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valved.model.ids import GpuIndex
+from valved.model.ids import GpuIndex, ProcessId
 
 LENDS_NOTHING = ("off", "observe")
 
@@ -37,6 +37,8 @@ class Stranger:
 
     name: str
     gpu: GpuIndex
+    process: ProcessId | None = None
+    offline_uid: str = ""  # of its pod, where that is known to be offline work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,10 @@ def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Lea
             continue
         node = nodes.get(place.node, {})
         risks = {gpu["uuid"]: gpu["onlineRisk"] for gpu in _gpus(node) if gpu.get("onlineRisk")}
-        if why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
+        if place.uid in {one["podUID"] for one in (node.get("status") or {}).get("ungated") or []}:
+            note = f"it uses GPUs of {place.node} without the shim: nothing could stop it when a request comes"
+            yield Leaver(pod=pod, reason=Told.OFFLINE_UNGATED, note=note)
+        elif why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
             yield Leaver(pod=pod, reason=Told.NODE_DRAINED, note=f"{place.node} is drained: {why}")
         elif why := _why_empty(node):
             note = f"{place.node} harvests no more: {why}. The pod is stopped there until it ends"

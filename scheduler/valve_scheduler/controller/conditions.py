@@ -20,6 +20,7 @@ class Told(enum.Enum):
     NODE_DRAINED = "NodeDrained"
     NODE_NOT_HARVESTING = "NodeNotHarvesting"
     ONLINE_AT_RISK = "OnlineAtRisk"
+    OFFLINE_UNGATED = "OfflineUngated"
     PROFILING = "Profiling"
     PROFILED = "Profiled"
     PROFILING_ENDED = "ProfilingEnded"
@@ -27,8 +28,14 @@ class Told(enum.Enum):
     POLICY_SHADOWED = "PolicyShadowed"
 
 
-_EVICTIONS = (Told.SLA_MISSED, Told.NODE_DRAINED, Told.NODE_NOT_HARVESTING, Told.ONLINE_AT_RISK)
-_WARNINGS = (Told.PROFILING_ENDED, Told.SLA_UNREACHABLE, Told.POLICY_SHADOWED)
+_EVICTIONS = (
+    Told.SLA_MISSED,
+    Told.NODE_DRAINED,
+    Told.NODE_NOT_HARVESTING,
+    Told.ONLINE_AT_RISK,
+    Told.OFFLINE_UNGATED,
+)
+_WARNINGS = (Told.OFFLINE_UNGATED, Told.PROFILING_ENDED, Told.SLA_UNREACHABLE, Told.POLICY_SHADOWED)
 
 
 def condition(

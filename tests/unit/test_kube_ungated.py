@@ -1,0 +1,58 @@
+"""Offline pods on a GPU without the shim: when they are frozen, and for how long they count as ungated."""
+
+from __future__ import annotations
+
+from valved.kube.ungated import Ungated
+from valved.model.ids import GpuIndex, ProcessId
+from valved.policy.guard import Stranger
+
+
+def stranger(pid=900, uid="u1"):
+    process = ProcessId(pid=pid, start_time=pid)
+    return Stranger(name=f"process {pid}", gpu=GpuIndex(0), process=process, offline_uid=uid)
+
+
+def watch(strangers, seconds, *, obeys=True):
+    """One look a second."""
+    frozen = []
+
+    def freeze(process, name):
+        frozen.append(process.pid)
+        return obeys
+
+    ungated = Ungated(freeze)
+    for second in range(seconds):
+        ungated.look(strangers(second), float(second))
+    return ungated, frozen
+
+
+def test_a_process_that_stays_unregistered_is_frozen_and_its_time_counts():
+    ungated, frozen = watch(lambda second: [stranger()], 10)
+
+    assert frozen[0] == 900
+    assert ungated.seconds == 4.0, "up to the moment in which it stood still"
+    assert [(one.pod_uid, one.seconds) for one in ungated.facts({"u1"})] == [("u1", 4.0)]
+
+
+def test_one_that_cannot_be_frozen_goes_on_counting():
+    ungated, _ = watch(lambda second: [stranger()], 11, obeys=False)
+
+    assert ungated.seconds == 10.0
+
+
+def test_shims_that_come_back_after_a_restart_are_never_frozen():
+    ungated, frozen = watch(lambda second: [stranger()] if second < 4 else [], 10)
+
+    assert (frozen, ungated.seconds, ungated.facts({"u1"})) == ([], 0.0, ())
+
+
+def test_a_stranger_that_is_no_offline_pod_is_never_frozen():
+    _, frozen = watch(lambda second: [stranger(uid="")], 10)
+
+    assert not frozen
+
+
+def test_a_pod_that_is_gone_is_forgotten():
+    ungated, _ = watch(lambda second: [stranger()], 10)
+
+    assert ungated.facts(set()) == ()
