@@ -15,11 +15,13 @@ from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
+from valve_hook.sglang.steps import Launched
 from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0
+MOST_BLIND_STEPS = 3  # then requests end with an error, lest they compute the same for ever
 _current: SchedulerHook | None = None  # one scheduler per process
 
 
@@ -35,6 +37,7 @@ class SchedulerHook:
         self.useful_tokens = 0
         self._has_looked = False  # since a batch was chosen
         self._is_well = True
+        self._blind_steps = 0  # one after another, of which nothing was believed because the hook failed
         self._between_steps = shim_call("valve_kv_step")
         self._layout = layout_of(engine.allocator.get_kvcache(), engine.pages, engine.page_tokens)
 
@@ -59,14 +62,13 @@ class SchedulerHook:
 
     def before_choose(self) -> None:
         if self._between_steps is not None:
-            self._between_steps()  # the shim carries out orders that wait for this place
+            self.guard(self._between_steps)  # the shim carries out orders that wait for this place
         if not self._has_looked:
-            self._look()
+            self.guard(self._look)
         self._has_looked = False
-        try:
-            self.keeper.sync()
-        finally:
-            self.engine.retract_dropped()
+        if not self.guard(self.keeper.sync) and self.ranks.size == 1:
+            self.keeper.recover()
+        self._settle()
         self.engine.ledger.end_steps()
         self.keeper.publish()
         if self.link.region is not None and self.ranks.is_first:
@@ -79,16 +81,22 @@ class SchedulerHook:
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""
-        self.engine.wait(result)
+        is_over = self.guard(lambda: self.engine.wait(result))
         self.guard(self._look)
-        ended, names = self._disbelieved(batch)
-        undo = self.engine.disbelieve(batch, names) if names else None
+        try:
+            ended, names = self._disbelieved(batch, is_over=is_over)
+        except Exception:
+            self.keeper.fail("disbelieving failed")
+            self._is_well, ended, names = False, 0, {each.rid for each in batch.reqs}
+            self._surely(lambda: self.engine.drop(batch, names))
+        if names:
+            self._surely(lambda: self.engine.disbelieve(batch, names))
         is_prompt = batch.forward_mode.is_extend()
         before = sum(len(each.output_ids) for each in batch.reqs) if is_prompt else 0
 
         def after_result() -> None:
-            if undo is not None:
-                undo()
+            if names:
+                self._surely(self.engine.believe_again)
             if is_prompt:
                 self.useful_tokens += max(0, sum(len(each.output_ids) for each in batch.reqs) - before)
             else:
@@ -96,8 +104,33 @@ class SchedulerHook:
 
         return after_result
 
-    def guard(self, action: Callable[[], None]) -> None:
-        self._is_well &= self.keeper.guard(action)
+    def guard(self, action: Callable[[], object]) -> bool:
+        is_done = self.keeper.guard(action)
+        self._is_well &= is_done
+        return is_done
+
+    def _surely(self, action: Callable[[], object]) -> None:
+        """Without it wrong tokens would be delivered: what fails twice stops the engine."""
+        if not self.guard(action):
+            action()
+
+    def recover(self) -> None:
+        """Before a batch is chosen what was told must have been acted on, and what was dropped sent back."""
+        if self.ranks.size == 1:
+            self.keeper.recover()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Whose output was dropped computes it again. Where that fails everybody does, or ends with an error."""
+        ways = self.engine.retract_dropped, self.engine.reset, self.engine.abandon
+        if self._blind_steps > MOST_BLIND_STEPS and self.ranks.size == 1:
+            self._blind_steps, ways = 0, ways[2:]
+        elif not self.engine.has_dropped:
+            return
+        for way in ways:
+            if self.ranks.agree(self.guard(way)):
+                return
+        raise RuntimeError("valve: requests whose output was dropped could not be sent back, nor ended")
 
     def _look(self) -> None:
         """Once between two choices: all ranks see the same until the next."""
@@ -106,34 +139,43 @@ class SchedulerHook:
             self.keeper.give_up("the hook failed on one of the ranks")
             self.keeper.mode = Mode.NONE  # what the ranks know may differ by now
 
-    def _disbelieved(self, batch: Any) -> tuple[int, Collection[str]]:
+    def _disbelieved(self, batch: Any, *, is_over: bool) -> tuple[int, Collection[str]]:
         """How many had ended before this step of theirs, and whose output of it is dropped; mostly nobody's, and then
         nobody is looked at one by one.
         """
-        ended, names, hit = 0, set[str](), set[str]()
-        is_for_all = self.engine.drops_all or self.ranks.next_session(self.keeper.session) is not None
-        lost = self.keeper.peek()
-        is_threatened, has_judged = is_for_all or len(lost) > 0, False
+        everybody = {each.rid for each in batch.reqs}
+        ended, names, hit, has_judged, is_threatened = 0, everybody, everybody, False, False
+        steps: list[Launched] = []
+        self.guard(lambda: steps.append(self.engine.come_in(batch)))
         try:
-            step = self.engine.come_in(batch)
+            is_for_all = self.engine.drops_all or self.ranks.next_session(self.keeper.session) is not None
+            lost = self.keeper.peek()
+            is_threatened = is_for_all or len(lost) > 0
+            step = steps[0]
             ended = step.ended
-            if not (step.dropped or is_threatened):
+            if is_over and not (step.dropped or is_threatened):
+                self._blind_steps = 0
                 return ended, ()
-            everybody = {each.rid for each in batch.reqs}
-            if is_for_all or (len(lost) and self.keeper.mode is not Mode.FULL):
-                hit = everybody - step.dropped
-            elif len(lost):
+            hit = everybody - step.dropped
+            if is_over and not is_for_all and len(lost) == 0:
+                hit = set()
+            elif is_over and not is_for_all and self.keeper.is_sure and self.keeper.mode is Mode.FULL:
                 hit = (everybody & self.keeper.hit(lost)) - step.dropped
             if hit and batch.return_logprob and batch.forward_mode.is_extend():
                 hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
-            names = hit | step.dropped
-            has_judged = True
+            names, has_judged = hit | step.dropped, True
         except Exception:
             self.keeper.fail("looking for losses failed")
             self._is_well = False
-        if is_threatened and not self.ranks.agree(has_judged):
-            hit = names = {each.rid for each in batch.reqs}
-        self.engine.drop(batch, hit)
+        is_agreed = has_judged
+        if is_threatened:
+            is_agreed = self.ranks.agree(has_judged and (self.keeper.is_sure or self.keeper.mode is not Mode.FULL))
+        if (
+            not is_agreed
+        ):  # several ranks must drop alike: what one of them alone does not know is settled at the next look
+            hit = names = everybody if is_threatened or self.ranks.size == 1 else set()
+        self._blind_steps = 0 if has_judged and is_over else self._blind_steps + 1
+        self._surely(lambda: self.engine.drop(batch, hit))
         self.keeper.receipts.dropped_tokens += len(names)
         return ended, names
 
@@ -176,7 +218,8 @@ def before_choose(scheduler: Any, running_batch: Any, last_batch: Any) -> tuple[
     hook = _hook(scheduler)
     if hook is None:
         return running_batch, last_batch
-    hook.guard(hook.before_choose)
+    if not hook.guard(hook.before_choose):
+        hook.recover()
     return scheduler.running_batch, scheduler.last_batch
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -50,6 +50,8 @@ class SglangEngine:
         self.taken = np.zeros(self.pages, dtype=bool)  # off the free list: what is withheld, unless somebody held it
         self.taken_pages = 0
         self.drops_all = self.has_abandoned = False
+        self._overlap = bool(scheduler.batch_result_processor.enable_overlap)
+        self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self._column_of = np.zeros(self.pages, dtype=np.int64)
         self._looks = 0
@@ -174,37 +176,42 @@ class SglangEngine:
 
     def come_in(self, batch: Any) -> Launched:
         """The step whose output this is; it may still be found to have been spoilt, until the next look."""
-        step = next(each for each in self.ledger.flying if not each.is_in)
-        if step.requests != batch.reqs:
+        flying = [each for each in self.ledger.flying if not each.is_in]
+        place = next((place for place, each in enumerate(flying) if each.requests == batch.reqs), None)
+        for step in flying[: place if place is None else place + 1]:
+            step.is_in = True
+        if place != 0:
             raise RuntimeError("output of a step that was not the next one launched")
-        step.is_in = True
-        return step
+        return flying[0]
 
-    def disbelieve(self, batch: Any, names: Collection[str]) -> Callable[[], None]:
-        """From here on SGLang skips these requests of the batch like retracted ones; returns what undoes it."""
-        flags = [(each, each.is_retracted) for each in batch.reqs if each.rid in names and not each.finished()]
+    def disbelieve(self, batch: Any, names: Collection[str]) -> None:
+        """From here on, until `believe_again`, SGLang skips these requests of the batch like retracted ones."""
+        self._flags += [(each, each.is_retracted) for each in batch.reqs if each.rid in names and not each.finished()]
         processor = self.scheduler.batch_result_processor
-        overlap = processor.enable_overlap
-
-        def undo() -> None:
-            object.__setattr__(processor, "enable_overlap", overlap)
-            for each, was in flags:
-                each.is_retracted = was
-
         object.__setattr__(processor, "enable_overlap", True)  # a frozen value, but the one place that is asked
-        for each, _ in flags:
+        for each, _ in self._flags:
             each.is_retracted = True
-        return undo
+
+    def believe_again(self) -> None:
+        object.__setattr__(self.scheduler.batch_result_processor, "enable_overlap", self._overlap)
+        for each, was in reversed(self._flags):  # what was noted first stood there first
+            each.is_retracted = was
+        self._flags = []
 
     def drop(self, batch: Any, names: Collection[str]) -> None:
         """Their output of this step is gone: they are to be retracted before anything else is chosen."""
         self._dropped += [each for each in batch.reqs if each.rid in names]
 
     def retract_dropped(self) -> None:
-        dropped, self._dropped = self._dropped, []
-        if dropped:
+        if self._dropped:
+            dropped = {id(each): each for each in self._dropped}.values()
             self.ledger.settle({each.rid for each in dropped})
-            self._retract({id(each): each for each in dropped if each.kv.holds_kv and not each.finished()}.values())
+            self._retract(each for each in dropped if each.kv.holds_kv and not each.finished())
+            self._dropped = []
+
+    @property
+    def has_dropped(self) -> bool:
+        return bool(self._dropped)
 
     def open_requests(self) -> int:
         """Exact where it matters, near none: beyond, who has just finished may be among them."""
@@ -249,11 +256,15 @@ class SglangEngine:
     def _retract(self, requests: Iterable[Any]) -> None:
         """Back to the queue; a limit of the queue is for newcomers."""
         requests = list(requests)
-        if requests:
+        if not requests:
+            return
+        try:
             self._take_back(requests)
+        finally:  # whoever has no pages any more stands nowhere else
             with self._unlimited_queue():
                 for each in requests:
-                    self.scheduler._add_request_to_queue(each, is_retracted=True)
+                    if not each.kv.holds_kv:
+                        self.scheduler._add_request_to_queue(each, is_retracted=True)
 
     def _take_back(self, requests: list[Any]) -> None:
         """Their pages, wherever they stand."""

@@ -50,11 +50,10 @@ def settling(engine: Any) -> None:
 def skipping_without_overlap(engine: Any) -> None:
     disbelieve = engine.disbelieve
 
-    def half(batch: Any, names: Any) -> Any:
-        undo = disbelieve(batch, names)
+    def half(batch: Any, names: Any) -> None:
+        disbelieve(batch, names)
         processor = engine.scheduler.batch_result_processor
         object.__setattr__(processor, "enable_overlap", engine.scheduler.enable_overlap)
-        return undo
 
     engine.disbelieve = half
 

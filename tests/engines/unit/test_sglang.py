@@ -10,15 +10,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import sglang_ablations as without
+from faults import Fault
 from kv_node import KvNode, wait_for
 from sglang_modules import sglang_modules
 from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook.link import Link
+from valve_hook.reconciler import Keeper
 from valve_hook.sglang import calls, memory
 from valve_hook.sglang.check import Refused, can_forget
+from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone
+from valve_hook.sglang.steps import StepLedger
+from valve_hook.shared import Table
 from valve_hook.wire import Mode
 
 ALL = 400
@@ -486,3 +491,60 @@ def test_a_tree_without_the_walk_is_handled_the_coarse_way():
     assert can_forget(scheduler.tree)
     scheduler.tree.tree_core = object()
     assert not can_forget(scheduler.tree)
+
+
+CALLED = {
+    calls.SchedulerHook: ["before_choose", "after_choose", "_look", "_disbelieved", "_settle"],
+    Keeper: ["sync", "peek", "hit", "publish", "_heed", "_safely", "_try", "_act", "_discard"],
+    StepLedger: ["begin_step", "end_steps", "settle", "judge", "_keep", "_holders", "_others"],
+    SglangEngine: [
+        *("discard", "forget", "withhold", "release", "reset", "gauges", "free_columns", "launch", "wait", "come_in"),
+        *(
+            "disbelieve",
+            "believe_again",
+            "drop",
+            "retract_dropped",
+            "open_requests",
+            "_retract",
+            "_take_back",
+            "_evict",
+        ),
+    ],
+    Table: ["read", "accept", "changed"],
+}
+PLACES = [(owner, name) for owner, names in CALLED.items() for name in names]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
+def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(
+    world, monkeypatch, owner, name, is_late, is_lasting, overlap
+):
+    """Requests may end with an error. Where the fault stays they may wait for ever, or the engine stops that could do
+    nothing else but deliver wrong tokens.
+    """
+    work = prompts(3, 16)
+    fault = Fault(is_late=is_late, is_lasting=is_lasting)
+    fault.put(monkeypatch, owner, name)
+    scheduler, node = world(overlap=overlap)
+    reclaimer = Reclaimer(node, scheduler, 3)
+    turns = iter(range(10**6))
+
+    def reclaim():
+        fault.is_armed = fault.is_armed or next(turns) == 12
+        reclaimer()
+
+    scheduler.check_idle = lambda: None
+    has_gone_on = True
+    try:
+        run(scheduler, work, reclaim, max_turns=800)
+    except (RuntimeError, AssertionError) as error:
+        has_gone_on = False
+        assert any(words in str(error) for words in ("on purpose", "could not be sent back", "are lost"))
+    expected = undisturbed(work)
+    answered = {name: answer for name, answer in scheduler.done.items() if isinstance(answer, list)}
+
+    assert answered == {name: expected[name] for name in answered}
+    assert has_gone_on or is_lasting
