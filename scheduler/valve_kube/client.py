@@ -2,17 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
+from valve_scheduler.kube.shapes import Shape
 
 from valve_kube import wire
 from valve_kube.access import Access
 from valve_kube.errors import SchedulerError
 
 Json = dict[str, Any]
+T = TypeVar("T")
+WHOLE = Shape()
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
@@ -54,6 +57,19 @@ class KubeClient:
         accept: str = "application/json",
     ) -> Json:
         """One call; raises ApiError for an answer of 400 or more, Unreachable when there is none in time."""
+        raw = await self._raw(method, path, query=query, body=body, content_type=content_type, accept=accept)
+        return _decoded(f"{method} {path}", msgspec.json.decode, raw)
+
+    async def _raw(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+    ) -> bytes:
         data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {"Content-Type": content_type, "Accept": accept}
         try:
@@ -64,32 +80,39 @@ class KubeClient:
             raise Unreachable(f"{method} {path}: {error!r}") from error
         if status >= 400:
             raise _api_error(status, head, raw)
-        try:
-            answer: Json = msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
-            raise Unreachable(f"{method} {path}: the answer is no JSON: {error}") from error
 
-        return answer
+        return raw
 
     async def list(
-        self, path: str, query: Mapping[str, str] | None = None, accept: str = "application/json"
+        self,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        accept: str = "application/json",
+        shape: Shape = WHOLE,
     ) -> tuple[list[Json], str]:
-        """All items and the resourceVersion of one consistent (quorum) read, page by page."""
+        """All items and the resourceVersion of one consistent (quorum) read, page by page. Of each page only what
+        `shape` keeps outlives it."""
         items: list[Json] = []
         token = ""
         while True:
             page = {**(query or {}), "limit": str(PAGE)}
             if token:
                 page["continue"] = token
-            answer = await self.request("GET", path, query=page, accept=accept)
-            items += answer.get("items") or []
-            metadata = answer["metadata"]
-            token = metadata.get("continue", "")
+            raw = await self._raw("GET", path, query=page, accept=accept)
+            answer = _decoded(f"GET {path}", shape.page, raw)
+            items += answer.items
+            token = answer.next_token
             if not token:
-                return items, metadata["resourceVersion"]
+                return items, answer.version
 
     async def watch(
-        self, path: str, query: Mapping[str, str], accept: str = "application/json", *, silence_s: float
+        self,
+        path: str,
+        query: Mapping[str, str],
+        accept: str = "application/json",
+        *,
+        silence_s: float,
+        shape: Shape = WHOLE,
     ) -> AsyncIterator[Json]:
         """Events from `resourceVersion` in the query until the server ends the stream."""
         try:
@@ -112,7 +135,7 @@ class KubeClient:
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
                     if line:
-                        yield msgspec.json.decode(line)
+                        yield shape.event(line)
         except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, msgspec.DecodeError) as error:
             why = "silent for too long" if fuse.blown else repr(error)
             raise Unreachable(f"watch {path}: {why}") from error
@@ -205,6 +228,13 @@ class _Fuse:
             return
         self.blown = True
         self._writer.transport.abort()
+
+
+def _decoded(call: str, decode: Callable[[bytes], T], raw: bytes) -> T:
+    try:
+        return decode(raw)
+    except msgspec.DecodeError as error:
+        raise Unreachable(f"{call}: the answer cannot be read: {error}") from error
 
 
 def _target(path: str, query: Mapping[str, str] | None) -> str:

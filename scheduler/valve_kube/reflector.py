@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import uniform
 
+from valve_scheduler.kube.shapes import Shape
+
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Reflector:
         query: Mapping[str, str] | None = None,
         metadata_only: bool = False,
         relist_s: float = math.inf,
+        shape: Shape | None = None,
     ) -> None:
         self._client = client
         self.path = path
@@ -51,6 +54,7 @@ class Reflector:
         self._watch_accept = "application/json"
         if metadata_only:
             self._accept, self._watch_accept = (METADATA.format(kind) for kind in ("List", ""))
+        self._shaped = {} if shape is None else {"shape": shape}  # how objects are read; None: as they are
         self._relist_s = relist_s  # a list this old is read again when the next watch would begin
         self._listed_at_s = float("-inf")
         self._version = ""
@@ -105,9 +109,13 @@ class Reflector:
         log.warning("watch refused", extra={"path": self.path, "error": str(error)})
         return error.retry_after_s
 
+    async def listed(self) -> tuple[list[Json], str]:
+        """The whole list as it is now, and its version."""
+        return await self._client.list(self.path, self.query, self._accept, **self._shaped)
+
     async def _list(self) -> None:
         wanted, begun_s = self._wanted, self._loop_s()
-        items, version = await self._client.list(self.path, self.query, self._accept)
+        items, version = await self.listed()
         if wanted != self._wanted:
             return
         self.sink.replace(items)
@@ -142,7 +150,8 @@ class Reflector:
             "timeoutSeconds": str(WATCH_S),
         }
         wanted = self._wanted
-        async for event in self._client.watch(self.path, query, self._watch_accept, silence_s=SILENCE_S):
+        stream = self._client.watch(self.path, query, self._watch_accept, silence_s=SILENCE_S, **self._shaped)
+        async for event in stream:
             if wanted != self._wanted:
                 return  # left behind by a relist: this event belongs to the old view
             self._alive()

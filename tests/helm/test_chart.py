@@ -190,6 +190,22 @@ def test_the_daemon_has_no_right_on_nodes_and_cannot_touch_pods() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_go_s_memory_limit_is_never_above_the_container_s(name: str) -> None:
+    (spec,) = (spec for owner, spec in pod_specs(name) if owner == "valve-scheduler")
+    scheduler = spec["containers"][0]
+
+    (limit,) = (one["value"] for one in scheduler["env"] if one["name"] == "GOMEMLIMIT")
+    assert (limit, scheduler["resources"]["limits"]["memory"]) == ("921MiB", "1Gi")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_that_answers_the_scheduler_waits_for_processor_time(name: str) -> None:
+    for owner, spec in pod_specs(name):
+        if owner == "valve-scheduler":
+            assert all("cpu" not in container["resources"]["limits"] for container in spec["containers"])
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_no_kube_scheduler_keeps_its_lease_without_its_extender(name: str) -> None:
     (spec,) = (spec for owner, spec in pod_specs(name) if owner == "valve-scheduler")
     scheduler, extender = spec["containers"]

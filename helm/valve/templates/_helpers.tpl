@@ -120,3 +120,13 @@ spec:
 {{- define "valve.optIn" -}}
 {{- toYaml (.Values.admission.online.namespaceLabel | default (dict (printf "%s/inject" .Values.domain) "enabled")) }}
 {{- end }}
+
+{{/* Where Go's collector begins to work harder: nine tenths of a memory limit (Mi or Gi), in MiB. Empty for others. */}}
+{{- define "valve.goMemoryLimit" -}}
+{{- $limit := toString (dig "limits" "memory" "" .) }}
+{{- if hasSuffix "Gi" $limit }}
+{{- printf "%dMiB" (mulf (float64 (trimSuffix "Gi" $limit)) 921.6 | int) }}
+{{- else if hasSuffix "Mi" $limit }}
+{{- printf "%dMiB" (mulf (float64 (trimSuffix "Mi" $limit)) 0.9 | int) }}
+{{- end }}
+{{- end }}

@@ -259,7 +259,7 @@ async def _cluster(client: KubeClient) -> ClusterState:
         policies_view(client, state),
     ]
     for view in views:
-        items, _ = await client.list(view.path, view.query)
+        items, _ = await view.listed()
         view.sink.replace(items)
 
     return state

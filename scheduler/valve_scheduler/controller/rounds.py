@@ -76,6 +76,7 @@ from valve_scheduler.records import Records
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
+WORTH_KEPT_S = 600.0
 _NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
 
 
@@ -152,6 +153,7 @@ class Controller:
         self._pending = Pending()
         self._afresh_at_s = 0.0
         self._records = Records()
+        self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
         self._said: set[tuple[str, str]] = set()  # UID and reason of what is told once
@@ -233,8 +235,13 @@ class Controller:
         """Add what the nodes counted since the last look to the account of each namespace."""
         if not self._accounts_view.synced:
             return
-        known = {pod["metadata"]["uid"]: self._worth(pod) for pod in self.pods.items.values()}
-        entries = entries_of(self.nodes.items.values(), known)
+        now_s = self._now_s()
+        known = {pod["metadata"]["uid"]: (self._worth(pod), now_s) for pod in self.pods.items.values()}
+        # A node reports a pod for a while after it ended, when the watch shows it no more.
+        ended = {uid: (worth, at_s) for uid, (worth, at_s) in self._worths.items() if now_s - at_s < WORTH_KEPT_S}
+        self._worths = {**ended, **known}
+        worths = {uid: worth for uid, (worth, _) in self._worths.items()}
+        entries = entries_of(self.nodes.items.values(), worths)
         for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
             held = self.accounts.items.get((namespace, ACCOUNT), {})
             before = held.get("status") or {}

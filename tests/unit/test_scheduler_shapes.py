@@ -1,0 +1,134 @@
+"""Pods are read field by field: what Valve decides by is all there, what it does not read is not kept."""
+
+import json
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from reports import NOW_S, pod, uuids
+from valve_kube import names
+from valve_kube.objects import (
+    annotation,
+    created_at_s,
+    followed,
+    offline_pod,
+    owner_name,
+    owner_uid,
+    pod_place,
+    started_at_s,
+)
+from valve_scheduler.controller.conditions import Told, event
+from valve_scheduler.controller.workloads import new_workload
+from valve_scheduler.kube.shapes import PodShape
+
+Json = dict[str, Any]
+
+
+def realistic(name: str = "p1") -> Json:
+    """About eleven kilobytes, as an API server sends a running pod of a Job."""
+    asked = {names.SLA: "0.3", names.PROFILE: "m", "kubectl.kubernetes.io/last-applied": "x" * 3_000}
+    found = pod(name, gpus=2, annotations=asked, node="n1", held=uuids("n1")[0], phase="Running", owner="job-1")
+    found["metadata"] |= {
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "managedFields": [{"manager": f"m{n}", "fieldsV1": {f"f:{key}": {} for key in range(60)}} for n in range(3)],
+    }
+    found["metadata"]["labels"] |= {"pod-template-hash": "abc", "batch.kubernetes.io/job-name": "batch"}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "batch-abc", "blockOwnerDeletion": True}
+    found["metadata"]["ownerReferences"][0] |= owner
+    found["spec"] |= {
+        "volumes": [{"name": f"v{n}", "projected": {"sources": ["s" * 50] * 4}} for n in range(4)],
+        "initContainers": [{"name": "init", "image": "i" * 80, "resources": {}}],
+        "tolerations": [{"key": f"k{n}", "operator": "Exists"} for n in range(10)],
+    }
+    environment = [{"name": f"NAME_{n}", "value": "v" * 40} for n in range(30)]
+    found["spec"]["containers"][0] |= {"image": "i" * 80, "env": environment}
+    found["spec"]["containers"][0]["resources"]["limits"] |= {"memory": "64Gi", "cpu": 8}
+    found["status"] |= {
+        "startTime": "2026-01-01T00:01:00Z",
+        "conditions": [
+            {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:00Z", "message": "m"}
+        ],
+        "containerStatuses": [{"name": "work", "imageID": "i" * 100, "state": {"running": {}}}],
+    }
+    return found
+
+
+VARIANTS = {
+    "running": realistic(),
+    "bare": {"metadata": {"name": "a", "namespace": "b", "uid": "u", "labels": None}, "spec": {}, "status": {}},
+    "small": pod(),
+    "refused": {**pod(), "status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "x"}]}},
+    "deleted": {**pod(), "metadata": {**pod()["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}},
+}
+
+
+def slim(raw: Json) -> Json:
+    return PodShape().page(json.dumps({"metadata": {"resourceVersion": "7"}, "items": [raw]}).encode()).items[0]
+
+
+def answer(read: Any, one: Json) -> Any:
+    try:
+        return read(one)
+    except Exception as error:
+        return type(error), str(error)
+
+
+READ = [
+    pod_place,
+    offline_pod,
+    followed,
+    owner_uid,
+    owner_name,
+    started_at_s,
+    created_at_s,
+    lambda one: annotation(one, names.PROFILE),
+    lambda one: new_workload(one, 0.3),
+    lambda one: event(one, Told.SLA_MISSED, "note", NOW_S),
+    lambda one: one["metadata"].get("deletionTimestamp"),
+    lambda one: [(c["type"], c["status"]) for c in (one.get("status") or {}).get("conditions") or []],
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_judgement_of_a_pod_changes_by_what_is_left_out(variant: str) -> None:
+    raw = VARIANTS[variant]
+
+    for read in READ:
+        if read is not followed:
+            assert answer(read, slim(raw)) == answer(read, raw)
+        else:
+            assert isinstance(answer(read, slim(raw)), dict) == isinstance(answer(read, raw), dict)
+    found = PodShape().event(json.dumps({"type": "MODIFIED", "object": raw}).encode())
+    assert found == {"type": "MODIFIED", "object": slim(raw)}
+
+
+def test_a_listed_pod_never_takes_more_than_a_few_kilobytes() -> None:
+    """It took 65, and 4,000 pods of short Jobs ended the extender at its limit of 320 MiB."""
+    page = json.dumps(
+        {"metadata": {"resourceVersion": "7"}, "items": [realistic(f"p{n}") for n in range(200)]}
+    ).encode()
+    assert len(page) / 200 > 9_000
+    shape = PodShape()
+    tracemalloc.start()
+    try:
+        kept = shape.page(page).items
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert len(kept) == 200
+    assert size / 200 < 6_000
+
+
+def test_pages_bookmarks_and_errors_are_read() -> None:
+    shape = PodShape()
+    page = shape.page(b'{"metadata": {"resourceVersion": "9", "continue": "t"}, "items": null}')
+
+    assert (page.items, page.version, page.next_token) == ([], "9", "t")
+    bookmark = shape.event(b'{"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": "12"}}}')
+    assert bookmark["object"]["metadata"]["resourceVersion"] == "12"
+    gone = b'{"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old", "metadata": {}}}'
+    assert shape.event(gone)["object"]["code"] == 410
+    with pytest.raises(msgspec.DecodeError):
+        shape.page(b"<html>")
