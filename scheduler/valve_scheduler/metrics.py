@@ -53,6 +53,18 @@ evictions = Counter(
 violations = Gauge(
     "valve_monitor_violating_pods", "Running offline pods that persistently miss their SLA", registry=REGISTRY
 )
+harvested = Gauge(
+    "valve_account_harvested_gpu_seconds",
+    "GPU time that offline work of a namespace used, since its account was opened; of the leader only",
+    ["namespace"],
+    registry=REGISTRY,
+)
+saved = Gauge(
+    "valve_account_saved_gpu_seconds",
+    "GPU time that the work would have cost on GPUs of its own, since the account was opened; of the leader only",
+    ["namespace"],
+    registry=REGISTRY,
+)
 admissions = Counter(
     "valve_webhook_admissions",
     "Pods seen by the webhook, by role and result: changed, unchanged, refused, skipped",

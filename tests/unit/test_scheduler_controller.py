@@ -11,6 +11,7 @@ from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
 from valve_kube.objects import node_report
+from valve_scheduler import metrics
 from valve_scheduler.controller.rounds import ControllerSettings
 from valve_scheduler.placement.rank import PlacementSettings
 
@@ -395,3 +396,17 @@ def test_an_account_that_did_not_grow_is_not_written_again() -> None:
     world.accounts.sink.put({"metadata": metadata, "status": status})
 
     assert world.account() == []
+
+
+def test_a_replica_that_lost_the_lease_never_tells_old_figures() -> None:
+    """An alert on pods that miss their SLA fired for ever."""
+    world = missed()
+    world.report(offline=[*achieved(90_000.0, 900.0)])
+    world.round()
+    world.account()
+    assert metrics.violations._value.get() == 1
+
+    world.controller.stand_down()
+
+    assert metrics.violations._value.get() == 0
+    assert [one.samples for one in (*metrics.saved.collect(), *metrics.harvested.collect())] == [[], []]

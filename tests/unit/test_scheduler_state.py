@@ -231,3 +231,12 @@ def test_a_report_found_in_a_list_is_as_old_as_the_api_server_says() -> None:
         state.put_report(reported(7, NOW_S - 5_000.0, NOW_S - age_s), NOW_S, is_live=False)
 
         assert standing(state, "n1", NOW_S) == expected
+
+
+def test_a_node_that_is_off_is_never_counted_as_one_that_should_report() -> None:
+    """The daemon leaves its node by design while the driver is upgraded."""
+    state = state_of("n1")
+    drained = {**harvest_node("off", age_s=5_000.0), "spec": {"resolved": {"drain": "driver"}}}
+    state.put_report(node_report(drained), NOW_S)
+
+    assert state.report_ages_s(NOW_S).tolist() == [0.0]

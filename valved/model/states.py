@@ -63,6 +63,7 @@ class ServiceState:
     pids: tuple[int, ...]
     state: str
     preemptions_per_request: tuple[int, ...]
+    busy_ns: int = 0  # online: time in which it held its GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

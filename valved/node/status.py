@@ -152,6 +152,7 @@ class Reporter:
             pids=tuple(sorted({client.process.pid for client in self._books.clients_of(entry.id)})),
             state=self._online_words(online, now_ns) if online is not None else self._offline_words(entry),
             preemptions_per_request=tuple(histogram),
+            busy_ns=online.busy_ns(now_ns) if online is not None else 0,
         )
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:

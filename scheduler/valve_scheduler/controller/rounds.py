@@ -162,6 +162,12 @@ class Controller:
         """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
         return [view.path for view in self.views if not view.synced and view is not self._accounts_view]
 
+    def stand_down(self) -> None:
+        """What only the leader knows is not told by another: an old figure of a former leader would stand for ever."""
+        metrics.violations.set(0)
+        metrics.harvested.clear()
+        metrics.saved.clear()
+
     # Retries
 
     async def requeue(self) -> None:
@@ -246,6 +252,9 @@ class Controller:
             held = self.accounts.items.get((namespace, ACCOUNT), {})
             before = held.get("status") or {}
             status = charge(before, entries.get(namespace, []))
+            offline = status.get("offline") or {}
+            metrics.harvested.labels(namespace).set(float(offline.get("harvestSeconds", 0.0)))
+            metrics.saved.labels(namespace).set(float(offline.get("savedSeconds", 0.0)))
             if status != before and (entries.get(namespace) or before):
                 await self._write_account(namespace, held, status)
 
@@ -562,6 +571,8 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
                     await act()
                 except Exception:
                     log.exception("round failed")
+            elif not lease.held:
+                controller.stand_down()
             await asyncio.sleep(seconds)
 
     tasks = [view.run() for view in controller.views]

@@ -169,7 +169,8 @@ class ClusterState:
         return list(self._row_of)
 
     def report_ages_s(self, now_s: float) -> FloatArray:
-        rows = list(self._row_of.values())
+        """Of the nodes that should report: a daemon leaves its node for the time of a driver upgrade."""
+        rows = [row for row in self._row_of.values() if not self._off[row]]
         return now_s - self._observed_at_s[rows]
 
     # Pods
