@@ -156,6 +156,11 @@ def owner_uid(pod: Object) -> str:
     return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
 
 
+def is_bare(pod: Object) -> bool:
+    """Nothing makes it anew when it is gone."""
+    return not any(owner.get("controller") for owner in pod["metadata"].get("ownerReferences") or [])
+
+
 def owner_name(pod: Object) -> str:
     """What people call the thing a pod is one of: its Job, StatefulSet or Deployment; a bare pod by its own name."""
     metadata = pod["metadata"]

@@ -66,6 +66,33 @@ def test_an_offline_pod_gets_all_that_it_takes_to_be_placed() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"priorityClassName": "batch-low", "priority": -11}, "batch-low"),
+        ({"priorityClassName": "batch-lowest", "priority": -1_000}, "batch-lowest"),
+        ({"priorityClassName": "batch", "priority": -10}, names.PRIORITY_CLASS),
+        ({"priorityClassName": "online", "priority": 1_000}, names.PRIORITY_CLASS),
+        ({"priorityClassName": "unresolved"}, names.PRIORITY_CLASS),
+        ({"priority": -50}, names.PRIORITY_CLASS),
+    ],
+)
+def test_a_class_of_its_own_is_kept_below_what_nodes_are_bought_for_and_never_above(given: Pod, kept: str) -> None:
+    spec = mutate_offline(pod(**given), SETTINGS)["spec"]
+
+    assert spec["priorityClassName"] == kept
+    assert spec.get("priority") == (given["priority"] if kept != names.PRIORITY_CLASS else None)
+
+
+def test_gpus_that_kueue_cannot_count_are_refused() -> None:
+    counted = {"name": "work"}
+    under_kueue = pod(counted, annotations={names.GPUS_REQUIRED: "2"})
+    under_kueue["metadata"]["labels"] = {"kueue.x-k8s.io/podset": "main"}
+
+    with pytest.raises(Refused, match="write the limit"):
+        mutate_offline(under_kueue, SETTINGS)
+
+
 def test_devices_are_as_valve_says_whatever_the_pod_says() -> None:
     forged = container(env=[{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}, {"name": "A", "value": "1"}])
 

@@ -410,3 +410,19 @@ def test_a_replica_that_lost_the_lease_never_tells_old_figures() -> None:
 
     assert metrics.violations._value.get() == 0
     assert [one.samples for one in (*metrics.saved.collect(), *metrics.harvested.collect())] == [[], []]
+
+
+def test_a_pod_without_a_controller_is_never_evicted_for_its_sla() -> None:
+    """Nothing would make it anew: it was lost."""
+    world = World()
+    world.profile()
+    bare = running()
+    bare["metadata"]["ownerReferences"] = []
+    world.pods.sink.put(bare)
+    for number in range(3):
+        world.now_s += 900.0
+        world.report(offline=achieved(0.0, 900.0 * number))
+        assert EVICTION not in world.round()
+
+    ((_, workload),) = world.controller.workloads.items.items()
+    assert "no controller" in workload["status"]["conditions"][0]["message"]

@@ -55,6 +55,7 @@ class Sample:
     runtime_s: float
     demand_s: float
     tokens: float | None
+    is_movable: bool = True  # a controller makes it anew; a bare pod that is evicted is lost
     is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
 
 
@@ -150,7 +151,7 @@ def choose_evictions(
     """Who goes now: the worst first, a few per owner, within what is left of the budget."""
     recent = sum(1 for owner in owners.values() for at_s in owner.evicted_at_s if now_s - at_s < settings.budget_s)
     left = max(1, int(settings.budget_share * running)) - recent
-    missing = [track for track in tracks if track.verdict is Verdict.PERSISTENTLY_MISSED]
+    missing = [track for track in tracks if track.verdict is Verdict.PERSISTENTLY_MISSED and track.sample.is_movable]
     missing.sort(key=lambda track: ((track.achieved or 0.0) / track.sample.sla, track.sample.pod_uid))
     chosen: list[Track] = []
     of_owner: Counter[str] = Counter()

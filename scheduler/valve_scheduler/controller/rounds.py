@@ -21,6 +21,7 @@ from valve_kube.objects import (
     Object,
     PodPlace,
     annotation,
+    is_bare,
     offline_pod,
     owner_name,
     owner_uid,
@@ -433,6 +434,7 @@ class Controller:
             demand_s=float(reported.get("demandSeconds", 0.0)),
             tokens=reported.get("usefulTokens"),
             is_held=self._is_held(place),
+            is_movable=not is_bare(pod),
         )
 
     def _is_held(self, place: PodPlace) -> bool:

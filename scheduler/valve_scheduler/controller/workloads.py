@@ -26,6 +26,7 @@ _MESSAGES = {
     Verdict.MISSED: "the last window missed the SLA",
     Verdict.PERSISTENTLY_MISSED: "several windows in a row missed the SLA; the pod will be moved",
 }
+_STAYS = "several windows in a row missed the SLA; the pod has no controller that would make it anew, so it stays"
 
 
 def workload_name(owner: str) -> str:
@@ -77,7 +78,8 @@ def status_of(
     conditions = []
     if worst is not None:
         met = {Verdict.MET: "True", Verdict.MISSED: "False", Verdict.PERSISTENTLY_MISSED: "False"}
-        message = f"{worst.sample.node}: {_MESSAGES[worst.verdict]}"
+        stays = worst.verdict is Verdict.PERSISTENTLY_MISSED and not worst.sample.is_movable
+        message = f"{worst.sample.node}: {_STAYS if stays else _MESSAGES[worst.verdict]}"
         verdict = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
         conditions.append(condition(*verdict, old, now_s))
     if is_unreachable(owner, now_s, settings):

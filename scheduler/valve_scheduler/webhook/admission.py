@@ -30,6 +30,9 @@ _OWN = (names.GPUS, names.PREDICTED, names.DECISION)
 _VOLUMES = ("valve-shim", "valve-run")
 # A gated process may not end on SIGTERM before it is woken: longer waits only block the node's drain.
 _MAX_GRACE_S = 30
+_LOW_PRIORITY = -11
+# On pods of workloads that Kueue admits.
+_KUEUE = "kueue.x-k8s.io/"
 
 
 class Backend(enum.Enum):
@@ -63,7 +66,7 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
     spec, metadata = changed["spec"], changed["metadata"]
     metadata.setdefault("labels", {})[names.ROLE] = names.OFFLINE
     spec["schedulerName"] = names.SCHEDULER
-    if spec.get("priorityClassName") != names.PRIORITY_CLASS:
+    if spec.get("priorityClassName") != names.PRIORITY_CLASS and not _is_low(spec):
         spec["priorityClassName"] = names.PRIORITY_CLASS
         # Resolved from the former class already; the API server refuses values that contradict the new one.
         spec.pop("priority", None)
@@ -117,6 +120,13 @@ def marked(pod: Pod, injection: str) -> Pod:
     return changed
 
 
+def _is_low(spec: Pod) -> bool:
+    """A class of the pod's own below anything that a cluster autoscaler would buy a node for; the API server has
+    resolved it before the webhook is asked."""
+    priority = spec.get("priority")
+    return bool(spec.get("priorityClassName")) and isinstance(priority, int) and priority <= _LOW_PRIORITY
+
+
 def _refuse_offline(pod: Pod) -> None:
     spec, metadata = pod["spec"], pod["metadata"]
     if resource_count(pod, names.ONLINE_RESOURCE):
@@ -142,6 +152,11 @@ def _refuse_offline(pod: Pod) -> None:
     sla_of(pod)
     if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
         gpus_wanted(pod)
+    by_kueue = any(key.startswith(_KUEUE) for key in metadata.get("labels") or {})
+    if by_kueue and annotation(pod, names.GPUS_REQUIRED) and not resource_count(pod, names.RESOURCE):
+        raise Refused(
+            f"annotation {names.GPUS_REQUIRED} is no quota that Kueue counts; write the limit {names.RESOURCE} instead"
+        )
     if annotation(pod, names.SLA) and not annotation(pod, names.PROFILE):
         raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
 
