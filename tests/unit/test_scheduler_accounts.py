@@ -2,9 +2,20 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from valve_scheduler.controller.accounts import MOST_NAMED, Entry, Worth, charge, entries_of
+from valve_scheduler.cli.overview import by_namespace, usage_rows
+from valve_scheduler.controller.accounts import (
+    MOST_NAMED,
+    MOST_SEEN,
+    Entry,
+    Worth,
+    charge,
+    entries_of,
+    spread,
+    total_of,
+)
 
 Json = dict[str, Any]
 
@@ -120,3 +131,54 @@ def test_entries_are_filed_under_the_namespace_of_their_pod() -> None:
     }
     assert (found["batch"][0].name, found["batch"][0].saved_per_token) == ("nightly", 0.5)
     assert found["web"][0].name == "chat"
+
+
+def looks(pods: int, rounds: int) -> dict[str, Any]:
+    """Statuses of a namespace's objects after so many looks at so many pods, whose counters rise by one each."""
+    statuses: dict[str, Any] = {}
+    for number in range(1, rounds + 1):
+        counters = {"harvestSeconds": float(number)}
+        entries = [
+            Entry(pod_uid=f"u{pod}", online=False, counters=counters, name=f"job-{pod % 3}") for pod in range(pods)
+        ]
+        parts = spread(statuses, entries)
+        statuses = {name: charge(statuses.get(name, {}), parts.get(name, [])) for name in {*statuses, *parts}}
+
+    return statuses
+
+
+@pytest.mark.parametrize("pods", [1, MOST_SEEN, MOST_SEEN + 1, 8_000])
+def test_no_namespace_is_too_large_for_its_account(pods: int) -> None:
+    """Above 4,096 pods the one object was refused for good, and nothing was counted any more."""
+    statuses = looks(pods, 3)
+
+    assert len(statuses) == -(-pods // MOST_SEEN)
+    assert max(len(status["seen"]) for status in statuses.values()) <= MOST_SEEN
+    whole = total_of(statuses.values())
+    assert whole["offline"]["harvestSeconds"] == pytest.approx(3.0 * pods)
+    assert sum(row["harvestSeconds"] for row in whole["owners"]) == pytest.approx(3.0 * pods)
+
+
+def test_a_pod_is_never_counted_in_two_objects() -> None:
+    statuses = looks(MOST_SEEN + 5, 2)
+    gone = {f"u{pod}" for pod in range(500)}
+    counters = {"harvestSeconds": 3.0}
+    left = [Entry(pod_uid=f"u{pod}", online=False, counters=counters) for pod in range(500, MOST_SEEN + 5)]
+
+    parts = spread(statuses, left)
+
+    for name, entries in parts.items():
+        known = {item["podUID"] for item in statuses[name]["seen"]}
+        assert {entry.pod_uid for entry in entries} == known - gone
+
+
+def test_a_namespace_is_shown_as_one_however_many_objects_it_takes() -> None:
+    made = "2026-01-01T00:00:00Z"
+    accounts = [
+        {"metadata": {"namespace": "a", "name": name, "creationTimestamp": made}, "status": status}
+        for name, status in looks(MOST_SEEN + 1, 1).items()
+    ]
+
+    (row,) = [row for account in by_namespace(accounts) for row in usage_rows(account, "namespace")]
+
+    assert row["harvested_gpu_h"] == pytest.approx((MOST_SEEN + 1) / 3600, abs=1e-3)

@@ -22,7 +22,16 @@ from valve_kube.errors import SchedulerError
 
 from valve_scheduler.cli.coverage import coverage
 from valve_scheduler.cli.measuring import PATTERN, measure, profile_of
-from valve_scheduler.cli.overview import Row, fleet_row, fleet_text, node_row, pod_rows, usage_rows, workload_row
+from valve_scheduler.cli.overview import (
+    Row,
+    by_namespace,
+    fleet_row,
+    fleet_text,
+    node_row,
+    pod_rows,
+    usage_rows,
+    workload_row,
+)
 from valve_scheduler.cli.pause import pause, resume
 from valve_scheduler.controller import profiling
 from valve_scheduler.placement.explain import Explanation, explain
@@ -200,8 +209,7 @@ async def _resume(client: KubeClient, options: argparse.Namespace) -> Json:
 
 async def _usage(client: KubeClient, options: argparse.Namespace) -> Json:
     accounts, _ = await client.list(f"{names.API_PATH}/harvestaccounts")
-    by = sorted(accounts, key=lambda account: account["metadata"]["namespace"])
-    shown = {f"{options.by}s": [row for account in by for row in usage_rows(account, options.by)]}
+    shown = {f"{options.by}s": [row for account in by_namespace(accounts) for row in usage_rows(account, options.by)]}
     if not options.json:
         _console().print(_table("usage", shown[f"{options.by}s"]))
 

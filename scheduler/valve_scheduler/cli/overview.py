@@ -14,6 +14,7 @@ from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import NodeReport, Object, annotation, gpus_wanted, mode_in_force, node_report, pod_place
 
+from valve_scheduler.controller.accounts import total_of
 from valve_scheduler.model import memory_factor, memory_weights, prior_profile
 from valve_scheduler.placement.state import STALE_AFTER_S
 
@@ -133,6 +134,18 @@ def _pod_row(pod: Object, entry: Object) -> Row:
         "harvest_s": round(float(entry.get("harvestSeconds", 0.0)), 1),
         "tokens_per_s": round(tokens / demand_s, 1) if tokens is not None and demand_s > 0 else None,
     }
+
+
+def by_namespace(accounts: Iterable[Object]) -> list[Object]:
+    """One account per namespace: a large one is kept in several objects."""
+    found: dict[str, list[Object]] = {}
+    for account in sorted(accounts, key=lambda one: (one["metadata"]["namespace"], one["metadata"]["name"])):
+        found.setdefault(account["metadata"]["namespace"], []).append(account)
+
+    return [
+        {"metadata": parts[0]["metadata"], "status": total_of(part.get("status") or {} for part in parts)}
+        for parts in found.values()
+    ]
 
 
 def usage_rows(account: Object, by: str) -> list[Row]:

@@ -1,16 +1,20 @@
 """What each namespace got from harvesting and what it lent, also by owner and service, from counters of nodes. Pure.
 
 A node's counters start anew with its daemon and end with the pod; the account of the namespace keeps their sum and the
-last value seen of each, in one object and one write, so nothing is lost or counted twice by a restart of anybody.
+last value seen of each, in one object and one write, so nothing is lost or counted twice by a restart of anybody. An
+account follows a thousand pods at most: with more it goes on in a second object (usage-2, ...), and the amounts of all
+of them together are what the namespace got.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Object = Mapping[str, Any]
 
-ACCOUNT = "usage"  # the name of the one HarvestAccount of a namespace
+ACCOUNT = "usage"  # the name of the first HarvestAccount of a namespace
+MOST_SEEN = 1000  # pods that one object follows; with more each write of it is large, and etcd's limit is near
 OFFLINE = ("harvestSeconds", "gatedSeconds", "usefulTokens", "tokensLost", "preemptions")
 ONLINE = ("lentSeconds", "delaySeconds", "preemptions")
 SAVED = "savedSeconds"
@@ -42,7 +46,7 @@ class Worth:
 
 def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
     """The status of an account after one more look at the nodes; equal to `before` when nothing moved."""
-    seen = {(item["podUID"], bool(item.get("online"))): item for item in before.get("seen") or []}
+    seen = {_key(item): item for item in before.get("seen") or []}
     totals = {side: dict(before.get(side) or {}) for side in ("offline", "online")}
     parts = {side: {row["name"]: dict(row) for row in before.get(side) or []} for side in ("owners", "services")}
     fresh: list[dict[str, Any]] = []
@@ -73,6 +77,50 @@ def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
     return {**totals, **{side: rows for side, rows in named.items() if rows}, "seen": fresh}
+
+
+def spread(accounts: Mapping[str, Object], entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Which object of a namespace counts which pod: the one that did so before, else the first with room. `accounts`:
+    statuses by name; names of objects that do not exist yet are in the answer."""
+    home = {_key(item): name for name, status in accounts.items() for item in status.get("seen") or []}
+    rows = Counter(home.values())
+    found: dict[str, list[Entry]] = {}
+    number = 1
+    for entry in sorted(entries, key=lambda entry: (entry.pod_uid, entry.online)):
+        name = home.get((entry.pod_uid, entry.online))
+        if name is None:
+            while rows[_name(number)] >= MOST_SEEN:
+                number += 1
+            name = _name(number)
+            rows[name] += 1
+        found.setdefault(name, []).append(entry)
+
+    return found
+
+
+def total_of(statuses: Iterable[Object]) -> dict[str, Any]:
+    """What the objects of a namespace hold together, without what they keep of each pod."""
+    whole: dict[str, Any] = {"offline": {}, "online": {}}
+    parts: dict[str, dict[str, dict[str, Any]]] = {"owners": {}, "services": {}}
+    for status in statuses:
+        for side in ("offline", "online"):
+            for key, value in (status.get(side) or {}).items():
+                _add(whole[side], key, float(value))
+        for side, rows in parts.items():
+            for row in status.get(side) or []:
+                part = rows.setdefault(row["name"], {"name": row["name"]})
+                for key in row.keys() - {"name"}:
+                    _add(part, key, float(row[key]))
+
+    return whole | {side: list(rows.values()) for side, rows in parts.items()}
+
+
+def _name(number: int) -> str:
+    return ACCOUNT if number == 1 else f"{ACCOUNT}-{number}"
+
+
+def _key(item: Object) -> tuple[str, bool]:
+    return item["podUID"], bool(item.get("online"))
 
 
 def entries_of(nodes: Iterable[Object], offline: Mapping[str, Worth]) -> dict[str, list[Entry]]:

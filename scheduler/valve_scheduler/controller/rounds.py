@@ -34,7 +34,7 @@ from valve_kube.policies import merge_patch, node_spec
 from valve_kube.reflector import Reflector, Sink
 
 from valve_scheduler import metrics
-from valve_scheduler.controller.accounts import ACCOUNT, Worth, charge, entries_of
+from valve_scheduler.controller.accounts import Worth, charge, entries_of, spread, total_of
 from valve_scheduler.controller.clearing import ghosts, leavers
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.monitor import (
@@ -250,14 +250,17 @@ class Controller:
         worths = {uid: worth for uid, (worth, _) in self._worths.items()}
         entries = entries_of(self.nodes.items.values(), worths)
         for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
-            held = self.accounts.items.get((namespace, ACCOUNT), {})
-            before = held.get("status") or {}
-            status = charge(before, entries.get(namespace, []))
-            offline = status.get("offline") or {}
-            metrics.harvested.labels(namespace).set(float(offline.get("harvestSeconds", 0.0)))
-            metrics.saved.labels(namespace).set(float(offline.get("savedSeconds", 0.0)))
-            if status != before and (entries.get(namespace) or before):
-                await self._write_account(namespace, held, status)
+            held = {name: item for (where, name), item in self.accounts.items.items() if where == namespace}
+            statuses = {name: dict(item.get("status") or {}) for name, item in held.items()}
+            parts = spread(statuses, entries.get(namespace, []))
+            for name in sorted({*held, *parts}):
+                before = statuses.get(name) or {}
+                status = statuses[name] = charge(before, parts.get(name, []))
+                if status != before and (name in parts or before):
+                    await self._write_account(namespace, name, held.get(name, {}), status)
+            offline = total_of(statuses.values())["offline"]
+            metrics.harvested.labels(namespace).set(offline.get("harvestSeconds", 0.0))
+            metrics.saved.labels(namespace).set(offline.get("savedSeconds", 0.0))
 
     def _worth(self, pod: Json) -> Worth:
         """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
@@ -270,10 +273,10 @@ class Controller:
 
         return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
 
-    async def _write_account(self, namespace: str, held: Json, status: Json) -> None:
+    async def _write_account(self, namespace: str, name: str, held: Json, status: Json) -> None:
         path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/harvestaccounts"
         if not held:
-            body = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": ACCOUNT}}
+            body = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": name}}
             try:
                 held = await self._client.request("POST", path, body=body)
             except (ApiError, Unreachable) as error:  # made by the round before and not in our view yet, or later
@@ -281,7 +284,7 @@ class Controller:
                 return
         # The version makes this fail where another controller wrote since: an amount is never added twice.
         version = {"metadata": {"resourceVersion": held["metadata"]["resourceVersion"]}}
-        await self._patch(f"{path}/{ACCOUNT}/status", {**version, "status": status})
+        await self._patch(f"{path}/{name}/status", {**version, "status": status})
 
     # Profiles
 
