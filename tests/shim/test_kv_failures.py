@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -28,6 +29,7 @@ from kv_pool import (
 H = 2 * MIB
 EAGAIN = 11
 TAG = 7
+NO_RANGE = 999_999
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_process_without_room_for_descriptors_says_so_and_keeps_its_link(eight
     pool, engine, client, number, address = eight
     names = sorted(pool.fds)
     pool.order(client, QUARANTINE, number, [Entry(slot) for slot in range(8)])
-    engine.limit_fds(len(engine.fds()) + 3)
+    engine.limit_fds(len(engine.fds()))  # three of them are the shim's and lie high: as much room below
 
     done = pool.order(client, BACK, number, [Entry(slot, names[slot], 0, pool.fds[names[slot]]) for slot in range(8)])
 
@@ -256,6 +258,24 @@ def test_a_free_waits_for_zeroing(eight):
     assert engine.end("free") == 0
     pool.answer().close()
     client.expect(KV_RANGE_DEL, range=number)
+
+
+def test_a_free_never_waits_for_a_valved_that_does_not_read(eight):
+    """Its socket is full of answers, and the memory thread cannot tell of the zeroing that the free waits for."""
+    pool, engine, client, number, address = eight
+    pool.order(client, QUARANTINE, number, [Entry(0)])
+    obey(client, STOP)
+    pool.send(client, BACK, number, [Entry(0, 77, CREATE | ZERO)])
+    goes_on, answer = threading.Event(), pool.daemon.on_message
+    pool.daemon.on_message = lambda *heard: goes_on.wait() and answer(*heard)
+    for _ in range(900):
+        pool.send(client, QUARANTINE, NO_RANGE, [Entry(0)])
+
+    engine.begin("free", address)
+    obey(client, RUN)
+
+    assert engine.end("free") == 0
+    goes_on.set()
 
 
 def test_a_context_that_goes_waits_for_zeroing_in_it(eight):

@@ -10,7 +10,7 @@ import pytest
 
 RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
 ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
-MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch")
+MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch", "link/ownfd")
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 THREADS = (
     *("activity/activity", "activity/contexts", "activity/hint", "activity/watcher"),

@@ -15,7 +15,6 @@ from pathlib import Path
 from valve.v1 import node_pb2
 from valve_hook import VERSION
 from valve_hook.export import export
-from valve_kube.injection import merge_preload
 
 from valved.cli.client import node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
@@ -23,6 +22,7 @@ from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 
 # A program that is linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.
 ASAN_ORDER = "verify_asan_link_order"
+SANITIZERS = ("libasan.", "liblsan.", "libtsan.", "libhwasan.", "libclang_rt.")
 
 # A paused offline job looks hung to its own watchdogs; a pause may last as long as a busy period does. The chart's
 # admission.offlineEnv is this table.
@@ -53,12 +53,17 @@ def start_time(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def preload(present: str, ours: str) -> str:
+    """Ours in front, but for a sanitizer's runtime: with anything before it, it ends the program (as injection.py has it)."""
+    others = [entry for entry in present.replace(" ", ":").split(":") if entry not in ("", ours)]
+    front = [entry for entry in others if entry.rpartition("/")[2].startswith(SANITIZERS)]
+    return ":".join([*front, ours, *(entry for entry in others if entry not in front)])
+
+
 def environment(role: str, folder: Path) -> dict[str, str]:
     """What the command gets: our library in LD_PRELOAD, in front of all but a sanitizer's runtime."""
     env = {**os.environ, ENV_RUN_DIR: str(folder), ENV_ROLE: role}
-    preloaded = merge_preload(os.environ.get("LD_PRELOAD", ""), str(preload_library()))
-    if preloaded is not None:
-        env["LD_PRELOAD"] = preloaded
+    env["LD_PRELOAD"] = preload(os.environ.get("LD_PRELOAD", ""), str(preload_library()))
     if ASAN_ORDER not in env.get("ASAN_OPTIONS", ""):
         env["ASAN_OPTIONS"] = ":".join(filter(None, [env.get("ASAN_OPTIONS"), f"{ASAN_ORDER}=0"]))
     hook = engine_hook(folder)

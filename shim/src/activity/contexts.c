@@ -28,8 +28,8 @@ void valve_contexts_await(CUcontext context)
 {
 	uint32_t seen = load_acquire(&valve_contexts.asking);
 
-	if (!(seen & 1) ||
-	    (context && !load_relaxed(&valve_contexts.asks_streams) && load_relaxed(&valve_contexts.asked) != context))
+	if (!(seen & 1) || (context && !load_relaxed(&valve_contexts.asks_streams) &&
+	                    load_relaxed(&valve_contexts.asked) != context))
 		return;
 	while (load_acquire(&valve_contexts.asking) == seen)
 		futex_wait(&valve_contexts.asking, seen, 0);
@@ -126,7 +126,7 @@ static bool count_attached(CUcontext context, bool adds)
 		if (known->state == CONTEXT_FREE || known->context != context)
 			continue;
 		lives = adds || known->attached;
-		known->attached += adds ? 1 : (uint32_t)-(known->attached > 0);
+		known->attached += adds ? 1 : (uint32_t) - (known->attached > 0);
 	}
 	valve_unlock(&valve_shim.probe_lock);
 	return lives;

@@ -16,8 +16,8 @@ enum valve_context_state { CONTEXT_FREE, CONTEXT_LIVE, CONTEXT_GOING };
 
 struct valve_context {
 	CUcontext context;
-	CUevent event; /* the watcher's, made when it first probes */
-	int device;    /* of a primary context; -1 otherwise */
+	CUevent event;     /* the watcher's, made when it first probes */
+	int device;        /* of a primary context; -1 otherwise */
 	uint32_t attached; /* cuCtxAttach: so many Detach do not end it */
 	enum valve_context_state state;
 };

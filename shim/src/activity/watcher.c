@@ -148,7 +148,8 @@ static enum verdict query_streams(CUcontext context)
 		CUstream stream = load_relaxed(&valve_contexts.stream[i]);
 
 		if (stream)
-			verdict = stream == VALVE_STREAM_GOING ? RUNNING : verdict_of(cuda.stream_query(stream));
+			verdict = stream == VALVE_STREAM_GOING ? RUNNING
+			                                       : verdict_of(cuda.stream_query(stream));
 	}
 	cuda.set_current(NULL);
 	return verdict;

@@ -45,9 +45,9 @@ static const struct base_name *base_of(const char *name)
 /* A name that looks like work for a GPU but is not in the table: a driver newer than we are. */
 static bool looks_like_submit(const char *name)
 {
-	static const char *const prefixes[] = {"cuLaunch",      "cuGraphLaunch", "cuMemcpy",     "cuMemset",
-	                                       "cuStreamWrite", "cuStreamWait",  "cuStreamBatch",
-	                                       "cuStreamBegin"};
+	static const char *const prefixes[] = {"cuLaunch",      "cuGraphLaunch", "cuMemcpy",
+	                                       "cuMemset",      "cuStreamWrite", "cuStreamWait",
+	                                       "cuStreamBatch", "cuStreamBegin"};
 	size_t length = strlen(name);
 
 	if (!strcmp(name, "cuStreamWaitEvent"))

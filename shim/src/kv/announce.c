@@ -8,7 +8,6 @@
 #include <string.h>
 
 #define ANSWER_MS 5000
-#define RETRY_NS  1000000u
 #define STEP_NS   20000000u /* between two questions to a valved that does not answer */
 
 static uint32_t heeded; /* ranges up to this id: valved has said that a step meets no hole unawares */
@@ -28,16 +27,6 @@ static uint32_t due(void)
 bool valve_announce_due(void)
 {
 	return due() != 0;
-}
-
-/* Returns 0, or -errno: not linked. Waits for room in the socket, not for an answer. */
-static int tell(void *message, uint32_t bytes, uint16_t type, uint32_t generation)
-{
-	int err;
-
-	while ((err = valve_link_send_fds(message, bytes, type, NULL, 0, generation)) == -EAGAIN)
-		sleep_ns(RETRY_NS);
-	return err;
 }
 
 void valve_announce_describe(const struct valve_range *range, uint32_t held,
@@ -175,7 +164,7 @@ static void announce(uint32_t id)
 	range->stays |= valve_scratch_is_wanted();
 	valve_announce_describe(range, valve_range_backed(range), &message);
 	valve_unlock(&range->lock);
-	if (tell(&message, sizeof(message), VALVE_LINK_KV_RANGE, generation))
+	if (valve_orders_send(&message, sizeof(message), VALVE_LINK_KV_RANGE, NULL, generation))
 		return;
 	if (message.held)
 		tell_held(id, generation);

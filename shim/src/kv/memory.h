@@ -183,7 +183,9 @@ int valve_vmm_export(const struct valve_range *range, uint32_t slot); /* a descr
 /* orders.c */
 int valve_orders_start(void);
 void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out);
-void valve_orders_settle(void); /* sparse slots, at the next step */
+int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
+                      uint32_t generation); /* 0 or -errno; waits for room, in the end without a link */
+void valve_orders_settle(void);             /* sparse slots, at the next step */
 void valve_orders_reset(void);
 
 /* announce.c */

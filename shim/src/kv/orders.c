@@ -15,12 +15,13 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define ORDERS      1024u /* waiting at a time; more are refused */
-#define HEARD       1024u /* room beyond that for what only changes the books */
-#define POLL_MIN_NS 20000u
-#define POLL_MAX_NS 2000000u
-#define RETRY_NS    1000000u /* valved's socket is full */
-#define EXIT_WAIT   1000     /* times RETRY_NS: a call that is waited for at process exit */
+#define ORDERS       1024u /* waiting at a time; more are refused */
+#define HEARD        1024u /* room beyond that for what only changes the books */
+#define POLL_MIN_NS  20000u
+#define POLL_MAX_NS  2000000u
+#define RETRY_NS     1000000u /* valved's socket is full */
+#define UNREAD_TRIES 2000     /* as many waits until a valved that does not read has no link any more */
+#define EXIT_WAIT    1000     /* times RETRY_NS: a call that is waited for at process exit */
 
 struct zeroing {
 	struct valve_range *range; /* NULL: free */
@@ -89,6 +90,26 @@ int valve_orders_take(const struct valve_link_header *header, int length, struct
 
 /* ---- answers ---- */
 
+/*
+ * Waits for room in the socket, but not for ever: a free of the application waits for this thread. A valved that does not read
+ * for so long loses the link, and with it what it would have heard; a new one is told what is mapped.
+ */
+int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
+                      uint32_t generation)
+{
+	int err;
+
+	for (int tries = 0;; tries++) {
+		err = valve_link_send_fds(message, bytes, type, fds ? fds->at : NULL, fds ? fds->count : 0,
+		                          generation);
+		if (err != -EAGAIN)
+			return err;
+		if (tries == UNREAD_TRIES)
+			valve_own_hang_up();
+		sleep_ns(RETRY_NS);
+	}
+}
+
 void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out)
 {
 	struct valve_link_kv_done done = {.order = order->number,
@@ -96,9 +117,7 @@ void valve_orders_report(const struct valve_kv_order *order, struct valve_outcom
 	                                  .status = out->status,
 	                                  .cu_result = (uint32_t)out->cu_result};
 
-	while (valve_link_send_fds(&done, sizeof(done), VALVE_LINK_KV_DONE, out->made.at, out->made.count,
-	                           order->generation) == -EAGAIN)
-		sleep_ns(RETRY_NS);
+	valve_orders_send(&done, sizeof(done), VALVE_LINK_KV_DONE, &out->made, order->generation);
 	valve_fds_close(&out->made);
 }
 

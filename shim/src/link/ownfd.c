@@ -59,10 +59,13 @@ void valve_own_take(enum valve_own which, int fd)
 	store_relaxed(&own->is_marked, !syscall(SYS_fcntl, fd, F_SETSIG, MARK));
 	store_relaxed(&own->dev, file.st_dev);
 	store_relaxed(&own->ino, file.st_ino);
-	if (before >= 0 && syscall(SYS_dup3, fd, before, O_CLOEXEC) == before)
+	if (before >= 0 && syscall(SYS_dup3, fd, before, O_CLOEXEC) == before) {
 		syscall(SYS_close, fd);
-	else
-		store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
+		return;
+	}
+	store_release(&own->number, (uint32_t)valve_own_high(fd) + 1);
+	if (before >= 0) /* above a limit that the application has lowered meanwhile */
+		syscall(SYS_close, before);
 }
 
 void valve_own_close(enum valve_own which)

@@ -27,7 +27,7 @@
 #define REFUSED_MIN_NS  5000000000u /* then twice as long each time */
 #define REFUSED_MAX_NS  30000000000u
 #define LEASE_NS        1000000000u /* when the daemon names none */
-#define LOOK_MS         2000 /* an online process looks whether its descriptors are still there */
+#define LOOK_MS         2000        /* an online process looks whether its descriptors are still there */
 #define REST_MIN_MS     50
 #define REST_MAX_MS     1000
 #define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */

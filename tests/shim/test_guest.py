@@ -1,0 +1,168 @@
+"""A guest in other people's processes: their forks, their threads, and their habit of closing what they do not know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_daemon import CHANNEL_ADD, CHANNEL_DEL, ONLINE, until
+from rmkit import GR0, Process
+
+FIRST = 0x5C000008
+
+
+def test_a_process_that_opens_no_driver_gets_no_thread_and_no_descriptor(world):
+    world.daemon()
+    count = "import os; print(len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')))"
+    command = [sys.executable, "-c", count]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True)
+    hooked = subprocess.run(command, env=world.environment(), capture_output=True, text=True, check=True)
+
+    assert hooked.stdout == plain.stdout
+    assert world.daemons[0].alive == []
+
+
+def test_a_forked_child_that_takes_up_cuda_is_a_client_of_its_own(world):
+    puppet, client = world.online()
+    puppet.launch(2)
+
+    pid, launches = puppet.fork_and("init_and_launch", 3)
+
+    child = world.daemons[0].client()
+    assert (child.region.pid, child.submitted(), launches) == (pid, 3, 5)
+    puppet.launch(1)
+    assert client.submitted() == 3, "the parent's counts are its own"
+    child.gone.wait()
+    assert not client.gone.is_set()
+
+
+def test_a_forked_child_does_not_keep_a_dead_parents_link_open(world):
+    puppet, client = world.online()
+    pid = puppet.fork_idle()
+
+    puppet.process.kill()
+    puppet.process.wait()
+
+    until(client.gone.is_set, "end of file though the child lives")
+    os.kill(pid, 9)
+
+
+def test_a_forked_child_that_never_takes_up_cuda_rings_nobodys_bell(world):
+    puppet, client = world.online()
+    client.gate(1)
+
+    puppet.fork_and("launch", 5)
+
+    assert (client.bells(), client.submitted()) == (0, 0)
+
+
+def test_a_process_that_closes_every_number_keeps_its_link(world):
+    puppet, client = world.online()
+
+    own = [int(fd) for fd, target in puppet.fds().items() if "socket" in target or "eventfd" in target]
+    answers = [puppet.close(fd) for fd in own]
+
+    assert len(own) == 3, "link, doorbell, order"
+    assert answers == [[-1, 9]] * 3, "as if they had never been there"
+    client.gate(1)
+    puppet.launch(1)
+    assert client.bells() == 1
+
+
+def own_numbers(puppet):
+    return sorted(int(fd) for fd, target in puppet.fds().items() if "socket" in target or "eventfd" in target)
+
+
+@pytest.mark.parametrize("way", ["close_range", "closefrom"])
+def test_a_range_that_is_closed_never_takes_the_link_along(world, way):
+    puppet, client = world.online()
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    own = own_numbers(puppet)
+
+    puppet.close_range(3, 2**32 - 1) if way == "close_range" else puppet.closefrom(3)
+
+    assert sorted(map(int, puppet.fds()))[-3:] == own
+    client.expect(CHANNEL_DEL, h_channel=FIRST)  # the driver's file was closed, and its channel went with it
+    client.gate(1)
+    puppet.launch(1)
+    assert (client.bells(), client.gone.is_set()) == (1, False)
+
+
+@pytest.mark.parametrize("way", ["dup2", "dup3"])
+def test_a_number_that_the_application_wants_is_given_up_and_the_link_is_not(world, way):
+    puppet, client = world.online()
+    own = own_numbers(puppet)
+
+    taken = [getattr(puppet, way)(0, number) for number in own]
+
+    assert taken == own
+    assert {puppet.fds()[str(number)] for number in own} == {puppet.fds()["0"]}
+    client.gate(1)
+    puppet.launch(1)
+    assert (client.bells(), client.gone.is_set()) == (1, False)
+    world.daemons[0].close()
+    world.daemon(ONLINE).client()
+    assert [puppet.close(number) for number in own] == [[0, 0]] * 3, "it was the application's"
+
+
+def test_a_file_of_the_application_is_never_read_written_or_closed(world):
+    """Its own eventfds lie under the numbers that were ours; nothing told us."""
+    puppet, client = world.online()
+    own = own_numbers(puppet)
+    for number in own:
+        puppet.steal(number)
+
+    client.gate(1)
+    puppet.launch(1)
+    world.daemons[0].client()  # a link of new descriptors
+    world.daemons[0].close()
+    world.daemon(ONLINE).client()
+
+    assert [puppet.eventfd_read(number) for number in own] == [7, 7, 7]
+    assert [puppet.close(number) for number in own] == [[0, 0]] * 3
+
+
+def test_a_doorbell_that_was_closed_behind_our_back_never_silences_a_service(world):
+    daemon = world.daemon(ONLINE, gate_epoch=1)
+    puppet, client = world.online(daemon)
+    for number in own_numbers(puppet):
+        puppet.close_by_syscall(number)
+
+    puppet.launch(1)
+
+    heir = daemon.client()
+    until(lambda: heir.bells() == 1, "the launch is spoken for")
+    assert client.bells() == 0
+
+
+def test_a_thousand_processes_come_and_go(world):
+    puppet, client = world.online()
+    fds = len(puppet.fds())
+
+    puppet.fork_many(1000)
+
+    others = world.daemons[0].alive
+    until(lambda: len(others) == 1001 and all(one.gone.is_set() for one in others[1:]), "they all came and went")
+    puppet.launch(1)
+    assert (client.submitted(), len(puppet.fds())) == (1, fds)
+    assert not client.gone.is_set()
+
+
+def test_our_threads_never_compete_on_the_core_of_the_thread_that_made_them(world):
+    cores = os.sched_getaffinity(0)
+    world.daemon(ONLINE)
+    puppet = world.puppet()
+    puppet.load()
+    if not puppet.bind(10, min(cores)):
+        pytest.skip("needs the right to real-time scheduling")
+
+    puppet.cu("cuInit", 0)
+    puppet.cu_out("cuDevicePrimaryCtxRetain", 0)
+
+    world.daemons[0].client()
+    until(lambda: puppet.own_threads() == [[os.SCHED_OTHER, len(cores)]] * 2, "keeper and watcher, as at the start")
