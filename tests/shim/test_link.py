@@ -447,7 +447,7 @@ def test_a_dead_daemon_leaves_nothing_off_where_no_online_work_is(world, offline
 @pytest.mark.parametrize("refusal", [REFUSED_MODE, REFUSED_VERSION])
 def test_offline_work_that_a_new_daemon_refuses_never_runs_on(world, offline, refusal):
     """Nobody would stop it for an online service. It goes on when a valved takes it."""
-    puppet, process, client = offline
+    _, process, client = offline
     client.control.lease_ns = 50_000_000
 
     world.daemons[0].close()

@@ -20,7 +20,7 @@ from valved.cli.client import node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 
-# A program that is linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.
+# A program linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.
 ASAN_ORDER = "verify_asan_link_order"
 SANITIZERS = ("libasan.", "liblsan.", "libtsan.", "libhwasan.", "libclang_rt.")
 
@@ -54,7 +54,7 @@ def start_time(pid: int) -> int:
 
 
 def preload(present: str, ours: str) -> str:
-    """Ours in front, but for a sanitizer's runtime: with anything before it, it ends the program (as injection.py has it)."""
+    """Ours in front of all but a sanitizer's runtime, which ends a program that has anything before it."""
     others = [entry for entry in present.replace(" ", ":").split(":") if entry not in ("", ours)]
     front = [entry for entry in others if entry.rpartition("/")[2].startswith(SANITIZERS)]
     return ":".join([*front, ours, *(entry for entry in others if entry not in front)])
