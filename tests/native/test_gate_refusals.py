@@ -167,3 +167,18 @@ def test_the_failure_of_one_hold_never_outlives_it(node: NativeWorld) -> None:
 
     assert node.world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
     node.until(lambda: node.is_on(channel), "it runs")
+
+
+def test_a_stop_that_the_watchdog_gave_up_never_keeps_others_waiting(hasty: Rig) -> None:
+    hasty.offline().add()
+    online = hasty.online(7, {0})
+    wait_until(lambda: hasty.gate.wake(SERVICE) is not WakeOutcome.REFUSED, "woken")
+    hasty.wait_gated(0, False)
+    hasty.driver.rules.hang = 1
+    online.launch()
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    assert not hasty.gate.is_turning()
+    assert not hasty.gate.is_stopped(ZERO)
+    hasty.driver.rules.hang = 0
+    hasty.wait_gated(0)

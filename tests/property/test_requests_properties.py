@@ -84,3 +84,15 @@ def test_a_request_that_began_and_ended_around_a_preemption_counts_as_hit():
 
     assert tally.histogram[:2] == [0, 1]
     assert tally.most == 1
+
+
+def test_lost_ends_never_grow_the_books():
+    tally, truth = RequestTally(), 0
+    for number in range(5000):
+        tally.report(number + 1, 0)  # never an end
+        tally.preempted()
+        truth += 1
+
+    assert len(tally.open_hits()) <= 256
+    assert sum(count for _, count in tally.open_hits()) == 5000
+    assert tally.most >= truth

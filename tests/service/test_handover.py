@@ -15,7 +15,8 @@ from node_world import World
 from valved.daemon import take_over
 from valved.errors import InvalidRequest
 from valved.model.events import EventKind
-from valved.model.ids import Mode, Role
+from valved.model.ids import Mode, Role, ServiceId
+from valved.model.memory import ReservationState
 from valved.node import turn
 from valved.state import saved as state
 
@@ -560,3 +561,29 @@ def test_a_drain_is_never_ended_by_a_crash(first):
     third, daemon = rewritten(second, lambda said: None)
     take_over(daemon, third.config, first.folder)
     assert not third.brake.is_draining
+
+
+def test_the_state_file_never_grows_with_services_that_ended(first):
+    online = first.online()
+    service = first.service_of(online)
+    reservation = ReservationState.__new__(ReservationState)
+    first.handover.memory = lambda: state.SavedMemory(reservations={service: reservation, ServiceId(99): reservation})
+
+    assert list(first.handover.snapshot().memory.reservations) == [service]
+
+
+def test_an_engine_that_loses_the_end_of_a_request_never_ends_the_harvest(first):
+    first.offline()
+    online = first.online()
+    hook = first.hook(online)
+    first.gate.hint(hook, 5, 4)
+    first.gate.launch(online)
+    first.run(5)
+    first.gate.finish(online)
+    for _ in range(70 * 4):
+        first.run(250)
+        first.gate.hint(hook, 5, 4)
+        first.beat_all()
+
+    assert first.keeper.counters.wakes
+    assert any("nobody serves" in event.reason for event in first.events(EventKind.NOTED))

@@ -71,6 +71,15 @@ def test_an_offline_engine_is_lent_no_more_than_its_ceiling(world):
     assert len(offline.backed()) == 32
 
 
+def test_a_stop_that_hangs_on_some_gpu_never_keeps_memory_from_growing_for_ever(world):
+    world.gate.is_turning = lambda: True
+
+    online = world.engine("online", columns=16)
+    world.run(5000)
+
+    assert len(online.backed())
+
+
 def test_an_online_engine_gets_its_headroom_when_it_attaches(world):
     online = world.engine("online", columns=16)
 

@@ -27,6 +27,7 @@ ZERO = HintView(open_requests=0, hint_ns=NOW)
 OPEN = HintView(open_requests=3, hint_ns=NOW)
 STALE_OPEN = HintView(open_requests=3, hint_ns=NOW - SETTINGS.hint_lease_ns - MS)
 STALE_ZERO = HintView(open_requests=0, hint_ns=NOW - SETTINGS.hint_lease_ns - MS)
+MINUTE_IDLE = LauncherView(is_idle=True, idle_ns=NOW - 61 * SECOND, watcher_ns=NOW)
 QUIET = WakeObservation(held_since_ns=NOW - SECOND, cooldown_ns=20 * MS, launchers=(IDLE,))
 
 
@@ -122,3 +123,67 @@ def test_being_busy_again_forgets_the_refusals():
     state, _ = decide_wake(state, dataclasses.replace(QUIET, launchers=(BUSY,)), NOW, SETTINGS)
 
     assert WakeState() == state
+
+
+# Requests that are never ended
+
+
+def leaked(count=3, state=WakeState(), **changes):  # noqa: B008 (frozen)
+    observation = dataclasses.replace(
+        QUIET,
+        held_since_ns=NOW - 90 * SECOND,
+        launchers=(MINUTE_IDLE,),
+        hints=(HintView(open_requests=count, hint_ns=NOW),),
+    )
+    return decide_wake(state, dataclasses.replace(observation, **changes), NOW, SETTINGS)
+
+
+def test_a_count_of_requests_that_leaked_never_stops_the_harvest_for_ever():
+    state, decision = leaked()
+
+    assert (decision.action, decision.reason) == (WakeAction.WAKE, WakeReason.COOLDOWN_OVER)
+    assert (decision.leaked, state.leaked, decision.is_hinted) == (3, 3, False)
+
+
+def test_after_a_leak_the_cooldown_decides_and_new_requests_still_hold():
+    state, _ = leaked()
+
+    _, again = leaked(state=state, launchers=(IDLE,), held_since_ns=NOW - SECOND)
+    _, cooling = leaked(state=state, launchers=(IDLE,), held_since_ns=NOW - SECOND, cooldown_ns=50 * MS)
+    _, more = leaked(count=4, state=state, launchers=(IDLE,), held_since_ns=NOW - SECOND)
+
+    assert (again.action, again.reason) == (WakeAction.WAKE, WakeReason.COOLDOWN_OVER)
+    assert cooling.reason is WakeReason.COOLING
+    assert more.reason is WakeReason.OPEN_REQUESTS
+
+
+def test_a_count_that_came_back_is_believed_again():
+    state, _ = leaked()
+
+    back, decision = leaked(count=0, state=state, launchers=(IDLE,), held_since_ns=NOW - SECOND)
+
+    assert (back.leaked, decision.reason) == (0, WakeReason.NO_OPEN_REQUESTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"launchers": (BUSY,)},
+        {"launchers": (MINUTE_IDLE, IDLE)},
+        {"held_since_ns": NOW - 59 * SECOND},
+        {"cooldown_ns": 10 * SECOND},
+    ],
+)
+def test_requests_that_may_be_served_are_never_called_leaked(changes):
+    state, decision = leaked(**changes)
+
+    assert state.leaked == 0
+    assert decision.action is WakeAction.HOLD
+
+
+def test_the_verdict_outlives_obstacles_and_refusals():
+    state, _ = leaked()
+
+    held, _ = leaked(state=state, launchers=(BUSY,))
+
+    assert held.leaked == after_refusal(state, 20 * MS, NOW, SETTINGS).leaked == 3

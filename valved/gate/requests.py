@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 BUCKETS = 8  # the last one means "7 or more"
+MOST_RUNS = 256  # requests that were never ended would else be kept for ever, each by itself
 
 
 class RequestTally:
@@ -77,10 +78,18 @@ class RequestTally:
     def _begin(self, started: int) -> None:
         begun, self._seen_started = started - self._seen_started, started
         if begun:
-            self._open.append([self._preemptions - self._unclaimed, begun])
+            self._open_run(self._preemptions - self._unclaimed, begun)
             self.most = max(self.most, self._unclaimed)
         if self._open:
             self._unclaimed = 0  # theirs: who begins from here on was not there
+
+    def _open_run(self, base: int, count: int) -> None:
+        if self._open and self._open[-1][0] == base:
+            self._open[-1][1] += count
+            return
+        self._open.append([base, count])
+        if len(self._open) > MOST_RUNS:  # the older of two: never fewer preemptions than were met
+            self._open[0][1] += self._open.pop(1)[1]
 
     def _finish(self, done: int) -> None:
         self.ended += done

@@ -456,6 +456,13 @@ class GateService:
         )
 
     def _note_change(self, online: OnlineService, before: WakeDecision | None, now: WakeDecision) -> None:
+        if now.leaked > (before.leaked if before is not None else 0):
+            self._journal.emit(
+                EventKind.NOTED,
+                service=online.id,
+                reason="its engine counts requests as open that nobody serves: the cooldown decides instead",
+                leaked=now.leaked,
+            )
         if now.action is WakeAction.WAKE:
             return  # the wake, or its refusal, is an event of its own
         if before is None or before.reason is not now.reason:

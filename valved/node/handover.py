@@ -132,9 +132,15 @@ class Handover:
             next_client=self._books.next_client,
             next_service=self._books.next_service,
             policy=self.policy,
-            memory=self.memory(),
+            memory=self._saved_memory(),
             frozen=[(process.pid, process.start_time) for process in self.frozen()],
         )
+
+    def _saved_memory(self) -> SavedMemory:
+        """Of the services that there are: one that ended never comes back under its number."""
+        memory = self.memory()
+        living = {service: state for service, state in memory.reservations.items() if service in self._books.services}
+        return msgspec.structs.replace(memory, reservations=living)
 
     def _saved_gpu(self, gpu: GpuIndex, uuid: bytes) -> SavedGpu:
         account = self._keeper.gpus[gpu]

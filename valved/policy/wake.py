@@ -11,7 +11,7 @@ is settled against offline work: no proof, a stopped watcher or a stale report n
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from valved.policy.cooldown import MS, SECOND
 
@@ -42,6 +42,8 @@ class WakeSettings:
     dead_look_ns: int = 100 * MS  # a service is born before its watcher runs: look again soon
     hint_lease_ns: int = 3 * SECOND  # an older report is not believed; a live process renews it every second
     refused_backoff_ns: int = MS  # first pause after a refusal, doubling up to the cooldown
+    leak_ns: int = 60 * SECOND  # requests open while the GPU was proven idle for so long are a count that leaked ...
+    leak_cooldowns: int = 20  # ... if that is also so many cooldowns
     look_share: int = 16  # a look at a busy service may be late by 1/16 of the time it has been busy ...
     look_least_ns: int = 2 * MS  # ... but is not repeated faster than this
     look_most_ns: int = 25 * MS  # ... nor slower than this, so that a long answer costs at most 25 ms of harvest
@@ -82,6 +84,7 @@ class WakeState:
 
     refusals: int = 0
     blocked_until_ns: int = 0
+    leaked: int = 0  # open requests that nobody believes in any more; the count may only fall to get it back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +95,23 @@ class WakeDecision:
     quiet_ns: int = 0
     is_hinted: bool = False  # the answer rests on fresh reports of open requests
     stale_hints: int = 0
+    leaked: int = 0  # open requests that are not believed: the hook lost the ends of so many
 
 
 def decide_wake(
     state: WakeState, observation: WakeObservation, now_ns: int, settings: WakeSettings
 ) -> tuple[WakeState, WakeDecision]:
-    """Wake, wait or hold. Reports of a stale hook count as no report at all."""
+    """Wake, wait or hold. Reports of a stale hook count as no report at all, and a count that leaked is one that lies: the
+    service is treated as one without hints until the count is back where it was.
+    """
     fresh = tuple(hint for hint in observation.hints if now_ns - hint.hint_ns <= settings.hint_lease_ns)
     stale = len(observation.hints) - len(fresh)
-    is_hinted = bool(fresh) and stale == 0
     quiet_since_ns = max(
         (observation.held_since_ns, *(launcher.idle_ns for launcher in observation.launchers if launcher.is_idle))
     )
     quiet_ns = max(0, now_ns - quiet_since_ns)
+    state = replace(state, leaked=_leaked(state, observation, fresh, quiet_ns, settings))
+    is_hinted = bool(fresh) and stale == 0 and not state.leaked
 
     def decision(action: WakeAction, reason: WakeReason, look_again_ns: int | None) -> WakeDecision:
         return WakeDecision(
@@ -114,12 +121,13 @@ def decide_wake(
             quiet_ns=quiet_ns,
             is_hinted=is_hinted,
             stale_hints=stale,
+            leaked=state.leaked,
         )
 
-    obstacle = _obstacle(observation, fresh, now_ns, settings)
+    obstacle = _obstacle(observation, fresh, state.leaked, now_ns, settings)
     if obstacle is not None:
         reason, look_again_ns = obstacle
-        return WakeState(), decision(WakeAction.HOLD, reason, look_again_ns)
+        return WakeState(leaked=state.leaked), decision(WakeAction.HOLD, reason, look_again_ns)
     if not is_hinted and quiet_ns < observation.cooldown_ns:
         return state, decision(WakeAction.WAIT, WakeReason.COOLING, quiet_since_ns + observation.cooldown_ns)
     if now_ns < state.blocked_until_ns:
@@ -131,11 +139,21 @@ def decide_wake(
 def after_refusal(state: WakeState, cooldown_ns: int, now_ns: int, settings: WakeSettings) -> WakeState:
     """The native side refused: pause, each time twice as long, so that proposals cannot chase launches."""
     pause_ns = min(settings.refused_backoff_ns << min(state.refusals, 20), cooldown_ns)
-    return WakeState(refusals=state.refusals + 1, blocked_until_ns=now_ns + pause_ns)
+    return replace(state, refusals=state.refusals + 1, blocked_until_ns=now_ns + pause_ns)
+
+
+def _leaked(
+    state: WakeState, observation: WakeObservation, fresh: tuple[HintView, ...], quiet_ns: int, settings: WakeSettings
+) -> int:
+    """How many of the open requests are none. A request that is served keeps the GPU busy, now and then."""
+    count = sum(hint.open_requests for hint in fresh)
+    leak_ns = max(settings.leak_ns, settings.leak_cooldowns * observation.cooldown_ns)
+    is_still = all(launcher.is_idle for launcher in observation.launchers)
+    return count if is_still and quiet_ns >= leak_ns else min(state.leaked, count)
 
 
 def _obstacle(
-    observation: WakeObservation, fresh: tuple[HintView, ...], now_ns: int, settings: WakeSettings
+    observation: WakeObservation, fresh: tuple[HintView, ...], leaked: int, now_ns: int, settings: WakeSettings
 ) -> tuple[WakeReason, int | None] | None:
     """The first thing other than time that stands in the way, and when to look again."""
     if observation.is_braked:
@@ -146,7 +164,7 @@ def _obstacle(
         return WakeReason.WATCHER_DEAD, now_ns + settings.dead_look_ns
     held_ns = now_ns - observation.held_since_ns
     soon_ns = min(max(held_ns // settings.look_share, settings.look_least_ns), settings.look_most_ns)
-    if any(hint.open_requests > 0 for hint in fresh):
+    if sum(hint.open_requests for hint in fresh) > leaked:
         return WakeReason.OPEN_REQUESTS, now_ns + soon_ns
     if not all(launcher.is_idle for launcher in observation.launchers):
         # Without reports the earliest wake is one cooldown after the proof of idleness: looking again in one cooldown
