@@ -1,14 +1,27 @@
-"""Structured logs: one JSON object per line on standard error, an event name plus its facts."""
+"""Structured logs: one JSON object per line on standard error, an event name plus its facts.
+
+A thread writes them. Whoever logs never waits for whoever reads: lines that find the queue full are counted, and so are
+those of one user who causes the same line again and again; the counts stand in the log once there is room.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import sys
+import threading
 import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TextIO
 
-from valved.model.events import Event
+from valved.model.events import Event, EventKind
 
+MOST_LINES = 4096
+PARTING_S = 1.0  # how long the end of the process waits for a reader
+BURST, PER_SECOND = 20.0, 2.0  # lines of one kind that one user may cause
+CAUSED_BY_PEERS = frozenset({EventKind.MALFORMED, EventKind.REFUSED})
 CLIENT_FACTS = ("path", "error")  # of the API client, which valved shares with the scheduler
 
 
@@ -29,9 +42,92 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+@dataclass(slots=True)
+class _Share:
+    left: float
+    seen_s: float
+    silenced: int = 0
+
+
+class Limiter:
+    """Anybody can make valved refuse something: each user's lines of a kind come at a bounded rate."""
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[EventKind, object], _Share] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event = getattr(record, "event", None)
+        if not isinstance(event, Event) or event.kind not in CAUSED_BY_PEERS:
+            return True
+        now_s = time.monotonic()
+        share = self._shares.setdefault((event.kind, event.detail.get("uid")), _Share(BURST, now_s))
+        share.left = min(BURST, share.left + (now_s - share.seen_s) * PER_SECOND)
+        share.seen_s = now_s
+        if share.left < 1:
+            share.silenced += 1
+            return False
+        share.left -= 1
+        if share.silenced:
+            record.facts = {"like_this_before": share.silenced}
+            share.silenced = 0
+        return True
+
+
+class Writer(logging.Handler):
+    """Lines through a bounded queue to a thread that may wait for the reader."""
+
+    def __init__(self, stream: TextIO, most: int = MOST_LINES) -> None:
+        super().__init__()
+        self._stream = stream
+        self._most = most
+        self._lines: deque[str] = deque()
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._is_writing = False
+        threading.Thread(target=self._serve, name="valved-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        with self._changed:
+            if len(self._lines) >= self._most:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            self._changed.notify_all()
+
+    def part(self) -> None:
+        """What was logged last, if anybody reads it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines and not self._is_writing, PARTING_S)
+
+    def _serve(self) -> None:
+        while True:
+            text = self._take()
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except (OSError, ValueError):  # nobody reads any more: what is said to nobody need not be said twice
+                continue
+
+    def _take(self) -> str:
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._lines)
+            self._is_writing = True
+            lines = [*self._lines]
+            self._lines.clear()
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
+            lines.append(json.dumps({"level": "warning", "event": "log lines dropped", "count": dropped}))
+        return "".join(line + "\n" for line in lines)
+
+
 def set_up(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Writer(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    handler.addFilter(Limiter())
+    atexit.register(handler.part)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
