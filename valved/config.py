@@ -86,8 +86,10 @@ class BreakerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class QuotaTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[quota]: what one user of the link socket may take. A hostile user must not starve the others."""
 
-    clients_per_uid: Positive = 256  # 8 GPUs x 32 processes
-    root_clients: Positive = 4096
+    clients_per_process: Positive = 32  # its shim, its hooks, and those that reconnect; links that nobody claimed
+    clients_per_uid: Positive = 256  # 8 GPUs x 32 processes; of one user in one control group, or under one claim
+    root_clients: Positive = 4096  # the same for user 0
+    kept_for_online: Count = 512  # of 4,096 places; a claimed online process is never refused for a quota
     channels_per_client: Positive = 1024  # a CUDA process has 8 to 64 per GPU
     notes_per_client: Count = 32
     hello_s: Patience = 5.0  # a connection that says nothing for this long is closed

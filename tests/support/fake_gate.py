@@ -224,6 +224,12 @@ class FakeGate:
             if key[0] == h_client and self._is_held(ref.gpu):
                 self._switch(entry, key, ref, {ref.gpu})
 
+    def give_up(self, client, why):
+        self.calls.append(("give_up", client))
+        for key in self.clients[client].channels:
+            self.off.pop(key, None)
+        self.clients[client].app_disabled.update(self.clients[client].channels)
+
     def give_rm_client(self, client, gpu, h_client, h_device, h_subdevice, fd):
         self.calls.append(("give_rm_client", h_client, fd))
         if fd >= 0:

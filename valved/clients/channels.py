@@ -341,6 +341,9 @@ class Channels:
             return
         name = Note(body.code).name.lower().replace("_", "-") if body.code in set(Note) else f"note-{body.code}"
         text = f"{name}: {body.text}" if body.text else name
+        if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
+            entry.uses_mps = True
+            self._gate.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
         if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)

@@ -29,6 +29,7 @@ from valved.clients.identity import (
     ClaimSource,
     NoPlace,
     Peer,
+    Place,
     Silence,
     identify,
     own_cgroup,
@@ -45,6 +46,7 @@ from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.registry import Books, Claim, ClientEntry
 
+CLIENT_SLOTS = 4096  # MAX_CLIENTS of valved/native/internal.h
 CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
 REGION_BYTES = 4096 + 256 * 64 + 4096  # VALVE_REGION_BYTES
 DAEMON_FEATURES = (
@@ -203,17 +205,26 @@ class Register:
 
     # Joining and leaving
 
-    def hello(self, connection: Connection, packet: Packet) -> ClientId | None:
-        """Welcome or refuse a peer. None: the connection is to be closed."""
+    def hello(self, connection: Connection, packet: Packet, *, is_scarce: bool = False) -> ClientId | None:
+        """Welcome or refuse a peer. None: the connection is to be closed. `is_scarce`: few descriptors are left, and
+        online processes get them."""
         body = packet.body
         assert isinstance(body, Hello)
-        peer = identify(connection.pid, connection.uid, self._processes)
+        try:
+            peer = identify(connection.pid, connection.uid, self._processes)
+        except OSError:  # no descriptor left to look at it with
+            text = "valved is out of descriptors"
+            connection.send(LinkType.REFUSED, Refused(code=Refusal.QUOTA, text=text), packet.seq)
+            self.count_refusal(Refusal.QUOTA)
+            return None
         if peer is None:
             return None
         refusal = self._why_not(body, peer)
         if refusal is None and not self._ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again
         given = refusal or place(_role(body.wanted_role), peer, self._books)
+        if isinstance(given, Place):
+            given = self._no_room(peer, given, is_scarce) or given
         if isinstance(given, NoPlace):
             self._refuse(connection, packet.seq, given, peer)
             return None
@@ -226,10 +237,27 @@ class Register:
         if not hello.abi_min <= ABI <= hello.abi_max:
             text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
             return NoPlace(code=Refusal.VERSION, text=text)
-        most = self._quota.clients_per_uid if peer.uid else self._quota.root_clients
-        if self._books.per_uid[peer.uid] >= most:
-            return NoPlace(code=Refusal.QUOTA, text=f"user {peer.uid} has {most} clients already")
         return None
+
+    def _no_room(self, peer: Peer, given: Place, is_scarce: bool) -> NoPlace | None:
+        """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
+        online has room that nobody else can take."""
+        if given.service in self._keeper.online:
+            return None
+        quota, books = self._quota, self._books
+        most = quota.clients_per_uid if peer.uid else quota.root_clients
+        of_claim = len(books.services[given.service].clients) if given.service in books.services else 0
+        if books.per_process[peer.process] >= quota.clients_per_process:
+            text = f"process {peer.process.pid} has {quota.clients_per_process} clients already"
+        elif max(books.per_home[peer.uid, peer.cgroup], of_claim) >= most:
+            text = f"user {peer.uid} has {most} clients there already"
+        elif len(books.clients) >= CLIENT_SLOTS - quota.kept_for_online:
+            text = "the places that are left are for online services"
+        elif is_scarce:
+            text = "the descriptors that are left are for online services"
+        else:
+            return None
+        return NoPlace(code=Refusal.QUOTA, text=text)
 
     def _refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
         connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
@@ -255,6 +283,7 @@ class Register:
             role=role,
             service=service,
             domain=trust_domain(peer, self._books.services[service], in_cluster=self.pods is not None),
+            cgroup=peer.cgroup,
             comm=peer.comm,
             abi=ABI,
             build=hello.build,
@@ -370,6 +399,8 @@ class Register:
     def _drop_service(self, service: ServiceId) -> None:
         if service in self._keeper.online:
             self._keeper.remove_service(service)
+        else:
+            self._gate.remove_service(service)  # whatever its hooks took of the gate
         self._books.drop_service(service)
         self.channels.harvest.forget(service)
         self.useful.forget(service)

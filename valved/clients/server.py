@@ -11,6 +11,7 @@ import array
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import struct
 import time
@@ -42,6 +43,7 @@ TURN_NS = 5_000_000  # and no longer than this, if each of them takes its time
 ACCEPTS_AT_ONCE = 64
 PENDING_PER_PROCESS = 8  # connections that have not said HELLO yet; the oldest makes room
 PENDING = 512
+KEPT_FDS = 0.2  # share of the descriptors that only online processes get; the kernel gives out the lowest number first
 BEHIND_S = (
     0.05  # while descriptors pile up that nobody can close, only those who have said HELLO to an online role speak
 )
@@ -140,6 +142,7 @@ class LinkServer:
         self.loop = self._loop = loop
         self.closer = Closer()
         self._turns = Turns()
+        self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none
         self._register = register
         self._path = path
@@ -165,7 +168,8 @@ class LinkServer:
         for_clients.hardlink_to(fresh)
         fresh.replace(self._path)
         self._listener = listener
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._scarce_from = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * (1 - KEPT_FDS)
+        self._keep_spare()
         self._loop.add_reader(listener, self._accept)
 
     def stop(self) -> None:
@@ -309,7 +313,7 @@ class LinkServer:
                 raise Malformed(f"HELLO of process {peer.sender} on a connection of process {peer.pid}")
             self._pending.pop(peer).cancel()
             peer.may_pass_descriptors()  # before the answer that invites them
-            peer.client = self._register.hello(peer, packet)
+            peer.client = self._register.hello(peer, packet, is_scarce=peer.fileno() >= self._scarce_from)
             peer.is_online = peer.client is not None and self._register.is_online(peer.client)
             if peer.client is None:
                 peer.close()

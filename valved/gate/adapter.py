@@ -27,6 +27,7 @@ SETTLE_NS = 5_000_000_000  # how long enable_all waits for the issuers
 _STAMP_BATCH = 256
 _WAKE = (WakeOutcome.WOKEN, WakeOutcome.REFUSED, WakeOutcome.NOT_HOLDING)
 _INVALID_CHANNEL = 0x21
+_NOT_SUPPORTED = 0x56
 _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
 
 
@@ -48,6 +49,7 @@ class _Client:
     role: Role
     service: ServiceId
     fds: ClientFds
+    is_given_up: bool = False
     rm_clients: dict[int, RmClient] = field(default_factory=dict)
 
 
@@ -91,14 +93,22 @@ class NativeGate:
         data = region.create_memfd("valve-region", REGION_BYTES)
         bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         fds = ClientFds(control=control, region=data, doorbell=bells[0], order=bells[1])
-        index = self._service_index(service) if role in (Role.ONLINE, Role.HOOK) else -1
+        index = self._service_index(service) if role is Role.ONLINE else -1
+        if role is Role.HOOK:  # of an online service, which has its place from its claim on; others need none
+            index = self._services.get(service, -1)
         native = lib.valve_client_new(self._gate, client, role, index, service, control, data, *bells)
         if native == ffi.NULL:
             for fd in (control, data, *bells):
                 os.close(fd)
             raise OSError(errno.EMFILE, f"client {client}: no slot, memory or fd left for it")
-        region.seal_control(control)  # after our mapping: see region.py
-        region.seal_region(data)
+        try:
+            region.seal_control(control)  # after our mapping: see region.py
+            region.seal_region(data)
+        except OSError:  # F_SEAL_FUTURE_WRITE is of Linux 5.1
+            lib.valve_client_free(self._gate, native)  # and both bells
+            os.close(control)
+            os.close(data)
+            raise
         self._clients[client] = _Client(native=native, role=role, service=service, fds=fds)
         return fds
 
@@ -159,6 +169,10 @@ class NativeGate:
             return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
         numbers = holder.rm_clients.setdefault(channel.h_client, RmClient())
         entry = Channel(ref=channel, client=client, reach=numbers.reach or Reach.CHANNEL_OWN)
+        if holder.is_given_up:
+            entry.reach = Reach.NONE
+            self._channels.put(entry)
+            return ArmResult(status=_NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
         known = self._channels.get(client, channel.h_client, channel.h_channel)
         entry.app_disabled = known is not None and known.app_disabled and known.ref.cid == channel.cid
         status = 0 if known is not None and known.ref == channel else self._verify(channel)
@@ -279,6 +293,18 @@ class NativeGate:
         for gpu in {channel.ref.gpu for channel in mine}:
             if self.is_gated(gpu):
                 self._arm(gpu, stop_now=[channel for channel in mine if channel.ref.gpu == gpu])
+
+    def give_up(self, client: ClientId, why: str) -> None:
+        holder = self._clients[client]
+        holder.is_given_up = True
+        mine = self._channels.pop_client(client)
+        for gpu in {channel.ref.gpu for channel in mine}:
+            gone = [channel for channel in mine if channel.ref.gpu == gpu]
+            self._reasons[gpu, Reach.CHANNEL_OWN] = f"{Reach.CHANNEL_OWN.value}: {why}"
+            self._arm(gpu, run_now=[channel for channel in gone if channel.is_armed])
+        for channel in mine:
+            channel.reach = Reach.NONE
+            self._channels.put(channel)
 
     def give_rm_client(
         self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int

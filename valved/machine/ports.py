@@ -176,6 +176,10 @@ class GatePort(Protocol):
         """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more."""
         ...
 
+    def give_up(self, client: ClientId, why: str) -> None:
+        """Stop none of its channels from here on; those that are off are enabled. They stay in the books, unreached."""
+        ...
+
     def give_rm_client(
         self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
     ) -> None:

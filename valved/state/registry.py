@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 
@@ -37,6 +38,7 @@ class ClientEntry:
     role: Role
     service: ServiceId
     domain: str = ""  # of trust (identity.py)
+    cgroup: str = ""
     comm: str = ""
     abi: int = 0
     build: str = ""
@@ -47,6 +49,7 @@ class ClientEntry:
     rm_gpus: dict[int, GpuIndex] = field(default_factory=dict)  # h_client -> GPU
     notes: list[str] = field(default_factory=list)
     app_disabled: set[tuple[int, int]] = field(default_factory=set)  # by the application itself: never enable those
+    uses_mps: bool = False  # it said so: none of its channels is ever stopped
     asked_fd: bool = False  # it was told to send its nvidiactl files: one that proves an RM client is kept
     lease_flag: bool | None = None  # what set_online_registered was last told
 
@@ -78,7 +81,8 @@ class Books:
         self.services: dict[ServiceId, ServiceEntry] = {}
         self.claims: dict[ProcessId, Claim] = {}
         self.holders: dict[tuple[int, int], set[ClientId]] = {}  # of each channel that is in a book
-        self.per_uid: Counter[int] = Counter()
+        self.per_process: Counter[ProcessId] = Counter()
+        self.per_home: Counter[tuple[int, str]] = Counter()  # by user and control group
         self.next_client = 1
         self.next_service = FIRST_SERVICE
 
@@ -118,7 +122,8 @@ class Books:
     def add_client(self, entry: ClientEntry) -> None:
         self.clients[entry.id] = entry
         self.services[entry.service].clients.add(entry.id)
-        self.per_uid[entry.uid] += 1
+        self.per_process[entry.process] += 1
+        self.per_home[entry.uid, entry.cgroup] += 1
 
     def new_client_id(self) -> ClientId:
         self.next_client += 1
@@ -128,9 +133,8 @@ class Books:
         """Its channels must have been removed before."""
         entry = self.clients.pop(client)
         self.services[entry.service].clients.discard(client)
-        self.per_uid[entry.uid] -= 1
-        if not self.per_uid[entry.uid]:
-            del self.per_uid[entry.uid]
+        _count_down(self.per_process, entry.process)
+        _count_down(self.per_home, (entry.uid, entry.cgroup))
         return entry
 
     # Channels
@@ -198,9 +202,17 @@ class Books:
         for root, claim in self.claims.items():
             assert claim.root == root
             assert self.services[claim.service].root == root, "a claim without its service"
-        assert self.per_uid == Counter(client.uid for client in self.clients.values()), "quota book is off"
+        clients = self.clients.values()
+        assert self.per_process == Counter(client.process for client in clients), "quota book is off"
+        assert self.per_home == Counter((client.uid, client.cgroup) for client in clients), "quota book is off"
         assert all(client.id < self.next_client for client in self.clients.values())
         assert all(service < self.next_service for service in self.services)
+
+
+def _count_down(book: Counter[Any], key: object) -> None:
+    book[key] -= 1
+    if not book[key]:
+        del book[key]
 
 
 def is_inside(cgroup: str, outer: str) -> bool:
