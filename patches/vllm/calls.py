@@ -14,6 +14,7 @@ from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Keeper
 from valve_hook.shim import shim_call
 from valve_hook.vllm import check
+from valve_hook.vllm.aside import Aside
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.vllm.progress import Progress
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
@@ -36,6 +37,7 @@ class SchedulerHook:
         )
         self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
+        self.aside = Aside(scheduler, self.engine)
         self._between_steps = shim_call("valve_kv_step")
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._has_waited = self._has_said = False
@@ -87,6 +89,7 @@ class SchedulerHook:
             self._is_idle = False
         if self.keeper.sync():
             self._dropping = len(self.ledger.steps)
+        self.aside.before_schedule()
 
     def while_idle(self) -> None:
         """On the link's thread: an engine without requests takes no step, but gives back what valved asks for. Where
@@ -206,6 +209,8 @@ def after_schedule(scheduler: Any, output: Any) -> None:
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """
     hook = _hook(scheduler, make=False)
+    if isinstance(hook, SchedulerHook):
+        _run(hook, "after_schedule", hook.aside.after_schedule)
     if hook is not None:
         _run(hook, hook.after_schedule, output, is_look=False)
     why = hook.unheeded if isinstance(hook, SchedulerHook) else scheduler.__dict__.get("_valve_why", "no hook")

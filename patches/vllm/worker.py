@@ -1,8 +1,8 @@
 """Memory in a vLLM worker: the KV cache is allocated inside the shim's bracket, and its layout is told to valved.
 
 Four methods of Worker are wrapped. `_maybe_get_memory_pool_context("kv_cache")` is entered around the one allocation
-that backs the whole cache (placement.py). `initialize_from_config` returns when the cache stands; its KVCacheTensor then
-says where its blocks lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every
+that backs the whole cache (placement.py). `initialize_from_config` returns when the cache stands; its KVCacheTensor
+then says where its blocks lie: layer l of block b at base + offset + l * layer_stride + b * block_stride, for every
 attention backend and both layer-outermost (LBNHC) and block-outermost (BLNHC) layouts; others are refused (check.py).
 `execute_model` lets the shim carry out orders that wait for the place between two steps, and computes nothing in an
 elastic cache that no scheduler heeds the table for. `compile_or_warm_up_model` makes steps that nobody reads.
@@ -70,7 +70,7 @@ class WorkerHook:
             if why:
                 raise Unheeded(
                     f"valve: this engine's KV cache is memory that comes and goes, and its scheduler does not heed "
-                    f"what valved says of it: {why}. Nothing is computed. Start it again, or start it without Valve's memory"
+                    f"what valved says of it: {why}. Nothing is computed: start it again, or without Valve's memory"
                 )
         if self._resumed is None:
             self._resumed = Resumed(runner)

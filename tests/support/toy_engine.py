@@ -48,6 +48,19 @@ class Request:
         return len(self.prompt) + len(self.output)
 
 
+class Waiting(deque):
+    """vLLM's names for the queue of who waits."""
+
+    def peek_request(self):
+        return self[0]
+
+    def pop_request(self):
+        return self.popleft()
+
+    def prepend_request(self, request):
+        self.appendleft(request)
+
+
 class Queue:
     """The stock order: last freed without content first, then oldest content."""
 
@@ -144,7 +157,7 @@ class ToyScheduler:
         self.num_spec_tokens = 0
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = Waiting()
         self.finished_req_ids: set[str] = set()
         self.reset_preempted_req_ids: set[str] = set()
         self.prev_step_scheduled_req_ids: set[str] = set()

@@ -37,7 +37,7 @@ def build(monkeypatch, link, **knobs):
 
 
 def test_an_engine_without_requests_is_never_left_unattached(node, link, monkeypatch):
-    """Else a service without traffic keeps the whole card, and nothing can be had from an offline one behind a queue."""
+    """Else a service without traffic keeps the whole card, and an offline one behind a queue cannot lend any."""
     monkeypatch.setattr(toy_engine.ToyScheduler, "__module__", "vllm.toy")
     scheduler = build(monkeypatch, link, blocks=64)
     keeper = scheduler._valve.keeper

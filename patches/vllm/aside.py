@@ -1,0 +1,53 @@
+"""Requests that the present memory cannot hold stand aside while a step is scheduled, so that the others go on.
+
+vLLM looks at waiting requests in order and stops at the first that does not fit. With memory that comes and goes one
+long request would stop the whole engine for as long as its memory is away. It keeps its place: between two steps it
+stands where it stood, and goes first as soon as it fits. One that all of the range could not hold ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from valve_hook.vllm.engine import VllmEngine
+
+log = logging.getLogger("valve")
+
+
+class Aside:
+    """One per Scheduler."""
+
+    def __init__(self, scheduler: Any, engine: VllmEngine) -> None:
+        self._scheduler, self._engine = scheduler, engine
+        self._aside: list[Any] = []
+        self._told: set[str] = set()
+
+    def before_schedule(self) -> None:
+        """Costs a look at the first waiting request, and at those that stand aside."""
+        waiting, engine = self._scheduler.waiting, self._engine
+        ever = int(engine.pool.num_gpu_blocks) - 1
+        now = ever - len(engine.withheld)
+        while waiting:
+            request = waiting.peek_request()
+            need = -(-request.num_tokens // engine.block_tokens)
+            if need <= now:
+                return
+            if need > ever:
+                self._end(request, need, ever)
+            self._aside.append(waiting.pop_request())
+
+    def after_schedule(self) -> None:
+        """In front, in their order; whoever was preempted in this step comes behind."""
+        while self._aside:
+            self._scheduler.waiting.prepend_request(self._aside.pop())
+
+    def _end(self, request: Any, need: int, ever: int) -> None:
+        """As vLLM ends a request whose grammar does not compile: its client hears of it with the next output."""
+        name = request.request_id
+        if name not in self._told:
+            log.warning(
+                "valve: request %s ends with an error: it needs %d KV blocks, this cache has %d", name, need, ever
+            )
+        self._told = {name} | (self._told & self._scheduler.requests.keys())
+        self._scheduler.grammar_compile_error_reqs.add(name)

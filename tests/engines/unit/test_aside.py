@@ -1,0 +1,112 @@
+"""A request that the present memory cannot hold: it waits for itself, and stops nobody."""
+
+from __future__ import annotations
+
+import pytest
+from kv_node import KvNode
+from toy_world import close, hooked, run
+
+FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in range(9)]
+LONG = ("long", list(range(100)), 6)  # 25 blocks of 4 tokens, and two more for its answer
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=8)
+    yield node
+    node.stop()
+
+
+def shrunken(node, blocks=20):
+    """64 blocks, of which the first few have memory."""
+    scheduler = hooked(node, blocks=64, budget=200)
+    node.take(list(range(blocks, 64)))
+    return scheduler
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_one_request_that_does_not_fit_never_stops_the_others(node, depth):
+    scheduler = shrunken(node)
+    work = [LONG, *FIT]
+    for name, prompt, tokens in work:
+        scheduler.add(name, prompt, tokens)
+    for _ in range(200):
+        scheduler.launch()
+        while len(scheduler.in_flight) >= depth:
+            scheduler.believe()
+
+    assert set(scheduler.done) == {name for name, _, _ in FIT}
+    assert [request.request_id for request in scheduler.waiting] == ["long"]
+    close(scheduler)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_it_goes_first_as_soon_as_it_fits_and_answers_as_undisturbed(node, depth):
+    scheduler = shrunken(node)
+    seen = []
+
+    def between(step):
+        seen.append(set(scheduler.done))
+        if step == 5:
+            node.give(list(range(20, 64)))
+
+    done = run(
+        scheduler, [LONG, *FIT, *((f"{name}+", prompt, 30) for name, prompt, _ in FIT)], depth=depth, between=between
+    )
+    order = list(done)
+
+    assert order.index("long") < order.index("short8+")
+    assert "long" not in seen[5]
+    close(scheduler)
+    alone = hooked(node, blocks=64, budget=200)
+    assert run(alone, [LONG], depth=depth)["long"] == done["long"]
+    close(alone)
+
+
+def test_several_keep_their_order_and_their_place_between_steps(node):
+    scheduler = shrunken(node)
+    for number in range(3):
+        scheduler.add(f"long{number}", list(range(number, number + 100)), 6)
+    scheduler.add(*FIT[0])
+    scheduler.launch()
+
+    assert [request.request_id for request in scheduler.waiting] == ["long0", "long1", "long2"]
+    assert [request.request_id for request in scheduler.running] == ["short0"]
+    close(scheduler)
+
+
+def test_a_request_that_stands_aside_can_be_aborted(node):
+    scheduler = shrunken(node)
+    scheduler.add(*LONG)
+    scheduler.launch()
+    scheduler.abort("long")
+    scheduler.launch()
+
+    assert not scheduler.requests
+    close(scheduler)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_a_request_that_the_range_can_never_hold_does_not_wait_for_ever(node, depth, caplog):
+    scheduler = shrunken(node)
+    for name, prompt, tokens in [("huge", list(range(300)), 6), *FIT]:
+        scheduler.add(name, prompt, tokens)
+    for _ in range(60):
+        scheduler.launch()
+        while len(scheduler.in_flight) >= depth:
+            scheduler.believe()
+
+    assert scheduler.failed == {"huge"}
+    assert set(scheduler.done) == {name for name, _, _ in FIT}
+    assert [line for line in caplog.messages if "request huge ends with an error: it needs 75 KV blocks" in line]
+    close(scheduler)
+
+
+def test_valved_is_told_what_stands_aside(node):
+    """It is wanted, so that memory comes for it."""
+    scheduler = shrunken(node)
+    scheduler.add(*LONG)
+    scheduler.launch()
+
+    assert node.book()["wanted"] >= 25
+    close(scheduler)
