@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from valve_kube import names
@@ -60,8 +60,8 @@ from valve_scheduler.controller.shadows import is_news, standing
 from valve_scheduler.controller.shadows import status_of as shadow_status
 from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
 from valve_scheduler.placement.rank import Job, PlacementSettings
-from valve_scheduler.placement.reach import Beyond, beyond
-from valve_scheduler.placement.requeue import Pending, newly_feasible
+from valve_scheduler.placement.reach import Beyond, Reach
+from valve_scheduler.placement.requeue import Retries
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
     labels_view,
@@ -151,7 +151,8 @@ class Controller:
         ]
         self._accounts_view = self.views[-1]
         self._tracks: dict[str, Track] = {}
-        self._pending = Pending()
+        self._retries = Retries(self._state)
+        self._reach = Reach(self._state)
         self._afresh_at_s = 0.0
         self._records = Records()
         self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
@@ -175,15 +176,14 @@ class Controller:
         """Bump the capacity epoch of nodes that became good enough for a refused pod; now and then of ones that are."""
         now_s = self._now_s()
         if now_s >= self._afresh_at_s:  # what the extender had assumed and let go again changed nothing that we see
-            self._pending, self._afresh_at_s = Pending(), now_s + self._settings.afresh_every_s
+            self._retries.forget()
+            self._afresh_at_s = now_s + self._settings.afresh_every_s
         jobs = frozenset(filter(None, map(self._refused_job, self.pods.items.values())))
-        sets = {job.gpus: self._state.sets(job.gpus) for job in jobs}
-        fleet = self._state.fleet(now_s)
-        self._pending, bumps = newly_feasible(self._pending, fleet, sets, jobs, self._settings.placement)
+        bumps = await self._retries.round(jobs, now_s)
         for node in sorted(bumps):
             patch = {"metadata": {"annotations": {names.EPOCH: str(int(now_s * 1000))}}}
             await self._patch(f"/api/v1/nodes/{node}", patch)
-            log.info("capacity epoch", extra={"node": node, "pending_kinds": len(jobs)})
+            log.info("capacity epoch", extra={"node": node, "pending_jobs": len(jobs)})
 
     def _refused_job(self, pod: Json) -> Job | None:
         conditions = (pod.get("status") or {}).get("conditions") or []
@@ -504,7 +504,7 @@ class Controller:
         tracks: defaultdict[str, list[Track]] = defaultdict(list)
         for track in self._tracks.values():
             tracks[track.sample.owner_uid].append(track)
-        lost = {owner_uid(pod): (pod, why) for pod, why in self._unreachable(now_s)}
+        lost = await self._unreachable(now_s)
         for pod in [*running, *(pod for pod, _ in lost.values())]:
             uid = owner_uid(pod)
             key = (pod["metadata"]["namespace"], workload_name(uid))
@@ -532,21 +532,19 @@ class Controller:
 
         return written
 
-    def _unreachable(self, now_s: float) -> Iterator[tuple[Json, Beyond]]:
-        """Refused pods that would get their SLA on no node, if nothing else ran there."""
-        known: dict[Job, Beyond | None] = {}
+    async def _unreachable(self, now_s: float) -> dict[str, tuple[Json, Beyond]]:
+        """By owner, a refused pod that would get its SLA on no node if nothing else ran there."""
         if self._state.policies.brake or self._state.policies.paused({}):
-            return  # refused because nothing harvests: that says nothing about what the fleet could give
-        for pod in self.pods.items.values():
-            job = self._refused_job(pod)
-            if job is None:
-                continue
-            job = replace(job, avoid=frozenset())
-            if job not in known:
-                sets = self._state.sets(job.gpus)
-                known[job] = beyond(self._state.open_fleet(now_s), sets, job, self._settings.placement)
-            if why := known[job]:
-                yield pod, why
+            return {}  # refused because nothing harvests: that says nothing about what the fleet could give
+        waiting = [(pod, job) for pod in self.pods.items.values() if (job := self._refused_job(pod)) is not None]
+        kinds = [replace(job, avoid=frozenset()) for _, job in waiting]
+        known = await self._reach.of(kinds, now_s)
+        found = {}
+        for (pod, _), kind in zip(waiting, kinds, strict=True):
+            if why := known.get(kind):
+                found[owner_uid(pod)] = (pod, why)
+
+        return found
 
     async def _create_workload(self, pod: Json) -> None:
         workload = new_workload(pod, sla_of(pod))

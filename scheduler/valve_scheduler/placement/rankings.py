@@ -19,8 +19,9 @@ _KINDS = 64
 class Rankings:
     """One ranking per kind of job, brought up to date when asked."""
 
-    def __init__(self, state: ClusterState) -> None:
+    def __init__(self, state: ClusterState, kinds: int = _KINDS) -> None:
         self._state = state
+        self._kinds = kinds
         self._kept: OrderedDict[Job, _Kept] = OrderedDict()
 
     def of(self, job: Job, now_s: float) -> Ranking:
@@ -33,7 +34,7 @@ class Rankings:
             kept.renew(fleet, sets, job, self._state)
         kept.generation, kept.standing = self._state.generation, fleet.standing
         self._kept[job] = kept
-        if len(self._kept) > _KINDS:
+        if len(self._kept) > self._kinds:
             self._kept.popitem(last=False)
 
         return kept.ranking

@@ -1,10 +1,12 @@
-"""Whether a job that waits could get its SLA anywhere at all, if no other offline job ran. Pure.
+"""Whether a job that waits could get its SLA anywhere at all, if no other offline job ran.
 
 Two answers, as they call for different cures: no card of the fleet is up to it even when idle and empty, or the fleet
 is busier than the job allows. The second is judged by the same forecast as placement and ends by itself when services
 get quieter."""
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +23,9 @@ from valve_scheduler.placement.rank import (
     rank,
     ranked_nodes,
 )
+from valve_scheduler.placement.state import ClusterState
 
+ROUND_S = 0.25
 NEVER, TOO_BUSY = "NoNodeCould", "FleetTooBusy"
 
 
@@ -31,6 +35,31 @@ class Beyond:
 
     reason: str
     message: str
+
+
+class Reach:
+    """Verdicts on the kinds of jobs that wait, kept between rounds: a round judges those judged longest ago, for as
+    long as its time lasts."""
+
+    def __init__(self, state: ClusterState, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self._state = state
+        self._clock_s = clock_s
+        self._known: dict[Job, Beyond | None] = {}
+
+    async def of(self, jobs: Iterable[Job], now_s: float) -> dict[Job, Beyond | None]:
+        """Jobs without their avoided nodes; one that was never judged has no verdict yet."""
+        wanted = set(jobs)
+        self._known = {job: verdict for job, verdict in self._known.items() if job in wanted}
+        end_s = self._clock_s() + ROUND_S
+        for job in [*(wanted - self._known.keys()), *self._known]:
+            self._known.pop(job, None)
+            sets = self._state.sets(job.gpus)
+            self._known[job] = beyond(self._state.open_fleet(now_s), sets, job, self._state.settings)
+            await asyncio.sleep(0)
+            if self._clock_s() >= end_s:
+                break
+
+        return self._known
 
 
 def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -> Beyond | None:

@@ -165,6 +165,10 @@ class ClusterState:
         """Mean idle share of its GPUs in the last hour and in the last day, for people."""
         return self._seen.get(node, (None, None))
 
+    def row_names(self) -> Sequence[str]:
+        """The node of each row, empty for a row of nobody."""
+        return self._names
+
     def node_names(self) -> list[str]:
         return list(self._row_of)
 
