@@ -92,6 +92,7 @@ struct valve_reply {
 struct valve_shim {
 	/* First, because trampoline.S sets it: work may sit in streams that nobody can query. */
 	uint32_t ptds;
+	uint32_t unknown_capture; /* set there, too: a capture may be open of which we never learn the end */
 	uint32_t state;           /* valve_state */
 	uint32_t role;            /* valve_role that valved gave */
 	uint32_t daemon_features; /* valve_feature bits */
@@ -116,10 +117,12 @@ struct valve_shim {
 	struct valve_lock gate_lock;    /* path C's buffer; taken before capture_lock */
 };
 extern struct valve_shim valve_shim;
+_Static_assert(offsetof(struct valve_shim, unknown_capture) == 4, "trampoline.S");
 
 /* trampoline.S */
 void valve_slow(void);
 void valve_ptds_detour(void);
+void valve_capture_detour(void);
 extern unsigned char valve_trampolines_begin[], valve_trampolines_end[];
 extern struct valve_entry valve_pool_entries[];
 extern unsigned char valve_pool_submit[], valve_pool_observe[];

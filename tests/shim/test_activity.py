@@ -218,6 +218,19 @@ def test_a_capture_begun_by_a_driver_pointer_is_seen_too(world):
     assert client.region.capture_depth == 1
 
 
+def test_nothing_is_probed_once_a_capture_may_have_begun_by_a_call_that_is_newer_than_we_are(world):
+    puppet, client = world.online()
+    pointer = puppet.getproc("cuStreamBeginSomethingNew", 14000)[1]
+    prove_idle(client)  # who only asked for it, as the runtime does, has begun none
+    records = puppet.stub("records")
+
+    puppet.call(pointer, 1, 0)
+    puppet.launch(1)
+
+    until(lambda: client.region.watcher_state == CAPTURE, "it may be open")
+    assert (puppet.stub("internal"), puppet.stub("records")) == (1, records)
+
+
 def test_a_gap_spans_from_proven_idle_to_the_next_submit(world):
     puppet, client = world.online()
     prove_idle(client)

@@ -90,12 +90,13 @@ def test_glibc_only_symbols_are_weak_so_that_musl_programs_start():
 CANCELLATION_POINTS = set(
     re.findall(
         r"\w+",
-        """accept accept4 aio_suspend clock_nanosleep close connect creat fcntl fcntl64 fdatasync fsync futimens ioctl
-        lockf mq_receive mq_send msgrcv msgsnd msync nanosleep open open64 openat openat64 pause poll ppoll pread pread64
-        preadv pselect pthread_cond_timedwait pthread_cond_wait pthread_join pthread_testcancel pwrite pwrite64 pwritev
-        read readv recv recvfrom recvmmsg recvmsg select sem_timedwait sem_wait send sendmmsg sendmsg sendto sigpause
-        sigsuspend sigtimedwait sigwait sigwaitinfo sleep splice system tcdrain tee usleep vmsplice wait wait3 wait4
-        waitid waitpid write writev fopen fread fwrite fclose fflush printf fprintf dprintf puts perror syslog""",
+        """accept accept4 aio_suspend clock_nanosleep close connect creat fcntl fcntl64 fdatasync fsync futimens
+        ioctl lockf mq_receive mq_send msgrcv msgsnd msync nanosleep open open64 openat openat64 pause poll ppoll
+        pread pread64 preadv pselect pthread_cond_timedwait pthread_cond_wait pthread_join pthread_testcancel
+        pwrite pwrite64 pwritev read readv recv recvfrom recvmmsg recvmsg select sem_timedwait sem_wait send
+        sendmmsg sendmsg sendto sigpause sigsuspend sigtimedwait sigwait sigwaitinfo sleep splice system tcdrain
+        tee usleep vmsplice wait wait3 wait4 waitid waitpid write writev fopen fread fwrite fclose fflush printf
+        fprintf dprintf puts perror syslog""",
     )
 )
 

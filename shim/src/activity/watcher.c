@@ -56,7 +56,7 @@ static enum verdict can_probe(void)
 
 	if (load_relaxed(&valve_shim.stopping) || valve_contexts.overflow)
 		return FAILED;
-	if (VALVE_REGION->capture_depth)
+	if (VALVE_REGION->capture_depth || load_relaxed(&valve_shim.unknown_capture))
 		return CAPTURING;
 	for (size_t i = 0; i < VALVE_CONTEXTS; i++) {
 		if (valve_contexts.context[i].state == CONTEXT_GOING)

@@ -60,6 +60,12 @@ static bool looks_like_submit(const char *name)
 	return false;
 }
 
+/* Not in the table: else its observer sees it. */
+static bool may_begin_capture(const char *name)
+{
+	return !strncmp(name, "cuStreamBegin", 13);
+}
+
 static bool is_ours(const void *pointer)
 {
 	return (const unsigned char *)pointer >= valve_trampolines_begin &&
@@ -83,6 +89,8 @@ static void *trampoline_for(void *real, valve_handler handler, bool ptds, const 
 		if (!entry->target) {
 			entry->handler = (void *)(uintptr_t)handler;
 			valve_bind(entry, real, ptds);
+			if (!handler && may_begin_capture(name))
+				store_release(&entry->real, (void *)(uintptr_t)valve_capture_detour);
 		}
 		answer = code + (size_t)i * VALVE_TRAMPOLINE_BYTES;
 		break;
@@ -110,6 +118,8 @@ CUresult valve_on_cuGetProcAddress(uintptr_t symbol, uintptr_t pfn, uintptr_t ve
 		*answer = trampoline_for(*answer, base->handler, flags & PER_THREAD, name);
 	else if (!base && looks_like_submit(name))
 		valve_note(VALVE_NOTE_UNKNOWN_SUBMIT, 0, 0, name);
+	if (!base && may_begin_capture(name))
+		*answer = trampoline_for(*answer, NULL, false, name);
 	return result;
 }
 

@@ -201,6 +201,17 @@ valve_ptds_detour:
 	.cfi_endproc
 	.size valve_ptds_detour, . - valve_ptds_detour
 
+/* A call that may begin a capture, of a driver newer than we are: from now on nothing is probed. */
+	.globl valve_capture_detour
+	.hidden valve_capture_detour
+	.type valve_capture_detour, @function
+valve_capture_detour:
+	.cfi_startproc
+	movl $1, valve_shim+4(%rip) /* .unknown_capture, the second member */
+	jmp *ENTRY_TARGET(%r10)
+	.cfi_endproc
+	.size valve_capture_detour, . - valve_capture_detour
+
 /* An observer needs the result, so it calls: handler(a0..a5, entry), the entry as seventh argument on the stack. */
 	.type valve_observe_call, @function
 valve_observe_call:

@@ -235,7 +235,7 @@ static void *lookup(const char *name, int version, uint64_t flags)
 	if (!strcmp(name, "cuLaunchKernel"))
 		return flags & 2 ? (void *)internal_launch_ptsz : (void *)internal_launch;
 	if (!strcmp(name, "cuGraphLaunch") || !strcmp(name, "cuLaunchSomethingNew") ||
-	    !strcmp(name, "cuMemcpyBatchAsync"))
+	    !strcmp(name, "cuStreamBeginSomethingNew") || !strcmp(name, "cuMemcpyBatchAsync"))
 		return (void *)internal_launch;
 	if (!strcmp(name, "cuGetProcAddress"))
 		return version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
