@@ -26,6 +26,7 @@ from valved import paths
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
 from valved.config import Config
+from valved.errors import ValveError
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService, GateSettings
 from valved.machine import signals
@@ -35,15 +36,17 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.possession import RmProver
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
+from valved.state import pending
+from valved.machine.notify import Notify
 from valved.model.events import EventKind
-from valved.model.ids import Mode, ProcessId
+from valved.model.ids import Mode, ProcessId, Role
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
 from valved.node.kv import Kv, put_together, tell_others
 from valved.node.leaving import Leaving
 from valved.node.status import Reporter
-from valved.node.upkeep import Upkeep, end, keep_going, read_cards, settled
+from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, read_cards, settled
 from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.registry import Books
@@ -181,6 +184,10 @@ async def run(
     daemon.handover.is_ours = folder.is_ours
     loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
     take_over(daemon, config, run_dir, mode_flag)
+    pending.make_folder(run_dir)
+    daemon.register.look_for_claims = lambda: _pick_up_claims(daemon, run_dir)
+    notify = Notify()
+    beat = LoopBeat(loop, gate.alive, notify.alive, daemon.note)
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
@@ -215,6 +222,8 @@ async def run(
         daemon.kv.close()
     daemon.journal.close()
     loop.remove_reader(gate.stamps_fd())
+    notify.close()
+    beat.stop()
     if is_empty:
         gate.close()
 
@@ -252,6 +261,15 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
     except OSError as error:  # nobody goes ungated for want of a page
         daemon.note(f"no metrics on {config.metrics_host}:{config.metrics_port}: {error.strerror or error}")
         return None
+
+
+def _pick_up_claims(daemon: Daemon, run_dir: Path) -> None:
+    """What `valve run --online` left while no valved answered."""
+    for claim in pending.take(run_dir):
+        try:
+            daemon.node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name)
+        except (ValveError, OSError) as error:
+            daemon.note(f"claim of process {claim.pid}, left while no valved answered: {error}")
 
 
 def _look_at_folder(watch: FolderWatch, brake: Brake) -> None:

@@ -24,6 +24,7 @@ from valved.state import saved as state
 log = logging.getLogger("valved")
 
 EXIT_FAILED, EXIT_CONFIG = 1, 78  # EX_CONFIG of sysexits.h: a restart would not help
+LOOP_NS = 2_000_000_000  # far beyond any pass of the loop; below the patience of an online process that starts
 GC_THRESHOLDS = (20_000, 20, 50)  # our values hold no cycles; full collections over thousands of channels cost most
 
 
@@ -48,6 +49,7 @@ def native_gate(config: Config) -> GatePort:
     return NativeGate(
         NativeSettings(
             lease_ns=config.lease_ns,
+            loop_ns=LOOP_NS,
             hang_ns=round(config.hang_ms * 1e6),
             spin_ns=round(config.spin_us * 1e3),
             quiet_us=config.quiet_us,

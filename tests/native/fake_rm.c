@@ -16,7 +16,7 @@ enum { OBJECTS = 16384, CLIENT_BASE = 0xC1D00000 };
 
 struct object {
 	uint32_t h_client, handle, class, gpu, cid, off;
-	ino_t file; /* clients: the file that owns them */
+	ino_t file;           /* clients: the file that owns them */
 	uint32_t is_workload; /* clients: made by fake_client */
 };
 

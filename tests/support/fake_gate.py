@@ -310,6 +310,9 @@ class FakeGate:
     def disabled(self):
         return tuple(self.off.values())
 
+    def alive(self):
+        self.calls.append(("alive",))
+
     def stamps_fd(self):
         return -1
 

@@ -9,6 +9,7 @@ import types
 
 from valved.config import Config
 from valved.daemon import _start_metrics
+from valved.machine.notify import Notify
 from valved.model.events import Event, EventKind
 from valved.node import upkeep
 from valved.state.trace import LineFile
@@ -62,3 +63,47 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
 
     assert started is None
     assert str(config.metrics_port) in told[0]
+
+
+class FakeLoop:
+    def __init__(self):
+        self.now, self.calls = 100.0, []
+
+    def time(self):
+        return self.now
+
+    def call_later(self, delay_s, call):
+        self.calls.append((self.now + delay_s, call))
+        return types.SimpleNamespace(cancel=self.calls.clear)
+
+    def run(self, late_s=0.0):
+        when, call = self.calls.pop()
+        self.now = when + late_s
+        call()
+
+
+def test_a_loop_that_stood_is_never_passed_over_in_silence():
+    loop, alive, told, late = FakeLoop(), [], [], []
+    beat = upkeep.LoopBeat(loop, lambda: alive.append(1), lambda: told.append(loop.now), late.append)
+
+    for _ in range(40):
+        loop.run()
+    assert (len(alive), late) == (41, [])
+    assert told == [100.0, 105.0, 110.0]
+
+    loop.run(late_s=3.0)
+    assert late == ["the loop stood for 3.0 s: every GPU was held meanwhile"]
+    beat.stop()
+    assert not loop.calls
+
+
+def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        notify = Notify()
+        notify.alive()
+
+        assert manager.recv(100) == b"WATCHDOG=1"
+    notify.alive()  # gone: not worth a word
+    notify.close()

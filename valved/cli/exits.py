@@ -14,7 +14,8 @@ NOT_FOUND = 127  # `valve run`: the command does not exist, as in a shell
 class CliError(Exception):
     """What goes wrong in a command: a message for people, and the code the process ends with."""
 
-    def __init__(self, message: str, code: int = FAILED, next_step: str = "") -> None:
+    def __init__(self, message: str, code: int = FAILED, next_step: str = "", *, is_silence: bool = False) -> None:
         super().__init__(message)
         self.code = code
+        self.is_silence = is_silence  # valved did not answer: it may yet
         self.next_step = next_step

@@ -16,10 +16,12 @@ from valve.v1 import node_pb2
 from valve_hook import VERSION
 from valve_hook.export import export
 
-from valved.cli.client import node
+from valved.cli.client import DEADLINE_S, node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
+from valved.state import pending
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 
+ONLINE_WAIT_S = 0.2  # promise P7: an online process is not slowed; what comes later finds the claim in its folder
 # A program linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.
 ASAN_ORDER = "verify_asan_link_order"
 SANITIZERS = ("libasan.", "liblsan.", "libtsan.", "libhwasan.", "libclang_rt.")
@@ -88,12 +90,18 @@ def engine_hook(folder: Path) -> Path | None:
 
 
 def claim(role: str, name: str) -> None:
-    """Register this process, which is about to become the command."""
+    """Register this process, which is about to become the command. An online one is not kept waiting."""
     pid = os.getpid()
     wanted = node_pb2.ROLE_ONLINE if role == "online" else node_pb2.ROLE_OFFLINE
     request = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=wanted, name=name)
     with node() as connection:
-        connection.call(connection.stub.Launch, request)
+        connection.call(connection.stub.Launch, request, deadline_s=ONLINE_WAIT_S if role == "online" else DEADLINE_S)
+
+
+def leave_claim(name: str) -> bool:
+    """For a valved that does not answer now: it finds the claim when our shim knocks."""
+    pid = os.getpid()
+    return pending.leave(run_dir(), pending.PendingClaim(pid=pid, start_time=start_time(pid), name=name))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,12 +109,16 @@ def run(options: argparse.Namespace) -> int:
     if not argv:
         raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
     role = "online" if options.online else "offline"
+    name = options.name or Path(argv[0]).name
     try:
-        claim(role, options.name or Path(argv[0]).name)
+        claim(role, name)
     except CliError as error:
         if role == "offline" and not options.ungated:
             step = error.next_step or "or run it without protection for online work: --ungated"
             raise CliError(f"offline work is refused: {error}", error.code, step) from None
+        if error.is_silence and leave_claim(name):
+            print(f"valve: {error}; {argv[0]} is gated as soon as valved answers", file=sys.stderr)
+            return become(argv, environment(role, run_dir()))
         print(f"valve: {error}; {argv[0]} runs untouched", file=sys.stderr)
         return become(argv, dict(os.environ))
     return become(argv, environment(role, run_dir()))

@@ -133,6 +133,7 @@ class Register:
     ) -> None:
         self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
+        self.look_for_claims: Callable[[], None] = lambda: None  # that were left while no valved answered
         self.useful = UsefulTokens()
         self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send, prover)
         self._gate = gate
@@ -219,6 +220,7 @@ class Register:
             return None
         if peer is None:
             return None
+        self.look_for_claims()
         refusal = self._why_not(body, peer)
         if refusal is None and not self._ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again

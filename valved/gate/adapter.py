@@ -38,6 +38,7 @@ class GateSettings:
     lease_ns: int = 2_000_000_000
     hang_ns: int = 100_000_000  # a disable has taken 0.2 to 1 ms; a hundred times that is not coming back soon
     order_ns: int = 20_000_000
+    loop_ns: int = 0  # Python silent for longer than this: every GPU is held; 0: nobody looks
     spin_ns: int = 0
     quiet_us: int = 500
     fifo_priority: int = 0  # 0: niceness -20, which is quicker unless every core is busy (worker.c)
@@ -57,7 +58,7 @@ class NativeGate:
     """The one gate of this process. `machine` is a `struct valve_os *` for tests; None means the real one."""
 
     def __init__(self, settings: GateSettings, machine: Any = None) -> None:
-        names = ("lease_ns", "hang_ns", "order_ns", "spin_ns", "quiet_us", "fifo_priority")
+        names = ("lease_ns", "hang_ns", "order_ns", "loop_ns", "spin_ns", "quiet_us", "fifo_priority")
         config = ffi.new("struct valve_config *", {name: getattr(settings, name) for name in names})
         self._gate = lib.valve_gate_open(config, machine if machine is not None else ffi.NULL)
         if self._gate == ffi.NULL:
@@ -422,6 +423,9 @@ class NativeGate:
         return known
 
     # stamps
+
+    def alive(self) -> None:
+        lib.valve_gate_alive(self._gate)
 
     def stamps_fd(self) -> int:
         return int(lib.valve_stamps_fd(self._gate))

@@ -3,8 +3,8 @@
 A frozen process launches nothing new, but what it queued still runs: this rung protects later launches, not the one at
 hand. It ends when the gate call comes back well after all (the native side tries again for as long as the GPU is held):
 what is off needs no freezing, and a process that stands still cannot carry out what a reclaim orders. For that reason a
-process that is late to carry out an order is given some time before it is frozen. Nobody is killed while its channels are off: they are enabled first, or
-the driver would wait for them in the teardown under locks that online work needs.
+process that is late to carry out an order is given some time before it is frozen. Nobody is killed while its channels
+are off: they are enabled first, or the driver would wait for them in the teardown under locks that online work needs.
 """
 
 from __future__ import annotations

@@ -241,6 +241,10 @@ class GatePort(Protocol):
         """Channels that this port holds off now, for the state file."""
         ...
 
+    def alive(self) -> None:
+        """The loop turns. Said often; silence holds every GPU."""
+        ...
+
     def stamps_fd(self) -> int:
         """Readable when stamps wait."""
         ...

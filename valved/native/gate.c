@@ -131,6 +131,16 @@ uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, ui
 	return count;
 }
 
+void valve_gate_alive(struct valve_gate *gate)
+{
+	store_release(&gate->alive_ns, now_ns());
+}
+
+uint32_t valve_gate_guarding(struct valve_gate *gate)
+{
+	return load_acquire(&gate->guarding);
+}
+
 void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear)
 {
 	store_full(&gate->brakes, (gate->brakes & ~clear) | set);

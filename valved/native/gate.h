@@ -24,11 +24,12 @@ enum valve_point {
 };
 
 struct valve_config {
-	uint64_t lease_ns;      /* control.lease_ns; the heartbeat is written every fifth of it */
-	uint64_t hang_ns;       /* a disable that takes longer is reported and the next rung used */
-	uint64_t order_ns;      /* how long an in-process order may take */
-	uint64_t spin_ns;       /* listener and issuers spin this long after their last work; 0: sleep mode */
-	uint32_t quiet_us;      /* control.quiet_us */
+	uint64_t lease_ns; /* control.lease_ns; the heartbeat is written every fifth of it */
+	uint64_t hang_ns;  /* a disable that takes longer is reported and the next rung used */
+	uint64_t order_ns; /* how long an in-process order may take */
+	uint64_t loop_ns;  /* the caller silent for longer (valve_gate_alive): every GPU is held. 0: never */
+	uint64_t spin_ns;  /* listener and issuers spin this long after their last work; 0: sleep mode */
+	uint32_t quiet_us; /* control.quiet_us */
 	uint32_t fifo_priority; /* SCHED_FIFO where permitted; 0: niceness */
 };
 
@@ -109,6 +110,8 @@ const char *valve_gate_version(struct valve_gate *gate);
 const char *valve_gate_refusal(struct valve_gate *gate);
 int valve_gate_orders(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
+void valve_gate_alive(struct valve_gate *gate); /* the caller's loop turns; arms the watch over it */
+uint32_t valve_gate_guarding(struct valve_gate *gate);
 void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear);
 void valve_gate_let(struct valve_gate *gate,
                     uint32_t mask); /* GPUs whose channels are on though they are held */

@@ -52,6 +52,17 @@ static void gpu_drop(struct gpu *gpu)
 		issuer_kick(gpu);
 }
 
+/* Hold every GPU, or let go of them, on the account of no service. */
+void guard_hold(struct valve_gate *gate, bool on)
+{
+	for (uint32_t i = 0; i < gate->gpu_count; i++) {
+		if (!on)
+			gpu_drop(&gate->gpu[i]);
+		else if (gpu_hold(&gate->gpu[i], MAX_SERVICES))
+			issuer_kick(&gate->gpu[i]);
+	}
+}
+
 /* Store `epoch` unless the word is already there or beyond. Listener and caller both write words; see the top. */
 void word_raise(uint32_t *word, uint32_t epoch)
 {

@@ -57,9 +57,9 @@ struct plan_step {
 	const struct reach_ops *ops;
 	int fd; /* and in whose name, on which subdevice the call is made; our own client's are looked up then */
 	uint32_t h_client, h_subdevice;
-	uint32_t order_seq;             /* orders: what order_done must reach */
-	bool keep_off; /* `on` stays empty: the application switched these off itself */
-	uint32_t owners; /* entries built in; the lists get shorter when stale ones are dropped */
+	uint32_t order_seq; /* orders: what order_done must reach */
+	bool keep_off;      /* `on` stays empty: the application switched these off itself */
+	uint32_t owners;    /* entries built in; the lists get shorter when stale ones are dropped */
 	struct valve_client *owner[CHUNK];
 	struct nv2080_fifo_disable_channels off, on;
 };
@@ -205,9 +205,11 @@ struct valve_gate {
 	char version[64];
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
-	uint32_t brakes; /* valve_brake bits */
-	uint32_t let;    /* GPUs: the caller writes, issuers read */
-	uint32_t quit;   /* futex */
+	uint32_t brakes;   /* valve_brake bits */
+	uint64_t alive_ns; /* when the caller last said that it turns, 0 never; the keeper reads */
+	uint32_t guarding; /* keeper's: it holds every GPU because the caller is silent */
+	uint32_t let;      /* GPUs: the caller writes, issuers read */
+	uint32_t quit;     /* futex */
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
 
@@ -221,8 +223,8 @@ struct valve_gate {
 	uint32_t generation;
 	pthread_mutex_t roster_lock; /* keeper against caller: client[] and their control pages */
 
-	uint32_t services; /* slots ever used: nobody needs to look beyond */
-	struct service service[MAX_SERVICES];
+	uint32_t services;                        /* slots ever used: nobody needs to look beyond */
+	struct service service[MAX_SERVICES + 1]; /* the last: the keeper's guard, which has no clients */
 	struct stamp_ring stamps;
 };
 
@@ -288,6 +290,7 @@ int keeper_start(struct valve_gate *gate);
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,
                   uint64_t launch_ns, uint64_t seen_ns, struct gpu **taken);
 void service_owe(struct gpu *gpu);
+void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);

@@ -175,7 +175,8 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 {
 	int rc = step_issue(gpu, step, lists);
 
-	return step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu) ? step_issue(gpu, step, lists) : rc;
+	return step->ops == &reach_own && rm_is_stale(rc) && own_revived(gpu) ? step_issue(gpu, step, lists)
+	                                                                      : rc;
 }
 
 static int enable_one(struct gpu *gpu, const struct mail *mail)

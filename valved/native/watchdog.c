@@ -2,8 +2,14 @@
  * watchdog.c - one thread at normal priority: writes the heartbeat of all control pages every fifth of the lease,
  * gives muted doorbells another chance, and watches the issuers. A disable that does not come back in time is
  * reported, and the next rung (HOLD) is ordered for the clients it concerns while the ioctl still hangs.
+ *
+ * It watches the caller, too. While Python's loop is stuck nobody is welcomed, so an online process that starts now would
+ * launch beside offline work: every GPU is held until the loop turns again. A loop that stays away is as good as dead:
+ * then the heartbeat ends, and shims do what they do when valved is gone.
  */
 #include "internal.h"
+
+#define GIVEN_UP 30u /* times loop_ns */
 
 /* A flight that takes long while its GPU runs harms nobody yet; it is looked at again in the next round. */
 static void watch_flight(struct gpu *gpu, uint64_t now)
@@ -30,6 +36,23 @@ static void watch_flight(struct gpu *gpu, uint64_t now)
 	stamp.done_ns = now;
 	stamp_push(&gpu->gate->stamps, &stamp);
 	store_release(&gpu->flight, number << 2 | FLIGHT_HELD); /* pairs with the acquire in land() */
+}
+
+static uint64_t silent_ns(struct valve_gate *gate, uint64_t now)
+{
+	uint64_t alive_ns = load_acquire(&gate->alive_ns);
+
+	return gate->config.loop_ns && alive_ns && now > alive_ns ? now - alive_ns : 0;
+}
+
+static void watch_caller(struct valve_gate *gate, uint64_t now)
+{
+	bool is_silent = silent_ns(gate, now) > gate->config.loop_ns;
+
+	if (is_silent == (gate->guarding != 0))
+		return;
+	guard_hold(gate, is_silent);
+	store_release(&gate->guarding, is_silent);
 }
 
 static void tend_clients(struct valve_gate *gate, bool beat, uint64_t now)
@@ -62,7 +85,8 @@ static void *keeper_main(void *argument)
 
 		for (uint32_t i = 0; i < gate->gpu_count; i++)
 			watch_flight(&gate->gpu[i], now);
-		tend_clients(gate, beat, now);
+		watch_caller(gate, now);
+		tend_clients(gate, beat && silent_ns(gate, now) <= GIVEN_UP * gate->config.loop_ns, now);
 		if (beat)
 			last_beat_ns = now;
 		futex_wait(&gate->quit, 0, round_ns);

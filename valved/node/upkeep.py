@@ -21,6 +21,9 @@ TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes
 SAVE_EVERY_TICKS = 30
 CARDS_S = 1.0
 CANCEL_AGAIN_S = 1.0
+BEAT_S = 0.25
+LATE_S = 2.0  # main.LOOP_NS
+TELL_S = 5.0
 AGAIN_S = 1.0  # after a failure
 SETTLE_S, SETTLE_LOOK_S = 1.0, 0.001
 EXIT_FAILED = 1
@@ -77,8 +80,44 @@ async def settled(gate: GatePort) -> None:
         await asyncio.sleep(SETTLE_LOOK_S)
 
 
+class LoopBeat:
+    """Says that the loop turns, from the loop itself: to the native gate, and now and then to the service manager.
+
+    `late` hears of a pass that was far too long: every GPU was held meanwhile.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        alive: Callable[[], None],
+        tell: Callable[[], None],
+        late: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._late = late
+        self._due_s = loop.time()
+        self._alive = alive
+        self._tell = tell
+        self._told_s = float("-inf")
+        self.beat()
+
+    def beat(self) -> None:
+        self._alive()
+        now_s = self._loop.time()
+        if now_s - self._due_s > LATE_S:
+            self._late(f"the loop stood for {now_s - self._due_s:.1f} s: every GPU was held meanwhile")
+        self._due_s = now_s + BEAT_S
+        if now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            self._tell()
+        self._timer = self._loop.call_later(BEAT_S, self.beat)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
 async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Callable[[str], None]) -> None:
-    """Run this for as long as valved lives: what fails is told and begun anew, for a task that died without a word takes
+    """Run this for as long as valved lives. What fails is told and begun anew: a task that died without a word takes
     everything with it that it did.
     """
     while True:

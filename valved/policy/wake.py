@@ -101,7 +101,7 @@ class WakeDecision:
 def decide_wake(
     state: WakeState, observation: WakeObservation, now_ns: int, settings: WakeSettings
 ) -> tuple[WakeState, WakeDecision]:
-    """Wake, wait or hold. Reports of a stale hook count as no report at all, and a count that leaked is one that lies: the
+    """Wake, wait or hold. Reports of a stale hook count as no report at all. A count that leaked is one that lies: the
     service is treated as one without hints until the count is back where it was.
     """
     fresh = tuple(hint for hint in observation.hints if now_ns - hint.hint_ns <= settings.hint_lease_ns)

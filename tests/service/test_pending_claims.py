@@ -1,0 +1,83 @@
+"""An online process that starts while valved does not answer: it is not kept waiting, and is claimed later."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+from node_world import World
+
+from valved.cli import run as cli_run
+from valved.cli.client import Node
+from valved.daemon import _pick_up_claims
+from valved.state import pending
+from valved.model.ids import Role
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    pending.make_folder(tmp_path)
+    world.noted = []
+    daemon = SimpleNamespace(node=world.node, note=world.noted.append)
+    world.register.look_for_claims = lambda: _pick_up_claims(daemon, tmp_path)
+    return world
+
+
+def test_a_process_that_started_while_valved_was_silent_is_never_refused_its_role(world, tmp_path):
+    world.processes.add(700)
+    assert pending.leave(tmp_path, pending.PendingClaim(pid=700, start_time=7000, name="chat"))
+
+    client = world.hello(700, wanted=Role.ONLINE).client
+
+    assert world.books.clients[client].role is Role.ONLINE
+    assert not list((tmp_path / "claims").iterdir())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"pid": "x"}', b'{"pid":700,"start_time":1,"name":"x"}', bytes(9000)])
+def test_a_claim_without_sense_never_claims_anything_and_never_stays(world, tmp_path, data):
+    world.processes.add(700)
+    (tmp_path / "claims" / "700-1").write_bytes(data)
+
+    world.hello(700, wanted=Role.ONLINE)
+
+    assert not world.books.claims
+    assert not list((tmp_path / "claims").iterdir())
+
+
+def test_a_valved_that_does_not_answer_never_keeps_an_online_process_from_starting(tmp_path, monkeypatch):
+    """A socket that takes connections and never says a word."""
+    pending.make_folder(tmp_path)
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    became, deadlines = [], []
+    monkeypatch.setattr(cli_run, "become", lambda argv, env: became.append(env) or 0)
+    call = Node.call
+
+    def timed(self, method, request, *, deadline_s=10.0):
+        deadlines.append(deadline_s)
+        return call(self, method, request, deadline_s=deadline_s)
+
+    monkeypatch.setattr(Node, "call", timed)
+    options = SimpleNamespace(argv=["true"], online=True, name="chat", ungated=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "valved.sock"))
+        silent.listen()
+        assert cli_run.run(options) == 0
+
+    assert deadlines == [0.2]
+    assert "LD_PRELOAD" in became[0]
+    [claim] = pending.take(tmp_path)
+    assert (claim.pid, claim.name) == (os.getpid(), "chat")
+
+
+def test_without_any_valved_here_an_online_process_runs_untouched(tmp_path, monkeypatch):
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    became = []
+    monkeypatch.setattr(cli_run, "become", lambda argv, env: became.append(env) or 0)
+
+    assert cli_run.run(SimpleNamespace(argv=["true"], online=True, name="", ungated=False)) == 0
+
+    assert "LD_PRELOAD" not in became[0]

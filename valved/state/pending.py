@@ -1,0 +1,60 @@
+"""Claims that wait for a valved: `valve run --online` leaves one when none answers in time, and goes on at once.
+
+A file in the run folder's `claims`, which only the user of valved (and root) may write: whoever can write there may
+call the API as well. Nothing but an online claim is taken from a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+FOLDER = "claims"
+MOST_BYTES = 4096
+MOST_FILES = 1024
+
+
+class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pid: int
+    start_time: int
+    name: str
+
+
+def make_folder(run_dir: Path) -> None:
+    with contextlib.suppress(OSError):
+        (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
+
+
+def leave(run_dir: Path, claim: PendingClaim) -> bool:
+    """False: there is no valved's folder here, or it is not ours to write to."""
+    path = run_dir / FOLDER / f"{claim.pid}-{claim.start_time}"
+    fresh = path.with_name(f".{path.name}")
+    try:
+        fresh.write_bytes(msgspec.json.encode(claim))
+        fresh.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def take(run_dir: Path) -> Iterator[PendingClaim]:
+    """Each once, oldest names first. What makes no sense is thrown away."""
+    try:
+        with os.scandir(run_dir / FOLDER) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    except OSError:
+        return
+    for name in names[:MOST_FILES]:
+        path = run_dir / FOLDER / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(MOST_BYTES)
+            path.unlink()
+            yield msgspec.json.decode(data, type=PendingClaim)
+        except (OSError, msgspec.MsgspecError, ValueError):
+            with contextlib.suppress(OSError):
+                path.unlink()
