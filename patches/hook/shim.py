@@ -1,9 +1,13 @@
-"""What the preloaded shim exports to an engine."""
+"""What the preloaded shim exports to an engine, and whether memory of this process may have holes."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+
+from valve_hook.wire import KV_ELASTIC
+
+_asked_for_elastic = False  # by valve_kv_begin, in this process
 
 
 def kv_ranges() -> int | None:
@@ -21,4 +25,29 @@ def shim_call(name: str) -> Callable[..., None] | None:
     except AttributeError:
         return None
     function.restype = None
-    return function  # type: ignore[no-any-return]
+    return _noted(function) if name == "valve_kv_begin" else function  # type: ignore[no-any-return]
+
+
+def _noted(begin: Callable[..., None]) -> Callable[..., None]:
+    def begin_and_note(flags: ctypes.c_uint32) -> None:
+        global _asked_for_elastic  # noqa: PLW0603 - like the ranges themselves, one fact of the process
+        _asked_for_elastic |= bool(flags.value & KV_ELASTIC)
+        begin(flags)
+
+    return begin_and_note
+
+
+class Blind(RuntimeError):
+    """A step would compute from memory that may not be there, and nobody would notice."""
+
+
+def refuse_blind(session: object | None, why: str = "") -> None:
+    """Call before a step is launched. A cache that was asked for elastic may have holes, and only who reads the table
+    knows them: without a session every answer may be wrong, so the engine stops.
+    """
+    if session is None and _asked_for_elastic and kv_ranges() != 0:
+        raise Blind(
+            "valve: this engine's KV cache is Valve's memory and may have holes, but its scheduler is not attached"
+            + (f" ({why})" if why else "")
+            + ": it stops, because its answers would be wrong. Start it again, or run it without Valve"
+        )

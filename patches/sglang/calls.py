@@ -16,7 +16,7 @@ from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
 from valve_hook.sglang.steps import Launched
-from valve_hook.shim import shim_call
+from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
@@ -226,7 +226,11 @@ def before_choose(scheduler: Any, running_batch: Any, last_batch: Any) -> tuple[
 def after_choose(scheduler: Any, batch: Any) -> None:
     """Last thing in it: note what this step reads and writes."""
     hook = _hook(scheduler)
-    if hook is not None and batch is not None and batch.reqs:
+    if batch is None or not batch.reqs:
+        return
+    if hook is None or hook.keeper.session is None:
+        refuse_blind(None, hook.link.said if hook is not None else "")
+    if hook is not None:
         hook.guard(lambda: hook.after_choose(batch))
 
 

@@ -33,12 +33,12 @@ class Refused(Exception):
 
 
 def judge(version: str, scheduler: Any) -> Mode:
-    refuse_version(version)
-    refuse_configuration(scheduler.server_args)
+    is_hybrid = any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm"))
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    refuse(version, scheduler.server_args, pool, is_hybrid=is_hybrid)
     _refuse(
         {
             "speculative decoding": not scheduler.spec_algorithm.is_none(),
-            "hybrid attention": any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm")),
             "a diffusion language model": getattr(scheduler, "dllm_config", None) is not None,
             "HiSparse": bool(getattr(scheduler, "enable_hisparse", False)),
             "unified memory": bool(getattr(scheduler, "enable_unified_memory", False)),
@@ -50,6 +50,23 @@ def judge(version: str, scheduler: Any) -> Mode:
     if lacks:
         raise Refused(f"SGLang {version} lacks {', '.join(lacks)}")
     return Mode.FULL if can_forget(scheduler.tree_cache) else Mode.COARSE
+
+
+def refuse(version: str, config: Any, pool: Any, *, is_hybrid: bool) -> None:
+    """The one judgement of the scheduler and of who makes the pool: memory that comes and goes needs both."""
+    refuse_version(version)
+    refuse_configuration(config)
+    _refuse({"hybrid attention": is_hybrid})
+    refuse_pool(pool)
+
+
+def refuse_pool(pool: Any) -> None:
+    """One that keeps something else, or in another order."""
+    kind, order = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
+    is_quantized = getattr(pool, "is_quantized_kv_cache", False)
+    if kind != "MHATokenToKVPool" or order != "nhd" or is_quantized:
+        what = "a quantized KV cache" if is_quantized else f"a KV pool of kind {kind} (layout {order})"
+        raise Refused(f"{what} is not supported with Valve's memory")
 
 
 def refuse_version(version: str) -> None:
@@ -72,6 +89,10 @@ def refuse_configuration(config: Any) -> None:
             "prefill and decode in different processes": config.disaggregation_mode != "null",
             "speculative decoding": config.speculative_algorithm is not None,
             "streaming sessions": config.enable_streaming_session,
+            "a diffusion language model": getattr(config, "dllm_algorithm", None) is not None,
+            "HiSparse": bool(getattr(config, "enable_hisparse", False)),
+            "unified memory": bool(getattr(config, "enable_unified_memory", False)),
+            "prefill and decode multiplexed": bool(getattr(config, "enable_pdmux", False)),
         }
     )
 

@@ -15,22 +15,25 @@ from collections.abc import Callable
 from typing import Any
 
 from valve_hook.link import Layout, Tensor
-from valve_hook.sglang.check import Refused, refuse_configuration, refuse_version
+from valve_hook.sglang.check import Refused, refuse, refuse_pool
 from valve_hook.shim import shim_call
 from valve_hook.wire import KV_ELASTIC
 
 log = logging.getLogger("valve")
 
 
-def range_flags() -> int:
-    """Elastic where the scheduler's hook will heed the table: the same judgement, as far as the arguments tell."""
+def range_flags(pool: Any) -> int:
+    """Elastic where the scheduler's hook will heed the table: the same judgement, before there is a scheduler."""
     import sglang
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+    from sglang.srt.runtime_context import get_server_args, process_model_config
 
+    model = process_model_config()
     try:
-        refuse_version(sglang.__version__)
-        refuse_configuration(get_server_args())
-    except Refused:
+        is_hybrid = bool(model.is_hybrid_swa or uses_ssm_state(model))
+        refuse(sglang.__version__, get_server_args(), pool, is_hybrid=is_hybrid)
+    except Refused as refused:
+        log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0
     return KV_ELASTIC
 
@@ -41,7 +44,7 @@ def around_create(original: Callable[..., Any], pool: Any) -> Any:
     if begin is None or end is None:
         return original(pool)
     try:
-        flags = range_flags()
+        flags = range_flags(pool)
     except Exception:
         log.exception("valve: KV memory stays SGLang's own; nothing is reclaimed from it")
         return original(pool)
@@ -56,10 +59,7 @@ def around_create(original: Callable[..., Any], pool: Any) -> Any:
 
 
 def layout_of(pool: Any, pages: int, page_tokens: int) -> Layout:
-    """A pool that keeps something else, or in another order, is refused."""
-    kind, order = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
-    if kind != "MHATokenToKVPool" or order != "nhd" or getattr(pool, "is_quantized_kv_cache", False):
-        raise Refused(f"a KV pool of kind {kind} (layout {order}) is not supported with Valve's memory")
+    refuse_pool(pool)
     return Layout(
         blocks=pages,
         block_tokens=page_tokens,

@@ -12,7 +12,7 @@ from valve_hook import VERSION
 from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Keeper
-from valve_hook.shim import shim_call
+from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
 from valve_hook.vllm.engine import VllmEngine
@@ -201,6 +201,8 @@ def before_schedule(scheduler: Any) -> None:
     hook = _hook(scheduler, make=True)
     if hook is not None:
         _run(hook, hook.before_schedule, is_look=True)
+    if not isinstance(hook, SchedulerHook) or hook.keeper.session is None:
+        refuse_blind(None, getattr(getattr(hook, "link", None), "said", ""))
 
 
 def after_schedule(scheduler: Any, output: Any) -> None:

@@ -479,7 +479,7 @@ def test_buffers_are_made_between_begin_and_end(monkeypatch):
     said = []
     names = {"valve_kv_begin": lambda flags: said.append(flags.value), "valve_kv_end": lambda: said.append("end")}
     monkeypatch.setattr(memory, "shim_call", names.get)
-    monkeypatch.setattr(memory, "range_flags", lambda: 1)
+    monkeypatch.setattr(memory, "range_flags", lambda pool: 1)
     memory.around_create(lambda pool: said.append(pool.device), SimpleNamespace(device="cpu"))
 
     assert said == [1, "cpu", "end"]
