@@ -152,7 +152,9 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_s: Patience = 30.0  # the same for one that waits for the next step of the engine
     let_ms: MsOrNone = 500.0  # for memory that a request waits for offline work runs so long beside it, to end its step
     one_domain: bool = False  # all users and namespaces of this node trust each other: handles move between them
-    attach_s: Patience = 60.0  # an offline engine that steps without a hook waits so long, then is backed whole or ended
+    attach_s: Patience = (
+        60.0  # an offline engine that steps without a hook waits so long, then is backed whole or ended
+    )
     tick_ms: Ms = 50.0  # how often books are read when nobody rings
     ranges_per_client: Positive = 1024  # 128 layers, K and V apart, on 4 GPUs
     slots_per_client: Positive = 65536  # handles that the ranges of one client have room for

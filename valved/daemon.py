@@ -32,12 +32,11 @@ from valved.gate.wake import GateService, GateSettings
 from valved.machine import signals
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
+from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.possession import RmProver
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
-from valved.state import pending
-from valved.machine.notify import Notify
 from valved.model.events import EventKind
 from valved.model.ids import Mode, ProcessId, Role
 from valved.node.api import Node
@@ -47,6 +46,7 @@ from valved.node.kv import Kv, put_together, tell_others
 from valved.node.leaving import Leaving
 from valved.node.status import Reporter
 from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, read_cards, settled
+from valved.state import pending
 from valved.state import saved as state
 from valved.state.journal import Journal
 from valved.state.registry import Books

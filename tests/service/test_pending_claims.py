@@ -12,8 +12,8 @@ from node_world import World
 from valved.cli import run as cli_run
 from valved.cli.client import Node
 from valved.daemon import _pick_up_claims
-from valved.state import pending
 from valved.model.ids import Role
+from valved.state import pending
 
 
 @pytest.fixture

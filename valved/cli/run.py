@@ -18,8 +18,8 @@ from valve_hook.export import export
 
 from valved.cli.client import DEADLINE_S, node
 from valved.cli.exits import NOT_FOUND, USAGE, CliError
-from valved.state import pending
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
+from valved.state import pending
 
 ONLINE_WAIT_S = 0.2  # promise P7: an online process is not slowed; what comes later finds the claim in its folder
 # A program linked with the address sanitizer ends at once where any library is preloaded, unless told not to look.

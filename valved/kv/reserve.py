@@ -17,6 +17,7 @@ from valved.kv.journey import start
 from valved.kv.memory import Memory
 from valved.kv.pool import Ints
 from valved.kv.reclaim import Mover
+from valved.kv.whole import Whole
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock, TimerHandle
 from valved.model.events import EventKind
@@ -25,7 +26,6 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
 from valved.policy.reservation import start as first_state
-from valved.kv.whole import Whole
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 

@@ -21,6 +21,7 @@ class Told(enum.Enum):
     NODE_NOT_HARVESTING = "NodeNotHarvesting"
     ONLINE_AT_RISK = "OnlineAtRisk"
     OFFLINE_UNGATED = "OfflineUngated"
+    PLACE_LOST = "PlaceLost"
     PROFILING = "Profiling"
     PROFILED = "Profiled"
     PROFILING_ENDED = "ProfilingEnded"
@@ -34,6 +35,7 @@ _EVICTIONS = (
     Told.NODE_NOT_HARVESTING,
     Told.ONLINE_AT_RISK,
     Told.OFFLINE_UNGATED,
+    Told.PLACE_LOST,
 )
 _WARNINGS = (Told.OFFLINE_UNGATED, Told.PROFILING_ENDED, Told.SLA_UNREACHABLE, Told.POLICY_SHADOWED)
 

@@ -73,6 +73,7 @@ from valve_scheduler.placement.views import (
 )
 from valve_scheduler.probes import Probes
 from valve_scheduler.records import Records
+from valve_scheduler.stuck import Stuck
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class Controller:
         self._reach = Reach(self._state)
         self._afresh_at_s = 0.0
         self._records = Records()
+        self._stuck = Stuck()
         self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
@@ -336,6 +338,12 @@ class Controller:
         nodes = {name: node for (_, name), node in self.nodes.items.items()}
         for leaver in list(leavers(self.pods.items.values(), nodes)):
             await self._evict(leaver.pod, leaver.reason, leaver.note)
+
+    async def free_stuck(self) -> None:
+        """Evict what can never run where it was placed."""
+        now_s = self._now_s()
+        for one in self._stuck.find(self.pods.items.values(), self._state.fresh_gpus(now_s), now_s):
+            await self._evict(one.pod, Told.PLACE_LOST, one.note)
 
     async def forget(self) -> None:
         """Delete the reports of nodes that have left the cluster: their daemons cannot."""
@@ -586,6 +594,7 @@ async def run_controller(client: KubeClient, settings: ControllerSettings, ident
         every(settings.monitor_every_s, controller.monitor),
         every(settings.monitor_every_s, controller.judge_policies),
         every(settings.monitor_every_s, controller.forget),
+        every(settings.monitor_every_s, controller.free_stuck),
         every(settings.monitor_every_s, controller.account),
         every(settings.monitor_every_s, controller.measure),
     ]

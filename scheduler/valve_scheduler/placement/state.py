@@ -165,6 +165,11 @@ class ClusterState:
         """Mean idle share of its GPUs in the last hour and in the last day, for people."""
         return self._seen.get(node, (None, None))
 
+    def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
+        """The GPUs of each node that has reported lately."""
+        ages = now_s - self._observed_at_s
+        return {node: frozenset(self._uuids[row]) for node, row in self._row_of.items() if ages[row] <= STALE_AFTER_S}
+
     def row_names(self) -> Sequence[str]:
         """The node of each row, empty for a row of nobody."""
         return self._names

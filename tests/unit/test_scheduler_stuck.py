@@ -1,0 +1,84 @@
+"""Pods that can never run where they are placed do not hold their GPUs for ever, and no other is touched."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from controller_world import World
+from reports import harvest_node, pod, uuids
+from valve_scheduler.stuck import PATIENCE_S
+
+Json = dict[str, Any]
+FIRST, SECOND = uuids("n1")[:2]
+
+
+def evicted(world: World) -> list[tuple[str, str]]:
+    world.calls.clear()
+    asyncio.run(world.controller.free_stuck())
+    return [(body["regarding"]["name"], body["reason"]) for _, path, body in world.calls if path.endswith("/events")]
+
+
+def later(world: World, seconds: float, **more: Any) -> None:
+    world.now_s += seconds
+    world.nodes.sink.put(harvest_node("n1", age_s=-(world.now_s - 1.0 - START_S), **more))
+
+
+START_S = World().now_s
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running"])
+def test_a_pod_on_a_card_that_is_gone_is_never_left_there(phase: str) -> None:
+    world = World()
+    world.report("n1", cards=1)
+    world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase=phase))
+    assert evicted(world) == []
+    later(world, PATIENCE_S - 1, cards=1)
+    assert evicted(world) == []
+
+    later(world, 1.0, cards=1)
+    assert evicted(world) == [("p1", "PlaceLost")]
+
+
+def test_a_pod_placed_on_the_gpu_of_one_that_runs_is_never_left_there() -> None:
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(pod("runs", node="n1", held=FIRST, phase="Running"))
+    world.pods.sink.put(pod("waits", node="n1", held=FIRST))
+    evicted(world)
+    later(world, PATIENCE_S)
+
+    assert evicted(world) == [("waits", "PlaceLost")]
+
+
+def test_a_card_that_comes_back_in_time_costs_nobody_anything() -> None:
+    world = World()
+    world.report("n1", cards=1)
+    world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase="Running"))
+    evicted(world)
+    later(world, PATIENCE_S - 1)
+    assert evicted(world) == []
+    later(world, 1.0, cards=1)
+
+    assert evicted(world) == []  # gone again: a new five minutes
+
+
+def test_nothing_is_concluded_from_a_node_that_does_not_report() -> None:
+    world = World()
+    world.report("n1", cards=1)
+    world.pods.sink.put(pod("p1", node="n1", held=SECOND, phase="Pending"))
+    world.pods.sink.put(pod("p2", node="unknown", held="GPU-x", phase="Pending"))
+    evicted(world)
+    world.now_s += 2 * PATIENCE_S
+
+    assert evicted(world) == []
+
+
+def test_a_pod_that_pulls_its_image_is_left_alone() -> None:
+    world = World()
+    world.report("n1")
+    world.pods.sink.put(pod("pulls", node="n1", held=FIRST))
+    world.pods.sink.put(pod("ends", node="n1", held=SECOND, phase="Succeeded"))
+    evicted(world)
+    later(world, 10 * PATIENCE_S)
+
+    assert evicted(world) == []
