@@ -212,7 +212,7 @@ def after_schedule(scheduler: Any, output: Any) -> None:
     """
     hook = _hook(scheduler, make=False)
     if isinstance(hook, SchedulerHook):
-        _run(hook, "after_schedule", hook.aside.after_schedule)
+        _run(hook, hook.aside.after_schedule, is_look=False)
     if hook is not None:
         _run(hook, hook.after_schedule, output, is_look=False)
     why = hook.unheeded if isinstance(hook, SchedulerHook) else scheduler.__dict__.get("_valve_why", "no hook")

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
-from valve_scheduler.kube.shapes import Shape
 
 from valve_kube import wire
 from valve_kube.access import Access
 from valve_kube.errors import SchedulerError
+from valve_kube.shapes import Shape
 
 Json = dict[str, Any]
 T = TypeVar("T")

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import uniform
 
-from valve_scheduler.kube.shapes import Shape
-
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
+from valve_kube.shapes import Shape
 
 log = logging.getLogger(__name__)
 

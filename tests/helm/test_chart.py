@@ -17,7 +17,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from valve_scheduler import metrics
-from valve_scheduler.pair import PAIR_PATH
+from valve_scheduler.extender.pair import PAIR_PATH
 
 from valved.config import KubeTable, load_config
 

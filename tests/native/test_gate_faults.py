@@ -309,7 +309,7 @@ def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_a_thread_of_
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
     before = honest.control["heartbeat_ns"]
     wait_until(lambda: honest.control["heartbeat_ns"] > before, "a beat")
-    wait_until(lambda: honest.control["order"] == region.ORDER_HOLD, "the order")
+    wait_until(lambda: honest.control["order"] == Order.HOLD, "the order")
 
     hasty.driver.rules.hang = 0
     hasty.wait_gated(0)
@@ -317,16 +317,16 @@ def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_a_thread_of_
 
 
 def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_the_caller(rig: Rig) -> None:
-    hostile = rig.offline(features=region.FEATURE_HOLD)
+    hostile = rig.offline(features=Feature.HOLD)
     _take_nonblocking_away(hostile.fds.order)
 
     rig.gate.hold_launches(hostile.client, True)
 
-    assert hostile.control["order"] == region.ORDER_HOLD
+    assert hostile.control["order"] == Order.HOLD
 
 
 def test_an_order_rings_the_eventfd_that_old_shims_know(rig: Rig) -> None:
-    workload = rig.offline(features=region.FEATURE_HOLD)
+    workload = rig.offline(features=Feature.HOLD)
 
     for _ in range(300):  # more than are in flight at a time
         rig.gate.hold_launches(workload.client, True)

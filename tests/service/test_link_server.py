@@ -27,10 +27,10 @@ from valved.abi.link import (
     build,
     parse,
 )
+from valved.clients import outbox
 from valved.clients.server import PENDING_PER_PROCESS, LinkServer
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
-from valved.service import outbox
 
 PATIENCE_S = 200.0  # ends only a hung test
 HELLO = Hello(abi_min=1, abi_max=1, features=1, wanted_role=int(Role.OFFLINE), driver=0, build="t", comm="t")

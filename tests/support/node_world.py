@@ -119,10 +119,9 @@ class World:
 
     def __init__(self, folder: Path, gpus=2, config=None, gate=None, clock=None, processes=None, boot="boot"):
         self.folder = folder
-        self.journey_failures = []
+        self.journey_failures: list[object] = []
         journey.failed = self.journey_failures.append
-        self.config = config or Config()
-        self.clock = clock or VirtualClock()
+        self.config, self.clock = config or Config(), clock or VirtualClock()
         self.reactor = FakeReactor()
         self.processes = processes or FakeProcesses(self.reactor)
         self.processes._reactor = self.reactor

@@ -9,8 +9,8 @@ from valve_kube import names
 from valve_kube.client import ApiError, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import followed, node_report, pod_place
-from valve_scheduler.doubts import Doubts
 from valve_scheduler.extender.decide import Extender
+from valve_scheduler.extender.doubts import Doubts
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ASSUMED_FOR_S, RESERVED_FOR_S, ClusterState
 from valve_scheduler.placement.views import pods_view

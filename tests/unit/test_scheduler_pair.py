@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from valve_scheduler.pair import PAIR_PATH, Pair
+from valve_scheduler.extender.pair import PAIR_PATH, Pair
 from valve_scheduler.probes import Probes
 from valve_scheduler.server import Answer, serve, text_answer
 from valve_scheduler.webhook.certificates import renew

@@ -18,9 +18,9 @@ from valve_kube.objects import (
     pod_place,
     started_at_s,
 )
+from valve_kube.shapes import PodShape
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.workloads import new_workload
-from valve_scheduler.kube.shapes import PodShape
 
 Json = dict[str, Any]
 

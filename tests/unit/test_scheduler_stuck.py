@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from controller_world import World
 from reports import harvest_node, pod, uuids
-from valve_scheduler.stuck import PATIENCE_S
+from valve_scheduler.controller.stuck import PATIENCE_S
 
 Json = dict[str, Any]
 FIRST, SECOND = uuids("n1")[:2]

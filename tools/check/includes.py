@@ -25,6 +25,7 @@ SHIM = "shim/src/"
 SHARED_IN_SHIM = {
     "hooks/hooks.h": {""},  # the shim's own folder: shim.h shows it to all
     "link/packet.h": {""},
+    "link/ownfd.h": {"", "channels"},  # no hook may close our own descriptors
     "activity/contexts.h": {"kv"},  # a KV range lives in a context
 }
 """Header of a room in the shim: the other rooms of the shim that may include it."""

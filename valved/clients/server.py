@@ -30,12 +30,12 @@ from valved.abi.link import (
     build,
     parse,
 )
+from valved.clients.outbox import Outbox, widen
 from valved.clients.register import Register
+from valved.clients.turns import Turns
 from valved.machine.helpers import Closer
 from valved.model.ids import ClientId
 from valved.paths import CLIENT_FOLDER
-from valved.service.outbox import Outbox, widen
-from valved.service.turns import Turns
 
 BACKLOG = 512
 PACKETS_AT_ONCE = 32  # per readiness of one peer

@@ -502,8 +502,9 @@ class Mover:
         self._open()
 
     async def while_turning(self) -> None:
-        """Mapping work takes the driver's locks in write mode: it waits for gates that are being closed, but not for ever
-        for one that hangs: memory of the other GPUs must move on.
+        """Mapping work takes the driver's locks in write mode: it waits for gates that are being closed.
+
+        Not for ever for one that hangs: memory of the other GPUs must move on.
         """
         deadline_ns = self._clock.now_ns() + GATE_NS
         while self._gate.is_turning() and self._clock.now_ns() < deadline_ns:

@@ -1,8 +1,6 @@
-"""The SLA controller: watches pods and node reports, keeps OfflineWorkloads, evicts within a budget, asks for
-retries.
+"""Runs the SLA controller in rounds: it reads the caches once, decides with pure functions and applies the effects last.
 
-One replica acts (Lease). Each round reads the caches once, decides with pure functions and applies the
-effects last; what it must not forget lives in OfflineWorkload status. Nothing is done while a view is
+One replica acts (Lease). What a round must not forget lives in OfflineWorkload status. Nothing is done while a view is
 incomplete."""
 
 import asyncio
@@ -56,8 +54,10 @@ from valve_scheduler.controller.profiling import (
     store,
     to_profile,
 )
+from valve_scheduler.controller.records import Records
 from valve_scheduler.controller.shadows import is_news, standing
 from valve_scheduler.controller.shadows import status_of as shadow_status
+from valve_scheduler.controller.stuck import Stuck
 from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
 from valve_scheduler.placement.rank import Job, PlacementSettings
 from valve_scheduler.placement.reach import Beyond, Reach
@@ -72,8 +72,6 @@ from valve_scheduler.placement.views import (
     workloads_view,
 )
 from valve_scheduler.probes import Probes
-from valve_scheduler.records import Records
-from valve_scheduler.stuck import Stuck
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from valve_kube.objects import OfflinePod, followed, offline_pod, pod_place
 
 from valve_scheduler import metrics
 from valve_scheduler.model.curve import FloatArray
-from valve_scheduler.namespace_rule import barred
+from valve_scheduler.placement.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
 from valve_scheduler.placement.state import ClusterState

@@ -14,10 +14,10 @@ from valve_kube.errors import InvalidObject, NotReady
 from valve_kube.reflector import SILENCE_S, Reflector
 
 from valve_scheduler import metrics
-from valve_scheduler.doubts import Doubts
 from valve_scheduler.extender.decide import Extender
+from valve_scheduler.extender.doubts import Doubts
 from valve_scheduler.extender.leadership import Leadership, lease_view
-from valve_scheduler.pair import PAIR_PATH, Pair
+from valve_scheduler.extender.pair import PAIR_PATH, Pair
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import nodes_view, pods_view, policies_view, profiles_view, workloads_view

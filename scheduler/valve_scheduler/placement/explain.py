@@ -7,7 +7,7 @@ from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
-from valve_scheduler.namespace_rule import barred
+from valve_scheduler.placement.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
 

@@ -13,9 +13,9 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, pod_place, workload_profile
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
+from valve_kube.shapes import PodShape
 
 from valve_scheduler import metrics
-from valve_scheduler.kube.shapes import PodShape
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.placement.state import ClusterState
 
