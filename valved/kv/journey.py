@@ -6,12 +6,14 @@ of the loop: on the way of a reclaim no turn is lost, and tests run it on virtua
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from valved.machine.clock import Clock
 
+OVER = (inspect.CORO_RUNNING, inspect.CORO_CLOSED)
 log = logging.getLogger(__name__)
 
 
@@ -61,6 +63,8 @@ def start(journey: Coroutine[Pause, None, Any]) -> None:
     holds is let go by its own `finally`."""
 
     def go_on() -> None:
+        if inspect.getcoroutinestate(journey) in OVER:  # nobody was left to wake it, and its `finally` set a pause
+            return
         try:
             pause = journey.send(None)
         except StopIteration:
