@@ -46,6 +46,7 @@ enum valve_feature {
 	VALVE_FEATURE_SPARSE =
 	        1u << 7, /* and those by which valved makes memory sparse itself. The daemon announces
 	                                 * it only where it may: it asks for a descriptor of /dev/nvidia-uvm */
+	VALVE_FEATURE_KV_FREE = 1u << 9, /* the daemon fills kv_free[] of the control page */
 	VALVE_FEATURE_KV_STEP = 1u << 8, /* KV_STEP is said before the first engine step over a hole */
 };
 
@@ -103,6 +104,18 @@ struct valve_control {
 	uint64_t
 	        kv_size_rule; /* device allocations from this size on are KV memory; 0: only bracketed ones */
 	uint8_t pad3[40];
+};
+
+/*
+ * Behind the control words, at VALVE_KV_FREE_OFFSET: for each GPU of the node the bytes of free handles that the pool holds.
+ * The driver counts them as used, and whoever may get them counts them as free. Entries without a uuid end it.
+ */
+#define VALVE_KV_FREE_OFFSET 256u
+#define VALVE_KV_FREE_GPUS   32u
+struct valve_kv_free {
+	uint8_t gpu_uuid[16]; /* written once, before bytes */
+	uint64_t bytes;
+	uint64_t pad0;
 };
 
 /* One launching thread's counter. Writer: that thread alone (the last slot is shared and counted atomically). */
@@ -173,7 +186,9 @@ struct valve_region {
 #define VALVE_GAP_OFFSET  (VALVE_PAGE + VALVE_SLOTS * 64u)
 
 #define VALVE_AT(type, field, at) _Static_assert(offsetof(struct type, field) == (at), #type "." #field)
-_Static_assert(sizeof(struct valve_control) == 256, "control");
+_Static_assert(sizeof(struct valve_control) == VALVE_KV_FREE_OFFSET, "control");
+_Static_assert(sizeof(struct valve_kv_free) == 32, "free handles of a GPU");
+_Static_assert(VALVE_KV_FREE_OFFSET + VALVE_KV_FREE_GPUS * 32u <= VALVE_CONTROL_BYTES, "control page");
 _Static_assert(sizeof(struct valve_slot) == 64, "slot");
 _Static_assert(sizeof(struct valve_gap) == 16, "gap");
 _Static_assert(sizeof(struct valve_region) == 384, "region head");

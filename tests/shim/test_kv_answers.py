@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_daemon import KV_PIN, OFFLINE, ONLINE
+from fake_daemon import FEATURE_KV_FREE, KV_PIN, OFFLINE, ONLINE
 from kv_pool import BACK, EBUSY, EEXIST, ELASTIC, MIB, QUARANTINE, UNBACK, Entry
 
 H = 2 * MIB
@@ -153,3 +153,34 @@ def test_an_offline_process_sees_its_budget_as_free_memory(kv_world, role, told)
     assert now[0] == (7 * H if told else free - 4 * H)  # three slots and the zero page
     client.control.kv_budget_bytes = H
     assert engine.mem_info()[0] == (0 if told else free - 4 * H)
+
+
+def test_free_memory_is_never_the_same_before_and_after_ones_own_weights(kv_world):
+    world = kv_world(OFFLINE)
+    pool = world.begin()
+    pool.daemon.features |= FEATURE_KV_FREE
+    pool.initial = 2
+    engine, client = world.engine()
+    client.control.kv_budget_bytes = 10 * H
+    free, _ = engine.mem_info()
+
+    engine.alloc(5 * H)
+    assert engine.mem_info()[0] == free - 5 * H
+    engine.alloc(8 * H, ELASTIC)
+    world.range_of(pool)
+
+    assert engine.mem_info()[0] == free - 5 * H - 8 * H - H  # what has no memory yet is not free, either; the zero page
+
+
+def test_free_handles_are_never_counted_on_another_gpu_than_theirs(kv_world):
+    world = kv_world(OFFLINE)
+    world.begin().daemon.features |= FEATURE_KV_FREE
+    engine, client = world.engine()
+    client.control.kv_budget_bytes = 10 * H
+    free, _ = engine.mem_info()
+
+    told = [(bytes([9]) * 16, 32 * H), (bytes.fromhex(engine.uuid()), 3 * H)]
+    for index, (uuid, size) in enumerate(told):
+        client.control.memory[256 + 32 * index : 280 + 32 * index] = uuid + size.to_bytes(8, "little")
+
+    assert engine.mem_info()[0] == free + 3 * H

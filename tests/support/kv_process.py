@@ -123,6 +123,11 @@ class Commands:
         self.cuda.cuMemGetInfo_v2(byref(free), byref(total))
         return [free.value, total.value]
 
+    def uuid(self):
+        out = (c_uint8 * 16)()
+        self.cuda.call("cuDeviceGetUuid", out, self.cuda.device)
+        return bytes(out).hex()
+
     def getproc_alloc(self, size, version=12000, flags=0):
         """cuMemAlloc as the runtime gets it, in a bracket."""
         pointer, out = c_void_p(), c_uint64()

@@ -82,6 +82,7 @@ class Memory:
         self.changed: Callable[[], None] = lambda: None
         self.wants_whole: Callable[[KvRangeBook, int], None] = lambda book, seq: None  # back it, then `ack` it
         self.budget_bytes: Callable[[ClientEntry], int] = lambda entry: 0  # what it may hope for; 0: no limit is told
+        self.make_way: Callable[[ClientEntry], None] = lambda entry: None  # it is about to make ordinary allocations
         self.engine_left: Callable[[Engine], None] = lambda engine: None
         self.offer: Offer = lambda entry, gpu, uuid, body, fd: os.close(fd)
         self.is_handle: Callable[[int], bool] = lambda fd: True  # whether a descriptor may be one of the driver's
@@ -142,7 +143,7 @@ class Memory:
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        always = Feature.MEMORY | Feature.KV_STEP
+        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE
         return always | Feature.SPARSE if self.settings.remap is Remap.SPARSE else always
 
     # Ranges
@@ -465,16 +466,20 @@ class Memory:
 
     def client_joined(self, entry: ClientEntry) -> None:
         """Before it is welcomed: what its control page says counts from then on."""
+        self.make_way(entry)
         self.tell_budget(entry)
 
     def tell_budget(self, entry: ClientEntry) -> None:
         if entry.role is not Role.HOOK:
             rule = self.settings.size_rule_mib * MIB
             self._gate.set_memory(entry.id, self.pool.handle_bytes, self.budget_bytes(entry), rule)
+            free = {gpu: self.pool.free_handles(gpu) * self.pool.handle_bytes for gpu in self._uuid_of_gpu}
+            self._gate.set_free(entry.id, free)
 
     def tell_budgets(self) -> None:
-        for client in {key.client for key in self.pool.ranges}:
-            self.tell_budget(self._books.clients[client])
+        """Every client, before it has a range, too: it sizes its cache by what it is told."""
+        for entry in self._books.clients.values():
+            self.tell_budget(entry)
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
         """Its channels are on or gone, its link is closed."""

@@ -90,6 +90,7 @@ class Reserve:
         whole = Whole(memory, mover, clock)
         memory.wants_whole = lambda book, seq: start(whole.back_whole(book, seq))
         memory.unheeded.back_held = lambda book: start(whole.back_held(book))
+        memory.make_way = self.make_way
         memory.engine_left = self._engine_left
         memory.budget_bytes = self._budget_bytes
         mover.full = self._full
@@ -164,12 +165,26 @@ class Reserve:
             room = 1 << 30
             card = self.cards.get(uuid)
             if card is not None:
+                self._return_to_driver(gpu, card, settings.spare_mib * MIB)
                 room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // size
             if settings.pool_mib:
                 room = min(room, settings.pool_mib * MIB // size - self._memory.pool.count(gpu))
             is_full = self._full_until_ns.get(gpu, 0) > now_ns
             self._mover.room[gpu] = 0 if is_full else max(0, room - self._memory.orders.creating(gpu))
         self._memory.tell_budgets()
+
+    def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
+        """Free handles are nobody's but the pool's: where the card is short, ordinary memory goes before them."""
+        short = spare_bytes - (card.total_bytes - card.used_bytes)
+        self._memory.pool.trim(gpu, max(0, -(-short // self._memory.pool.handle_bytes)))
+
+    def make_way(self, entry: ClientEntry) -> None:
+        """An offline process joins: its weights are ordinary memory, and free handles can be made anew."""
+        if entry.role is not Role.OFFLINE:
+            return
+        for gpu in self._uuids:
+            if not self._mover.is_pressed(frozenset({gpu})):
+                self._memory.pool.trim(gpu, self._memory.pool.free_handles(gpu))
 
     def used_bytes(self, uuid: bytes) -> int:
         card = self.cards.get(uuid)

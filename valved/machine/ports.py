@@ -13,7 +13,7 @@ Services hold from birth, so that no launch precedes its gate.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 from uuid import UUID
@@ -212,6 +212,10 @@ class GatePort(Protocol):
 
     def set_memory(self, client: ClientId, handle_bytes: int, budget_bytes: int, size_rule_bytes: int) -> None:
         """What the client's control page says about KV memory (region.h). No handle size: it is not managed."""
+        ...
+
+    def set_free(self, client: ClientId, free_bytes: Mapping[GpuIndex, int]) -> None:
+        """Tell a client how much of each GPU's memory is in free handles of the pool."""
         ...
 
     def hold_launches(self, client: ClientId, on: bool) -> None:

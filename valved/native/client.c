@@ -309,6 +309,19 @@ void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uin
 	              handle_bytes); /* last: it says that the others count */
 }
 
+/* Free handles of one GPU. The uuid of an index never changes. */
+void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,
+                          uint64_t bytes)
+{
+	struct valve_kv_free *entry =
+	        (struct valve_kv_free *)((char *)client->control + VALVE_KV_FREE_OFFSET) + index;
+
+	if (index >= VALVE_KV_FREE_GPUS)
+		return;
+	memcpy(entry->gpu_uuid, gpu_uuid, sizeof(entry->gpu_uuid));
+	store_release(&entry->bytes, bytes);
+}
+
 /* Hold its launches on account of no GPU: a mapping order that hangs may leave a hole until it comes back. */
 void valve_client_hold(struct valve_client *client, uint32_t on)
 {

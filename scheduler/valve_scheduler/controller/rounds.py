@@ -1,4 +1,4 @@
-"""Runs the SLA controller in rounds: it reads the caches once, decides with pure functions and applies the effects last.
+"""Runs the SLA controller in rounds: each reads the caches once, decides with pure functions, applies the effects last.
 
 One replica acts (Lease). What a round must not forget lives in OfflineWorkload status. Nothing is done while a view is
 incomplete."""

@@ -210,16 +210,38 @@ CUresult valve_on_cuMemGetAddressRange(uintptr_t base, uintptr_t bytes, uintptr_
 
 /* ---- how much is free ---- */
 
-/* An offline engine sizes its KV by this: what valved lets it hope for, less what it has. */
+/* What the driver counts as used on this device, and valved would give: handles of its pool that nobody has. */
+static uint64_t pool_free(CUdevice device)
+{
+	const struct valve_kv_free *entry =
+	        (const void *)((const char *)VALVE_CONTROL + VALVE_KV_FREE_OFFSET);
+	static const uint8_t none[16];
+	CUresult (*get_uuid)(CUuuid *, CUdevice);
+	CUuuid uuid;
+
+	get_uuid = (CUresult(*)(CUuuid *, CUdevice))valve_real_symbol("cuDeviceGetUuid");
+	if (!get_uuid || get_uuid(&uuid, device))
+		return 0;
+	for (uint32_t i = 0; i < VALVE_KV_FREE_GPUS && memcmp(entry[i].gpu_uuid, none, sizeof(none)); i++)
+		if (!memcmp(entry[i].gpu_uuid, &uuid, sizeof(uuid)))
+			return load_acquire(&entry[i].bytes);
+	return 0;
+}
+
+/*
+ * An offline engine sizes its KV by this: what the driver has, which knows of the process's ordinary memory, and what the
+ * pool has; less what it has reserved and is not backed yet. valved before 0.2 tells one figure for all devices.
+ */
 CUresult valve_on_cuMemGetInfo(uintptr_t available, uintptr_t total, uintptr_t a2, uintptr_t a3, uintptr_t a4,
                                uintptr_t a5, struct valve_entry *entry)
 {
 	CUresult result = CALL(entry, available, total, a2, a3, a4, a5);
 	uint64_t budget = load_relaxed(&VALVE_CONTROL->kv_budget_bytes), held;
 	CUresult (*get_device)(CUdevice *);
+	bool knows_free = valve_shim.daemon_features & VALVE_FEATURE_KV_FREE;
 	CUdevice device = 0;
 
-	if (result != CUDA_SUCCESS || !available || !budget ||
+	if (result != CUDA_SUCCESS || !available || !(budget || knows_free) ||
 	    load_acquire(&valve_shim.state) != VALVE_STATE_LINKED ||
 	    load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
 		return result;
@@ -227,6 +249,10 @@ CUresult valve_on_cuMemGetInfo(uintptr_t available, uintptr_t total, uintptr_t a
 	if (!get_device || get_device(&device))
 		return result;
 	held = valve_ranges_bytes(device);
+	if (knows_free) {
+		held -= valve_ranges_backed_bytes(device);
+		budget = *(size_t *)available + pool_free(device);
+	}
 	*(size_t *)available = budget > held ? budget - held : 0;
 	return result;
 }
