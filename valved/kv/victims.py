@@ -1,11 +1,12 @@
 """Whose columns go: the eviction policy over one or more engines, for handles that several GPUs may miss at once.
 
 A column of a tensor-parallel engine frees handles on each of its GPUs, so columns are taken until the GPU that misses
-most is served. The greedy order is the policy's; only its end is decided here.
+most is served. The greedy order of an engine is the policy's; how engines are merged, and its end, is decided here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.pool import Ints
 from valved.model.ids import GpuIndex
-from valved.model.memory import ReclaimDecision
+from valved.model.memory import ColumnPick, EvictionCost, ReclaimDecision
 from valved.policy.eviction import EvictionSettings, decision_of, select
 
 
@@ -27,23 +28,53 @@ class Victims:
     orders: list[Order] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """The columns of one engine in the order in which the policy would take them, and how many are taken."""
+
+    engine: Engine
+    cost: EvictionCost
+    picks: tuple[ColumnPick, ...]
+    gains: dict[GpuIndex, Ints]  # handles of each pick
+    taken: int = 0
+
+    def price(self, left: dict[GpuIndex, int]) -> float:
+        """Of the next column, for each handle that is still missing; infinite if there is none to gain."""
+        if self.taken == len(self.picks):
+            return math.inf
+        gain = sum(min(int(gains[self.taken]), max(0, left[gpu])) for gpu, gains in self.gains.items())
+        return self.picks[self.taken].marginal_cost / gain if gain else math.inf
+
+    def take(self, left: dict[GpuIndex, int]) -> None:
+        for gpu, gains in self.gains.items():
+            left[gpu] -= int(gains[self.taken])
+        self.taken += 1
+
+    def victims(self) -> Victims:
+        picks = list(self.picks[: self.taken])
+        freed = sum(int(gains[: self.taken].sum()) for gains in self.gains.values())
+        return Victims(
+            engine=self.engine,
+            columns=np.array([pick.column_id for pick in picks], dtype=np.int64),
+            decision=decision_of("selective", self.cost, picks, freed, freed),
+        )
+
+
 def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: EvictionSettings) -> list[Victims]:
-    """Engines in the order of what they have: the richest gives first, and as a rule it is the only one."""
+    """The cheapest handles first, whose they may be: the engines' greedy orders, merged by cost for each handle."""
+    able = sorted(engines, key=lambda one: (-int(one.takeable().sum()), one.service))
+    wanted = [{gpu: count for gpu, count in missing.items() if count > 0 and gpu in one.gpus} for one in able]
+    streams = [_stream(engine, mine, settings) for engine, mine in zip(able, wanted, strict=True) if mine]
     left = dict(missing)
-    chosen = []
-    for engine in sorted(engines, key=lambda one: (-int(one.takeable().sum()), one.service)):
-        wanted = {gpu: count for gpu, count in left.items() if count > 0 and gpu in engine.gpus}
-        if not wanted:
-            continue
-        victims = _of_engine(engine, wanted, settings)
-        if len(victims.columns):
-            chosen.append(victims)
-        for gpu in wanted:
-            left[gpu] -= int(engine.handles_of(gpu)[victims.columns].sum())
-    return chosen
+    while any(count > 0 for count in left.values()):
+        best = min(streams, key=lambda stream: stream.price(left), default=None)  # of equals the richest
+        if best is None or math.isinf(best.price(left)):
+            break
+        best.take(left)
+    return [stream.victims() for stream in streams if stream.taken]
 
 
-def _of_engine(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Victims:
+def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Stream:
     if engine.index is None:
         engine.refresh_index(settings, 0)
     assert engine.index is not None
@@ -57,11 +88,5 @@ def _of_engine(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSe
     per_index = int(index.column_map.handles_of_column.max(initial=1))
     picks = select(index, min(most, engine.columns) * per_index).picks
     columns = np.array([pick.column_id for pick in picks], dtype=np.int64)
-    enough = 0
-    for gpu, count in wanted.items():
-        reached = np.cumsum(engine.handles_of(gpu)[columns])
-        enough = max(enough, int(np.searchsorted(reached, count)) + 1)
-    columns = columns[:enough]
-    freed = sum(int(engine.handles_of(gpu)[columns].sum()) for gpu in wanted)
-    decision = decision_of("selective", index.cost, list(picks[:enough]), sum(wanted.values()), freed)
-    return Victims(engine=engine, columns=columns, decision=decision)
+    gains = {gpu: engine.handles_of(gpu)[columns] for gpu in wanted}
+    return Stream(engine=engine, cost=index.cost, picks=picks, gains=gains)
