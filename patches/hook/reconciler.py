@@ -2,8 +2,9 @@
 
 An engine's adapter (`Engine`) carries out what is decided here in the engine's own terms. Nothing raised inside reaches
 the engine. After any failure the ledger may be wrong, so it is asked no more (`is_sure`): the next loss is handled the
-coarse way. When that fails, too, nothing is reclaimed from this engine any more (mode NONE). What valved had begun to
-take by then ends requests with an error, for nobody can vouch for their tokens; blocks without memory stay withheld.
+coarse way. When that fails, too, nothing is reclaimed from this engine any more (mode NONE); what valved had begun to
+take by then ends requests with an error, for nobody can vouch for their tokens, and blocks without memory stay
+withheld.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class SchedulerHook:
 
     def _settle(self) -> None:
         """Whose output was dropped computes it again. Where that fails everybody does, or ends with an error."""
-        ways: tuple[Callable[[], object], ...] = (self.engine.retract_dropped, self.engine.reset, self.engine.abandon)
+        ways: list[Callable[[], object]] = [self.engine.retract_dropped, self.engine.reset, self.engine.abandon]
         if self._blind_steps > MOST_BLIND_STEPS and self.ranks.size == 1:
             self._blind_steps, ways = 0, ways[2:]
         elif not self.engine.has_dropped:
