@@ -38,7 +38,7 @@ RULES = CHART / "files/rules.yaml"
 # Averages over five minutes need two scrapes within them, so the shortest of intervals gives data at once.
 EVERY = "1s"
 ROOM = 8  # pods, of 24 GPUs
-# A daemon in a cluster has these; the one here is none. tests/service/test_kube_{node,words}.py see them.
+# A daemon in a cluster has these, and the one here is in none. tests/service/test_kube_*.py see them.
 IN_CLUSTERS = ("valve_gpu_guarded", "valve_online_uninjected", "valve_breakers_open")
 
 

@@ -61,7 +61,6 @@ from valve_scheduler.controller.stuck import Stuck
 from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
 from valve_scheduler.placement.rank import Job, PlacementSettings
 from valve_scheduler.placement.reach import Beyond, Reach
-from valve_scheduler.placement.requeue import Retries
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
     labels_view,
@@ -72,6 +71,7 @@ from valve_scheduler.placement.views import (
     workloads_view,
 )
 from valve_scheduler.probes import Probes
+from valve_scheduler.controller.retries import Retries
 
 log = logging.getLogger(__name__)
 
