@@ -96,12 +96,13 @@ enum valve_link_type {
 	VALVE_LINK_KV_STEP = 27,
 };
 
+/* Only VERSION is for good: of DRAINING a client asks again at once, of the others after 5 to 30 seconds. */
 enum valve_refusal {
 	VALVE_REFUSED_VERSION = 1,   /* no common ABI; both versions are in the body */
 	VALVE_REFUSED_ROLE = 2,      /* this process may not have the role it asked for */
 	VALVE_REFUSED_QUOTA = 3,     /* too many clients of this user */
 	VALVE_REFUSED_DRAINING = 4,  /* valved is leaving */
-	VALVE_REFUSED_MODE = 5,      /* harvesting is off here */
+	VALVE_REFUSED_MODE = 5,      /* harvesting is off here: said by 0.1 only */
 	VALVE_REFUSED_MALFORMED = 6, /* the message makes no sense */
 };
 

@@ -241,6 +241,18 @@ def test_where_offline_work_must_leave_none_is_claimed_and_who_comes_is_never_tu
     assert len(world.gate.off) == 1
 
 
+def test_a_process_that_asks_again_never_fills_the_journal(world):
+    """A shim that was refused asks twice a minute, for life."""
+    world.processes.add(200)
+
+    for _ in range(3):
+        assert world.refusal(world.hello(200, wanted=Role.ONLINE)) is Refusal.ROLE
+
+    assert len(world.events(EventKind.REFUSED)) == 1
+    assert world.refusal(world.hello(200, wanted=Role.ONLINE, abi=(9, 9))) is Refusal.VERSION
+    assert len(world.events(EventKind.REFUSED)) == 2, "another reason is news"
+
+
 def test_a_daemon_out_of_descriptors_refuses_and_keeps_its_books(world):
     world.gate.create_error = OSError(errno.EMFILE, "too many")
     world.processes.add(200)

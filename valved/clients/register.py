@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from valve_abi import CONTROL_BYTES, REGION_BYTES
 from valved.abi.link import (
     ABI,
     Body,
@@ -47,8 +48,7 @@ from valved.state.journal import Journal
 from valved.state.registry import Books, Claim, ClientEntry
 
 CLIENT_SLOTS = 4096  # MAX_CLIENTS of valved/native/internal.h
-CONTROL_BYTES = 4096  # VALVE_CONTROL_BYTES
-REGION_BYTES = 4096 + 256 * 64 + 4096  # VALVE_REGION_BYTES
+REFUSALS_KEPT = 4096  # processes whose last refusal is remembered
 DAEMON_FEATURES = (
     Feature.GAPS | Feature.HINT | Feature.SELF_GATE | Feature.HOLD | Feature.SCHEDULE_DONE | Feature.PLAIN_COUNT
 )
@@ -136,6 +136,7 @@ class Register:
         self.look_for_claims: Callable[[], None] = lambda: None  # that were left while no valved answered
         self.useful = UsefulTokens()
         self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send, prover)
+        self._refused: dict[ProcessId, str] = {}
         self._gate = gate
         self._books = books
         self._keeper = keeper
@@ -264,7 +265,11 @@ class Register:
     def _refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
         connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
         self._keeper.counters.refuse(why.code.name.lower())
-        self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
+        if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
+            self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
+        self._refused[peer.process] = why.text
+        if len(self._refused) > REFUSALS_KEPT:
+            del self._refused[next(iter(self._refused))]
 
     def _welcome(
         self, connection: Connection, packet: Packet, peer: Peer, role: Role, service: ServiceId
