@@ -122,8 +122,8 @@ void closefrom(int first)
 /* false: the caller names a descriptor of ours, which it cannot know. */
 static bool make_way(int from, int to)
 {
-	if (from == to || syscall(SYS_fcntl, from, F_GETFD) < 0)
-		return true; /* nothing will change */
+	if (!valve_watches() || from == to || syscall(SYS_fcntl, from, F_GETFD) < 0)
+		return true; /* no driver, so nothing of ours either; or nothing will change */
 	if (valve_own_has(from)) {
 		errno = EBADF;
 		return false;
