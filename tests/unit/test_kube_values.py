@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from valve_scheduler.model import pair_alignment
 
-from valved.kube import cdi, shimfiles
+from valved.kube import cdi, seriesfile, shimfiles
 from valved.kube.offline import OfflineBook, Reading
 from valved.kube.series import NodeSeries
 from valved.kube.slots import health, prefer, slot_ids
@@ -102,6 +102,64 @@ def test_windows_of_idle_time_end_where_they_should() -> None:
 
     assert windows["1m"] == windows["10m"] == 1.0
     assert windows["1h"] == pytest.approx((600 + 3000 * 0.25) / 3600, abs=1e-4)
+    assert "24h" not in windows
+
+
+def test_a_window_that_was_not_seen_is_never_published() -> None:
+    """Seconds after a restart were the hour that placement went by."""
+    series = NodeSeries(1)
+    for second in range(100, 110):
+        series.book(second, [1.0], [1.0])
+
+    assert dict(series.windows(0)) == {"1m": 1.0}
+
+
+def test_an_hour_that_nobody_could_judge_is_never_counted_as_busy() -> None:
+    """A pause, a guard, a breaker that rests: neither idle time nor time that online needed."""
+    series = NodeSeries(1)
+    for second in range(86400):
+        is_judged = second < 86400 - 3600
+        series.book(second, [float(is_judged)], [0.7 * is_judged])
+        series.memory(second, 0, 40 * is_judged, 80 * is_judged)
+
+    assert dict(series.windows(0)) == {"24h": 0.7}
+    assert sum(series.histogram(0)) == pytest.approx(1.0)
+
+
+def test_a_restart_never_forgets_the_hour_and_the_day(tmp_path: Path) -> None:
+    before, after = NodeSeries(2), NodeSeries(2)
+    for second in range(0, 50_000, 10):
+        before.book(second, [10.0, 10.0], [4.0, 9.0])
+        before.beat(second, [True, second % 20 == 0])
+        before.memory(second, 1, 40, 80)
+    seriesfile.write(tmp_path / "s", before.saved(), "boot", ["a", "b"])
+
+    assert seriesfile.read(tmp_path / "s", after, "boot", ["a", "b"], 50_030.0) == ""
+    for gpu in range(2):
+        assert after.windows(gpu) == before.windows(gpu)
+        assert after.histogram(gpu) == before.histogram(gpu)
+    assert after.alignment() == before.alignment()
+
+
+@pytest.mark.parametrize(
+    ("boot", "gpus", "now_s"), [("other", ["a"], 900.0), ("boot", ["b"], 900.0), ("boot", ["a"], 5.0)]
+)
+def test_the_series_of_another_boot_card_or_clock_is_never_taken_over(
+    tmp_path: Path, boot: str, gpus: list[str], now_s: float
+) -> None:
+    before, after = NodeSeries(1), NodeSeries(1)
+    before.book(800.0, [1.0], [1.0])
+    seriesfile.write(tmp_path / "s", before.saved(), "boot", ["a"])
+
+    assert seriesfile.read(tmp_path / "s", after, boot, gpus, now_s)
+    assert not after.windows(0)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x80\x04pickle"])
+def test_a_torn_series_is_never_a_reason_not_to_start(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "s").write_bytes(content)
+
+    assert seriesfile.read(tmp_path / "s", NodeSeries(1), "boot", ["a"], 900.0)
 
 
 def test_a_silence_of_an_hour_leaves_nothing_of_before() -> None:
@@ -114,7 +172,7 @@ def test_a_silence_of_an_hour_leaves_nothing_of_before() -> None:
 
     assert (series.idle(0, 3600), series.idle(1, 3600)) == (0.0, 0.5)
     assert series.alignment() == [1.0]
-    assert sum(series.histogram(0)) == 0
+    assert sum(series.histogram(0)) == 1.0, "of the day"
 
 
 def test_free_memory_falls_into_32_bins_of_the_card() -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube.objects import node_report, pod_place
+from valve_scheduler.controller.retries import ROUND_S, Retries
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, rank
 from valve_scheduler.placement.reach import Reach
 from valve_scheduler.placement.state import ClusterState
-from valve_scheduler.controller.retries import ROUND_S, Retries
 
 NODES = ("n1", "n2", "n3")
 PROFILE = WorkloadProfile(standalone_tokens_per_s=1.0, curve=ThroughputCurve(free_mib=(0.0,), tokens_per_s=(1.0,)))

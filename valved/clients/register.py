@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from valve_abi import CONTROL_BYTES, REGION_BYTES
+
 from valved.abi.link import (
     ABI,
     Body,

@@ -26,7 +26,7 @@ from valved.clients.register import Register
 from valved.config import KubeTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kube import cdi, figures, shimfiles, status
+from valved.kube import cdi, figures, seriesfile, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
@@ -35,7 +35,7 @@ from valved.kube.observer import Gained, Observer
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holding, Holdings, KubeletHoldings
 from valved.kube.pods import PodBook
-from valved.kube.series import NodeSeries
+from valved.kube.series import NodeSeries, Saved
 from valved.kube.starter import Starter
 from valved.kube.ungated import Ungated
 from valved.machine.cards import CardReader, CardUse
@@ -50,6 +50,7 @@ from valved.policy.guard import Card, GuardSettings, Holder, Stranger, Verdict, 
 from valved.policy.report_rate import RateSettings, RateState, decide_report
 from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, STANDING, Books
+from valved.state.saved import boot_id
 from valved.state.stats import GpuAccount
 
 log = logging.getLogger("valved.kube")
@@ -61,6 +62,7 @@ SLOT_GRACE_S = 60.0  # an engine's start takes about so long to the first CUDA c
 LIST_S = 10.0  # how long the start waits for the first list of pods
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
 SECOND_NS = 1_000_000_000
+SAVE_NS = 60 * SECOND_NS  # what a crash may lose of the series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,10 @@ class Room:
         self.book = PodBook(all_gpu_pods=table.all_gpu_pods)
         self.book.changed = self._wake.set
         self.series = NodeSeries(len(self._gpus))
+        self._series_path, self._boot = host.run_dir / seriesfile.FILE, boot_id()
+        self._uuids = [gpu.uuid_text for gpu in self._gpus]
+        why = seriesfile.read(self._series_path, self.series, self._boot, self._uuids, self._now_s())
+        log.info("series", extra={"facts": {"taken_over": not why, "why_not": why}})
         self.offline = OfflineBook()
         self.ungated = Ungated(host.ladder.freeze_stranger)
         self._observer = Observer(
@@ -170,9 +176,17 @@ class Room:
             await asyncio.wait(tasks)  # not gather: each is cancelled once, or the plugin could not end its streams
         finally:
             await end(tasks)
+            self._save_series(self.series.saved())
             self._host.journal.unwatch(self._watcher)
             self._cards.close()
             self.api.close()
+
+    def _save_series(self, saved: Saved) -> None:
+        """A full disk must not stop the rest."""
+        try:
+            seriesfile.write(self._series_path, saved, self._boot, self._uuids)
+        except OSError as error:
+            log.warning("series not saved", extra={"facts": {"error": str(error)}})
 
     def _install_shim(self) -> None:
         """A full or read-only disk must not stop the rest: without the files nothing is injected, and that is safe."""
@@ -212,6 +226,7 @@ class Room:
         """Once a second: time that was open, memory that was free, and whether a report is due."""
         accounts = [self._host.keeper.gpus[gpu.index] for gpu in self._gpus]
         seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
+        save_ns = seen_ns + SAVE_NS
         while True:
             await asyncio.sleep(BOOK_S)
             now_ns = self._host.clock.now_ns()
@@ -229,6 +244,9 @@ class Room:
                 is_left = not self._host.keeper.gpus[gpu.index].holders - STANDING
                 if use is not None and is_left and not self._is_standing(gpu.index):
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
+            if now_ns >= save_ns:
+                save_ns = now_ns + SAVE_NS
+                await asyncio.to_thread(self._save_series, self.series.saved())
             if self.ungated.look(self._observer.strangers(self._memory.cards), now_ns / 1e9):
                 self._wake.set()  # its GPU is closed at once
             await self._report(now_ns)

@@ -1,7 +1,8 @@
-"""An hour of this node in buckets of ten seconds: who was busy when, and how much memory was free.
+"""An hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, and how much
+memory was free.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline
-work as well. Memory counts only while offline work may run; what is free while online computes is of no use to it.
+work as well. Memory counts only while online leaves the GPU; what is free while it computes is of no use to offline.
 """
 
 from __future__ import annotations
@@ -12,10 +13,42 @@ import numpy as np
 from numpy.typing import NDArray
 from valve_scheduler.model import HISTOGRAM_BINS
 
-BUCKET_S = 10
-BUCKETS = 360
-WINDOWS_S = {"1m": 60, "10m": 600, "1h": 3600}
+WINDOWS_S = {"1m": 60, "10m": 600, "1h": 3600, "24h": 86400}
+SHORTEST_S, HOUR_S = 60, 3600
+SEEN_SHARE = 0.5  # of a window that must have been seen before it is reported; the shortest is from its first bucket on
+TABLES = ("beats", "elapsed", "left", "free")
 Floats = NDArray[np.float64]
+Saved = dict[str, NDArray[np.float64]]
+
+
+class Ring:
+    """Sums per bucket of time. The bucket that time comes to is emptied first."""
+
+    def __init__(self, bucket_s: int, buckets: int, gpus: int) -> None:
+        self.bucket_s, self.buckets = bucket_s, buckets
+        self.bucket = -1
+        self.tables = {
+            "beats": np.zeros((buckets, gpus, gpus)),  # samples in which both were busy; the diagonal: one
+            "elapsed": np.zeros((buckets, gpus)),
+            "left": np.zeros((buckets, gpus)),
+            "free": np.zeros((buckets, gpus, HISTOGRAM_BINS)),
+        }
+
+    def row(self, at_s: float) -> int:
+        """The bucket of now; those that were skipped or are a whole round old are emptied on the way."""
+        bucket = int(at_s // self.bucket_s)
+        if self.bucket < 0:
+            self.bucket = bucket
+        for stale in range(max(self.bucket + 1, bucket - self.buckets + 1), bucket + 1):
+            for table in self.tables.values():
+                table[stale % self.buckets] = 0.0
+        self.bucket = max(self.bucket, bucket)
+        return bucket % self.buckets
+
+    def sum(self, table: str, gpu: int, window_s: int) -> float:
+        count = min(window_s // self.bucket_s, self.buckets)
+        rows = np.arange(self.bucket - count + 1, self.bucket + 1) % self.buckets
+        return float(self.tables[table][rows, gpu].sum())
 
 
 class NodeSeries:
@@ -23,62 +56,88 @@ class NodeSeries:
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
-        self._bucket = -1
-        self._beats = np.zeros((BUCKETS, gpus, gpus))  # samples in which both were busy; the diagonal: one
-        self._elapsed = np.zeros((BUCKETS, gpus))
-        self._open = np.zeros((BUCKETS, gpus))
-        self._free = np.zeros((BUCKETS, gpus, HISTOGRAM_BINS))
+        self._hour, self._day = Ring(10, 360, gpus), Ring(600, 144, gpus)
 
     def beat(self, at_s: float, busy: Sequence[bool]) -> None:
-        row = self._row(at_s)
         mask = np.array(busy, dtype=np.float64)
-        if mask.any():
-            self._beats[row] += np.outer(mask, mask)
+        for ring in (self._hour, self._day):
+            row = ring.row(at_s)
+            if mask.any():
+                ring.tables["beats"][row] += np.outer(mask, mask)
 
     def book(self, at_s: float, seen_s: Sequence[float], left_s: Sequence[float]) -> None:
         """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left."""
-        row = self._row(at_s)
-        self._elapsed[row] += np.array(seen_s)
-        self._open[row] += np.clip(np.array(left_s), 0.0, np.array(seen_s))
+        seen = np.array(seen_s)
+        for ring in (self._hour, self._day):
+            row = ring.row(at_s)
+            ring.tables["elapsed"][row] += seen
+            ring.tables["left"][row] += np.clip(np.array(left_s), 0.0, seen)
 
     def memory(self, at_s: float, gpu: int, free: int, total: int) -> None:
         if total > 0:
             bin_ = min(HISTOGRAM_BINS - 1, max(0, free) * HISTOGRAM_BINS // total)
-            self._free[self._row(at_s), gpu, bin_] += 1.0
+            for ring in (self._hour, self._day):
+                ring.tables["free"][ring.row(at_s), gpu, bin_] += 1.0
 
     def idle(self, gpu: int, window_s: int) -> float:
         """Share of the window in which no online service was busy; of the time seen, if that is shorter."""
-        rows = self._last(window_s)
-        elapsed = float(self._elapsed[rows, gpu].sum())
-        return float(self._open[rows, gpu].sum()) / elapsed if elapsed > 0 else 0.0
+        seen_s = self.seen_s(gpu, window_s)
+        return self._ring(window_s).sum("left", gpu, window_s) / seen_s if seen_s > 0 else 0.0
+
+    def seen_s(self, gpu: int, window_s: int) -> float:
+        """How much of the window anybody could tell about."""
+        return self._ring(window_s).sum("elapsed", gpu, window_s)
 
     def windows(self, gpu: int) -> Mapping[str, float]:
-        return {name: round(self.idle(gpu, window_s), 4) for name, window_s in WINDOWS_S.items()}
+        """Only those that were seen: seconds are not published as an hour."""
+        return {
+            name: round(self.idle(gpu, window_s), 4)
+            for name, window_s in WINDOWS_S.items()
+            if self.seen_s(gpu, window_s) > (0.0 if window_s == SHORTEST_S else SEEN_SHARE * window_s)
+        }
 
     def histogram(self, gpu: int) -> list[float]:
-        counts = self._free[:, gpu].sum(axis=0)
+        """Of the last hour; of the day where the hour has nothing to say, after a long pause for instance."""
+        for ring in (self._hour, self._day):
+            counts = ring.tables["free"][:, gpu].sum(axis=0)
+            if counts.sum() > 0:
+                break
         total = counts.sum()
         return [float(share) for share in (counts / total if total > 0 else counts).round(4)]
 
     def alignment(self) -> list[float]:
         """|i and j busy| / |i or j busy| over the hour, upper triangle by rows; 1 where both were always idle."""
-        both = self._beats.sum(axis=0)
+        both = self._hour.tables["beats"].sum(axis=0)
         alone = np.diagonal(both)
         either = alone[:, None] + alone[None, :] - both
         pairs = np.divide(both, either, out=np.ones_like(both), where=either > 0)
         return [float(value) for value in pairs[np.triu_indices(self.gpus, 1)].round(4)]
 
-    def _row(self, at_s: float) -> int:
-        """The bucket of now; those that were skipped or are an hour old are emptied on the way."""
-        bucket = int(at_s // BUCKET_S)
-        if self._bucket < 0:
-            self._bucket = bucket
-        for stale in range(max(self._bucket + 1, bucket - BUCKETS + 1), bucket + 1):
-            for table in (self._beats, self._elapsed, self._open, self._free):
-                table[stale % BUCKETS] = 0.0
-        self._bucket = max(self._bucket, bucket)
-        return bucket % BUCKETS
+    def _ring(self, window_s: int) -> Ring:
+        return self._hour if window_s <= HOUR_S else self._day
 
-    def _last(self, window_s: int) -> NDArray[np.intp]:
-        count = min(window_s // BUCKET_S, BUCKETS)
-        return np.arange(self._bucket - count + 1, self._bucket + 1) % BUCKETS
+    # Across restarts of the daemon
+
+    def saved(self) -> Saved:
+        """Copies: they may be written elsewhere while this goes on."""
+        found: Saved = {}
+        for name, ring in (("hour", self._hour), ("day", self._day)):
+            found[f"{name}-bucket"] = np.array([float(ring.bucket)])
+            found |= {f"{name}-{table}": ring.tables[table].copy() for table in TABLES}
+        return found
+
+    def restore(self, saved: Saved, at_s: float) -> bool:
+        """False, and nothing is changed: this is of another node, or of a clock that ran differently."""
+        rings = (("hour", self._hour), ("day", self._day))
+        for name, ring in rings:
+            bucket = saved.get(f"{name}-bucket")
+            if bucket is None or bucket.shape != (1,) or not -1 <= bucket[0] <= at_s // ring.bucket_s:
+                return False
+            for table in TABLES:
+                found = saved.get(f"{name}-{table}")
+                if found is None or found.shape != ring.tables[table].shape or not np.isfinite(found).all():
+                    return False
+        for name, ring in rings:
+            ring.bucket = int(saved[f"{name}-bucket"][0])
+            ring.tables = {table: np.maximum(saved[f"{name}-{table}"], 0.0) for table in TABLES}
+        return True

@@ -9,7 +9,7 @@ from typing import Any
 from valve_kube import names
 
 from valved.kube.levels import Level
-from valved.kube.series import NodeSeries
+from valved.kube.series import WINDOWS_S, NodeSeries
 from valved.kube.ungated import UngatedFacts
 from valved.model.ids import Mode
 from valved.policy.guard import Verdict
@@ -213,6 +213,7 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
         "shim": verdict.is_heard,
         "online": list(verdict.online),
         "idle": dict(series.windows(index)),
+        "observedSeconds": round(series.seen_s(index, WINDOWS_S["24h"])),
         "freeMemory": series.histogram(index),
     }
     if verdict.reason:

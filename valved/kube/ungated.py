@@ -40,7 +40,7 @@ class Ungated:
     _pods: dict[str, tuple[str, float]] = field(default_factory=dict)  # UID -> name, seconds
 
     def look(self, strangers: Iterable[Stranger], now_s: float) -> bool:
-        """Once a second, with all who use a GPU and are not registered. True: a pod is found for the first time."""
+        """Once a second, with everybody who uses a GPU and is not registered. True: a pod was not known."""
         known = set(self._pods)
         here = {one.process: one for one in strangers if one.process is not None and one.offline_uid}
         self._seen = {process: sighting for process, sighting in self._seen.items() if process in here}

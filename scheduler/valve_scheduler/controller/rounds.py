@@ -55,6 +55,7 @@ from valve_scheduler.controller.profiling import (
     to_profile,
 )
 from valve_scheduler.controller.records import Records
+from valve_scheduler.controller.retries import Retries
 from valve_scheduler.controller.shadows import is_news, standing
 from valve_scheduler.controller.shadows import status_of as shadow_status
 from valve_scheduler.controller.stuck import Stuck
@@ -71,7 +72,6 @@ from valve_scheduler.placement.views import (
     workloads_view,
 )
 from valve_scheduler.probes import Probes
-from valve_scheduler.controller.retries import Retries
 
 log = logging.getLogger(__name__)
 
