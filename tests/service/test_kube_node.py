@@ -28,6 +28,7 @@ from kube_node import (
 )
 from node_world import World
 
+from valved.abi.link import Feature
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer
 from valved.kube.follower import Follower
 from valved.machine.cards import CardUse
@@ -443,6 +444,31 @@ async def test_a_pod_to_be_profiled_gets_its_memory_in_steps_from_its_first_seco
         assert ceiling(service) == 0.25
         node.room.api.found({"spec": {}})
         assert ceiling(service) == 1.0
+
+
+@scenario
+async def test_a_job_that_waits_for_its_own_input_or_is_held_by_order_never_counts_as_demand(tmp_path):
+    """Its hours would be a missed promise: it was evicted from an idle GPU."""
+    async with kube_node(tmp_path) as node:
+        node.room._observer.is_standing = lambda gpu: node.world.brake.is_paused
+        node.put(pod("batch-0", OFFLINE_UID, role="offline"))
+        node.world.processes.add(400, cgroup=group(OFFLINE_UID))
+        client = node.world.hello(400, Role.OFFLINE).client
+        node.world.add_channel(client, gpu=0, h_client=0xC1D00400)
+
+        def has_work():
+            (reading,) = node.room._observer.readings(node.world.clock.now_ns(), {}, {})
+            return reading.has_work
+
+        assert has_work(), "no hook: channels are all that is known"
+        hook = node.world.hello(400, Role.HOOK, features=Feature.HINT).client
+        node.world.run(1)
+        node.world.gate.hint(hook, started=5, ended=5)
+        assert not has_work()
+        node.world.gate.hint(hook, started=6, ended=5)
+        assert has_work()
+        node.world.node.pause("test")
+        assert not has_work()
 
 
 @scenario

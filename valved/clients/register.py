@@ -42,7 +42,7 @@ from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
-from valved.machine.ports import ClientFds, GatePort, ProcessPort, ProverPort
+from valved.machine.ports import ClientFds, ClientView, GatePort, ProcessPort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
@@ -383,6 +383,10 @@ class Register:
     def _read_tokens(self, entry: ClientEntry) -> None:
         if entry.role is Role.HOOK:
             self.useful.read(entry.service, entry.process, self._gate.view(entry.id).useful_tokens)
+
+    def view(self, client: ClientId) -> ClientView:
+        """What a client's region says."""
+        return self._gate.view(client)
 
     def tokens(self, service: ServiceId) -> int:
         """Useful tokens that the service's engines reported, each counted once."""

@@ -60,6 +60,7 @@ class Observer:
     processes: ProcessPort
     kv: Kv | None = None
     has_shim: Callable[[Pod, str], bool] = lambda pod, container: False  # by a route that leaves no mark on the pod
+    is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
@@ -124,12 +125,21 @@ class Observer:
                 harvest_s=self.register.channels.harvest.harvest_ns(claim.service, now_ns) / 1e9,
                 gpus=len(service.compute_on),
                 tokens=tokens if has_hook or tokens else None,
-                has_work=bool(service.compute_on),
+                has_work=self._has_work(claim.service) and not any(map(self.is_standing, service.compute_on)),
                 gated_s=sum(gained[gpu].gated_s for gpu in service.compute_on if gpu in gained),
                 stops=sum(gained[gpu].stops for gpu in service.compute_on if gpu in gained),
                 lost=engine.view().lost_tokens if engine is not None else None,
                 memory=self._standing(engine, cards),
             )
+
+    def _has_work(self, service: ServiceId) -> bool:
+        """Requests run or wait, where an engine's hook says so; a job that waits for its input gets nothing to do by
+        any GPU. Else its channels are all that is known."""
+        hooks = [client for client in self.books.clients_of(service) if client.role is Role.HOOK]
+        views = [view for view in (self.register.view(client.id) for client in hooks) if view.hint_ns]
+        if views:
+            return any(view.open_requests > 0 for view in views)
+        return bool(self.books.services[service].compute_on)
 
     def _standing(self, engine: Engine | None, cards: Mapping[bytes, CardUse]) -> Standing | None:
         """On the scarcest of its GPUs."""

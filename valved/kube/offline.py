@@ -23,7 +23,7 @@ class Reading:
     harvest_s: float
     gpus: int
     tokens: int | None
-    has_work: bool  # it has compute channels: there is something to run
+    has_work: bool  # there is something to run, and nobody but online services keeps it from running
     gated_s: float = 0.0  # since the last reading
     stops: int = 0
     lost: int | None = None  # tokens to be made again, since its engine began; None: no engine is attached

@@ -127,6 +127,7 @@ class Room:
             processes=host.processes,
             kv=host.kv,
         )
+        self._observer.is_standing = self._is_held_by_order
         if host.kv is not None:
             host.kv.reserve.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
         self._follower = Follower(host.brake, host.keeper)
@@ -261,6 +262,11 @@ class Room:
             or (GUARD_SERVICE in keeper.gpus[gpu].holders and not is_heard)
             or any(gpu in one.gpus and (one.away or keeper.is_resting(one, now_ns)) for one in keeper.online.values())
         )
+
+    def _is_held_by_order(self, gpu: GpuIndex) -> bool:
+        """Paused, guarded, resting, or in a mode that harvests nothing: no missed promise, and no sign of one."""
+        brake, holders = self._host.brake, self._host.keeper.gpus[gpu].holders
+        return brake.switches.is_closed or GUARD_SERVICE in holders or self._is_standing(gpu)
 
     def _give_receipts(self, gained: Mapping[GpuIndex, Gained], now_ns: int) -> None:
         """Book what offline pods got, and what the online services of those GPUs lent."""
