@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import getpass
 from pathlib import Path
+from typing import Any
 
 from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import NOT_RUNNING, OK, CliError
-from valved.paths import PAUSE_FILE, run_dir
+from valved.paths import DRAIN_FILE, PAUSE_FILE, run_dir
+
+ANSWER_S = 2.0
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,31 +37,40 @@ def _who() -> str:
 
 def pause(_options: argparse.Namespace) -> int:
     path = _brake()
-    path.write_text(f"{_who()}\n")
     try:
-        with node() as connection:
-            status = connection.call(connection.stub.Pause, node_pb2.PauseRequest(by=_who()))
-    except CliError as error:
-        if error.code != NOT_RUNNING:
-            raise
-        print(f"no valved answers; the brake is on for when one starts: {path}")
-        return OK
-    print(f"mode: {words.mode(status)}")
-    return OK
+        path.write_text(f"{_who()}\n")
+    except OSError as error:
+        raise _not_ours(path, error) from None
+    print(f"the brake is on: {path}", flush=True)  # whatever becomes of the rest: valved watches this file
+    return _tell("Pause", node_pb2.PauseRequest(by=_who()), "it stops offline work when it sees the file")
 
 
 def resume(_options: argparse.Namespace) -> int:
-    _brake().unlink(missing_ok=True)
+    path = _brake()
+    try:
+        path.unlink(missing_ok=True)
+        path.with_name(DRAIN_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_ours(path, error) from None
+    print(f"the brake is off: {path} is gone", flush=True)
+    return _tell("Resume", node_pb2.ResumeRequest(), "offline work goes on when it sees that")
+
+
+def _tell(method: str, request: Any, otherwise: str) -> int:
+    """The file is enough; who answers says what is in force now."""
     try:
         with node() as connection:
-            status = connection.call(connection.stub.Resume, node_pb2.ResumeRequest())
+            status = connection.call(getattr(connection.stub, method), request, deadline_s=ANSWER_S)
     except CliError as error:
-        if error.code != NOT_RUNNING:
-            raise
-        print("no valved answers; the brake is off for when one starts")
+        who = "no valved answers" if error.code == NOT_RUNNING else f"valved does not answer ({error})"
+        print(f"{who}; {otherwise}")
         return OK
     print(f"mode: {words.mode(status)}")
     return OK
+
+
+def _not_ours(path: Path, error: OSError) -> CliError:
+    return CliError(f"{path}: {error.strerror}", next_step="the brake belongs to the user who runs valved")
 
 
 def _brake() -> Path:

@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from valved.cli import drain
+from valved.cli.client import is_running
 from valved.cli.exits import FAILED, OK, CliError
+from valved.paths import run_dir
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
@@ -68,6 +71,12 @@ def systemctl(*arguments: str) -> None:
         raise CliError(f"systemctl {' '.join(arguments)}: {done.stderr.strip()}", FAILED)
 
 
+def _empty() -> None:
+    """Nobody comes after this valved: offline work ends first, stopped until then."""
+    if is_running(run_dir()):
+        drain.drain(argparse.Namespace(stop=True, timeout=120.0))
+
+
 def service(options: argparse.Namespace) -> int:
     path = options.folder / UNIT
     if options.action == "show":
@@ -86,6 +95,7 @@ def service(options: argparse.Namespace) -> int:
         return OK
     if path.exists():
         if not options.no_start:
+            _empty()
             systemctl("disable", "--now", UNIT)
         path.unlink()
         print(f"removed {path}")
