@@ -28,7 +28,6 @@ from kube_node import (
 )
 from node_world import World
 
-from valved.abi.link import Feature
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer
 from valved.kube.follower import Follower
 from valved.machine.cards import CardUse
@@ -91,27 +90,6 @@ async def test_a_process_that_computes_unregistered_closes_its_gpu(tmp_path):
 
         verdict = node.room._memory.verdicts[0]
         assert verdict.reason == "process 900 (sneaky) uses it without the shim"
-
-
-@scenario
-async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unreported(tmp_path):
-    async with kube_node(tmp_path) as node:
-        await registered(node)
-        node.room.ungated.patience_s = 0.0
-        gpu = uuid_of(node.world, 0)
-        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", gpu, "Running"))
-        info = node.world.gate.gpus()[0]
-        node.world.processes.add(900, comm="bare", cgroup=group(OFFLINE_UID))
-        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
-
-        await until(lambda: node.api.reports and node.api.reports[-1]["ungated"])
-
-        assert (900, "SIGSTOP") in node.world.signals
-        await until(lambda: node.guarded() == [0])
-        (told,) = node.api.reports[-1]["ungated"]
-        assert told["podUID"] == OFFLINE_UID
-        (state,) = [one for one in node.api.reports[-1]["conditions"] if one["type"] == "OfflineUngated"]
-        assert (state["status"], state["message"]) == ("True", "process 900 (bare) of default/batch-0")
 
 
 @scenario
@@ -444,31 +422,6 @@ async def test_a_pod_to_be_profiled_gets_its_memory_in_steps_from_its_first_seco
         assert ceiling(service) == 0.25
         node.room.api.found({"spec": {}})
         assert ceiling(service) == 1.0
-
-
-@scenario
-async def test_a_job_that_waits_for_its_own_input_or_is_held_by_order_never_counts_as_demand(tmp_path):
-    """Its hours would be a missed promise: it was evicted from an idle GPU."""
-    async with kube_node(tmp_path) as node:
-        node.room._observer.is_standing = lambda gpu: node.world.brake.is_paused
-        node.put(pod("batch-0", OFFLINE_UID, role="offline"))
-        node.world.processes.add(400, cgroup=group(OFFLINE_UID))
-        client = node.world.hello(400, Role.OFFLINE).client
-        node.world.add_channel(client, gpu=0, h_client=0xC1D00400)
-
-        def has_work():
-            (reading,) = node.room._observer.readings(node.world.clock.now_ns(), {}, {})
-            return reading.has_work
-
-        assert has_work(), "no hook: channels are all that is known"
-        hook = node.world.hello(400, Role.HOOK, features=Feature.HINT).client
-        node.world.run(1)
-        node.world.gate.hint(hook, started=5, ended=5)
-        assert not has_work()
-        node.world.gate.hint(hook, started=6, ended=5)
-        assert has_work()
-        node.world.node.pause("test")
-        assert not has_work()
 
 
 @scenario

@@ -70,11 +70,12 @@ class Observer:
             if holding.resource not in WHOLE_GPUS and not holding.resource.startswith("nvidia.com/mig-"):
                 continue
             pod = self.book.named(holding.namespace, holding.pod)
+            gpus, is_known = self._gpus_of(holding, pod)
             found.append(
                 Holder(
                     name=f"{holding.namespace}/{holding.pod}/{holding.container}",
-                    gpus=self._gpus_of(holding),
-                    is_heard=pod is not None and pod.uid in heard,
+                    gpus=gpus,
+                    is_heard=is_known and pod is not None and pod.uid in heard,
                     is_injected=pod is None or pod.is_injected or self.has_shim(pod, holding.container),
                     mode=self._mode_of(holding.namespace, pod.mode if pod is not None else ""),
                 )
@@ -213,13 +214,27 @@ class Observer:
         )
         return {group.uid for group in groups if group is not None}
 
-    def _gpus_of(self, holding: Holding) -> frozenset[GpuIndex]:
-        """Shared GPUs are listed as UUID::n. A device we cannot place may be any of them."""
+    def _gpus_of(self, holding: Holding, pod: Pod | None) -> tuple[frozenset[GpuIndex], bool]:
+        """The GPUs of a container, and whether they are known. Shared GPUs are listed as UUID::n. Devices of a claim
+        (DRA) have names of their own driver's: then the GPUs are those on which the pod has shown its channels. Until
+        it has on as many as it holds, it may be any of them, and is heard on none."""
         by_name = {gpu.uuid_text: gpu.index for gpu in self.gpus}
         found = [by_name.get(device.partition("::")[0]) for device in holding.ids]
-        if None in found or not found:
-            return frozenset(by_name.values())
-        return frozenset(index for index in found if index is not None)
+        named = frozenset(index for index in found if index is not None)
+        if None not in found and found:
+            return named, True
+        shown = named | (self._used_by(pod.uid) if pod is not None else frozenset())
+        is_known = bool(shown) and len(shown) >= len(set(holding.ids))
+        return (shown, True) if is_known else (frozenset(by_name.values()), False)
+
+    def _used_by(self, uid: str) -> frozenset[GpuIndex]:
+        """Where the online processes of a pod have channels."""
+        services = [
+            self.books.services[claim.service]
+            for claim in self.books.claims.values()
+            if claim.role is Role.ONLINE and (group := pod_of(claim.cgroup)) is not None and group.uid == uid
+        ]
+        return frozenset[GpuIndex]().union(*(service.gpus for service in services))
 
     def _offline_pod(self, pid: int) -> str:
         group = pod_of(self.processes.cgroup(pid) or "")
