@@ -182,3 +182,13 @@ def test_a_stop_that_the_watchdog_gave_up_never_keeps_others_waiting(hasty: Rig)
     assert not hasty.gate.is_stopped(ZERO)
     hasty.driver.rules.hang = 0
     hasty.wait_gated(0)
+
+
+def test_a_test_that_could_not_switch_a_channel_on_again_never_leaves_it_off(rig: Rig) -> None:
+    workload = rig.offline()
+    rig.driver.rules.fail_enable, rig.driver.rules.fail_times = REFUSED, 5
+
+    (result,) = workload.add()
+
+    assert (result.status, result.reach) == (0, Reach.CHANNEL_OWN)
+    wait_until(lambda: workload.on() == 1, "it is switched on after all")

@@ -405,7 +405,7 @@ def test_an_applications_own_disable_is_never_undone(world, offline):
         seq = client.give_order(order)
         until(lambda wanted=seq: client.region.order_done == wanted, "answered")
 
-    assert world.gate_calls()[before:] == [call(process, "disable", SECOND), call(process, "enable", SECOND)]
+    assert world.gate_calls()[before:] == [call(process, "disable", FIRST, SECOND), call(process, "enable", SECOND)]
 
 
 def test_more_than_64_channels_go_in_two_calls(world, offline):

@@ -128,7 +128,9 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t index, const struct valve_en
 		return gpu->info.status;
 	off = try_switch(gpu, entry, MAIL_OFF);
 	on = try_switch(gpu, entry, MAIL_ON);
-	return off ? off : on;
+	/* The rung works if it could switch off. What is off now is switched on with the plan that comes next, again and again:
+	 * no channel of an application may stay off because a test met a refusal. */
+	return off || rm_is_stale(on) || on == -ETIMEDOUT ? (off ? off : on) : 0;
 }
 
 static void hold_entries(struct gpu *gpu, const struct valve_entry *entries, uint32_t count)

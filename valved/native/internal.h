@@ -106,6 +106,7 @@ struct gpu {
 	struct valve_gpu_info info;
 	struct rm_client own; /* the issuer's alone, from its start to its end */
 	uint32_t closings;    /* issuer's alone: how many it has seen */
+	bool owed;            /* issuer's alone: a test switched a channel off and could not switch it on */
 	uint32_t tried;       /* issuer's alone: the target that ... */
 	uint32_t failures;    /* ... was missed so many times in a row, ... */
 	uint64_t retry_ns;    /* ... and is not tried again before then */

@@ -198,11 +198,17 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 			status = walk(gpu, mail->stop_now, true);
 		if (gpu->state >= VALVE_GPU_STOPPED)
 			walk(gpu, mail->run_now, false);
+		if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
+			store_release(&gpu->state,
+			              VALVE_GPU_ENABLING); /* what a test left off is in this plan */
+		gpu->owed = false;
 		return status;
 	case MAIL_OFF:
 		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);
 	case MAIL_ON:
-		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
+		status = try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->on);
+		gpu->owed |= status && !rm_is_stale(status);
+		return status;
 	case MAIL_CID:
 		return own_unique_id(gpu, mail->h_client, mail->h_channel, &mail->cid);
 	case MAIL_ENABLE:
