@@ -211,15 +211,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             rest_ns=round(self.breaker.rest_s * SECOND),
         )
 
-    def reservation_settings(self, column_bytes: int = MIB, sharers: int = 1) -> ReservationSettings:
-        """In columns of an engine, which is what moves. Engines that share a GPU share its budget of reclaims."""
+    def reservation_settings(self, column_bytes: int = MIB) -> ReservationSettings:
+        """In columns of an engine, which is what moves."""
         table = self.memory
 
         def columns(mib: int) -> int:
             return max(1, -(-mib * MIB // column_bytes))
 
         return ReservationSettings(
-            target_per_hour=table.target_per_hour / sharers,
+            target_per_hour=table.target_per_hour,
             pressure_ratio=table.pressure_ratio,
             headroom_min_handles=columns(table.headroom_min_mib),
             headroom_max_handles=columns(table.headroom_max_mib),

@@ -169,6 +169,7 @@ class MemoryReport:
             counters={name: getattr(self.counters, name) for name in MemoryCounters.__dataclass_fields__},
             phases=phases,
             reservations={**self._reserve.saved, **reservations},
+            reclaims=self._reserve.budget.saved(),
         )
 
     def restore(self, saved: SavedMemory) -> None:
@@ -179,6 +180,7 @@ class MemoryReport:
             if histogram is not None and len(one.counts) == len(histogram.counts):
                 histogram.counts, histogram.sum_ns = list(one.counts), one.sum_ns
         self._reserve.saved = dict(saved.reservations)
+        self._reserve.budget.restore(saved.reclaims)
 
 
 def _led_to(event: Event, services: Sequence[int], number: int, reclaims: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from valved.config import MIB, Config
 from valved.kv.engines import Engine
@@ -26,6 +26,7 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
 from valved.policy.reservation import start as first_state
+from valved.kv.budget import ReclaimBudget
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
@@ -82,6 +83,7 @@ class Reserve:
         self._clock = clock
         self._config = config
         self._uuids = dict(uuids)
+        self.budget = ReclaimBudget(uuids)
         self._soon: TimerHandle | None = None
         self._tick: TimerHandle | None = None
         self.cards: Mapping[bytes, CardUse] = {}
@@ -221,7 +223,11 @@ class Reserve:
         if memory.mapped_handles < min(online.state.headroom_handles, memory.pool_handles):  # it has just begun
             self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles))
             return
-        online.state, decision = decide(online.state, memory, now_ns, online.settings)
+        reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
+        state = replace(online.state, reclaims_ns=reclaims_ns)
+        online.state, decision = decide(state, memory, now_ns, online.settings)
+        if decision.is_reclaim:
+            self.budget.note(engine.gpus, now_ns)
         self._note(engine, online, decision)
         if decision.action is ReservationAction.TAKE:
             self._grow(engine, online, min(bare, decision.handles))
@@ -230,9 +236,8 @@ class Reserve:
 
     def _first(self, engine: Engine) -> Online:
         """In columns: nothing smaller moves."""
-        sharers = [other for other in self._memory.engines_with(Role.ONLINE) if other.gpus & engine.gpus]
         column_bytes = engine.handles_per_column * self._memory.pool.handle_bytes
-        settings = self._config.reservation_settings(column_bytes, max(1, len(sharers)))
+        settings = self._config.reservation_settings(column_bytes)
         state = self.saved.pop(engine.service, None) or first_state(self._clock.now_ns(), settings)
         online = self.online[engine.service] = Online(state=state, settings=settings)
         self._trim(engine, online)

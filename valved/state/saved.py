@@ -95,6 +95,7 @@ class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
     phases: dict[str, SavedHistogram] = {}
     reservations: dict[ServiceId, ReservationState] = {}  # of online services
+    reclaims: dict[str, tuple[int, ...]] = {}  # of each GPU, by uuid: when
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
