@@ -104,7 +104,7 @@ class SchedulerHook:
             self._say()
         self.keeper.sync()
         self.keeper.publish()
-        if self._between_steps is not None:
+        if self._between_steps is not None and self.keeper.session is not None:  # before, it would wait for one
             self._between_steps()
 
     def after_schedule(self, output: Any) -> None:

@@ -63,9 +63,11 @@ class WorkerHook:
             self._is_warming_up = False
 
     def before_step(self, runner: Any, output: Any) -> None:
+        if self._is_warming_up:  # the shim asks valved before the first step who heeds the table: nobody can yet
+            return
         if self._between_steps is not None:
             self._between_steps()
-        if self.is_elastic and output.total_num_scheduled_tokens and not self._is_warming_up:
+        if self.is_elastic and output.total_num_scheduled_tokens:
             why = getattr(output, UNHEEDED, "the scheduler's process has no hook (VLLM_PLUGINS there?)")
             if why:
                 raise Unheeded(

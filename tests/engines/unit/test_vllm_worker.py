@@ -155,10 +155,20 @@ def test_a_step_for_which_nobody_heeds_the_table_is_never_computed(elastic, note
 def test_a_step_is_computed_where_the_table_is_heeded_or_nothing_is_at_stake(elastic):
     elastic.before_step(SimpleNamespace(), step(**{calls.UNHEEDED: ""}))
     elastic.before_step(SimpleNamespace(), step(tokens=0))
-    with elastic.warming_up():
-        elastic.before_step(SimpleNamespace(), step())
     elastic.placement.is_ours = False  # the cache is vLLM's own
     elastic.before_step(SimpleNamespace(), step())
+
+
+def test_a_step_that_warms_up_never_waits_for_a_scheduler_that_is_not_built_yet(elastic):
+    """valve_kv_step asks valved who heeds the table, and what this process launches waits until somebody does."""
+    asked = []
+    elastic._between_steps = lambda: asked.append(1)
+    with elastic.warming_up():
+        elastic.before_step(SimpleNamespace(), step())
+    assert asked == []
+
+    elastic.before_step(SimpleNamespace(), step(**{calls.UNHEEDED: ""}))
+    assert asked == [1]
 
 
 @pytest.mark.parametrize(
