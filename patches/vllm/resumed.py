@@ -66,8 +66,10 @@ class Resumed:
         del request.output_token_ids[generated:]
         if generated == 0:
             request.generator.manual_seed(request.sampling_params.seed)
-        else:
-            request.generator.set_state(self._states[name][generated])
+            return
+        state = self._states.get(name, {}).get(generated)
+        if state is not None:  # else no step began with so many tokens, and nothing was drawn since
+            request.generator.set_state(state)
 
     def _tell_prompt_again(self, request: Any, name: str) -> None:
         wanted = getattr(getattr(request, "sampling_params", None), "prompt_logprobs", None)

@@ -75,6 +75,34 @@ def test_tokens_are_identical_with_drafts(engines):
     assert is_sound(results)
 
 
+ASKS = {
+    "logprobs of the prompt": {"asks": {"prompt_logprobs": 2}},
+    "seeds": {"asks": {"temperature": 1.0, "seeds": True}, "budget": 8192},  # this CPU build cannot cut seeded prompts
+    "two sequences": {"asks": {"temperature": 1.0, "seeds": True, "n": 2}, "budget": 8192},
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@MODES
+def test_what_a_request_asks_for_besides_tokens_is_as_undisturbed(engines, is_async, asks):
+    """Every logprob of a prompt, to a thousandth; the tokens of a seed."""
+    results = engines.campaign({"async": is_async, **ASKS[asks], "trials": trials(3, every=2, held=3)})
+    print(f"\n{asks}: {total(results, 'requests')} requests, {total(results, 'hit_requests')} hit")
+
+    assert is_sound(results)
+    assert total(results, "hit_requests") > 50
+
+
+@pytest.mark.parametrize("asks", ["logprobs of the prompt", "seeds"])
+def test_without_beginning_again_in_the_worker_what_was_asked_for_is_lost(engines, asks):
+    """The control run."""
+    plan = {"handling": "not_begun_again", **ASKS[asks], "trials": trials(3, every=2, held=3)}
+    results = engines.campaign(plan)
+    print(f"\n{asks}: {total(results, 'wrong')} of {total(results, 'requests')} wrong")
+
+    assert total(results, "wrong") > 0
+
+
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_embeddings_are_the_same_and_count_their_prompts(engines, task):
     """Prompts of several chunks, nothing generated; vectors to a thousandth, however much was reclaimed."""
@@ -205,7 +233,7 @@ def test_the_patch_applies_to_every_supported_release(engines, release, tmp_path
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_the_plugin_relies_on_is_in_every_supported_release(engines, release):
     """Names and fields that check.py looks up at start, and the worker's methods that are wrapped."""
-    worker = ("_maybe_get_memory_pool_context", "initialize_from_config", "execute_model")
+    worker = ("_maybe_get_memory_pool_context", "initialize_from_config", "execute_model", "compile_or_warm_up_model")
     fields = check.OUTPUT_FIELDS | check.CACHED_FIELDS
     relied_on = {
         "vllm/v1/core/sched/scheduler.py": (
@@ -273,3 +301,12 @@ def test_a_layout_that_vllm_calls_not_compact_is_never_taken(engines):
 
     assert len(layouts) == 6
     assert all(is_compact == is_taken for is_compact, is_taken in layouts.values())
+
+
+@MODES
+def test_one_request_that_does_not_fit_never_stops_a_real_engine(engines, is_async, tmp_path):
+    out = engines.run("vllm_waiting.py", str(engines.model), str(tmp_path), json.dumps({"async": is_async}))
+    seen = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    others = {f"short{number}": "length" for number in range(9)} | {"alone": "length"}
+
+    assert seen == {"before": others, "after": {**others, "long": "length"}, "is_same": True}

@@ -81,6 +81,13 @@ def no_sync_before_schedule(hook: Any) -> None:
 
 
 @ablation
+def not_begun_again(hook: Any) -> None:
+    from valve_hook.vllm.resumed import Resumed
+
+    Resumed.before_step = lambda resumed, output: None
+
+
+@ablation
 def coarse(hook: Any) -> None:
     from valve_hook.wire import Mode
 
@@ -248,6 +255,7 @@ class Campaign:
         from vllm import LLM
 
         self.pooling = str(options.get("pooling", ""))  # a task: answers are vectors, not tokens
+        self.asks = dict(options.get("asks", {}))  # of each request, besides greedy tokens
         speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
         self.llm = LLM(
             model=model,
@@ -256,7 +264,7 @@ class Campaign:
             skip_tokenizer_init=not self.pooling,
             block_size=32,
             num_gpu_blocks_override=options.get("blocks", 60),
-            max_num_batched_tokens=96,
+            max_num_batched_tokens=options.get("budget", 96),
             max_num_seqs=options.get("seqs", 16),
             max_model_len=512,
             enable_prefix_caching=options.get("caching", True),
@@ -274,10 +282,16 @@ class Campaign:
 
     def asked(self, number: int, tokens: int) -> Any:
         from vllm import PoolingParams, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         if self.pooling:
             return PoolingParams(task=self.pooling)
-        return SamplingParams(temperature=0.0, max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False)
+        asks = {"temperature": 0.0, **self.asks}
+        if asks.get("n", 1) > 1:  # else the last sequence to end is all that comes
+            asks["output_kind"] = RequestOutputKind.FINAL_ONLY
+        if asks.pop("seeds", False):
+            asks["seed"] = 1000 + number
+        return SamplingParams(max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False, **asks)
 
     def generate(self, seed: int, count: int, tokens: int, aborts: int = 0) -> list[Any]:
         """Greedy tokens of every request, in order; with `aborts` some are cancelled midway and sent again."""
@@ -367,13 +381,26 @@ def is_aborted(output: Any) -> bool:
 
 
 def answer_of(output: Any) -> Any:
-    return list(output.outputs[0].token_ids) if isinstance(output.outputs, list) else output.outputs.data
+    """Tokens of each sequence, or a vector; logprobs of the prompt where they were asked for."""
+    if not isinstance(output.outputs, list):
+        return output.outputs.data
+    tokens = [list(each.token_ids) for each in sorted(output.outputs, key=lambda each: each.index)]
+    return tokens if output.prompt_logprobs is None else (tokens, logprobs_of(output))
+
+
+def logprobs_of(output: Any) -> list[float]:
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
+    return [rows[token].logprob for token, rows in pairs if rows is not None]
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
     """Tokens to the last one; vectors as closely as the shapes of two batches allow."""
     if isinstance(mine, list) or isinstance(theirs, list):
         return bool(mine == theirs)
+    if isinstance(mine, tuple):
+        pairs = zip(mine[1], theirs[1], strict=False)
+        is_near = len(mine[1]) == len(theirs[1]) and all(abs(one - other) < 1e-3 for one, other in pairs)
+        return bool(mine[0] == theirs[0]) and is_near
     import torch
 
     return mine.shape == theirs.shape and bool(torch.allclose(mine, theirs, atol=1e-3))

@@ -67,7 +67,7 @@ def undisturbed(seed, count):
     return [generator.draw() for _ in range(count)]
 
 
-@pytest.mark.parametrize(("believed", "dropped"), [(0, 1), (0, 2), (1, 1), (3, 2), (9, 1)])
+@pytest.mark.parametrize(("believed", "dropped"), [(0, 1), (0, 2), (1, 0), (1, 1), (3, 0), (3, 2), (9, 1)])
 def test_a_seeded_request_never_draws_past_tokens_that_nobody_saw(runner, believed, dropped):
     runner.add("a", seed=7)
     for number in range(believed + dropped):
