@@ -122,6 +122,7 @@ class Link:
     retry_s: float = RETRY_S
     gone_s: float = GONE_S
     unmet_s: float = UNMET_S
+    is_offline: bool = True
     is_preloaded: bool = True  # the shim is here: the engine's cache may have no memory yet
     ranges: Callable[[], int | None] = kv_ranges
     region: Region | None = None
@@ -397,6 +398,7 @@ def process_link() -> Link | None:
             path=path,
             gone_s=OFFLINE_GONE_S if is_offline else GONE_S,
             unmet_s=OFFLINE_GONE_S if is_offline else UNMET_S,
+            is_offline=is_offline,
             is_preloaded=shim_call("valve_kv_begin") is not None,
         )
         _links[pid].start()

@@ -30,7 +30,7 @@ class SchedulerHook:
     def __init__(self, scheduler: Any, link: Link, mode: Mode, engine: str) -> None:
         self.scheduler = scheduler
         self.link = link
-        self.engine = VllmEngine(scheduler)
+        self.engine = VllmEngine(scheduler, is_offline=link.is_offline)
         blocks = int(self.engine.pool.num_gpu_blocks)
         self.ledger = Ledger(
             block_tokens=self.engine.block_tokens, slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0)

@@ -23,14 +23,16 @@ from valve_hook.ledger import Ledger, Step
 from valve_hook.shared import Blocks
 from valve_hook.vllm.free_blocks import ColumnQueue
 
+LOOK_AT_BLOCKS = 512  # in one step, for whole free columns to give back
 LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 
 
 class VllmEngine:
     """`valve_hook.reconciler.Engine` over a Scheduler."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, *, is_offline: bool = True) -> None:
         self.scheduler = scheduler
+        self.is_offline = is_offline  # others keep vLLM's own order: their prefix cache is somebody's waiting time
         self.manager = scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.block_tokens = int(scheduler.block_size)
@@ -38,7 +40,8 @@ class VllmEngine:
         self.has_abandoned = False
         self.lock = threading.RLock()  # the engine's thread beside the one that looks while it is idle
         self._columns: ColumnQueue | None = None
-        self._column_blocks: list[int] = []
+        self._members: list[list[int]] = []  # blocks of each column, where the order is vLLM's own
+        self._cursor = 0
         self._reset_prefix_cache = self.pool.reset_prefix_cache
         self.pool.reset_prefix_cache = self.reset_prefix_cache
 
@@ -115,21 +118,37 @@ class VllmEngine:
         return len(holding)
 
     def arrange(self, column_of: Blocks) -> None:
+        if not self.is_offline:
+            members: list[list[int]] = [[] for _ in range(int(column_of.max(initial=0)) + 1)]
+            for block, column in enumerate(column_of.tolist()):
+                members[column].append(block)
+            self._members, self._cursor = members, 0
+            return
         free = self.pool.free_block_queue.get_all_free_blocks()
         self._columns = self.pool.free_block_queue = ColumnQueue(column_of.tolist(), free)
-        sizes = [0] * (max(column_of.tolist(), default=0) + 1)
-        for column in column_of.tolist():
-            sizes[column] += 1
-        self._column_blocks = sizes
 
     def free_columns(self) -> Sequence[int]:
-        """From the last column to the first: hand-out prefers low ones."""
-        if self._columns is None:
-            return []
-        counts = self._columns.free_counts()
-        return [
-            column for column in range(len(counts) - 1, -1, -1) if 0 < counts[column] == self._column_blocks[column]
-        ]
+        """From the last column to the first."""
+        if self._columns is not None:
+            return sorted(self._columns.whole, reverse=True)
+        return self._scan()
+
+    def _scan(self) -> list[int]:
+        """A part of all columns each time, round and round: what is held is seen at its first block."""
+        blocks, null, found, looked = self.pool.blocks, self.pool.null_block.block_id, [], 0
+        for _ in self._members:
+            if looked >= LOOK_AT_BLOCKS:
+                break
+            self._cursor = (self._cursor - 1) % len(self._members)
+            held = False
+            for block in self._members[self._cursor]:
+                looked += 1
+                if blocks[block].ref_cnt or block == null:
+                    held = True
+                    break
+            if not held and self._members[self._cursor]:
+                found.append(self._cursor)
+        return found
 
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler, pool = self.scheduler, self.pool
@@ -137,7 +156,8 @@ class VllmEngine:
         waiting = len(scheduler.waiting)
         wanted = used
         if waiting:
-            for _, request in zip(range(LOOK_AT_WAITING), scheduler.waiting, strict=False):
+            first = getattr(scheduler.waiting, "_heap", scheduler.waiting)  # a priority queue is copied to be walked
+            for _, request in zip(range(LOOK_AT_WAITING), first, strict=False):
                 wanted += -(-request.num_tokens // self.block_tokens)
         return used, wanted, len(scheduler.running), waiting
 

@@ -1,8 +1,10 @@
 """vLLM's free block queue, handing out column by column.
 
-Takes the place of `BlockPool.free_block_queue` (same methods, same counts). Which column comes next is the rule of
-`valve_hook.handout`: stay in the column of the request's last block, else the column with the most free blocks. Within
-a column blocks without cached content go first, then the longest unused, as in vLLM's own queue.
+Takes the place of `BlockPool.free_block_queue` (same methods, same counts) in an offline engine. Blocks without cached
+content go first, wherever they are, as in vLLM's own queue. Among them `valve_hook.handout` rules: stay in the column
+of the request's last block, else the column with the most. Only when there are none left, cached content is given up:
+column by column, the one whose free cached blocks were used the longest ago in the mean, and of it what is older than
+the mean of all. So the prefix cache keeps nearly what vLLM would keep (test_hit_rate.py).
 
 The pool does not say for whom it takes blocks, and wrapping the functions that know would cost every running request in
 every step. So the caller's frame is read, only when blocks are really taken; where it cannot be found (another version)
@@ -16,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from valve_hook.handout import FullestColumn
 
 Block = Any  # vllm's KVCacheBlock
@@ -44,7 +47,14 @@ class ColumnQueue:
         self._fresh: list[dict[int, Block]] = [{} for _ in range(columns)]
         self._cached: list[dict[int, Block]] = [{} for _ in range(columns)]
         sizes = Counter(self._column_of)
+        self._sizes = [sizes[column] for column in range(columns)]
         self._order = FullestColumn(columns, max(sizes.values(), default=0))
+        self._fresh_blocks = 0
+        self._clock = 0
+        self._freed_at = [0] * len(self._column_of)
+        self._age_sum, self._age_count = np.zeros(columns), np.zeros(columns)  # of free cached blocks
+        self._emptied = self._emptied_at = 0  # the column whose cached blocks are being given up, and up to what age
+        self.whole: set[int] = set()  # columns all of whose blocks are free
         self.num_free_blocks = 0
         self.found_owner = 0  # times the asking request was known
         self.append_n(list(free))
@@ -59,25 +69,34 @@ class ColumnQueue:
     def popleft_n(self, n: int) -> list[Block]:
         assert self.num_free_blocks >= n
         taken: list[Block] = []
-        last = last_block_of_caller()
+        last = last_block_of_caller() if self._fresh_blocks else None
         column = -1
         if last is not None:
             self.found_owner += 1
             column = self._column_of[last]
         while len(taken) < n:
-            if column < 0 or not self._count(column):
-                column = self._order.find(self._count)
-            for pile in (self._fresh[column], self._cached[column]):
-                while pile and len(taken) < n:
-                    taken.append(pile.pop(next(iter(pile))))
+            if not self._fresh_blocks:
+                taken += self._give_up(n - len(taken))
+                continue
+            if column < 0 or not self._fresh[column]:
+                column = self._order.find(self._count_fresh)
+            pile = self._fresh[column]
+            before = len(pile)
+            while pile and len(taken) < n:
+                taken.append(pile.pop(next(iter(pile))))
+            self._fresh_blocks -= before - len(pile)
             self._file(column)
         self.num_free_blocks -= n
         return taken
 
     def remove(self, block: Block) -> None:
         column = self._column_of[block.block_id]
-        if self._fresh[column].pop(block.block_id, None) is None:
+        if self._fresh[column].pop(block.block_id, None) is not None:
+            self._fresh_blocks -= 1
+        else:
             del self._cached[column][block.block_id]
+            self._forget_age(column, block)
+        self.whole.discard(column)
         self.num_free_blocks -= 1
 
     def append(self, block: Block) -> None:
@@ -86,8 +105,15 @@ class ColumnQueue:
     def append_n(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             column = self._column_of[block.block_id]
-            pile = self._fresh if block.block_hash is None else self._cached
-            pile[column][block.block_id] = block
+            if block.block_hash is None:
+                self._fresh[column][block.block_id] = block
+                self._fresh_blocks += 1
+            else:
+                self._cached[column][block.block_id] = block
+                self._clock += 1
+                self._freed_at[block.block_id] = self._clock
+                self._age_sum[column] += self._clock
+                self._age_count[column] += 1
             self._file(column)
         self.num_free_blocks += len(blocks)
 
@@ -101,10 +127,41 @@ class ColumnQueue:
     # ---- for the hook ----
 
     def free_counts(self) -> list[int]:
-        return [self._count(column) for column in range(len(self._fresh))]
+        return [len(fresh) + len(cached) for fresh, cached in zip(self._fresh, self._cached, strict=True)]
 
-    def _count(self, column: int) -> int:
-        return len(self._fresh[column]) + len(self._cached[column])
+    # ---- parts ----
+
+    def _give_up(self, most: int) -> list[Block]:
+        if not self._has_old():
+            ages = np.full(len(self._age_sum), np.inf)
+            np.divide(self._age_sum, self._age_count, out=ages, where=self._age_count > 0)
+            self._emptied = int(ages.argmin())
+            self._emptied_at = int(self._age_sum.sum() / self._age_count.sum())
+        pile = self._cached[self._emptied]
+        taken: list[Block] = []
+        while len(taken) < most and self._has_old():
+            block = pile.pop(next(iter(pile)))
+            self._forget_age(self._emptied, block)
+            taken.append(block)
+        self.whole.discard(self._emptied)
+        return taken
+
+    def _has_old(self) -> bool:
+        """Of what is older than the mean of all: the rest of the column, and what comes back to it, is worth more."""
+        oldest = next(iter(self._cached[self._emptied]), None)
+        return oldest is not None and self._freed_at[oldest] <= self._emptied_at
+
+    def _forget_age(self, column: int, block: Block) -> None:
+        self._age_sum[column] -= self._freed_at[block.block_id]
+        self._age_count[column] -= 1
+
+    def _count_fresh(self, column: int) -> int:
+        return len(self._fresh[column])
 
     def _file(self, column: int) -> None:
-        self._order.file(column, self._count(column))
+        fresh = len(self._fresh[column])
+        self._order.file(column, fresh)
+        if fresh + len(self._cached[column]) == self._sizes[column]:
+            self.whole.add(column)
+        else:
+            self.whole.discard(column)

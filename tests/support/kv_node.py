@@ -75,6 +75,8 @@ class KvNode:
 
     def stop(self) -> None:
         """valved dies: its files stay with whoever mapped them."""
+        if self._stop:
+            return
         self._stop = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

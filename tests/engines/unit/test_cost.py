@@ -128,3 +128,38 @@ def test_an_event_of_1000_blocks_is_handled_quickly(world):
 
     assert hook.keeper.receipts.hit_requests > 0
     assert min(took) < EVENT_LIMIT_NS
+
+
+class PriorityQueue:
+    """As vLLM's: to walk it is to copy it."""
+
+    def __init__(self, requests):
+        self._heap = requests
+
+    def __len__(self):
+        return len(self._heap)
+
+    def __iter__(self):
+        raise AssertionError("the whole heap would be copied")
+
+
+def test_a_long_priority_queue_is_never_copied_for_a_gauge(world):
+    _, scheduler, _ = world
+    scheduler.waiting = PriorityQueue([SimpleNamespace(num_tokens=16)] * 20_000)
+    used, wanted, _, waiting = scheduler._valve.engine.gauges()
+
+    assert (wanted - used, waiting) == (32, 20_000)
+
+
+def test_with_surplus_and_no_free_column_a_step_never_looks_at_the_columns(world):
+    node, scheduler, _ = world
+    queue = scheduler.pool.free_block_queue
+    queue.free_counts = None
+    node.aim(1)
+    for column in list(queue.whole):
+        queue.remove(next(iter(queue._fresh[column].values())))
+    scheduler._valve.keeper.sync()
+    scheduler._valve.keeper.publish()
+
+    assert queue.whole == set()
+    assert node.offered() == []

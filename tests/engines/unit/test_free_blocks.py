@@ -89,4 +89,17 @@ def test_any_order_of_calls_keeps_the_books(seed):
         ids = [block.block_id for block in [*pool.free_block_queue.get_all_free_blocks(), *held]]
 
         assert sorted(ids) == list(range(1, 64))
-        assert sum(pool.free_block_queue.free_counts()) == pool.get_num_free_blocks()
+        counts = pool.free_block_queue.free_counts()
+        assert sum(counts) == pool.get_num_free_blocks()
+        assert pool.free_block_queue.whole == {column for column, count in enumerate(counts) if count == 8}
+
+
+def test_no_cached_block_is_given_up_while_a_fresh_one_is_left():
+    pool = queue_of(blocks=32, columns=4)
+    taken = pool.get_new_blocks(31)
+    for number, block in enumerate(taken[:24]):
+        block.block_hash = number
+    pool.free_blocks(taken)
+
+    assert all(block.block_hash is None for block in pool.free_block_queue.popleft_n(7))
+    assert all(block.block_hash is not None for block in pool.free_block_queue.popleft_n(24))
