@@ -34,7 +34,13 @@ class Engines:
     def environment(self, *more_paths: Path, **variables: str) -> dict[str, str]:
         paths = [self.hook, ROOT / "tests" / "support", HERE, *more_paths]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VALVE_"))}
-        return {**kept, "PYTHONPATH": ":".join(map(str, paths)), "HF_HUB_OFFLINE": "1", **variables}
+        return {
+            **kept,
+            "PYTHONPATH": ":".join(map(str, paths)),
+            "HF_HUB_OFFLINE": "1",
+            "VALVE_ROLE": "offline",
+            **variables,
+        }
 
     def run(self, script: str, *arguments: str, paths: tuple[Path, ...] = (), **variables: str) -> str:
         argv = [str(self.python), str(HERE / script), *arguments]

@@ -153,6 +153,7 @@ def test_a_long_priority_queue_is_never_copied_for_a_gauge(world):
 
 def test_with_surplus_and_no_free_column_a_step_never_looks_at_the_columns(world):
     node, scheduler, _ = world
+    scheduler._valve.before_schedule()
     queue = scheduler.pool.free_block_queue
     queue.free_counts = None
     node.aim(1)
