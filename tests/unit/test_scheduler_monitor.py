@@ -230,3 +230,36 @@ def test_a_workload_goes_with_the_job_that_owns_its_pod() -> None:
     assert workload["metadata"]["name"] == "owner-job-1"
     assert workload["metadata"]["ownerReferences"][0]["kind"] == "Job"
     assert workload["spec"] == {"ownerUID": "job-1", "ownerName": "batch", "sla": 0.3}
+
+
+def without_hook(open_shares: list[float]) -> Track:
+    """A pod whose engine counts no tokens, with the gate open for such shares of its windows."""
+    sample = replace(FIRST, tokens=None, runnable_s=0.0)
+    track = observe(None, sample, SETTINGS)
+    for share in open_shares:
+        sample = replace(
+            sample,
+            runtime_s=sample.runtime_s + 600.0,
+            demand_s=sample.demand_s + 600.0,
+            runnable_s=(sample.runnable_s or 0.0) + 600.0 * share,
+        )
+        track = observe(track, sample, SETTINGS)
+
+    return track
+
+
+@pytest.mark.parametrize(
+    ("open_shares", "verdict"),
+    [
+        ([0.29], Verdict.MISSED),
+        ([0.1, 0.1], Verdict.PERSISTENTLY_MISSED),
+        ([0.31, 0.9], Verdict.NO_TOKENS),
+        ([0.1, 0.9, 0.1], Verdict.MISSED),
+    ],
+)
+def test_a_pod_that_cannot_have_had_its_sla_is_never_left_for_lack_of_tokens(
+    open_shares: list[float], verdict: Verdict
+) -> None:
+    """At full speed whenever the gate was open it would still have missed; with more time nobody knows, so nobody says
+    that it was met."""
+    assert without_hook(open_shares).verdict is verdict

@@ -55,6 +55,7 @@ class Sample:
     runtime_s: float
     demand_s: float
     tokens: float | None
+    runnable_s: float | None = None  # time the gate was open
     is_movable: bool = True  # a controller makes it anew; a bare pod that is evicted is lost
     is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
 
@@ -117,22 +118,23 @@ def with_policy(base: MonitorSettings, spec: Mapping[str, Any]) -> MonitorSettin
 
 def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> Track:
     """Take one more sample of a pod; closes its window when that holds enough time with demand."""
-    unknown = _cannot_judge(sample, settings)
-    if unknown is not None:
-        tokens = sample.tokens or 0.0
-        return Track(sample=sample, verdict=unknown, begin_demand_s=sample.demand_s, begin_tokens=tokens)
-    assert sample.tokens is not None
-    went_back = track is not None and (sample.tokens < track.begin_tokens or sample.demand_s < track.begin_demand_s)
+    tokens = _most_tokens(sample)
+    unknown = _cannot_judge(sample, tokens, settings)
+    if unknown is not None or tokens is None:
+        return _begin(sample, unknown or Verdict.NO_TOKENS)
     if track is not None and track.verdict is Verdict.HELD:
         return _begin(sample, Verdict.MEASURING)
+    went_back = track is not None and (tokens < track.begin_tokens or sample.demand_s < track.begin_demand_s)
     if track is None or went_back:  # first sight, or the node's daemon lost its counters
         return _begin(sample, Verdict.MEASURING, misses=track.misses if track else 0)
     span_s = sample.demand_s - track.begin_demand_s
     if span_s < settings.window_s:
-        verdict = Verdict.MEASURING if track.achieved is None else track.verdict
-        return replace(track, sample=sample, verdict=verdict)
-    achieved = (sample.tokens - track.begin_tokens) / span_s / sample.standalone_tokens_per_s
+        known = track.achieved is not None or track.verdict is Verdict.NO_TOKENS
+        return replace(track, sample=sample, verdict=track.verdict if known else Verdict.MEASURING)
+    achieved = (tokens - track.begin_tokens) / span_s / sample.standalone_tokens_per_s
     if achieved >= sample.sla:
+        if sample.tokens is None:
+            return _begin(sample, Verdict.NO_TOKENS)  # it had the time; what it made of it nobody knows
         return _begin(sample, Verdict.MET, achieved=achieved)
     misses = track.misses + 1
     persistent = misses >= settings.windows and sample.runtime_s >= settings.min_runtime_s
@@ -192,10 +194,19 @@ def is_unreachable(owner: Owner, now_s: float, settings: MonitorSettings) -> boo
     return len(owner.rounds(now_s, settings)) >= settings.max_rounds
 
 
-def _cannot_judge(sample: Sample, settings: MonitorSettings) -> Verdict | None:
+def _most_tokens(sample: Sample) -> float | None:
+    """What the engine counted; without a hook what it can have made at most, at full speed whenever the gate was open:
+    if even that is below the SLA, the miss is proven."""
+    if sample.tokens is not None or sample.runnable_s is None:
+        return sample.tokens
+
+    return sample.runnable_s * sample.standalone_tokens_per_s
+
+
+def _cannot_judge(sample: Sample, tokens: float | None, settings: MonitorSettings) -> Verdict | None:
     if sample.standalone_tokens_per_s <= 0:
         return Verdict.NO_PROFILE
-    if sample.tokens is None:
+    if tokens is None:
         return Verdict.NO_TOKENS
     if sample.is_held:
         return Verdict.HELD
@@ -211,7 +222,7 @@ def _begin(sample: Sample, verdict: Verdict, *, misses: int = 0, achieved: float
         sample=sample,
         verdict=verdict,
         begin_demand_s=sample.demand_s,
-        begin_tokens=sample.tokens or 0.0,
+        begin_tokens=_most_tokens(sample) or 0.0,
         misses=misses,
         achieved=achieved,
     )

@@ -442,6 +442,7 @@ class Controller:
             runtime_s=self._now_s() - started_at_s(pod),
             demand_s=float(reported.get("demandSeconds", 0.0)),
             tokens=reported.get("usefulTokens"),
+            runnable_s=reported.get("runnableSeconds"),
             is_held=self._is_held(place),
             is_movable=not is_bare(pod),
         )
