@@ -232,8 +232,8 @@ class FakeGate:
         self.clients[client].app_disabled.update(self.clients[client].channels)
 
     def give_rm_client(self, client, gpu, h_client, h_device, h_subdevice, fd):
-        self.calls.append(("give_rm_client", h_client, fd))
         if fd >= 0:
+            self.calls.append(("give_rm_client", h_client, fd))
             os.close(fd)
 
     def note_app_disabled(self, client, h_client, h_channel, disabled):
