@@ -15,8 +15,6 @@ from valve_kube.errors import InvalidObject
 
 Object = Mapping[str, Any]
 
-_WINDOWS = ("1h", "24h", "10m", "1m")  # of idle time, the most telling first
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPlace:

@@ -6,9 +6,9 @@ import pytest
 from memory_world import KvWorld
 
 from valved.config import Config, MemoryTable
+from valved.kv.budget import ReclaimBudget
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap
-from valved.kv.budget import ReclaimBudget
 
 HOUR_NS = 3600 * 10**9
 UUIDS = {GpuIndex(0): b"a" * 16, GpuIndex(1): b"b" * 16}

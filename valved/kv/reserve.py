@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from valved.config import MIB, Config
+from valved.kv.budget import ReclaimBudget
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.memory import Memory
@@ -26,7 +27,6 @@ from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
 from valved.policy.reservation import ReservationSettings, decide
 from valved.policy.reservation import start as first_state
-from valved.kv.budget import ReclaimBudget
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 

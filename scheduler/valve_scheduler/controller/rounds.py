@@ -58,6 +58,7 @@ from valve_scheduler.controller.records import Records
 from valve_scheduler.controller.retries import Retries
 from valve_scheduler.controller.shadows import is_news, standing
 from valve_scheduler.controller.shadows import status_of as shadow_status
+from valve_scheduler.controller.store import Store, key_of
 from valve_scheduler.controller.stuck import Stuck
 from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
 from valve_scheduler.placement.rank import Job, PlacementSettings
@@ -75,7 +76,6 @@ from valve_scheduler.probes import Probes
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, str]
 WORTH_KEPT_S = 600.0
 _NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
 
@@ -96,37 +96,6 @@ class ControllerSettings:
     monitor_every_s: float = 30.0
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
-
-
-class Store:
-    """Objects of one kind as they are, by namespace and name."""
-
-    def __init__(self) -> None:
-        self.items: dict[Key, Json] = {}
-
-    def tee(self, view: Reflector) -> Reflector:
-        """Keep the raw objects of a view beside what it does with them."""
-        inner = view.sink
-
-        def replace(items: list[Json]) -> None:
-            self.items = {key_of(item): item for item in items}
-            inner.replace(items)
-
-        def put(item: Json) -> None:
-            self.items[key_of(item)] = item
-            inner.put(item)
-
-        def drop(item: Json) -> None:
-            self.items.pop(key_of(item), None)
-            inner.drop(item)
-
-        view.sink = Sink(replace=replace, put=put, drop=drop)
-
-        return view
-
-
-def key_of(item: Json) -> Key:
-    return item["metadata"].get("namespace", ""), item["metadata"]["name"]
 
 
 class Controller:
