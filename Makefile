@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster gpu wheel clean
+.PHONY: help venv attack test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -39,6 +39,9 @@ check: build ## lint, types, import rules, sizes, formatting
 
 test: build ## everything that needs no GPU and no Kubernetes binaries; EXPLORE=1: another order, other examples
 	@$(BIN)/pytest -q -p no:cacheprovider $(if $(EXPLORE),--hypothesis-profile=explore,--randomly-seed=1) $(PYTEST_ARGS)
+
+attack: build ## everything a process can say on the link, beside an online service; ATTACK_ROUNDS=1000, ATTACK_SEED=...
+	@ATTACK_ROUNDS=$(or $(ATTACK_ROUNDS),300) $(BIN)/pytest -q -s -p no:cacheprovider tests/node/test_attack.py
 
 ENGINES ?= .venv-engines
 test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run them under reclaim; MATRIX=1: older releases too; QUICK=1: a part
