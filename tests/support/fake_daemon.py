@@ -383,6 +383,12 @@ class FakeDaemon:
                 client.hello = message
                 self._greet(client, message)
                 continue
+            for fd in (
+                message.fds if message.type == RM_CLIENT else ()
+            ):  # valved closes it: kept, it keeps the client alive
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, fd, inheritable=False)
+                os.close(null)
             client.inbox.put(message)
             if self.on_message and self.on_message(client, message):
                 continue
