@@ -383,9 +383,7 @@ class FakeDaemon:
                 client.hello = message
                 self._greet(client, message)
                 continue
-            for fd in (
-                message.fds if message.type == RM_CLIENT else ()
-            ):  # valved closes it: kept, it keeps the client alive
+            for fd in message.fds if message.type == RM_CLIENT else ():  # valved closes it, too
                 null = os.open(os.devnull, os.O_RDWR)
                 os.dup2(null, fd, inheritable=False)
                 os.close(null)
