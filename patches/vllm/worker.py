@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from valve_hook.link import Layout, Tensor, process_link
-from valve_hook.shim import shim_call
+from valve_hook.shim import may_have_holes, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.calls import UNHEEDED
 from valve_hook.vllm.placement import Placement, bracket
@@ -67,7 +67,7 @@ class WorkerHook:
             return
         if self._between_steps is not None:
             self._between_steps()
-        if self.is_elastic and output.total_num_scheduled_tokens:
+        if self.is_elastic and may_have_holes() and output.total_num_scheduled_tokens:
             why = getattr(output, UNHEEDED, "the scheduler's process has no hook (VLLM_PLUGINS there?)")
             if why:
                 raise Unheeded(

@@ -13,7 +13,7 @@ from rm_process import RmProcess, Tree, grow_tree
 from valved.native._gate import lib
 
 from valved.gate.adapter import NativeGate
-from valved.machine.uvm import is_uvm
+from valved.machine.uvm import UVM, is_file
 
 
 def passed(process: RmProcess, fd: int) -> int:
@@ -58,7 +58,7 @@ def test_a_descriptor_of_another_node_is_never_taken_for_the_uvm_file(cuda: Any)
     with RmProcess(Path(os.environ["VALVE_EMU_DIR"])) as process:
         uvm, ctl = passed(process, process.open("/dev/nvidia-uvm")), passed(process, process.open("/dev/nvidiactl"))
 
-        assert is_uvm(uvm)
-        assert not is_uvm(ctl)
+        assert is_file(uvm, UVM)
+        assert not is_file(ctl, UVM)
         os.close(uvm)
         os.close(ctl)

@@ -55,6 +55,16 @@ def test_an_sglang_with_elastic_memory_and_no_session_never_takes_a_step(elastic
         scheduler.turn()
 
 
+def test_an_online_engine_is_never_stopped_because_nobody_reads_the_table(elastic, monkeypatch):
+    """valved backs an online range whole before the engine gets it: there is no hole to be blind to."""
+    monkeypatch.setenv("VALVE_ROLE", "online")
+    scheduler = ToyScheduler(hooks=calls)
+    scheduler._valve = None
+    scheduler.add("a", range(6), 4)
+
+    scheduler.launch()
+
+
 def test_a_range_that_was_whole_from_the_start_needs_no_session(monkeypatch):
     monkeypatch.setattr(shim, "_asked_for_elastic", False)
     monkeypatch.setattr(shim, "kv_ranges", lambda: 1)

@@ -152,6 +152,12 @@ def test_a_step_for_which_nobody_heeds_the_table_is_never_computed(elastic, note
         elastic.before_step(SimpleNamespace(), step(**note))
 
 
+def test_a_step_of_an_online_engine_is_never_refused(elastic, monkeypatch):
+    monkeypatch.setenv("VALVE_ROLE", "online")
+
+    elastic.before_step(SimpleNamespace(), step(**{calls.UNHEEDED: "valved went away"}))
+
+
 def test_a_step_is_computed_where_the_table_is_heeded_or_nothing_is_at_stake(elastic):
     elastic.before_step(SimpleNamespace(), step(**{calls.UNHEEDED: ""}))
     elastic.before_step(SimpleNamespace(), step(tokens=0))
