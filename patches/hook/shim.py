@@ -41,9 +41,9 @@ def _noted(begin: Callable[..., None]) -> Callable[..., None]:
 def may_have_holes() -> bool:
     """Whether an elastic cache of this process may lack memory before its scheduler reads the table.
 
-    An online service's cannot: valved backs it whole before the allocation returns (valved/kv/whole.py) and takes only what
-    the hook offered. So nothing of ours ever stops an online engine. Who is online by its own word alone cheats nobody
-    else: the shim asks valved before the first step of whoever valved calls offline.
+    An online service's cannot: valved backs it whole before the allocation returns (valved/kv/whole.py) and takes only
+    what the hook offered. So nothing of ours ever stops an online engine. Who is online by its own word alone cheats
+    nobody else: the shim asks valved before the first step of whoever valved calls offline.
     """
     return os.environ.get("VALVE_ROLE") != "online"
 

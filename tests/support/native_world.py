@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 from gates import Launcher, Rig, wait_until
+from lent_fds import lend
 from node_world import World
 from virtual import VirtualClock
 
 from valved.abi import region
-from valved.abi.link import Channel, LinkType
+from valved.abi.link import Channel, LinkType, RmClient
 from valved.model.ids import ClientId
 
 
@@ -47,6 +48,10 @@ class NativeWorld:
             engine=1,
             compute=True,
         )
+        owner = RmClient(
+            gpu_uuid=bytes(16), device_instance=gpu, h_client=h_client, h_device=6, h_subdevice=subdevice[0], has_fd=1
+        )
+        self.world.register.handle(client, self.world.packet(LinkType.RM_CLIENT, owner), [lend()])
         self.world.register.handle(client, self.world.packet(LinkType.CHANNEL_ADD, channel), [])
         return h_client, 0x5C000010
 
