@@ -32,7 +32,7 @@ def test_every_reason_is_explained(text: str) -> None:
 
 def test_every_error_of_the_extender_is_explained() -> None:
     room = ROOT / "scheduler/valve_scheduler"
-    source = (room / "extender.py").read_text() + (room / "namespace_rule.py").read_text()
+    source = (room / "extender/decide.py").read_text() + (room / "placement/namespace_rule.py").read_text()
     texts = re.findall(r'(?:return|raise NoPlace\(|raise NotReady\()\s*\(?\s*f?"([a-z][^"]+ [^"]+)"', source)
 
     unexplained = [

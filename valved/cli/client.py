@@ -64,11 +64,10 @@ def explain_error(error: Any, folder: Path) -> CliError:
             f"valved in {folder} does not answer",
             NOT_RUNNING,
             "it is stuck or stopped: see its log, then restart it; valve pause works without it",
+            is_silence=True,
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return CliError(f"no valved answers in {folder}", NOT_RUNNING, "start it: valve up", is_silence=True)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return CliError(f"valved in {folder} did not answer in time", NOT_RUNNING, "look at: its log", is_silence=True)
     problem = next((item.value for item in error.trailing_metadata() or () if item.key == "valve-next-step"), "")
     text = problem.decode() if isinstance(problem, bytes) else problem
     return CliError(error.details() or code.name, EXITS.get(code, FAILED), text)
