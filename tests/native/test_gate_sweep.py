@@ -83,7 +83,7 @@ def test_no_fault_of_the_driver_is_ever_taken_for_a_stop_or_outlives_itself(
         wait_until(lambda: workload.on() == late.on() == 0, "all is off after the fault")
         assert honest(rig, [workload, late])
         online.finish()
-        # Proposed again until it holds, as the policy does: a doorbell of the last launch may be heard after a first wake.
+        # Proposed again until it holds, as the policy does: the last launch may be heard of after a first wake.
         wait_until(lambda: rig.gate.wake(SERVICE) and not rig.gate.is_gated(ZERO), "woken")
         wait_until(lambda: workload.on() == len(workload.channels), "all is on again")
         assert driver.lib.fake_off_count() == 0
