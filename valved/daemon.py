@@ -62,7 +62,7 @@ class Daemon:
     gate: GatePort
     journal: Journal
     books: Books
-    keeper: GateService
+    gating: GateService
     register: Register
     handover: Handover
     brake: Brake
@@ -86,15 +86,15 @@ def build(
     settings = GateSettings(
         cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
     )
-    keeper = GateService(gate, books, journal, clock, settings, NodeCounters())
+    gating = GateService(gate, books, journal, clock, settings, NodeCounters())
     prover = RmProver(loop)
-    register = Register(gate, books, keeper, journal, clock, processes, loop, config.quota, config.link, prover)
+    register = Register(gate, books, gating, journal, clock, processes, loop, config.quota, config.link, prover)
     kv = None
     if config.memory.enabled:
         kv = put_together(
             gate,
             books,
-            keeper,
+            gating,
             register,
             journal,
             clock,
@@ -110,7 +110,7 @@ def build(
 
     ladder = Ladder(
         books,
-        keeper,
+        gating,
         journal,
         clock,
         config.ladder,
@@ -118,16 +118,16 @@ def build(
         register.leave,
     )
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
-    brake = Brake(keeper, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
+    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
     handover = Handover(
-        run_dir / state.STATE_FILE, gate, books, keeper, register, journal, clock, processes, state.boot_id()
+        run_dir / state.STATE_FILE, gate, books, gating, register, journal, clock, processes, state.boot_id()
     )
     ladder.changed = handover.save_soon
     handover.frozen, handover.let_go = ladder.frozen, ladder.release
     reporter = Reporter(
         gate,
         books,
-        keeper,
+        gating,
         register,
         brake,
         journal,
@@ -137,7 +137,7 @@ def build(
         lease_ns=config.lease_ns,
         driver=driver_state(gate.driver_version()),
     )
-    node = Node(keeper, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
+    node = Node(gating, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
     if kv is not None:
         tell_others(kv, reporter, node, handover, brake, config)
     link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s)
@@ -146,7 +146,7 @@ def build(
         gate=gate,
         journal=journal,
         books=books,
-        keeper=keeper,
+        gating=gating,
         register=register,
         handover=handover,
         brake=brake,
@@ -182,7 +182,7 @@ async def run(
     run_dir = folder.path
     daemon = build(config, run_dir, gate, processes, loop)
     daemon.handover.is_ours = folder.is_ours
-    loop.add_reader(gate.stamps_fd(), daemon.keeper.drain)
+    loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
     pending.make_folder(run_dir)
     daemon.register.look_for_claims = lambda: _pick_up_claims(daemon, run_dir)
@@ -199,7 +199,7 @@ async def run(
         loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.keeper, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run}
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.reserve)
@@ -236,7 +236,7 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
     host = Host(
         gate=daemon.gate,
         books=daemon.books,
-        keeper=daemon.keeper,
+        gating=daemon.gating,
         register=daemon.register,
         brake=daemon.brake,
         ladder=daemon.ladder,

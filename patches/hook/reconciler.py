@@ -77,7 +77,7 @@ class Receipts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Keeper:
+class Reconciler:
     link: Linked
     engine: Engine
     ledger: Ledger

@@ -10,7 +10,7 @@ from typing import Any
 
 from valve_hook import VERSION
 from valve_hook.link import Attach, Link, process_link
-from valve_hook.reconciler import Keeper
+from valve_hook.reconciler import Reconciler
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
@@ -31,7 +31,7 @@ class SchedulerHook:
     def __init__(self, scheduler: Any, ranks: Alone | Ranks, mode: Mode) -> None:
         self.ranks, self.link = ranks, ranks.link
         self.engine = engine = SglangEngine(scheduler, ranks.size)
-        self.keeper = Keeper(
+        self.reconciler = Reconciler(
             link=ranks, engine=engine, ledger=engine.ledger, blocks=engine.pages, mode=mode, agree=ranks.agree
         )
         self.useful_tokens = 0
@@ -46,7 +46,7 @@ class SchedulerHook:
         self.link.register_layout(self._layout)
         if not self.ranks.is_first:
             return
-        mode, pages = self.keeper.mode, self.engine.pages
+        mode, pages = self.reconciler.mode, self.engine.pages
         wanted = Attach(
             engine=f"sglang {version}",
             mode=mode,
@@ -66,17 +66,17 @@ class SchedulerHook:
         if not self._has_looked:
             self.guard(self._look)
         self._has_looked = False
-        if not self.guard(self.keeper.sync) and self.ranks.size == 1:
-            self.keeper.recover()
+        if not self.guard(self.reconciler.sync) and self.ranks.size == 1:
+            self.reconciler.recover()
         self._settle()
         self.engine.ledger.end_steps()
-        self.keeper.publish()
+        self.reconciler.publish()
         if self.link.region is not None and self.ranks.is_first:
             self.link.region.write(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
 
     def after_choose(self, batch: Any) -> None:
         if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
-            self.keeper.give_up("a request asks for beam search")
+            self.reconciler.give_up("a request asks for beam search")
         self.engine.launch(batch)
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
@@ -86,7 +86,7 @@ class SchedulerHook:
         try:
             ended, names = self._disbelieved(batch, is_over=is_over)
         except Exception:
-            self.keeper.fail("disbelieving failed")
+            self.reconciler.fail("disbelieving failed")
             self._is_well, ended, names = False, 0, {each.rid for each in batch.reqs}
             self._surely(lambda: self.engine.drop(batch, names))
         if names:
@@ -105,7 +105,7 @@ class SchedulerHook:
         return after_result
 
     def guard(self, action: Callable[[], object]) -> bool:
-        is_done = self.keeper.guard(action)
+        is_done = self.reconciler.guard(action)
         self._is_well &= is_done
         return is_done
 
@@ -117,7 +117,7 @@ class SchedulerHook:
     def recover(self) -> None:
         """Before a batch is chosen what was told must have been acted on, and what was dropped sent back."""
         if self.ranks.size == 1:
-            self.keeper.recover()
+            self.reconciler.recover()
         self._settle()
 
     def _settle(self) -> None:
@@ -135,9 +135,9 @@ class SchedulerHook:
     def _look(self) -> None:
         """Once between two choices: all ranks see the same until the next."""
         self._has_looked = True
-        if not self.ranks.look(self._is_well and self.keeper.told_mode is not Mode.NONE):
-            self.keeper.give_up("the hook failed on one of the ranks")
-            self.keeper.mode = Mode.NONE  # what the ranks know may differ by now
+        if not self.ranks.look(self._is_well and self.reconciler.told_mode is not Mode.NONE):
+            self.reconciler.give_up("the hook failed on one of the ranks")
+            self.reconciler.mode = Mode.NONE  # what the ranks know may differ by now
 
     def _disbelieved(self, batch: Any, *, is_over: bool) -> tuple[int, Collection[str]]:
         """How many had ended before this step of theirs, and whose output of it is dropped; mostly nobody's, and then
@@ -148,8 +148,8 @@ class SchedulerHook:
         steps: list[Launched] = []
         self.guard(lambda: steps.append(self.engine.come_in(batch)))
         try:
-            is_for_all = self.engine.drops_all or self.ranks.next_session(self.keeper.session) is not None
-            lost = self.keeper.peek()
+            is_for_all = self.engine.drops_all or self.ranks.next_session(self.reconciler.session) is not None
+            lost = self.reconciler.peek()
             is_threatened = is_for_all or len(lost) > 0
             step = steps[0]
             ended = step.ended
@@ -159,24 +159,25 @@ class SchedulerHook:
             hit = everybody - step.dropped
             if is_over and not is_for_all and len(lost) == 0:
                 hit = set()
-            elif is_over and not is_for_all and self.keeper.is_sure and self.keeper.mode is Mode.FULL:
-                hit = (everybody & self.keeper.hit(lost)) - step.dropped
+            elif is_over and not is_for_all and self.reconciler.is_sure and self.reconciler.mode is Mode.FULL:
+                hit = (everybody & self.reconciler.hit(lost)) - step.dropped
             if hit and batch.return_logprob and batch.forward_mode.is_extend():
                 hit = everybody - step.dropped  # a skipped request shifts the prompt's log probabilities of the others
             names, has_judged = hit | step.dropped, True
         except Exception:
-            self.keeper.fail("looking for losses failed")
+            self.reconciler.fail("looking for losses failed")
             self._is_well = False
         is_agreed = has_judged
         if is_threatened:
-            is_agreed = self.ranks.agree(has_judged and (self.keeper.is_sure or self.keeper.mode is not Mode.FULL))
+            is_sure = self.reconciler.is_sure or self.reconciler.mode is not Mode.FULL
+            is_agreed = self.ranks.agree(has_judged and is_sure)
         if (
             not is_agreed
         ):  # several ranks must drop alike: what one of them alone does not know is settled at the next look
             hit = names = everybody if is_threatened or self.ranks.size == 1 else set()
         self._blind_steps = 0 if has_judged and is_over else self._blind_steps + 1
         self._surely(lambda: self.engine.drop(batch, hit))
-        self.keeper.receipts.dropped_tokens += len(names)
+        self.reconciler.receipts.dropped_tokens += len(names)
         return ended, names
 
 
@@ -228,7 +229,7 @@ def after_choose(scheduler: Any, batch: Any) -> None:
     hook = _hook(scheduler)
     if batch is None or not batch.reqs:
         return
-    if hook is None or hook.keeper.session is None:
+    if hook is None or hook.reconciler.session is None:
         refuse_blind(None, hook.link.said if hook is not None else "")
     if hook is not None:
         hook.guard(lambda: hook.after_choose(batch))

@@ -60,7 +60,7 @@ class SglangEngine:
         self._write_row, rows.write = rows.write, self.write_row
         self._free_row, rows.free = rows.free, self.free_row
 
-    # ---- what the keeper asks ----
+    # ---- what the reconciler asks ----
 
     def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
         names, found = {*running, *left}, self._holding()

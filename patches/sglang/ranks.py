@@ -72,7 +72,7 @@ class Group:
 
 
 class Ranks:
-    """In place of the link, for the keeper of each rank."""
+    """In place of the link, for the reconciler of each rank."""
 
     def __init__(self, link: Link, group: Group) -> None:
         self.link, self._group = link, group

@@ -11,7 +11,7 @@ from typing import Any
 from valve_hook import VERSION
 from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
-from valve_hook.reconciler import Keeper
+from valve_hook.reconciler import Reconciler
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
@@ -35,7 +35,7 @@ class SchedulerHook:
         self.ledger = Ledger(
             block_tokens=self.engine.block_tokens, slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0)
         )
-        self.keeper = Keeper(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
+        self.reconciler = Reconciler(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
         self.aside = Aside(scheduler, self.engine)
         self._between_steps = shim_call("valve_kv_step")
@@ -70,24 +70,26 @@ class SchedulerHook:
         self._say()
 
     def _say(self) -> None:
-        link, blocks = self.link, self.keeper.blocks
+        link, blocks = self.link, self.reconciler.blocks
         state = "attached" if link.session is not None else f"not attached yet ({link.said or 'no answer'})"
         log.warning(
-            "valve: %s, hook %s, mode %s, %d blocks: %s", self._name, VERSION, self.keeper.mode.name, blocks, state
+            "valve: %s, hook %s, mode %s, %d blocks: %s", self._name, VERSION, self.reconciler.mode.name, blocks, state
         )
         self._has_said = link.session is not None
 
     @property
     def unheeded(self) -> str:
         """Why a step may read and write blocks without memory; empty where the table is heeded."""
-        return "" if self.keeper.session is not None else f"not attached: {self.link.said or 'valved does not answer'}"
+        if self.reconciler.session is not None:
+            return ""
+        return f"not attached: {self.link.said or 'valved does not answer'}"
 
     def before_schedule(self) -> None:
         if not self._has_waited:
             self.settle()
         with self.engine.lock:
             self._is_idle = False
-        if self.keeper.sync():
+        if self.reconciler.sync():
             self._dropping = len(self.ledger.steps)
         self.aside.before_schedule()
 
@@ -97,21 +99,21 @@ class SchedulerHook:
         """
         with self.engine.lock:
             if self._is_idle and not self.scheduler.requests:
-                self.keeper.guard(self._look)
+                self.reconciler.guard(self._look)
 
     def _look(self) -> None:
         if self.link.session is not None and not self._has_said:
             self._say()
-        self.keeper.sync()
-        self.keeper.publish()
-        if self._between_steps is not None and self.keeper.session is not None:  # before, it would wait for one
+        self.reconciler.sync()
+        self.reconciler.publish()
+        if self._between_steps is not None and self.reconciler.session is not None:  # before, it would wait for one
             self._between_steps()
 
     def after_schedule(self, output: Any) -> None:
         self.engine.record(self.ledger, output)
         if any(self.scheduler.requests[new.req_id].resumable for new in output.scheduled_new_reqs):
-            self.keeper.give_up("a streaming-input session keeps its blocks while it waits for input")
-        self.keeper.publish()
+            self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
+        self.reconciler.publish()
         self._note_idle()
         self.progress.after_schedule(output)
 
@@ -122,7 +124,7 @@ class SchedulerHook:
 
     def before_update(self, output: Any, result: Any) -> None:
         with self.engine.lock:  # an empty step is believed while the engine counts as idle
-            if self.keeper.sync():
+            if self.reconciler.sync():
                 self._dropping = len(self.ledger.steps)
         self.ledger.believe(output)
         self._note_idle()
@@ -130,15 +132,15 @@ class SchedulerHook:
         if self._dropping:
             self._dropping -= 1
             dropped = self._dropped(output)
-        self.keeper.receipts.dropped_tokens += self.progress.count(output, result, dropped)
+        self.reconciler.receipts.dropped_tokens += self.progress.count(output, result, dropped)
 
     def fail(self, what: str, *, is_look: bool = False) -> None:
         """Before a step's output is believed, or another step is scheduled, what was told must have been acted on."""
-        self.keeper.fail(what)
+        self.reconciler.fail(what)
         if is_look:
             with self.engine.lock:
                 self._is_idle = False
-                self.keeper.recover()
+                self.reconciler.recover()
 
     def _dropped(self, output: Any) -> list[str]:
         """Requests whose output in this step vLLM will not believe."""
@@ -201,7 +203,7 @@ def before_schedule(scheduler: Any) -> None:
     hook = _hook(scheduler, make=True)
     if hook is not None:
         _run(hook, hook.before_schedule, is_look=True)
-    if not isinstance(hook, SchedulerHook) or hook.keeper.session is None:
+    if not isinstance(hook, SchedulerHook) or hook.reconciler.session is None:
         refuse_blind(None, getattr(getattr(hook, "link", None), "said", ""))
 
 

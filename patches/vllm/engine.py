@@ -45,7 +45,7 @@ class VllmEngine:
         self._reset_prefix_cache = self.pool.reset_prefix_cache
         self.pool.reset_prefix_cache = self.reset_prefix_cache
 
-    # ---- what the keeper asks ----
+    # ---- what the reconciler asks ----
 
     def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
         scheduler, now = self.scheduler, time.monotonic()

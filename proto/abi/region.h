@@ -50,7 +50,7 @@ enum valve_feature {
 	VALVE_FEATURE_KV_STEP = 1u << 8, /* KV_STEP is said before the first engine step over a hole */
 };
 
-/* Orders to an offline client, in control.order: what its keeper thread must do now. */
+/* Orders to an offline client, in control.order: what its session thread must do now. */
 enum valve_order {
 	VALVE_ORDER_RUN = 0,  /* channels enabled, launches pass */
 	VALVE_ORDER_STOP = 1, /* disable own channels (path C) */
@@ -91,7 +91,7 @@ struct valve_control {
 	uint64_t lease_ns;          /* heartbeat older than this: valved is gone */
 	uint32_t online_registered; /* 1: an online client shares a GPU with this client */
 	uint32_t watch;             /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
-	uint32_t order;             /* valve_order, for the keeper thread; the order eventfd is rung after */
+	uint32_t order;             /* valve_order, for the session thread; the order eventfd is rung after */
 	uint32_t order_seq;         /* rises with every order */
 	uint32_t draining;          /* 1: valved is going away on purpose: enable and pass through */
 	uint32_t quiet_us;          /* quiet time before the watcher probes */
@@ -165,7 +165,7 @@ struct valve_region {
 	_Alignas(64) uint32_t capture_depth;
 	uint8_t pad3[60];
 
-	/* 256: keeper thread (offline) */
+	/* 256: session thread (offline) */
 	_Alignas(64) uint32_t order_done; /* order_seq that was carried out */
 	uint32_t order_status;            /* RM status of the last self-gate, 0 when fine */
 	uint64_t order_ns;                /* when it was done */

@@ -7,7 +7,7 @@
  *   valve_tls     this thread's counter slot and re-entry guard (initial-exec: one instruction away)
  *   valve_shim    everything else
  *
- * Threads: the application's own; `keeper` (link/link.c, link/session.c) once the process opened nvidiactl; `watcher` (watcher.c)
+ * Threads: the application's own; `session` (link/link.c, link/session.c) once the process opened nvidiactl; `watcher` (watcher.c)
  * once an online process has a CUDA context. Lock order: capture (rm map) before link before nothing; probe (contexts)
  * alone. Nothing here allocates from the application's heap.
  */
@@ -76,7 +76,7 @@ void valve_lock_reset(struct valve_lock *lock); /* in a forked child: whoever he
 /* ---- the shim's state ---- */
 enum valve_state {
 	VALVE_STATE_NEW,      /* nvidiactl never opened: nothing exists */
-	VALVE_STATE_UNLINKED, /* no daemon: everything passes through, the keeper tries again */
+	VALVE_STATE_UNLINKED, /* no daemon: everything passes through, the session tries again */
 	VALVE_STATE_LINKED,   /* registered */
 	VALVE_STATE_OFF,      /* another version, or something failed for good: pass through for ever */
 };
@@ -105,7 +105,7 @@ struct valve_shim {
 	uint32_t must_fence; /* this daemon or this kernel knows no VALVE_FEATURE_PLAIN_COUNT */
 	uint32_t can_membarrier;
 	uint32_t watcher_runs;
-	uint32_t untold;       /* valved's socket was full: the keeper tells the rest */
+	uint32_t untold;       /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
 	struct valve_reply reply[VALVE_REPLIES];
@@ -179,7 +179,7 @@ int valve_link_send_fds(void *message, uint32_t bytes, uint16_t type, const int 
 int valve_link_request(void *message, uint32_t bytes, uint16_t type, int fd, int timeout_ms);
 int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const int *fds, uint32_t count,
                            int timeout_ms, const uint32_t *progress);
-int valve_link_receive(void); /* keeper: everything that has come; -errno when the link is no more */
+int valve_link_receive(void); /* session: everything that has come; -errno when the link is no more */
 void valve_link_drop(void);
 void valve_link_handle(uint16_t type, valve_link_handler *handler);
 

@@ -153,7 +153,7 @@ class Injector:
         hook = self.scheduler.__dict__.get("_valve")
         if self.node is None or hook is None or self.scheduler.waiting_queue:
             return
-        withheld = {page for page in hook.keeper.withheld.nonzero()[0].tolist() if page}
+        withheld = {page for page in hook.reconciler.withheld.nonzero()[0].tolist() if page}
         cached = set((self.scheduler.tree_cache.all_values_flatten() // self.page).tolist())
         state = {
             "step": self.step,

@@ -91,7 +91,7 @@ def not_begun_again(hook: Any) -> None:
 def coarse(hook: Any) -> None:
     from valve_hook.wire import Mode
 
-    hook.keeper.mode = Mode.COARSE
+    hook.reconciler.mode = Mode.COARSE
 
 
 def force_async() -> None:

@@ -55,7 +55,7 @@ def main() -> None:
     core = llm.llm_engine.engine_core.engine_core
     hook = core.model_executor.driver_worker.worker._valve
     if kind == "heeded":
-        wait_for(lambda: core.scheduler._valve.keeper.session, "attached before the first request")
+        wait_for(lambda: core.scheduler._valve.reconciler.session, "attached before the first request")
     error, tokens = "", []
     try:
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)

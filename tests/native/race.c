@@ -1,5 +1,5 @@
 /*
- * race.c - the gate under a sanitizer: listener, issuers and keeper of the real gate, online clients that launch and
+ * race.c - the gate under a sanitizer: listener, issuers and watchdog of the real gate, online clients that launch and
  * prove idle in threads of this process, a caller that wakes and that adds and removes channels and clients, over the
  * fake driver. The pages are used through the gate's own mapping, so that the sanitizer sees both sides of each word.
  *

@@ -304,7 +304,7 @@ def test_a_client_that_makes_its_order_eventfd_blocking_never_stops_a_thread_of_
     honest.add()
     _take_nonblocking_away(hostile.fds.order)
     hasty.driver.rules.hang = 1
-    online.launch()  # the keeper puts holds on all clients of the plan
+    online.launch()  # the watchdog puts holds on all clients of the plan
 
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
     before = honest.control["heartbeat_ns"]

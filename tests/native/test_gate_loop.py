@@ -1,4 +1,4 @@
-"""The keeper watches the caller: a loop that is stuck lets no offline work run beside whoever starts meanwhile."""
+"""The watchdog watches the caller: a loop that is stuck lets no offline work run beside whoever starts meanwhile."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_an_enable_that_was_refused_is_never_left_at_that(rig: Rig) -> None:
 def quiet(node: NativeWorld, gpu: int = 0) -> tuple[ClientId, tuple[int, int], object]:
     client, channel = node.offline(gpu)
     online = node.online(gpu)
-    node.until(lambda: not node.world.keeper.is_held([GpuIndex(gpu)]) and node.is_on(channel), "offline work runs")
+    node.until(lambda: not node.world.gating.is_held([GpuIndex(gpu)]) and node.is_on(channel), "offline work runs")
     return client, channel, online
 
 
@@ -129,9 +129,9 @@ def test_a_hold_whose_stop_failed_is_never_missing_from_the_books(node: NativeWo
     node.rig.driver.rules.fail_disable = REFUSED
 
     online.launch()
-    node.until(lambda: node.world.keeper.counters.gate_failures, "the failure")
+    node.until(lambda: node.world.gating.counters.gate_failures, "the failure")
 
-    assert node.world.keeper.is_held([ZERO])
+    assert node.world.gating.is_held([ZERO])
     for _ in range(50):
         node.pump()
     assert node.world.signals == [(pid, "SIGSTOP")], "frozen, and not let go while online holds"
@@ -150,8 +150,8 @@ def test_a_process_frozen_for_a_refusal_is_let_go_once_its_channels_are_off(node
     node.until(lambda: len(node.world.signals) == 2, "let go")
 
     assert node.world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]
-    assert node.world.keeper.is_held([ZERO])
-    assert node.world.keeper.is_proven_stopped(ZERO)
+    assert node.world.gating.is_held([ZERO])
+    assert node.world.gating.is_proven_stopped(ZERO)
 
 
 def test_the_failure_of_one_hold_never_outlives_it(node: NativeWorld) -> None:
@@ -162,7 +162,7 @@ def test_the_failure_of_one_hold_never_outlives_it(node: NativeWorld) -> None:
     node.until(lambda: node.world.signals, "frozen")
 
     online.finish()
-    node.until(lambda: not node.world.keeper.is_held([ZERO]), "the service lets go")
+    node.until(lambda: not node.world.gating.is_held([ZERO]), "the service lets go")
     node.until(lambda: len(node.world.signals) == 2, "let go")
 
     assert node.world.signals == [(pid, "SIGSTOP"), (pid, "SIGCONT")]

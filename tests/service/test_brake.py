@@ -262,7 +262,7 @@ def test_a_gate_that_fails_freezes_the_offline_processes_of_that_gpu(world):
     world.run(1)
 
     assert world.signals == [(world.books.clients[near].process.pid, "SIGSTOP")]
-    assert world.keeper.counters.gate_failures == 1
+    assert world.gating.counters.gate_failures == 1
 
 
 def test_a_frozen_process_is_let_go_when_its_gpu_opens(world):

@@ -26,7 +26,7 @@ def test_a_full_node_balances_and_goes_to_sleep(world):
     world.run(200)
 
     world.check()
-    assert [account.channels for account in world.keeper.gpus.values()] == [OFFLINE // GPUS * CHANNELS] * GPUS
+    assert [account.channels for account in world.gating.gpus.values()] == [OFFLINE // GPUS * CHANNELS] * GPUS
     assert not world.gate.off
     assert world.clock.waiting <= 1  # the state file, nothing else
 
@@ -51,6 +51,6 @@ def test_books_balance_through_a_storm_of_launches_and_deaths(world):
         world.processes.end(client)
     assert not world.books.clients
     assert not world.books.services
-    assert not world.keeper.online
+    assert not world.gating.online
     assert not world.gate.off
-    assert all(account.channels == 0 and not account.holders for account in world.keeper.gpus.values())
+    assert all(account.channels == 0 and not account.holders for account in world.gating.gpus.values())

@@ -65,7 +65,7 @@ def test_a_preemption_over_two_gpus_is_counted_once(world):
     world.run(1)
 
     assert world.state(online).preemptions == 1
-    assert [account.gates for account in world.keeper.gpus.values()] == [1, 1]
+    assert [account.gates for account in world.gating.gpus.values()] == [1, 1]
     assert world.state(online).delay_ns == STOP_NS
 
 
@@ -109,7 +109,7 @@ def test_a_launch_that_slips_into_a_wake_refuses_it_and_the_service_holds_on(wor
 
     world.run(25)
 
-    assert world.keeper.counters.wake_refused >= 1
+    assert world.gating.counters.wake_refused >= 1
     assert world.gate.off
     world.gate.between = lambda: None
     world.gate.finish(online)
@@ -132,7 +132,7 @@ def test_no_wake_and_no_timer_while_no_offline_work_shares_the_gpus(world):
 
 def test_where_idleness_is_measured_it_is_seen_without_offline_work(world):
     """Else a GPU would count as busy until offline work came, and none would come to a busy GPU."""
-    world.keeper.ask_idleness("placement", True)
+    world.gating.ask_idleness("placement", True)
     online = world.online()
     world.work(online, ms=5)
     world.run(1000)
@@ -338,7 +338,7 @@ def test_harvested_and_gated_time_add_up(world):
         world.work(online, ms=30)
         world.run(170)
 
-    account = world.keeper.gpus[0]
+    account = world.gating.gpus[0]
     account.advance(world.clock.now_ns())
 
     assert account.harvest_ns + account.gated_ns == world.clock.now_ns() - started_ns
@@ -364,7 +364,7 @@ def test_a_lost_stamp_is_found_by_the_resync(world):
     world.gate.stamps.clear()
     world.gate.finish(online)
 
-    world.keeper.resync()
+    world.gating.resync()
     world.run(200)
 
     assert not world.gate.off
@@ -390,7 +390,7 @@ def test_a_late_stamp_of_a_finished_hold_changes_nothing(world):
     )
     world.gate.stamps.append(late)
 
-    world.keeper.drain()
+    world.gating.drain()
 
     assert not world.state(online).holding
 
@@ -467,16 +467,16 @@ def test_the_watcher_is_asked_at_the_ring_and_not_a_cooldown_later(world):
 def test_a_guarded_gpu_stays_closed_whatever_its_service_says(world):
     """Somebody may work there whom nobody hears: the service's own wake opens nothing until the guard lets go."""
     offline = world.offline(gpus=(0, 1))
-    world.keeper.set_guarded(frozenset({GpuIndex(0)}))
+    world.gating.set_guarded(frozenset({GpuIndex(0)}))
 
     assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (True, False)
     assert "the guard holds GPU 0" in world.node.status().services[0].state
 
-    world.keeper.set_guarded(frozenset({GpuIndex(1)}))
+    world.gating.set_guarded(frozenset({GpuIndex(1)}))
 
     assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (False, True)
 
-    world.keeper.set_guarded(frozenset())
+    world.gating.set_guarded(frozenset())
 
     assert not world.gate.is_gated(1)
     assert offline in world.books.clients

@@ -49,10 +49,10 @@ def test_counters_and_receipts_survive(first):
 
     second = successor(first)
 
-    assert second.keeper.online[online_service].preemptions == first.keeper.online[online_service].preemptions == 4
-    assert second.keeper.counters.gates == first.keeper.counters.gates
-    assert second.keeper.counters.restarts == 1
-    assert second.keeper.gpus[0].harvest_ns == first.keeper.gpus[0].harvest_ns > 0
+    assert second.gating.online[online_service].preemptions == first.gating.online[online_service].preemptions == 4
+    assert second.gating.counters.gates == first.gating.counters.gates
+    assert second.gating.counters.restarts == 1
+    assert second.gating.gpus[0].harvest_ns == first.gating.gpus[0].harvest_ns > 0
     assert second.register.channels.harvest.harvest_ns(offline_service, second.clock.now_ns()) == harvest_ns
 
 
@@ -123,7 +123,7 @@ def test_online_services_hold_again_before_any_client_is_back(first):
 
     second = successor(first)
 
-    assert second.keeper.online[service].holding
+    assert second.gating.online[service].holding
     assert second.gate.is_gated(0)
 
 
@@ -226,12 +226,12 @@ def outlived(first):
 
 def test_an_engine_that_outlived_its_claimed_process_finds_its_service(first):
     outlived(first)
-    (service,) = first.keeper.online
+    (service,) = first.gating.online
 
     second = successor(first)
     second.hello(211, Role.ONLINE)
 
-    assert set(second.keeper.online) == {service}
+    assert set(second.gating.online) == {service}
     second.check()
 
 
@@ -249,7 +249,7 @@ def test_an_engine_that_outlived_its_claimed_process_holds_no_gpu_once_it_is_gon
 
     assert while_alive
     assert not second.gate.off
-    assert not second.keeper.online
+    assert not second.gating.online
     second.check()
 
 
@@ -259,7 +259,7 @@ def test_a_service_whose_processes_all_died_is_forgotten(first):
 
     second = successor(first)
 
-    assert not second.keeper.online
+    assert not second.gating.online
     assert not second.books.services
 
 
@@ -269,7 +269,7 @@ def test_another_boot_keeps_the_counters_only(first):
 
     second = successor(first, boot="another")
 
-    assert second.keeper.counters.restarts == 1
+    assert second.gating.counters.restarts == 1
     assert not second.books.services
     assert not len(second.register.channels.leftovers)
 
@@ -350,7 +350,7 @@ def test_the_learnt_cooldown_survives(first):
 
     second = successor(first)
 
-    assert second.keeper.online[first.service_of(online)].cooldown.cooldown_ns == pytest.approx(before_ns, rel=0.01)
+    assert second.gating.online[first.service_of(online)].cooldown.cooldown_ns == pytest.approx(before_ns, rel=0.01)
     assert before_ns > 25_000_000
 
 
@@ -438,13 +438,13 @@ def test_a_service_keeps_its_gpus_until_who_came_back_has_told_of_its_channels(f
     client = second.hello(200, wanted=Role.ONLINE).client
     second.handover.settle(patience_over=True)
 
-    assert second.keeper.online[first.service_of(online)].gpus == {0}
+    assert second.gating.online[first.service_of(online)].gpus == {0}
 
     second.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
     second.run(2000)
     second.handover.settle(patience_over=True)
 
-    assert second.keeper.online[first.service_of(online)].gpus == {0}
+    assert second.gating.online[first.service_of(online)].gpus == {0}
     assert not second.books.services[first.service_of(online)].kept_gpus
 
 
@@ -460,7 +460,7 @@ def rewritten(first, change):
     path.write_text(json.dumps(said))
     second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
     return second, types.SimpleNamespace(
-        journal=second.journal, handover=second.handover, keeper=second.keeper, brake=second.brake
+        journal=second.journal, handover=second.handover, gating=second.gating, brake=second.brake
     )
 
 
@@ -488,7 +488,7 @@ def test_a_state_file_that_makes_no_sense_never_keeps_valved_from_starting(first
     second, daemon = rewritten(first, change)
     take_over(daemon, second.config, first.folder)
 
-    assert first.service_of(online) in second.keeper.online, "what makes sense is taken over all the same"
+    assert first.service_of(online) in second.gating.online, "what makes sense is taken over all the same"
     assert any("make no sense" in event.reason for event in second.events(EventKind.NOTED))
     assert (first.folder / "state.json.bad").exists()
 
@@ -525,10 +525,10 @@ def test_a_claim_without_a_gate_never_stays_in_the_books(first):
 
     assert not first.books.claims
     assert not first.books.services
-    assert not first.keeper.online
+    assert not first.gating.online
     first.gate.put_service = put
     assert first.node.launch(700, 7000, Role.ONLINE, "chat")
-    assert first.keeper.online
+    assert first.gating.online
 
 
 def test_a_mode_on_the_command_line_never_loses_to_one_that_was_set_before(first):
@@ -585,5 +585,5 @@ def test_an_engine_that_loses_the_end_of_a_request_never_ends_the_harvest(first)
         first.gate.hint(hook, 5, 4)
         first.beat_all()
 
-    assert first.keeper.counters.wakes
+    assert first.gating.counters.wakes
     assert any("nobody serves" in event.reason for event in first.events(EventKind.NOTED))

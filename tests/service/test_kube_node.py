@@ -356,7 +356,7 @@ async def test_a_gpu_whose_service_is_idle_is_reported_idle_before_any_offline_w
         node.world.work(client, ms=5)
         node.world.run(1000)
 
-        assert [one.holding for one in node.world.keeper.online.values()] == [False]
+        assert [one.holding for one in node.world.gating.online.values()] == [False]
 
 
 @scenario
@@ -511,7 +511,7 @@ async def test_a_brake_for_some_nodes_is_left_to_the_controller(tmp_path):
 def test_a_pause_that_a_restart_found_is_lifted_only_when_everybody_was_heard(tmp_path):
     world = World(tmp_path)
     world.brake.pause("HarvestPolicy valve-pause")
-    follower = Follower(world.brake, world.keeper)
+    follower = Follower(world.brake, world.gating)
 
     follower.obey({"spec": {}})
     assert world.brake.is_paused  # whether the brake is still there, nobody has said

@@ -56,7 +56,7 @@ async def test_only_an_online_pod_that_nobody_injected_asks_for_offline_pods_to_
 @scenario
 async def test_a_service_whose_breaker_is_open_is_named_by_the_node(tmp_path):
     async with reporting(tmp_path) as node:
-        (online,) = node.world.keeper.online.values()
+        (online,) = node.world.gating.online.values()
         online.breaker = replace(online.breaker, open_until_ns=1 << 62)
 
         await until(lambda: said(node, "BreakerOpen") == ("True", "default/chat-0"), 60)
@@ -95,7 +95,7 @@ async def test_what_an_online_pod_uses_itself_is_told_apart_from_what_it_lends(t
 
         assert found["valve_gpu_online_memory_bytes", "", "0"] == 32 * GIB  # 2 GiB are of the driver, say
         assert found["valve_online_memory_bytes", "chat-0", "0"] == 30 * GIB
-        (online,) = node.world.keeper.online.values()
+        (online,) = node.world.gating.online.values()
         now_ns = node.room._host.clock.now_ns()
         assert 0 < found["valve_online_busy_seconds_total", "chat-0", ""] <= online.busy_ns(now_ns) / 1e9
 

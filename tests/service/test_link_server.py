@@ -212,7 +212,7 @@ def test_a_peer_that_makes_no_sense_is_counted_and_closed(server, name, send):
         return  # Linux 6.16 and later refuse descriptors for us (SO_PASSRIGHTS)
 
     assert is_closed(sock), name
-    assert server.world.keeper.counters.malformed == 1
+    assert server.world.gating.counters.malformed == 1
 
 
 def test_a_welcomed_client_that_turns_hostile_is_removed(server):
@@ -247,7 +247,7 @@ def test_a_peer_that_says_nothing_is_closed(tmp_path):
 def test_silent_peers_cannot_take_all_places(server):
     silent = [server.connect() for _ in range(PENDING_PER_PROCESS + 20)]
 
-    server.until(lambda: server.world.keeper.counters.malformed >= 20)
+    server.until(lambda: server.world.gating.counters.malformed >= 20)
     for sock in silent:
         sock.close()
     server.until(lambda: server.link.peers == 0)

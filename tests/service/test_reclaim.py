@@ -475,7 +475,7 @@ def test_a_step_that_the_gate_stopped_is_let_end_for_a_request_that_waits_for_it
     assert world.gate.off  # and offline work stands again
     [*_, reclaim] = reclaims(world)
     assert 0 < reclaim.detail["let_ns"] < 30e6
-    assert max(world.keeper.online[online.shim.entry.service].request_figures()[1:2]) >= 1  # the request was hit by it
+    assert max(world.gating.online[online.shim.entry.service].request_figures()[1:2]) >= 1  # the request was hit by it
     world.check()
 
 

@@ -266,7 +266,7 @@ def test_refusals_are_counted_by_reason(world):
     world.hello(200, wanted=Role.ONLINE)
     world.hello(200, abi=(5, 6))
 
-    assert world.keeper.counters.refusals == {"role": 1, "version": 1}
+    assert world.gating.counters.refusals == {"role": 1, "version": 1}
     assert len(world.events(EventKind.REFUSED)) == 2
 
 
@@ -309,7 +309,7 @@ def test_a_channel_that_cannot_be_reached_is_refused_a_place(world):
     seq = world.add_channel(offline)
 
     assert (seq, errno.EOPNOTSUPP) in world.connections[offline].acks()
-    assert world.keeper.counters.refusals == {"unreachable": 1}
+    assert world.gating.counters.refusals == {"unreachable": 1}
 
 
 def test_the_next_rung_asks_for_the_workloads_descriptor(world):
@@ -461,7 +461,7 @@ def test_a_dead_offline_process_is_enabled_on_its_way_out(world):
     world.processes.end(pid)
 
     assert not world.gate.off
-    assert world.keeper.counters.channels_enabled_on_exit == 1
+    assert world.gating.counters.channels_enabled_on_exit == 1
     assert offline not in world.books.clients
 
 
@@ -473,7 +473,7 @@ def test_a_dead_online_service_lets_go_of_its_gpus(world):
     world.processes.end(world.books.clients[online].process.pid)
 
     assert not world.gate.off
-    assert not world.keeper.online
+    assert not world.gating.online
 
 
 def test_a_service_outlives_its_workers_while_its_launcher_lives(world):
@@ -527,7 +527,7 @@ def test_a_thousand_visits_leave_nothing_behind(world):
     assert not world.books.clients
     assert not world.books.services
     assert len(world.reactor.readers) == readers
-    assert world.keeper.gpus[0].channels == 0
+    assert world.gating.gpus[0].channels == 0
 
 
 def test_a_worker_that_dies_under_a_busy_service_leaves_the_other_ranks_gated(world):

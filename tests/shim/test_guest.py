@@ -165,4 +165,4 @@ def test_our_threads_never_compete_on_the_core_of_the_thread_that_made_them(worl
     puppet.cu_out("cuDevicePrimaryCtxRetain", 0)
 
     world.daemons[0].client()
-    until(lambda: puppet.own_threads() == [[os.SCHED_OTHER, len(cores)]] * 2, "keeper and watcher, as at the start")
+    until(lambda: puppet.own_threads() == [[os.SCHED_OTHER, len(cores)]] * 2, "session and watcher, as at the start")

@@ -329,7 +329,7 @@ def test_a_process_that_never_launched_has_nothing_to_say_to_a_new_daemon(world)
 
 
 def test_a_setting_that_changes_later_is_never_read(world, tmp_path):
-    """The keeper's thread may not call getenv(): the application's setenv() would free what it reads."""
+    """The session's thread may not call getenv(): the application's setenv() would free what it reads."""
     puppet, client = world.online()
     puppet.setenv("VALVE_RUN_DIR", str(tmp_path / "elsewhere"))
 
@@ -499,7 +499,7 @@ def test_where_the_driver_refuses_launches_are_held_instead(world):
 
     daemon.close()
     until(lambda: client.region.self_stops == 1, "the lease ran out")
-    until(lambda: puppet.threads() == 2, "only the keeper beside the main thread")
+    until(lambda: puppet.threads() == 2, "only the session beside the main thread")
     until(lambda: [puppet.launch_in_background(1), puppet.threads() >= 3][1], "a launch is held")
     held = puppet.stub("launches")
 

@@ -108,7 +108,7 @@ class Workload:
 
     @contextmanager
     def obeying(self) -> Iterator[None]:
-        """A keeper thread that answers every order."""
+        """A gating thread that answers every order."""
         ending = threading.Event()
 
         def keep() -> None:

@@ -134,7 +134,7 @@ class KubeNode:
         return Host(
             gate=world.gate,
             books=world.books,
-            keeper=world.keeper,
+            gating=world.gating,
             register=world.register,
             brake=world.brake,
             ladder=world.ladder,
@@ -156,7 +156,7 @@ class KubeNode:
         self.room.book.put(item)
 
     def guarded(self):
-        return [gpu for gpu, account in self.world.keeper.gpus.items() if 0x7FFFFFFF in account.holders]
+        return [gpu for gpu, account in self.world.gating.gpus.items() if 0x7FFFFFFF in account.holders]
 
 
 @asynccontextmanager

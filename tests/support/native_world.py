@@ -26,7 +26,7 @@ class NativeWorld:
 
     def pump(self) -> None:
         """What the event loop would do now: stamps, then timers."""
-        self.world.keeper.drain()
+        self.world.gating.drain()
         self.world.clock.advance(max(0, time.monotonic_ns() - self.world.clock.now_ns()))
 
     def until(self, condition, what: str) -> None:

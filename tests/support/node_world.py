@@ -133,13 +133,13 @@ class World:
             wake=self.config.wake_settings(),
             breaker=self.config.breaker_settings(),
         )
-        self.keeper = GateService(self.gate, self.books, self.journal, self.clock, settings, NodeCounters())
-        self.gate.on_stamps = self.keeper.drain
+        self.gating = GateService(self.gate, self.books, self.journal, self.clock, settings, NodeCounters())
+        self.gate.on_stamps = self.gating.drain
         self.prover = FakeProver()
         self.register = Register(
             self.gate,
             self.books,
-            self.keeper,
+            self.gating,
             self.journal,
             self.clock,
             self.processes,
@@ -152,15 +152,15 @@ class World:
         self.kv = self._memory()
         self.signals = []
         self.ladder = Ladder(
-            self.books, self.keeper, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
+            self.books, self.gating, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
         )
         self.leaving = self._leaving()
-        self.brake = Brake(self.keeper, self.register, self.ladder, self.leaving, self.journal, folder / "pause")
+        self.brake = Brake(self.gating, self.register, self.ladder, self.leaving, self.journal, folder / "pause")
         self.handover = Handover(
             folder / "state.json",
             self.gate,
             self.books,
-            self.keeper,
+            self.gating,
             self.register,
             self.journal,
             self.clock,
@@ -172,7 +172,7 @@ class World:
         self.reporter = Reporter(
             self.gate,
             self.books,
-            self.keeper,
+            self.gating,
             self.register,
             self.brake,
             self.journal,
@@ -184,7 +184,7 @@ class World:
         )
         self.stopped = False
         self.node = Node(
-            self.keeper,
+            self.gating,
             self.register,
             self.brake,
             self.reporter,
@@ -206,7 +206,7 @@ class World:
         return put_together(
             self.gate,
             self.books,
-            self.keeper,
+            self.gating,
             self.register,
             self.journal,
             self.clock,
@@ -344,7 +344,7 @@ class World:
 
     def state(self, client):
         """The online service of a client, at run time."""
-        return self.keeper.online[self.service_of(client)]
+        return self.gating.online[self.service_of(client)]
 
     def events(self, *kinds):
         return self.journal.recent(lambda event: event.kind in kinds, 10_000)
@@ -356,6 +356,6 @@ class World:
         self.kv.check_integrity()
         for ref in self.gate.off.values():
             assert self.gate.is_gated(ref.gpu)
-        for gpu, account in self.keeper.gpus.items():
+        for gpu, account in self.gating.gpus.items():
             holders = {s for s, entry in self.gate.services.items() if entry.holds and gpu in entry.gpus}
             assert account.holders == holders, f"GPU {gpu}: booked {account.holders}, held by {holders}"

@@ -181,7 +181,7 @@ class Story:
 
     def run(self) -> None:
         chance = random.Random(self.seed)
-        clock, keeper, gate = build(self.is_hinted)
+        clock, gating, gate = build(self.is_hinted)
         arrivals = bursty(chance, REQUESTS)
         waiting: list[tuple[int, int]] = []  # (request, tokens left)
         began_ns = clock.now_ns()
@@ -203,22 +203,22 @@ class Story:
                 position += 1
                 came += 1
             self._tell(gate, position, waiting)
-            self._step(clock, gate, keeper, PREFILL_NS if came else STEP_NS)
+            self._step(clock, gate, gating, PREFILL_NS if came else STEP_NS)
             batch = [(request, left - 1) for request, left in waiting[:BATCH]]
             waiting[:] = [pair for pair in batch if pair[1]] + waiting[BATCH:]
             self._tell(gate, position, waiting)
             if waiting:
                 clock.run_to(clock.now_ns() + self._gap_ns(chance))
-        online = next(iter(keeper.online.values()))
+        online = next(iter(gating.online.values()))
         clock.run_to(clock.now_ns() + SECOND)
         self.tally = online.request_figures()[1]
         self.cooldown_ms = online.cooldown.cooldown_ns / MS
-        keeper.gpus[GPU].advance(clock.now_ns())
-        self.harvest = keeper.gpus[GPU].harvest_ns / (clock.now_ns() - began_ns)
+        gating.gpus[GPU].advance(clock.now_ns())
+        self.harvest = gating.gpus[GPU].harvest_ns / (clock.now_ns() - began_ns)
 
-    def _step(self, clock: VirtualClock, gate: VirtualGate, keeper: GateService, work_ns: int) -> None:
+    def _step(self, clock: VirtualClock, gate: VirtualGate, gating: GateService, work_ns: int) -> None:
         gate.launch()
-        keeper.drain()
+        gating.drain()
         clock.run_to(clock.now_ns() + work_ns)
         submitted = gate.view_of.submitted
         clock.call_at_ns(clock.now_ns() + PROOF_NS, lambda: gate.prove(submitted))
@@ -256,19 +256,19 @@ def build(is_hinted: bool) -> tuple[VirtualClock, GateService, VirtualGate]:
         cooldown=CooldownSettings(), wake=WakeSettings(), breaker=BreakerSettings(budget_share=float("inf"))
     )
     journal = Journal(clock, 16)
-    keeper = GateService(gate, books, journal, clock, settings, NodeCounters())  # type: ignore[arg-type]
-    keeper.add_service(service, frozenset())
+    gating = GateService(gate, books, journal, clock, settings, NodeCounters())  # type: ignore[arg-type]
+    gating.add_service(service, frozenset())
     members = [(launcher, Role.ONLINE, 0), *([(hook, Role.HOOK, Feature.HINT)] if is_hinted else [])]
     for client, role, features in members:
         process = ProcessId(pid=1, start_time=1)
         entry = ClientEntry(id=client, process=process, uid=0, role=role, service=service, features=int(features))
         books.add_client(entry)
-        keeper.client_joined(entry)
+        gating.client_joined(entry)
     channel = ChannelRef(gpu=GPU, h_client=1, h_channel=1, cid=1, h_tsg=1, engine=1, compute=True)
     books.put_channel(books.clients[launcher], channel)
-    keeper.set_gpus(service, books.services[service].gpus)
-    keeper.set_offline_channels(GPU, 8)
-    return clock, keeper, gate
+    gating.set_gpus(service, books.services[service].gpus)
+    gating.set_offline_channels(GPU, 8)
+    return clock, gating, gate
 
 
 def bench_once() -> Iterator[Row]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valve_tools.check import includes, sizes
+from valve_tools.check import includes, names, sizes
 from valve_tools.check.tree import ROOT, tracked
 
 PACKAGES = {
@@ -89,6 +89,7 @@ STEPS = {
     "includes": includes.findings,
     "clang-format": clang_format,
     "sizes": sizes.findings,
+    "names": names.findings,
 }
 
 

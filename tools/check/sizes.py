@@ -1,6 +1,7 @@
 """Caps on size (CONTRIBUTING.md): a file that outgrows them holds more than one concept.
 
-Files: 400 lines are the aim, 600 the cap. Functions: 80 lines the cap, in Python and C. Nesting: 5 levels of blocks.
+Files: 400 lines are the aim, 600 the cap. Functions: 80 lines the cap, in Python and C. Classes: 250 lines; those in
+OVERGROWN had more when the cap came, and may only shrink.
 """
 
 from __future__ import annotations
@@ -14,6 +15,25 @@ from valve_tools.check.tree import ROOT, tracked
 
 FILE_LINES = 600
 FUNCTION_LINES = 80
+CLASS_LINES = 250
+OVERGROWN = {
+    "patches/hook/link.py:Link": 253,
+    "patches/sglang/engine.py:SglangEngine": 338,
+    "scheduler/valve_scheduler/controller/rounds.py:Controller": 438,
+    "scheduler/valve_scheduler/placement/state.py:ClusterState": 418,
+    "tools/cluster/controlplane.py:ControlPlane": 269,
+    "tools/cluster/node.py:RealNode": 359,
+    "tools/gpu/rig.py:Rig": 275,
+    "valved/clients/channels.py:Channels": 316,
+    "valved/clients/register.py:Register": 332,
+    "valved/gate/adapter.py:NativeGate": 399,
+    "valved/gate/wake.py:GateService": 440,
+    "valved/kube/room.py:Room": 322,
+    "valved/kv/memory.py:Memory": 515,
+    "valved/kv/reclaim.py:Mover": 520,
+    "valved/kv/reserve.py:Reserve": 322,
+    "valved/node/handover.py:Handover": 294,
+}
 C_FUNCTION = re.compile(r"^[A-Za-z_].*\)$|^[A-Za-z_].*\) \{$")
 
 
@@ -31,6 +51,28 @@ def long_python_functions() -> Iterator[str]:
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > FUNCTION_LINES:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines"
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """(file, class) outside the tests."""
+    for path in tracked(".py"):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("tests/"):
+            for node in ast.walk(ast.parse(path.read_text(), filename=name)):
+                if isinstance(node, ast.ClassDef):
+                    yield name, node
+
+
+def long_classes() -> Iterator[str]:
+    known = dict(OVERGROWN)
+    for name, node in classes():
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        allowed = known.pop(f"{name}:{node.name}", CLASS_LINES)
+        if lines > allowed:
+            yield f"{name}:{node.lineno}: class {node.name} has {lines} lines, {allowed} are allowed"
+        elif lines <= CLASS_LINES < allowed:
+            yield f"{name}: class {node.name} is small enough now: take it out of OVERGROWN"
+    yield from (f"{name} is in OVERGROWN and nowhere else" for name in known)
 
 
 def c_functions(path: Path) -> Iterator[tuple[int, int]]:
@@ -52,7 +94,7 @@ def long_c_functions() -> Iterator[str]:
 
 
 def findings() -> list[str]:
-    return [*long_files(), *long_python_functions(), *long_c_functions()]
+    return [*long_files(), *long_python_functions(), *long_classes(), *long_c_functions()]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Channels:
         self,
         gate: GatePort,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         journal: Journal,
         clock: Clock,
         quota: QuotaTable,
@@ -59,12 +59,12 @@ class Channels:
         self._is_closed = False  # the brake holds every GPU
         self.possession = Possession(prover, clock, quota.channels_per_client)
         self.possession.on_proof = self._owner_found
-        self.harvest = Harvest(keeper.gpus)
+        self.harvest = Harvest(gating.gpus)
         self.leftovers = Leftovers()
         self.changed: Callable[[], None] = lambda: None  # the books changed: save them soon
         self._gate = gate
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._journal = journal
         self._clock = clock
         self._quota = quota
@@ -74,7 +74,7 @@ class Channels:
         self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
-        keeper.after_wake.append(self.release_schedules)
+        gating.after_wake.append(self.release_schedules)
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
         """One message. A descriptor that is kept is taken off the list."""
@@ -133,7 +133,7 @@ class Channels:
             return
         told = len(entry.channels) + self.possession.waiting(entry.id)
         if key not in entry.channels and told >= self._quota.channels_per_client:
-            self._keeper.counters.refuse("channels")
+            self._gating.counters.refuse("channels")
             self._ack(entry.id, seq, errno.ENOSPC)
             return
         channel = ChannelRef(
@@ -156,7 +156,7 @@ class Channels:
 
     def _refuse(self, entry: ClientEntry, seq: int, why: str) -> None:
         """One answer for every reason: what the driver knows of others is not to be had here."""
-        self._keeper.counters.refuse(why)
+        self._gating.counters.refuse(why)
         self._ack(entry.id, seq, errno.EOPNOTSUPP)
 
     def _admit(self, entry: ClientEntry, seq: int, channel: ChannelRef) -> None:
@@ -194,7 +194,7 @@ class Channels:
             mine = [channel for key, channel in entry.channels.items() if key[0] == h_client]
             for channel in mine:
                 self._forget_channel(entry, (channel.h_client, channel.h_channel))
-                self._keeper.counters.refuse("foreign")
+                self._gating.counters.refuse("foreign")
             self._gate.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
@@ -222,7 +222,7 @@ class Channels:
         if self.leftovers.take(channel) and not armed.gated:
             self._gate.enable_foreign([channel])
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
-            self._keeper.counters.refuse("unreachable")
+            self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False
         return 0, armed.want_fd
 
@@ -254,17 +254,17 @@ class Channels:
     def gpus_changed(self, service: ServiceId) -> None:
         """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""
         entry = self._books.services[service]
-        if service in self._keeper.online:
-            self._keeper.set_gpus(service, entry.gpus)
+        if service in self._gating.online:
+            self._gating.set_gpus(service, entry.gpus)
         elif entry.role is Role.OFFLINE:
-            for gpu in self._keeper.gpus:
+            for gpu in self._gating.gpus:
                 self._count_offline(service, gpu)
         self.refresh_lease_flags()
 
     def _count_offline(self, service: ServiceId, gpu: GpuIndex) -> None:
         count = self._books.services[service].compute_on[gpu]
         self.harvest.present(service, gpu, count > 0, self._clock.now_ns())
-        self._keeper.set_offline_channels(gpu, self._books.offline_channels(gpu))
+        self._gating.set_offline_channels(gpu, self._books.offline_channels(gpu))
 
     def set_closed(self, is_closed: bool) -> None:
         """Whether the brake holds every GPU."""
@@ -275,7 +275,7 @@ class Channels:
         """Tell each offline client whether it must stop itself if valved dies: if online work shares a GPU with it, or
         the brake stops it."""
         services = self._books.services
-        shared = frozenset().union(*(services[online].gpus for online in self._keeper.online if online in services))
+        shared = frozenset().union(*(services[online].gpus for online in self._gating.online if online in services))
         for entry in self._books.with_role(Role.OFFLINE):
             flag = self._is_closed or not shared.isdisjoint(services[entry.service].gpus)
             if entry.lease_flag is not flag:
@@ -304,11 +304,11 @@ class Channels:
         known = entry.rm_gpus.get(h_client)
         of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
         gpus = of_channels or ({known} if known is not None else entry.gpus())
-        return frozenset(gpu for gpu in gpus if self._keeper.is_stopped(gpu))
+        return frozenset(gpu for gpu in gpus if self._gating.is_stopped(gpu))
 
     def release_schedules(self) -> None:
         for held in [held for mine in self._held.values() for held in mine.values()]:
-            if not any(self._keeper.is_stopped(gpu) for gpu in held.gpus):
+            if not any(self._gating.is_stopped(gpu) for gpu in held.gpus):
                 self._let_go(held, 0)
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:

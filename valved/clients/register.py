@@ -123,7 +123,7 @@ class Register:
         self,
         gate: GatePort,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         journal: Journal,
         clock: Clock,
         processes: ProcessPort,
@@ -136,11 +136,11 @@ class Register:
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.look_for_claims: Callable[[], None] = lambda: None  # that were left while no valved answered
         self.useful = UsefulTokens()
-        self.channels = Channels(gate, books, keeper, journal, clock, quota, link, self.send, prover)
+        self.channels = Channels(gate, books, gating, journal, clock, quota, link, self.send, prover)
         self._refused: dict[ProcessId, str] = {}
         self._gate = gate
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._journal = journal
         self._clock = clock
         self._processes = processes
@@ -169,7 +169,7 @@ class Register:
             return
         if role is Role.ONLINE:
             try:
-                self._keeper.add_service(claim.service, frozenset())
+                self._gating.add_service(claim.service, frozenset())
             except Exception:
                 self._drop_service(claim.service)  # and its claim with it: a claim without a gate protects nobody
                 raise
@@ -246,7 +246,7 @@ class Register:
     def _no_room(self, peer: Peer, given: Place, is_scarce: bool) -> NoPlace | None:
         """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
         online has room that nobody else can take."""
-        if given.service in self._keeper.online:
+        if given.service in self._gating.online:
             return None
         quota, books = self._quota, self._books
         most = quota.clients_per_uid if peer.uid else quota.root_clients
@@ -265,7 +265,7 @@ class Register:
 
     def _refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
         connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
-        self._keeper.counters.refuse(why.code.name.lower())
+        self._gating.counters.refuse(why.code.name.lower())
         if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
         self._refused[peer.process] = why.text
@@ -301,8 +301,8 @@ class Register:
         )
         self._books.add_client(entry)
         self._connections[client] = connection
-        self._keeper.counters.clients += 1
-        self._keeper.client_joined(entry)
+        self._gating.counters.clients += 1
+        self._gating.client_joined(entry)
         self._came_back(entry)
         if self.memory is not None:
             self.memory.client_joined(entry)
@@ -340,11 +340,11 @@ class Register:
 
     def _came_back(self, entry: ClientEntry) -> None:
         """A client of a predecessor has reconnected: its service need not be braked on its account any more."""
-        online = self._keeper.online.get(entry.service)
+        online = self._gating.online.get(entry.service)
         if online is not None and entry.process.pid in online.away:
             online.away.discard(entry.process.pid)
             online.back_ns = self._clock.now_ns()
-            self._keeper.look_soon(online)
+            self._gating.look_soon(online)
 
     def leave(self, client: ClientId, reason: str) -> None:
         """A client is gone, by its link or by its process. Its channels are enabled first."""
@@ -355,12 +355,12 @@ class Register:
         self.channels.forget(client)
         self._read_tokens(entry)
         enabled = self._gate.remove_client(client)
-        self._keeper.counters.channels_enabled_on_exit += len(enabled)
+        self._gating.counters.channels_enabled_on_exit += len(enabled)
         changed = False
         for key in list(entry.channels):
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
-        self._keeper.client_left(entry)
+        self._gating.client_left(entry)
         if self.memory is not None:
             is_dead = reason == "exit" or self._processes.start_time(entry.process.pid) != entry.process.start_time
             self.memory.client_left(entry, is_dead=is_dead)
@@ -409,8 +409,8 @@ class Register:
             self._drop_service(service)
 
     def _drop_service(self, service: ServiceId) -> None:
-        if service in self._keeper.online:
-            self._keeper.remove_service(service)
+        if service in self._gating.online:
+            self._gating.remove_service(service)
         else:
             self._gate.remove_service(service)  # whatever its hooks took of the gate
         self._books.drop_service(service)
@@ -437,13 +437,13 @@ class Register:
 
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
-        return self._books.clients[client].service in self._keeper.online
+        return self._books.clients[client].service in self._gating.online
 
     def count_refusal(self, code: Refusal) -> None:
-        self._keeper.counters.refuse(code.name.lower())
+        self._gating.counters.refuse(code.name.lower())
 
     def malformed(self, pid: int, uid: int, why: str) -> None:
-        self._keeper.counters.malformed += 1
+        self._gating.counters.malformed += 1
         self._journal.emit(EventKind.MALFORMED, reason=why, pid=pid, uid=uid)
 
     def close(self) -> None:

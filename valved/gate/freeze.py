@@ -30,7 +30,7 @@ class Ladder:
     def __init__(
         self,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         journal: Journal,
         clock: Clock,
         settings: LadderTable,
@@ -38,7 +38,7 @@ class Ladder:
         leave: Callable[[ClientId, str], None],
     ) -> None:
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._journal = journal
         self._clock = clock
         self._settings = settings
@@ -48,9 +48,9 @@ class Ladder:
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
         self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
-        keeper.on_failure = self.gate_failed
-        keeper.after_wake.append(self.thaw)
-        keeper.after_drain.append(self.thaw)
+        gating.on_failure = self.gate_failed
+        gating.after_wake.append(self.thaw)
+        gating.after_drain.append(self.thaw)
 
     def frozen(self) -> list[ProcessId]:
         return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
@@ -69,9 +69,9 @@ class Ladder:
         return True
 
     def gate_failed(self, stamp: Stamp) -> None:
-        if not (self._settings.freeze and self._keeper.is_ungated(stamp.gpu)):
+        if not (self._settings.freeze and self._gating.is_ungated(stamp.gpu)):
             return
-        if self._keeper.reach(stamp.gpu) in DRIVER_CALLS:
+        if self._gating.reach(stamp.gpu) in DRIVER_CALLS:
             self._freeze(stamp)
         elif stamp.gpu not in self._late:
             self._late.add(stamp.gpu)
@@ -79,7 +79,7 @@ class Ladder:
 
     def _still_failed(self, stamp: Stamp) -> None:
         self._late.discard(stamp.gpu)
-        if self._keeper.is_ungated(stamp.gpu):
+        if self._gating.is_ungated(stamp.gpu):
             self._freeze(stamp)
 
     def _freeze(self, stamp: Stamp) -> None:
@@ -95,7 +95,7 @@ class Ladder:
             entry = self._books.clients.get(client)
             if entry is None:
                 self._forget(client)
-            elif not any(map(self._keeper.is_ungated, gpus)):
+            elif not any(map(self._gating.is_ungated, gpus)):
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")

@@ -1,4 +1,4 @@
-"""The other edge, and the accounts of both.
+"""Decides when offline work may run again; books how long each GPU was open or stopped.
 
 The native side closes gates by itself; this service reads its stamps afterwards, keeps the books of time and delay,
 and decides when to propose a wake. Nothing here waits: everything is a call from the loop, a timer or a registration.

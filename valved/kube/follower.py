@@ -29,11 +29,11 @@ MS_NS = 1_000_000
 
 
 class Follower:
-    def __init__(self, brake: Brake, keeper: GateService) -> None:
+    def __init__(self, brake: Brake, gating: GateService) -> None:
         self.namespace_modes: Mapping[str, str] = {}  # * for all others
         self.drain = ""  # why the cluster wants no offline work here, whatever the mode
         self._brake = brake
-        self._keeper = keeper
+        self._gating = gating
         self._paused: dict[str, bool | None] = {BY: None, FLEET: None}  # None: not heard since the start
         self._mode = ""
         self._configured = brake.mode  # what holds while the cluster says nothing
@@ -77,7 +77,7 @@ class Follower:
         if cooldown == self._cooldown:
             return
         self._cooldown = cooldown
-        settings = self._keeper.settings
+        settings = self._gating.settings
         changes = {field: int(cooldown[key]) * MS_NS for key, field in COOLDOWN.items() if key in cooldown}
         try:
             settings.cooldown = replace(settings.cooldown, **changes)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class OnlineUse:
 class Observer:
     gpus: tuple[GpuInfo, ...]
     books: Books
-    keeper: GateService
+    gating: GateService
     book: PodBook
     register: Register
     processes: ProcessPort
@@ -167,7 +167,7 @@ class Observer:
     def lent(self, lent_s: Mapping[ServiceId, float]) -> Iterator[LentFacts]:
         """What online pods lent, and what it cost them."""
         for claim in self.books.claims.values():
-            group, online = pod_of(claim.cgroup), self.keeper.online.get(claim.service)
+            group, online = pod_of(claim.cgroup), self.gating.online.get(claim.service)
             if group is None or online is None:
                 continue
             pod = self.book.pods.get(group.uid)
@@ -183,7 +183,7 @@ class Observer:
             )
 
     def uses(self, now_ns: int, cards: Mapping[bytes, CardUse]) -> Iterator[OnlineUse]:
-        for key, online in self.keeper.online.items():
+        for key, online in self.gating.online.items():
             namespace, _, pod = self.books.services[key].name.partition("/")
             pids = {client.process.pid for client in self.books.clients_of(key)}
             of_pod = {
@@ -196,7 +196,7 @@ class Observer:
 
     def resting(self, now_ns: int) -> list[str]:
         """Online services that Valve has delayed too much: nothing is harvested beside them for now."""
-        resting = (key for key, online in self.keeper.online.items() if now_ns < online.breaker.open_until_ns)
+        resting = (key for key, online in self.gating.online.items() if now_ns < online.breaker.open_until_ns)
         return sorted(self.books.services[key].name for key in resting)
 
     def free_bytes(self, use: CardUse) -> int:

@@ -71,7 +71,7 @@ class Host:
 
     gate: GatePort
     books: Books
-    keeper: GateService
+    gating: GateService
     register: Register
     brake: Brake
     journal: Journal
@@ -121,7 +121,7 @@ class Room:
         self._observer = Observer(
             gpus=self._gpus,
             books=host.books,
-            keeper=host.keeper,
+            gating=host.gating,
             book=self.book,
             register=host.register,
             processes=host.processes,
@@ -130,7 +130,7 @@ class Room:
         self._observer.is_standing = self._is_held_by_order
         if host.kv is not None:
             host.kv.reserve.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
-        self._follower = Follower(host.brake, host.keeper)
+        self._follower = Follower(host.brake, host.gating)
         client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)
         self.api.found = self._own_object
@@ -159,8 +159,8 @@ class Room:
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
-        host.keeper.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
-        host.keeper.set_guarded(frozenset(gpu.index for gpu in self._gpus))
+        host.gating.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
+        host.gating.set_guarded(frozenset(gpu.index for gpu in self._gpus))
         for reading in self._observer.readings(host.clock.now_ns(), {}, {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
 
@@ -218,14 +218,14 @@ class Room:
 
     async def _beat(self) -> None:
         while True:
-            accounts = [(gpu.index, self._host.keeper.gpus[gpu.index]) for gpu in self._gpus]
+            accounts = [(gpu.index, self._host.gating.gpus[gpu.index]) for gpu in self._gpus]
             busy = [bool(account.holders - STANDING) and not self._is_standing(gpu) for gpu, account in accounts]
             self.series.beat(self._now_s(), busy)
             await asyncio.sleep(BEAT_S)
 
     async def _account(self) -> None:
         """Once a second: time that was open, memory that was free, and whether a report is due."""
-        accounts = [self._host.keeper.gpus[gpu.index] for gpu in self._gpus]
+        accounts = [self._host.gating.gpus[gpu.index] for gpu in self._gpus]
         seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
         save_ns = seen_ns + SAVE_NS
         while True:
@@ -242,7 +242,7 @@ class Room:
             self._memory.cards = await asyncio.to_thread(self._cards.look)
             for place, gpu in enumerate(self._gpus):
                 use = self._memory.cards.get(gpu.uuid)
-                is_left = not self._host.keeper.gpus[gpu.index].holders - STANDING
+                is_left = not self._host.gating.gpus[gpu.index].holders - STANDING
                 if use is not None and is_left and not self._is_standing(gpu.index):
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
             if now_ns >= save_ns:
@@ -255,17 +255,17 @@ class Room:
     def _is_standing(self, gpu: GpuIndex) -> bool:
         """Nobody can say how idle online services are here: the brake keeps them from letting go (observing does not),
         one rests or has not come back, or somebody may use the GPU unheard. It counts neither as idle nor as lost."""
-        keeper, now_ns = self._host.keeper, self._host.clock.now_ns()
+        gating, now_ns = self._host.gating, self._host.clock.now_ns()
         is_heard = any(verdict.gpu == gpu and verdict.is_heard for verdict in self._memory.verdicts)
         return (
-            keeper.is_braked
-            or (GUARD_SERVICE in keeper.gpus[gpu].holders and not is_heard)
-            or any(gpu in one.gpus and (one.away or keeper.is_resting(one, now_ns)) for one in keeper.online.values())
+            gating.is_braked
+            or (GUARD_SERVICE in gating.gpus[gpu].holders and not is_heard)
+            or any(gpu in one.gpus and (one.away or gating.is_resting(one, now_ns)) for one in gating.online.values())
         )
 
     def _is_held_by_order(self, gpu: GpuIndex) -> bool:
         """Paused, guarded, resting, or in a mode that harvests nothing: no missed promise, and no sign of one."""
-        brake, holders = self._host.brake, self._host.keeper.gpus[gpu].holders
+        brake, holders = self._host.brake, self._host.gating.gpus[gpu].holders
         return brake.switches.is_closed or GUARD_SERVICE in holders or self._is_standing(gpu)
 
     def _give_receipts(self, gained: Mapping[GpuIndex, Gained], now_ns: int) -> None:
@@ -274,7 +274,7 @@ class Room:
         lent_s = self._memory.lent_s
         self._memory.lent_s = {
             key: lent_s.get(key, 0.0) + sum(gained[gpu].harvest_s for gpu in service.gpus if gpu in gained)
-            for key, service in self._host.keeper.online.items()
+            for key, service in self._host.gating.online.items()
         }
 
     # Reconciling
@@ -330,7 +330,7 @@ class Room:
         settings = GuardSettings(harvest_unallocated=self._table.harvest_unallocated)
         before = {verdict.gpu: verdict for verdict in self._memory.verdicts}
         self._memory.verdicts = judge(cards, holders, strangers, settings)
-        self._host.keeper.set_guarded(frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
+        self._host.gating.set_guarded(frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
         for verdict in self._memory.verdicts:
             old = before.get(verdict.gpu)
             if old is None or (old.is_guarded, old.reason) != (verdict.is_guarded, verdict.reason):

@@ -1,4 +1,4 @@
-"""The last look before an offline container starts: whose is it, which GPUs are its own, may it have them?
+"""Decides whether an offline container may start: whose it is, which GPUs are its own, whether it may have them.
 
 PreStart names slots, nobody says for whom. By then the kubelet's pod resources list the pod that holds them, and the
 pod's placement was written together with its binding: identity without a lock and without a second write. Whatever is

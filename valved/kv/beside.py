@@ -19,8 +19,8 @@ LOOK_NS = 5_000_000  # has a gate closed or opened, does somebody wait by now?
 
 
 class Beside:
-    def __init__(self, keeper: GateService, clock: Clock, let_ns: int) -> None:
-        self._keeper = keeper
+    def __init__(self, gating: GateService, clock: Clock, let_ns: int) -> None:
+        self._gating = gating
         self._clock = clock
         self._let_ns = let_ns
         self._letting: dict[object, frozenset[GpuIndex]] = {}
@@ -35,7 +35,7 @@ class Beside:
         """Until then or the deadline. How long offline work was let run, in ns."""
         total_ns = 0
         while not settled.is_set and (now_ns := self._clock.now_ns()) < deadline_ns:
-            if self._let_ns and self._keeper.may_let(gpus) and is_waited_for():
+            if self._let_ns and self._gating.may_let(gpus) and is_waited_for():
                 await self._let(settled, gpus, min(deadline_ns, now_ns + self._let_ns))
                 total_ns += self._clock.now_ns() - now_ns
                 await until(settled, self._clock, min(deadline_ns, self._clock.now_ns() + self._let_ns))
@@ -48,11 +48,11 @@ class Beside:
         self._letting[me] = gpus
         self._tell()
         try:
-            while not settled.is_set and (now_ns := self._clock.now_ns()) < until_ns and self._keeper.is_held(gpus):
+            while not settled.is_set and (now_ns := self._clock.now_ns()) < until_ns and self._gating.is_held(gpus):
                 await until(settled, self._clock, min(until_ns, now_ns + LOOK_NS))
         finally:
             del self._letting[me]
             self._tell()
 
     def _tell(self) -> None:
-        self._keeper.let(frozenset().union(*self._letting.values()))
+        self._gating.let(frozenset().union(*self._letting.values()))

@@ -65,7 +65,7 @@ class Memory:
         self,
         gate: GatePort,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         journal: Journal,
         clock: Clock,
         processes: ProcessPort,
@@ -92,7 +92,7 @@ class Memory:
         self.unheeded = Unheeded(self.pool, books, journal, clock, self.holds, self._engine_of, config.memory.attach_s)
         self._gate = gate
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._journal = journal
         self._clock = clock
         self._send = send
@@ -161,7 +161,7 @@ class Memory:
                 slots=body.slots,
                 handle_bytes=body.handle_bytes,
             )
-            self._keeper.counters.refuse("kv-range")
+            self._gating.counters.refuse("kv-range")
             self.ack(entry.id, seq, status)
             return
         book = KvRangeBook(
@@ -447,7 +447,7 @@ class Memory:
             self._refuse_engine(shim, f"KV layout refused: {refused}")
 
     def _refuse_engine(self, entry: ClientEntry, why: str) -> None:
-        self._keeper.counters.refuse("kv-engine")
+        self._gating.counters.refuse("kv-engine")
         self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=why, pid=entry.process.pid)
 
     def tell(self, engine: Engine) -> None:
@@ -529,7 +529,7 @@ class Memory:
     def answer_whole(self, book: KvRangeBook, seq: int, missing: int) -> None:
         """All of it is backed, or its allocation fails and what came is free again once the client says so."""
         if missing:
-            self._keeper.counters.refuse("kv-memory")
+            self._gating.counters.refuse("kv-memory")
         engine = self.engines.get(self.service_of(book.key.client))
         if engine is not None:
             self.tell(engine)

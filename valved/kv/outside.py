@@ -1,4 +1,4 @@
-"""Memory taken from outside its process: who may be treated so, and how it goes.
+"""Takes KV memory from outside its process: which processes may be treated so, the trial, and the reclaim.
 
 A shim that is asked (VALVE_FEATURE_SPARSE) passes a descriptor of its uvm file and some scratch memory. Nothing is
 relied upon before it was tried there, on that very process, with its GPU stopped as a reclaim would stop it. Who fails

@@ -58,7 +58,7 @@ class Mover:
         memory: Memory,
         outside: Outside,
         gate: GatePort,
-        keeper: GateService,
+        gating: GateService,
         journal: Journal,
         clock: Clock,
         costs: EvictionSettings,
@@ -73,7 +73,7 @@ class Mover:
         self._memory = memory
         self.outside = outside
         self._gate = gate
-        self._keeper = keeper
+        self._gating = gating
         self._journal = journal
         self._clock = clock
         self._needs: list[Need] = []
@@ -81,8 +81,8 @@ class Mover:
         self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
         self._is_running = False
-        self._beside = Beside(keeper, clock, round(memory.settings.let_ms * 1e6))
-        keeper.after_drain.append(self._may_have_stopped)
+        self._beside = Beside(gating, clock, round(memory.settings.let_ms * 1e6))
+        gating.after_drain.append(self._may_have_stopped)
         outside.stopper = self
 
     def allow(self, on: bool) -> None:
@@ -168,7 +168,7 @@ class Mover:
 
     def can_lend(self, engine: Engine) -> bool:
         """Zeroing needs the channels of who gets the memory: not while they are off."""
-        is_open = not self._beside.is_on and not any(self._keeper.is_stopped(gpu) for gpu in engine.gpus)
+        is_open = not self._beside.is_on and not any(self._gating.is_stopped(gpu) for gpu in engine.gpus)
         return engine.can_lose and is_open
 
     # Back again
@@ -472,10 +472,10 @@ class Mover:
 
     async def _stop(self, gpus: frozenset[GpuIndex], meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Hold these GPUs; True once the last disable of each came back well."""
-        self._keeper.set_moving(gpus)
+        self._gating.set_moving(gpus)
         meanwhile()
         deadline_ns = self._clock.now_ns() + GATE_NS
-        while not all(self._keeper.is_proven_stopped(gpu) for gpu in gpus):
+        while not all(self._gating.is_proven_stopped(gpu) for gpu in gpus):
             now_ns = self._clock.now_ns()
             if now_ns >= deadline_ns:
                 return False
@@ -491,7 +491,7 @@ class Mover:
             pause.set()
 
     def _open(self) -> None:
-        self._keeper.set_moving(frozenset())
+        self._gating.set_moving(frozenset())
         self._pass_turn()
 
     async def stop_for(self, gpu: GpuIndex) -> bool:

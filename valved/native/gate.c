@@ -76,7 +76,7 @@ static int start_threads(struct valve_gate *gate)
 		rc = worker_start(gate, &gate->worker[i], &gate->gpu[i]);
 	if (rc == 0)
 		rc = worker_start(gate, &gate->worker[gate->gpu_count], NULL);
-	return rc ? rc : keeper_start(gate);
+	return rc ? rc : watchdog_start(gate);
 }
 
 struct valve_gate *valve_gate_open(const struct valve_config *config, const struct valve_os *os)
@@ -253,7 +253,7 @@ int valve_gate_close(struct valve_gate *gate)
 		issuer_kick(&gate->gpu[i]);
 	for (uint32_t i = 0; i <= gate->gpu_count; i++)
 		joined &= !gate->worker[i].started || join(gate->worker[i].thread);
-	joined &= !gate->keeper || join(gate->keeper);
+	joined &= !gate->watchdog || join(gate->watchdog);
 	if (!joined)
 		return -EBUSY;
 	for (uint32_t i = 0; i < gate->gpu_count; i++)

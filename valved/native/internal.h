@@ -6,14 +6,14 @@
  *   issuer     one per GPU: whoever sits at its seat, and nobody else, switches that GPU's channels.
  *              These are workers (worker.c), who swap places: at a ring the listener sits down at the first GPU that
  *              it has to close, if its issuer sleeps, and that one goes to listen.
- *   keeper     one: heartbeat of all control pages, and the watchdog over the issuers.
+ *   watchdog     one: heartbeat of all control pages; notices calls of issuers that do not come back.
  *   caller     valved's Python thread: everything in gate.h.
  *
  * Nothing between the doorbell and the ioctl allocates, locks, logs or formats. What the caller changes reaches
  *   the listener  through slots and client lists that are swapped whole; the caller waits until the listener has
  *                 left the batch of events it was in before it frees the old one (listener_quiesce);
  *   an issuer     as mail: a list of plans that the issuer takes over between two edges and hands back used.
- * The one mutex (roster_lock) is between caller and keeper; neither hot thread takes it.
+ * The one mutex (roster_lock) is between caller and watchdog; neither hot thread takes it.
  */
 #ifndef VALVE_NATIVE_INTERNAL_H
 #define VALVE_NATIVE_INTERNAL_H
@@ -125,9 +125,9 @@ struct gpu {
 
 	_Alignas(64) uint32_t state; /* issuer writes, caller reads: valve_gpu_state */
 	uint32_t handled;            /* the kick that the issuer went to sleep on */
-	uint32_t flight;             /* issuer and keeper */
+	uint32_t flight;             /* issuer and watchdog */
 	uint64_t flight_ns;
-	struct plan *plan;  /* issuer's; the keeper's while a flight is lost */
+	struct plan *plan;  /* issuer's; the watchdog's while a flight is lost */
 	struct mail *spent; /* issuer pushes, caller takes all */
 };
 
@@ -167,7 +167,7 @@ struct valve_client {
 	int doorbell, order;
 	uint64_t orders; /* GPUs that want it held << 32 | GPUs that want it stopped */
 
-	uint32_t muted;      /* listener sets it for a doorbell that rings for nothing; keeper clears it */
+	uint32_t muted;      /* listener sets it for a doorbell that rings for nothing; watchdog clears it */
 	uint32_t idle_rings; /* listener's alone: rings that changed nothing since window_ns */
 	uint64_t window_ns;
 
@@ -207,25 +207,25 @@ struct valve_gate {
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
 	uint32_t brakes;   /* valve_brake bits */
-	uint64_t alive_ns; /* when the caller last said that it turns, 0 never; the keeper reads */
-	uint32_t guarding; /* keeper's: it holds every GPU because the caller is silent */
+	uint64_t alive_ns; /* when the caller last said that it turns, 0 never; the watchdog reads */
+	uint32_t guarding; /* watchdog's: it holds every GPU because the caller is silent */
 	uint32_t let;      /* GPUs: the caller writes, issuers read */
 	uint32_t quit;     /* futex */
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
 
 	struct worker worker[MAX_GPUS + 1];
-	pthread_t keeper;
+	pthread_t watchdog;
 	uint32_t listening; /* 1 while somebody is the listener */
 	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit */
 	_Alignas(64) uint64_t
 	        listener_turn; /* odd while the listener handles events; listener writes, caller reads */
 	struct valve_client *client[MAX_CLIENTS];
 	uint32_t generation;
-	pthread_mutex_t roster_lock; /* keeper against caller: client[] and their control pages */
+	pthread_mutex_t roster_lock; /* watchdog against caller: client[] and their control pages */
 
 	uint32_t services;                        /* slots ever used: nobody needs to look beyond */
-	struct service service[MAX_SERVICES + 1]; /* the last: the keeper's guard, which has no clients */
+	struct service service[MAX_SERVICES + 1]; /* the last: the watchdog's guard, which has no clients */
 	struct stamp_ring stamps;
 };
 
@@ -284,8 +284,8 @@ void listener_mute(struct valve_gate *gate, struct valve_client *client, bool mu
 int thread_start(pthread_t *thread, void *(*body)(void *), void *argument);
 int worker_start(struct valve_gate *gate, struct worker *worker, struct gpu *gpu);
 
-/* keeper.c */
-int keeper_start(struct valve_gate *gate);
+/* watchdog.c */
+int watchdog_start(struct valve_gate *gate);
 
 /* hold.c */
 bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_client *cause,

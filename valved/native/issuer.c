@@ -45,14 +45,14 @@ static int walk(struct gpu *gpu, struct plan *plan, bool stop)
 /* Let the watchdog see that we are in the driver. */
 static void take_off(struct gpu *gpu, uint64_t start_ns)
 {
-	uint32_t number = (load_relaxed(&gpu->flight) >> 2) + 1; /* the keeper never changes the number */
+	uint32_t number = (load_relaxed(&gpu->flight) >> 2) + 1; /* the watchdog never changes the number */
 
 	store_relaxed(&gpu->flight_ns, start_ns);
 	store_release(&gpu->flight,
-	              number << 2 | FLIGHT_OUT); /* pairs with the keeper's acquire: time and plan */
+	              number << 2 | FLIGHT_OUT); /* pairs with the watchdog's acquire: time and plan */
 }
 
-/* True if the keeper had given this flight up (and has stamped GATE_FAILED). */
+/* True if the watchdog had given this flight up (and has stamped GATE_FAILED). */
 static bool land(struct gpu *gpu)
 {
 	uint32_t number = load_relaxed(&gpu->flight) >> 2, out = number << 2 | FLIGHT_OUT;
@@ -218,7 +218,7 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 }
 
 /* A mail that had been given up came back while the GPU is stopped: nobody waits for its answer any more. What it was
- * to stop is in the plan, so a bad answer is mended there; a good one takes back what the keeper said. */
+ * to stop is in the plan, so a bad answer is mended there; a good one takes back what the watchdog said. */
 static void recover(struct gpu *gpu, int status)
 {
 	struct valve_stamp stamp = {.kind = VALVE_STAMP_GATE, .gpu = gpu->index};

@@ -13,7 +13,7 @@
 #define SELF  UINT64_MAX
 #define WINDOW_NS \
 	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
-#define MAX_IDLE  64u /* ... is not listened to until the keeper's next round */
+#define MAX_IDLE  64u /* ... is not listened to until the watchdog's next round */
 #define PLAUSIBLE 1000000000u
 
 /* Odd while events are being handled. Full order: either the caller, having unpublished something, sees odd here and

@@ -1,5 +1,5 @@
 /*
- * reach_order.c - the two rungs that the offline process carries out itself: STOP (its keeper thread switches its own
+ * reach_order.c - the two rungs that the offline process carries out itself: STOP (its session thread switches its own
  * channels) and HOLD (its launches wait). An order is a word in the control page, a sequence number, and a ring of
  * the order eventfd; the client answers with order_done in its region, and is believed for no longer than a bound.
  *

@@ -71,7 +71,7 @@ static void tend_clients(struct valve_gate *gate, bool beat, uint64_t now)
 	pthread_mutex_unlock(&gate->roster_lock);
 }
 
-static void *keeper_main(void *argument)
+static void *watchdog_main(void *argument)
 {
 	struct valve_gate *gate = argument;
 	uint64_t beat_ns = gate->config.lease_ns / 5, last_beat_ns = 0;
@@ -94,7 +94,7 @@ static void *keeper_main(void *argument)
 	return NULL;
 }
 
-int keeper_start(struct valve_gate *gate)
+int watchdog_start(struct valve_gate *gate)
 {
-	return thread_start(&gate->keeper, keeper_main, gate);
+	return thread_start(&gate->watchdog, watchdog_main, gate);
 }

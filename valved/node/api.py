@@ -25,7 +25,7 @@ WATCH_QUEUE = 1024  # events a slow watcher may lag behind
 class Node:
     def __init__(
         self,
-        keeper: GateService,
+        gating: GateService,
         register: Register,
         brake: Brake,
         reporter: Reporter,
@@ -35,7 +35,7 @@ class Node:
         lease_ns: int,
         stop: Callable[[], None],
     ) -> None:
-        self._keeper = keeper
+        self._gating = gating
         self._register = register
         self._brake = brake
         self._reporter = reporter
@@ -80,7 +80,7 @@ class Node:
         return int(claim.service)
 
     def policy(self) -> PolicyState:
-        cooldown = self._keeper.settings.cooldown
+        cooldown = self._gating.settings.cooldown
         return PolicyState(
             mode=self._brake.mode,
             cooldown_start_ns=cooldown.start_ns,
@@ -97,7 +97,7 @@ class Node:
             raise InvalidRequest(
                 "the lease is fixed while valved runs", field="lease_ns", next_step="set lease_ms in the configuration"
             )
-        before = self._keeper.settings.cooldown
+        before = self._gating.settings.cooldown
         try:
             after = replace(before, **changes)  # type: ignore[arg-type]
         except ValueError as error:
@@ -111,7 +111,7 @@ class Node:
         return self.policy()
 
     def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:
-        self._keeper.settings.cooldown = settings
+        self._gating.settings.cooldown = settings
         self._handover.policy = msgspec.structs.replace(
             self._handover.policy,
             cooldown=(settings.start_ns, settings.floor_ns, settings.ceiling_ns, settings.factor, settings.window_ns),

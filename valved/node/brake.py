@@ -31,7 +31,7 @@ from valved.state.journal import Journal
 class Brake:
     def __init__(
         self,
-        keeper: GateService,
+        gating: GateService,
         register: Register,
         ladder: Ladder,
         leaving: Leaving,
@@ -45,7 +45,7 @@ class Brake:
         self.leaving = leaving
         self.allow_reclaim: Callable[[bool], None] = lambda on: None
         self.when_still: Callable[[Callable[[], None]], None] = lambda call: call()
-        self._keeper = keeper
+        self._gating = gating
         self._register = register
         self.ladder = self._ladder = ladder
         self._journal = journal
@@ -121,7 +121,7 @@ class Brake:
     def hand_over(self) -> None:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
-        self._keeper.set_pause(frozenset(self._keeper.gpus) if self.switches.is_closed else self._keeper.shared())
+        self._gating.set_pause(frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared())
 
     def _begin_drain(self) -> None:
         self.is_draining = True
@@ -144,17 +144,17 @@ class Brake:
     def _apply(self) -> None:
         """The hold first: whatever else follows, offline work is stopped by then."""
         switches = self.switches
-        self._keeper.set_pause(frozenset(self._keeper.gpus if switches.is_closed else ()))
+        self._gating.set_pause(frozenset(self._gating.gpus if switches.is_closed else ()))
         self._register.channels.set_closed(switches.is_closed)
         # Observing goes on looking when online services are idle; GPUs stay held all the same.
-        self._keeper.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
-        self._keeper.ask_idleness("observe", self.mode is Mode.OBSERVE)
+        self._gating.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
+        self._gating.ask_idleness("observe", self.mode is Mode.OBSERVE)
         self.allow_reclaim(not switches.must_leave)
         if switches.must_leave:
             self.leaving.begin()
         else:
             self.leaving.take_back()
-        self._keeper.look_at_all()
+        self._gating.look_at_all()
 
 
 def _first_line(path: Path) -> str | None:

@@ -61,7 +61,7 @@ class Handover:
         path: Path,
         gate: GatePort,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         register: Register,
         journal: Journal,
         clock: Clock,
@@ -77,7 +77,7 @@ class Handover:
         self._path = path
         self._gate = gate
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._register = register
         self._journal = journal
         self._clock = clock
@@ -109,7 +109,7 @@ class Handover:
         self._took_ns = self._clock.now_ns() - began_ns
 
     def snapshot(self) -> SavedState:
-        counters = self._keeper.counters
+        counters = self._gating.counters
         leftovers = [
             SavedClient(
                 pid=owner.pid,
@@ -143,7 +143,7 @@ class Handover:
         return msgspec.structs.replace(memory, reservations=living)
 
     def _saved_gpu(self, gpu: GpuIndex, uuid: bytes) -> SavedGpu:
-        account = self._keeper.gpus[gpu]
+        account = self._gating.gpus[gpu]
         account.advance(self._clock.now_ns())
         return SavedGpu(
             uuid=uuid.hex(),
@@ -166,7 +166,7 @@ class Handover:
             harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
             tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
         )
-        online = self._keeper.online.get(entry.id)
+        online = self._gating.online.get(entry.id)
         return saved if online is None else _with_online(saved, online, self._saved_requests(online))
 
     def _saved_requests(self, online: OnlineService) -> list[SavedRequests]:
@@ -219,7 +219,7 @@ class Handover:
     def _restore_policy(self, saved: SavedPolicy) -> None:
         if saved.cooldown is not None:
             start, floor, ceiling, factor, window = saved.cooldown
-            self._keeper.settings.cooldown = CooldownSettings(
+            self._gating.settings.cooldown = CooldownSettings(
                 start_ns=start, floor_ns=floor, ceiling_ns=ceiling, factor=factor, window_ns=window
             )
         self.policy = saved
@@ -252,11 +252,11 @@ class Handover:
         Role(client.role)
         owner = ProcessId(pid=client.pid, start_time=client.start_time)
         for channel in client.channels:
-            if channel.gpu in self._keeper.gpus:
+            if channel.gpu in self._gating.gpus:
                 self._register.channels.leftovers.put(_channel(channel), owner)
 
     def _restore_counters(self, saved: SavedState) -> None:
-        counters = self._keeper.counters
+        counters = self._gating.counters
         for name in COUNTERS:
             setattr(counters, name, saved.counters.get(name, 0))
         counters.refusals = dict(saved.refusals)
@@ -264,7 +264,7 @@ class Handover:
         index_of = {info.uuid.hex(): info.index for info in self._gate.gpus()}
         for gpu in saved.gpus:
             index = index_of.get(gpu.uuid)
-            account = self._keeper.gpus.get(index) if index is not None else None
+            account = self._gating.gpus.get(index) if index is not None else None
             if account is None:
                 continue
             account.harvest_ns, account.gated_ns, account.gates = gpu.harvest_ns, gpu.gated_ns, gpu.gates
@@ -280,7 +280,7 @@ class Handover:
         root = self._root(saved, living)
         if root is None:
             return
-        gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._keeper.gpus)
+        gpus = frozenset(GpuIndex(gpu) for gpu in saved.gpus if GpuIndex(gpu) in self._gating.gpus)
         entry = ServiceEntry(id=ServiceId(saved.id), name=saved.name, role=role, root=root)
         self._books.services[entry.id] = entry
         self._books.claims[root] = Claim(root=root, role=role, service=entry.id, cgroup=saved.cgroup)
@@ -294,13 +294,13 @@ class Handover:
         entry.kept_gpus = gpus if alive & shims else frozenset()
         entry.refresh_gpus()
         try:
-            online = self._keeper.add_service(entry.id, entry.gpus)
+            online = self._gating.add_service(entry.id, entry.gpus)
         except Exception:
             self._books.drop_service(entry.id)  # its clients make it anew
             raise
         online.away = alive & shims
         _restore_online(online, saved, self._clock.now_ns())
-        online.cooldown = read_cooldown(online.cooldown_state, self._keeper.settings.cooldown)
+        online.cooldown = read_cooldown(online.cooldown_state, self._gating.settings.cooldown)
 
     def _root(self, saved: SavedService, living: list[SavedClient]) -> ProcessId | None:
         """Whose end ends the service: who was claimed, or where that one is gone the first client that outlived it."""
@@ -329,7 +329,7 @@ class Handover:
                 known_to_driver=known,
             )
             self.save_soon()
-        for online in list(self._keeper.online.values()):
+        for online in list(self._gating.online.values()):
             self._settle_service(online, patience_over)
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
@@ -341,9 +341,9 @@ class Handover:
         if entry.kept_gpus and patience_over and has_told and not online.away:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
-                self._keeper.set_gpus(online.id, entry.gpus)
+                self._gating.set_gpus(online.id, entry.gpus)
                 self._register.channels.refresh_lease_flags()
-            self._keeper.look_soon(online)
+            self._gating.look_soon(online)
         if patience_over and not online.away:
             self._register.drop_if_empty(online.id)
 

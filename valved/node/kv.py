@@ -51,7 +51,7 @@ def tell_others(kv: Kv, reporter: Reporter, node: Node, handover: Handover, brak
 def put_together(
     gate: GatePort,
     books: Books,
-    keeper: GateService,
+    gating: GateService,
     register: Register,
     journal: Journal,
     clock: Clock,
@@ -62,9 +62,9 @@ def put_together(
     fd_limit: int,
     outside_port: OutsidePort,
 ) -> Kv:
-    memory = Memory(gate, books, keeper, journal, clock, processes, reactor, config, register.send, fd_limit)
+    memory = Memory(gate, books, gating, journal, clock, processes, reactor, config, register.send, fd_limit)
     outside = Outside(memory.orders, journal, clock, outside_port, config.memory)
-    mover = Mover(memory, outside, gate, keeper, journal, clock, config.eviction_settings())
+    mover = Mover(memory, outside, gate, gating, journal, clock, config.eviction_settings())
     uuids = {info.index: info.uuid for info in gate.gpus()}
     reserve = Reserve(memory, mover, journal, clock, config, uuids)
     report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))

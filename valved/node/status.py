@@ -52,7 +52,7 @@ class Reporter:
         self,
         gate: GatePort,
         books: Books,
-        keeper: GateService,
+        gating: GateService,
         register: Register,
         brake: Brake,
         journal: Journal,
@@ -67,7 +67,7 @@ class Reporter:
         self.used_bytes: Callable[[bytes], int] = lambda uuid: 0  # device memory in use on a card
         self._gate = gate
         self._books = books
-        self._keeper = keeper
+        self._gating = gating
         self._register = register
         self._brake = brake
         self._journal = journal
@@ -79,7 +79,7 @@ class Reporter:
 
     def status(self) -> NodeState:
         now_ns = self._clock.now_ns()
-        brake, counters = self._brake, self._keeper.counters
+        brake, counters = self._brake, self._gating.counters
         return NodeState(
             version=self._version,
             pid=os.getpid(),
@@ -88,7 +88,7 @@ class Reporter:
             paused=brake.is_paused,
             paused_by=brake.paused_by,
             draining=brake.is_draining,
-            driver=replace(self._driver, device_only_lock=self._keeper.locks.is_per_gpu),
+            driver=replace(self._driver, device_only_lock=self._gating.locks.is_per_gpu),
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
             services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
@@ -110,7 +110,7 @@ class Reporter:
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
-        account = self._keeper.gpus[info.index]
+        account = self._gating.gpus[info.index]
         account.advance(now_ns)
         reach, reason = self._gate.reach(info.index)
         return GpuState(
@@ -131,7 +131,7 @@ class Reporter:
         )
 
     def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
-        online = self._keeper.online.get(entry.id)
+        online = self._gating.online.get(entry.id)
         requests, most, histogram = online.request_figures() if online is not None else (0, 0, [])
         return ServiceState(
             id=entry.id,
@@ -178,7 +178,7 @@ class Reporter:
         gated = [gpu for gpu in sorted(entry.compute_on) if self._gate.is_gated(gpu)]
         if not gated:
             return "running"
-        holders = sorted(set().union(*(self._keeper.gpus[gpu].holders for gpu in gated)))
+        holders = sorted(set().union(*(self._gating.gpus[gpu].holders for gpu in gated)))
         names = [self._name(ServiceId(holder)) for holder in holders]
         return f"stopped: {', '.join(names) or 'the brake'} holds GPU {', '.join(map(str, gated))}"
 
@@ -189,12 +189,12 @@ class Reporter:
         return entry.name if entry is not None else f"service {service}"
 
     def _client(self, entry: ClientEntry, now_ns: int) -> ClientState:
-        online = self._keeper.online.get(entry.service)
+        online = self._gating.online.get(entry.service)
         alive = True
         view = self._gate.view(entry.id)
         if entry.role is Role.ONLINE and online is not None and online.watching:
             beat_ns = max(view.watcher_ns, online.watch_since_ns)
-            alive = now_ns - beat_ns <= self._keeper.settings.wake.watcher_lease_ns
+            alive = now_ns - beat_ns <= self._gating.settings.wake.watcher_lease_ns
         return ClientState(
             id=entry.id,
             pid=entry.process.pid,
@@ -213,7 +213,7 @@ class Reporter:
     # Why?
 
     def explain_gpu(self, gpu: int) -> Explanation | None:
-        account = self._keeper.gpus.get(GpuIndex(gpu))
+        account = self._gating.gpus.get(GpuIndex(gpu))
         if account is None:
             return None
         status = self.status()
@@ -244,7 +244,7 @@ class Reporter:
             f"GPUs {list(state.gpus)}, processes {list(state.pids)}",
             f"preempted offline work {state.preemptions} times, delayed by {state.delay_ns / 1e6:.3f} ms in all",
         ]
-        online = self._keeper.online.get(entry.id)
+        online = self._gating.online.get(entry.id)
         if online is not None:
             cooldown = online.cooldown
             facts.append(

@@ -33,7 +33,7 @@ class Upkeep:
     def __init__(
         self,
         gate: GatePort,
-        keeper: GateService,
+        gating: GateService,
         handover: Handover,
         brake: Brake,
         folder: RunFolder,
@@ -41,7 +41,7 @@ class Upkeep:
         has_watch: bool,
     ) -> None:
         self._gate = gate
-        self._keeper = keeper
+        self._gating = gating
         self._handover = handover
         self._brake = brake
         self._folder = folder
@@ -54,7 +54,7 @@ class Upkeep:
             ticks += 1
             if not self._folder.is_ours():
                 await self._end_unreachable()
-            self._keeper.resync()
+            self._gating.resync()
             self._handover.settle(patience_over=True)
             if not self._has_watch:
                 self._brake.look_at_file()

@@ -1,4 +1,4 @@
-"""Which part of a HarvestPolicy holds nowhere because something else is said in its place. Pure.
+"""Finds the parts of a HarvestPolicy that hold nowhere, because another policy or a node overrules them. Pure.
 
 The rules are those of `policies.py`; here their losers are named, so that who wrote one need not guess.
 """

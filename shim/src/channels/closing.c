@@ -108,7 +108,7 @@ int close_range(unsigned first, unsigned last, int flags)
 	return close_around(first, last, flags);
 }
 
-/* Where the kernel has no close_range, libc walks the numbers and ours go; the keeper finds that out. */
+/* Where the kernel has no close_range, libc walks the numbers and ours go; the session finds that out. */
 void closefrom(int first)
 {
 	first = first < 0 ? 0 : first;

@@ -159,8 +159,8 @@ static int send_report(struct report *report, bool wait)
 	                          -1, ANSWER_MS);
 }
 
-/* The socket is full. The keeper goes on when there is room; its own bell wakes it. */
-static void leave_to_keeper(void)
+/* The socket is full. The session goes on when there is room; its own bell wakes it. */
+static void leave_to_session(void)
 {
 	const uint64_t one = 1;
 
@@ -179,7 +179,7 @@ void valve_capture_report(bool wait)
 
 		if (was_not_sent(err)) {
 			take_back(&report);
-			leave_to_keeper();
+			leave_to_session();
 			return;
 		}
 	}

@@ -1,6 +1,6 @@
 /*
  * selfgate.c - path C: this process disables and enables its own channels, on its own driver file. Always allowed by
- * the driver, dies with the process. Called by the keeper (an order, or the lease) and when channels join a stopped
+ * the driver, dies with the process. Called by the session (an order, or the lease) and when channels join a stopped
  * process. One buffer for all, under gate_lock.
  */
 #include <errno.h>

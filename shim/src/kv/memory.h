@@ -3,7 +3,7 @@
  * is mapped there, and later orders change it under the engine's feet.
  *
  *   alloc.c    cuMemAlloc in a bracket makes a range, tells valved, and returns once it is backed
- *   orders.c   valved's orders, one after the other, on a thread of their own: the keeper stays free to read
+ *   orders.c   valved's orders, one after the other, on a thread of their own: the session stays free to read
  *   vmm.c      what an order does to slots, in as few driver calls as they allow (cost is per call, not per byte)
  *   places.c   a context with ranges: its zero page, its stream, the driver calls we make
  *   ranges.c   the book of ranges

@@ -1,7 +1,7 @@
 /*
- * orders.c - the memory thread: valved's orders, in the order they came. In the flow: keeper reads a packet -> queue ->
+ * orders.c - the memory thread: valved's orders, in the order they came. In the flow: session reads a packet -> queue ->
  * here -> vmm.c -> KV_DONE. A thread of its own, because a driver call on a gated process may wait for the gate, and the
- * keeper must go on reading: what opens the gate again comes by it.
+ * session must go on reading: what opens the gate again comes by it.
  *
  * Zeroing runs on the GPU beside later orders: a memset cannot run while the client is gated, and a quarantine must not
  * wait behind it. Its order is done when the memset is. What an order of a valved that died in the meantime brought
@@ -34,7 +34,7 @@ static struct orders {
 	struct valve_lock lock; /* starting */
 	uint32_t runs;
 	uint32_t bell;       /* futex word: look again */
-	uint32_t head, tail; /* of the queue: the thread takes at head, the keeper adds at tail */
+	uint32_t head, tail; /* of the queue: the thread takes at head, the session adds at tail */
 	uint32_t step_wanted;
 	uint32_t step_granted; /* futex word: a thread waits in valve_kv_step */
 	uint32_t at_work, stopping;
@@ -55,7 +55,7 @@ void valve_orders_wake(void)
 	futex_wake(&orders.bell, 1);
 }
 
-/* ---- the keeper's side ---- */
+/* ---- the session's side ---- */
 
 /* -errno ends the link: those are no words of a valved. Takes the descriptors over. */
 int valve_orders_take(const struct valve_link_header *header, int length, struct valve_fds *fds)

@@ -1,5 +1,5 @@
 /*
- * link.c - the link socket to valved (proto/abi/link.h). Sending never blocks and reading belongs to the keeper, so
+ * link.c - the link socket to valved (proto/abi/link.h). Sending never blocks and reading belongs to the session, so
  * no application thread waits for valved except in valve_link_request, which offline processes alone use and which
  * has a deadline. Every failure ends in "no link", and no link means pass-through.
  *
@@ -137,7 +137,7 @@ static void adopt(int socket_fd, const struct valve_link_welcome *welcome, struc
 	store_release(&valve_shim.role, welcome->role);
 }
 
-/* Precondition: nobody else connects (the first open of nvidiactl, or the keeper). */
+/* Precondition: nobody else connects (the first open of nvidiactl, or the session). */
 int valve_link_connect(uint32_t wanted_role, int timeout_ms)
 {
 	uint64_t deadline_ns = now_ns() + (uint64_t)timeout_ms * 1000000u;

@@ -22,7 +22,7 @@ bool valve_own_has(int fd);                        /* the number is one of ours,
 int valve_own_from(int first);                     /* the lowest of our numbers from here on; -1: none */
 int valve_own_high(int fd);                        /* out of the way: its number from here on */
 void valve_own_make_way(int fd);                   /* the application wants this very number */
-void valve_own_hang_up(void);                      /* ends the link: the keeper makes a new one */
+void valve_own_hang_up(void);                      /* ends the link: the session makes a new one */
 
 #pragma GCC visibility pop
 #endif

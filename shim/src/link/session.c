@@ -40,7 +40,7 @@ static struct {
 	bool released;      /* we enabled our channels because valved left and nobody needs them off */
 	uint64_t linked_ns; /* when the link was made */
 	uint64_t lost_ns;   /* when the link broke, or was first missed */
-} keeper;
+} session;
 
 static bool is_offline(void)
 {
@@ -67,14 +67,14 @@ static void obey(void)
 
 	if (syscall(SYS_read, valve_own(VALVE_OWN_ORDER), &rung, sizeof(rung)) < 0 && errno != EAGAIN)
 		return;
-	while ((seq = load_relaxed(&VALVE_CONTROL->order_seq)) != keeper.order_seq) {
+	while ((seq = load_relaxed(&VALVE_CONTROL->order_seq)) != session.order_seq) {
 		struct valve_region *region = VALVE_REGION;
 
 		full_fence(); /* valved writes order, then order_seq */
 		store_relaxed(&region->order_status, carry_out(load_relaxed(&VALVE_CONTROL->order)));
 		store_relaxed(&region->order_ns, now_ns());
 		store_release(&region->order_done, seq);
-		keeper.order_seq = seq;
+		session.order_seq = seq;
 	}
 }
 
@@ -82,8 +82,8 @@ static void obey(void)
 
 static void stop_own_channels(const char *why)
 {
-	keeper.stopped = true;
-	keeper.released = false;
+	session.stopped = true;
+	session.released = false;
 	VALVE_REGION->self_stops++;
 	store_relaxed(&valve_shim.self_stopped, 1);
 	if (valve_self_gate(true, VALVE_GATE_ALL))
@@ -94,7 +94,7 @@ static void stop_own_channels(const char *why)
 
 static void release_own_channels(void)
 {
-	keeper.released = true;
+	session.released = true;
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_ALL);
 }
@@ -106,7 +106,7 @@ static bool is_lease_over(void)
 	        load_relaxed(&VALVE_CONTROL->lease_ns) ? load_relaxed(&VALVE_CONTROL->lease_ns) : LEASE_NS;
 
 	if (!beat_ns)
-		beat_ns = keeper.linked_ns; /* died before its first beat */
+		beat_ns = session.linked_ns; /* died before its first beat */
 	return beat_ns && now > beat_ns && now - beat_ns > lease_ns;
 }
 
@@ -114,17 +114,17 @@ static void lose_link(void)
 {
 	valve_link_drop();
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
-	keeper.lost_ns = now_ns();
+	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
 }
 
 static void check_lease(void)
 {
-	if (!is_offline() || keeper.refused)
+	if (!is_offline() || session.refused)
 		return;
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
-		if (!keeper.released)
+		if (!session.released)
 			release_own_channels();
 		return;
 	}
@@ -132,10 +132,10 @@ static void check_lease(void)
 		return;
 	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
 		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
-	if (load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.stopped)
+	if (load_relaxed(&VALVE_CONTROL->online_registered) && !session.stopped)
 		stop_own_channels("valved is gone and online work shares this GPU: this process is stopped "
 		                  "until valved is back");
-	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !keeper.released)
+	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !session.released)
 		release_own_channels();
 }
 
@@ -180,7 +180,7 @@ static int connect_to_valved(int timeout_ms)
 {
 	int err = valve_link_connect(valve_settings.wanted_role, timeout_ms);
 
-	keeper.refusals = err > 0 ? keeper.refusals + 1 : 0;
+	session.refusals = err > 0 ? session.refusals + 1 : 0;
 	if (!err)
 		valve_speak_for_the_past();
 	if (err == VALVE_LINK_NEVER)
@@ -190,19 +190,19 @@ static int connect_to_valved(int timeout_ms)
 
 static uint64_t retry_ns(void)
 {
-	uint64_t wait_ns = REFUSED_MIN_NS << (keeper.refusals < 4 ? keeper.refusals : 4) >> 1;
+	uint64_t wait_ns = REFUSED_MIN_NS << (session.refusals < 4 ? session.refusals : 4) >> 1;
 
-	if (keeper.refusals)
+	if (session.refusals)
 		return wait_ns < REFUSED_MAX_NS ? wait_ns : REFUSED_MAX_NS;
-	return now_ns() - keeper.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS;
+	return now_ns() - session.lost_ns < RETRY_FAST_FOR ? RETRY_FAST_NS : RETRY_SLOW_NS;
 }
 
 /* A valved is there and does not want us. What was never its own, or is online, passes through. */
 static void take_refusal(int answer)
 {
 	if (is_offline()) {
-		keeper.refused = true;
-		if (!keeper.stopped)
+		session.refused = true;
+		if (!session.stopped)
 			stop_own_channels("valved refuses this offline process: it is stopped until a valved "
 			                  "takes it");
 	} else if (answer == VALVE_LINK_NEVER) {
@@ -220,13 +220,13 @@ static void reconnect(void)
 		take_refusal(err);
 	if (err)
 		return;
-	if (keeper.stopped) {
+	if (session.stopped) {
 		store_relaxed(&valve_shim.self_stopped, 0);
 		valve_self_gate(false, VALVE_GATE_HELD);
 	}
-	keeper.stopped = keeper.released = keeper.refused = false;
-	keeper.order_seq = 0;
-	keeper.linked_ns = now_ns();
+	session.stopped = session.released = session.refused = false;
+	session.order_seq = 0;
+	session.linked_ns = now_ns();
 	valve_capture_forget_reports();
 	store_release(&valve_shim.state, VALVE_STATE_LINKED);
 	valve_capture_report(false);
@@ -272,15 +272,15 @@ void valve_register(void)
 
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
 		return;
-	memset(&keeper, 0, sizeof(keeper));
+	memset(&session, 0, sizeof(session));
 	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
 	valve_settings_read();
 	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
 	valve_link_handle(VALVE_LINK_ACK, valve_capture_ack);
 	valve_link_handle(VALVE_LINK_KV_ORDER, valve_orders_take);
-	keeper.lost_ns = now_ns();
+	session.lost_ns = now_ns();
 	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
-	keeper.linked_ns = err ? 0 : now_ns();
+	session.linked_ns = err ? 0 : now_ns();
 	if (!err)
 		store_release(&valve_shim.state, VALVE_STATE_LINKED);
 	else if (err == VALVE_LINK_NEVER)

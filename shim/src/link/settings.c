@@ -1,6 +1,6 @@
 /*
  * settings.c - what the environment says, read once: when the process opens nvidiactl, on the thread that does. The
- * keeper's thread must not call getenv(): a setenv() of the application frees what it reads (glibc before 2.41).
+ * session's thread must not call getenv(): a setenv() of the application frees what it reads (glibc before 2.41).
  */
 #include "settings.h"
 

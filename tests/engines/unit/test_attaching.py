@@ -40,8 +40,8 @@ def test_an_engine_without_requests_is_never_left_unattached(node, link, monkeyp
     """Else a service without traffic keeps the whole card, and an offline one behind a queue cannot lend any."""
     monkeypatch.setattr(toy_engine.ToyScheduler, "__module__", "vllm.toy")
     scheduler = build(monkeypatch, link, blocks=64)
-    keeper = scheduler._valve.keeper
-    wait_for(lambda: keeper.session is not None and node.book()["mode"] == Mode.FULL, "attached, without a request")
+    reconciler = scheduler._valve.reconciler
+    wait_for(lambda: reconciler.session is not None and node.book()["mode"] == Mode.FULL, "attached, without a request")
     node.aim(40)
     wait_for(lambda: len(node.offered()) >= 24, "what valved asks for is offered")
 
@@ -56,10 +56,10 @@ def test_a_scheduler_of_another_class_attaches_and_is_left_alone_until_its_first
     idle = link.on_tick
     link.on_tick = lambda: (idle(), ticked.append(1))
     wait_for(lambda: len(ticked) > 2, "the link's thread has looked")
-    assert scheduler._valve.keeper.session is None
+    assert scheduler._valve.reconciler.session is None
 
     run(scheduler, prompts(1, 3), depth=1)
-    assert scheduler._valve.keeper.session is not None
+    assert scheduler._valve.reconciler.session is not None
 
 
 def test_blocks_that_have_no_memory_are_withheld_before_the_first_step(tmp_path, monkeypatch):
@@ -106,6 +106,6 @@ def test_workers_are_told_why_nobody_heeds_the_table(link, monkeypatch, error):
 
 def test_a_hook_that_fails_in_its_first_look_never_passes_for_attached(node, link, monkeypatch):
     scheduler = build(monkeypatch, link)
-    monkeypatch.setattr(scheduler._valve.keeper.__class__, "sync", lambda _: 1 / 0)
+    monkeypatch.setattr(scheduler._valve.reconciler.__class__, "sync", lambda _: 1 / 0)
 
     assert "not attached" in notes(scheduler)

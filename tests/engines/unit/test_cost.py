@@ -126,7 +126,7 @@ def test_an_event_of_1000_blocks_is_handled_quickly(world):
             hook.ledger.believe(hook.ledger.steps[0].key)
     print(f"\nevent of 1,000 blocks: {min(took) / 1e6:.1f} ms at best, {max(took) / 1e6:.1f} ms at worst")
 
-    assert hook.keeper.receipts.hit_requests > 0
+    assert hook.reconciler.receipts.hit_requests > 0
     assert min(took) < EVENT_LIMIT_NS
 
 
@@ -159,8 +159,8 @@ def test_with_surplus_and_no_free_column_a_step_never_looks_at_the_columns(world
     node.aim(1)
     for column in list(queue.whole):
         queue.remove(next(iter(queue._fresh[column].values())))
-    scheduler._valve.keeper.sync()
-    scheduler._valve.keeper.publish()
+    scheduler._valve.reconciler.sync()
+    scheduler._valve.reconciler.publish()
 
     assert queue.whole == set()
     assert node.offered() == []

@@ -10,7 +10,7 @@ from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.ledger import Ledger
-from valve_hook.reconciler import Keeper
+from valve_hook.reconciler import Reconciler
 from valve_hook.shared import Book, Table
 from valve_hook.vllm.calls import SchedulerHook
 from valve_hook.vllm.engine import VllmEngine
@@ -19,7 +19,7 @@ from valve_hook.wire import Mode
 
 CALLED = {
     SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle", "_dropped"],
-    Keeper: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
+    Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
     Ledger: ["admit", "grow", "grow_all", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
     VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
     Table: ["begin", "read", "accept"],
@@ -73,4 +73,4 @@ def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(node, monkeypatch,
 
     assert {request: done[request] for request in done} == {request: expected[request] for request in done}
     assert done.keys() | scheduler.failed == expected.keys()
-    assert scheduler._valve.keeper.told_mode is not Mode.FULL or not fault.raised
+    assert scheduler._valve.reconciler.told_mode is not Mode.FULL or not fault.raised

@@ -53,7 +53,7 @@ def test_a_daemon_that_is_not_there_yet_is_found_later(tmp_path):
     node = KvNode(tmp_path)
     node.stop()
     scheduler = hooked(node, blocks=60)
-    assert scheduler._valve.keeper.session is None
+    assert scheduler._valve.reconciler.session is None
     node.start()
     wait_for(lambda: scheduler._valve.link.session, "attached")
     run(scheduler, prompts(1, 4), depth=1)
@@ -401,7 +401,7 @@ def test_a_loss_that_was_told_before_valved_let_go_is_never_believed(node, comes
     done = run(scheduler, work, depth=2, between=lose_and_let_go)
 
     assert run(ToyScheduler(blocks=400), work, depth=2) == done
-    assert scheduler._valve.keeper.receipts.hit_requests > 0
+    assert scheduler._valve.reconciler.receipts.hit_requests > 0
     assert scheduler._valve.engine.withheld == (set() if comes_back else set(range(1, 40)))
     close(scheduler)
 
@@ -443,7 +443,7 @@ def test_a_loss_told_in_a_session_that_nobody_looked_at_is_never_believed(node):
     done = run(scheduler, work, depth=2, between=two_restarts)
 
     assert run(ToyScheduler(blocks=400), work, depth=2) == done
-    assert scheduler._valve.keeper.receipts.hit_requests > 0
+    assert scheduler._valve.reconciler.receipts.hit_requests > 0
     close(scheduler)
 
 

@@ -16,7 +16,7 @@ from sglang_modules import sglang_modules
 from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook.link import Link
-from valve_hook.reconciler import Keeper
+from valve_hook.reconciler import Reconciler
 from valve_hook.sglang import calls, memory
 from valve_hook.sglang.check import Refused, can_forget
 from valve_hook.sglang.engine import SglangEngine
@@ -137,7 +137,7 @@ def campaign(world, seed, remove=None, **knobs):
     done = run(scheduler, work, reclaimer)
     assert reclaimer.events > 10
     assert done == undisturbed(work, page_size=scheduler.page, pages=1600 // scheduler.page)
-    assert remove is not None or scheduler._valve.keeper.receipts.failures == 0
+    assert remove is not None or scheduler._valve.reconciler.receipts.failures == 0
 
 
 @pytest.mark.parametrize("mode", [Mode.FULL, Mode.COARSE])
@@ -350,7 +350,7 @@ def test_a_page_in_hands_we_do_not_know_sends_everybody_back(world):
     lose(node, scheduler, stolen)
     scheduler.turn()
 
-    assert scheduler._valve.keeper.mode is Mode.COARSE
+    assert scheduler._valve.reconciler.mode is Mode.COARSE
     assert node.book()["failures"] == 1
 
 
@@ -432,7 +432,7 @@ def test_a_row_that_changed_unseen_sends_everybody_back(world):
     lose(node, scheduler, scheduler.pages_of(request_of(scheduler, "a"))[:1])
 
     assert finish(scheduler, "ab") == undisturbed(work)
-    assert scheduler._valve.keeper.mode is Mode.COARSE
+    assert scheduler._valve.reconciler.mode is Mode.COARSE
 
 
 def test_beam_search_ends_reclaiming_before_it_begins(world):
@@ -456,7 +456,7 @@ def test_free_columns_are_offered_last_first_and_handed_out_again(world):
 
     assert 30 <= len(offered) < 40
     assert min(offered) > 15
-    assert scheduler._valve.keeper.receipts.lost_blocks == 0
+    assert scheduler._valve.reconciler.receipts.lost_blocks == 0
     assert run(scheduler, [("a", list(range(10)), 8)]) == undisturbed([("a", list(range(10)), 8)])
 
 
@@ -495,7 +495,7 @@ def test_a_tree_without_the_walk_is_handled_the_coarse_way():
 
 CALLED = {
     calls.SchedulerHook: ["before_choose", "after_choose", "_look", "_disbelieved", "_settle"],
-    Keeper: ["sync", "peek", "hit", "publish", "_heed", "_safely", "_try", "_act", "_discard"],
+    Reconciler: ["sync", "peek", "hit", "publish", "_heed", "_safely", "_try", "_act", "_discard"],
     StepLedger: ["begin_step", "end_steps", "settle", "judge", "_keep", "_holders", "_others"],
     SglangEngine: [
         *("discard", "forget", "withhold", "release", "reset", "gauges", "free_columns", "launch", "wait", "come_in"),

@@ -153,7 +153,7 @@ def test_ranks_launch_the_same_batches_and_answer_as_undisturbed(engine, overlap
 
     assert len(reclaim.events) > 10
     assert ours == theirs
-    assert (first._valve.keeper.withheld == second._valve.keeper.withheld).all()
+    assert (first._valve.reconciler.withheld == second._valve.reconciler.withheld).all()
     assert first.done == undisturbed(work)
     assert (node.book()["failures"], node.book()["mode"]) == (0, mode)
 
@@ -185,7 +185,7 @@ def a_loss_between_two_looks(engine, joined):
 
 def state_of(*schedulers):
     return [
-        (np.flatnonzero(each._valve.keeper.withheld).tolist(), [request.rid for request in each.waiting_queue])
+        (np.flatnonzero(each._valve.reconciler.withheld).tolist(), [request.rid for request in each.waiting_queue])
         for each in schedulers
     ]
 
@@ -241,7 +241,7 @@ def test_a_failure_on_one_rank_sends_everybody_back_on_all(engine):
 
     assert ours == theirs
     assert first.done == second.done == undisturbed([("a", list(range(10)), 12), ("b", list(range(50, 60)), 12)])
-    assert [each._valve.keeper.mode for each in (first, second)] == [Mode.COARSE, Mode.COARSE]
+    assert [each._valve.reconciler.mode for each in (first, second)] == [Mode.COARSE, Mode.COARSE]
 
 
 def test_a_rank_that_failed_elsewhere_makes_all_let_go(engine):
@@ -252,7 +252,7 @@ def test_a_rank_that_failed_elsewhere_makes_all_let_go(engine):
     together(*(lambda each=each: turns(each, "a") for each in (first, second)))
 
     assert node.book()["mode"] == Mode.NONE
-    assert [each._valve.keeper.mode for each in (first, second)] == [Mode.NONE, Mode.NONE]
+    assert [each._valve.reconciler.mode for each in (first, second)] == [Mode.NONE, Mode.NONE]
 
 
 def test_no_rank_attaches_where_one_cannot(engine, monkeypatch):
@@ -299,5 +299,5 @@ def test_a_restart_of_valved_gives_all_ranks_the_next_table(engine):
     node.take([51, 52])
     together(*(lambda each=each: [each.turn() for _ in range(4)] for each in (first, second)))
 
-    assert [np.flatnonzero(each._valve.keeper.withheld).tolist() for each in (first, second)] == [[50, 51, 52]] * 2
-    assert [each._valve.keeper.session.number for each in (first, second)] == [2, 2]
+    assert [np.flatnonzero(each._valve.reconciler.withheld).tolist() for each in (first, second)] == [[50, 51, 52]] * 2
+    assert [each._valve.reconciler.session.number for each in (first, second)] == [2, 2]

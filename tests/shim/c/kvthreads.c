@@ -1,6 +1,6 @@
 /*
  * kvthreads.c - the shim's memory threads against each other, for the thread sanitizer: applications that allocate, ask, step
- * and free; a "keeper" that hands in orders, sound and stale; a valved that is replaced now and then; and a driver that
+ * and free; a "session" that hands in orders, sound and stale; a valved that is replaced now and then; and a driver that
  * fails at random (kvdriver.h). At the end nothing is held and nobody waits. Usage: kvthreads MILLISECONDS SEED
  */
 #include "kvdriver.h"
@@ -142,7 +142,7 @@ static void hand_in(void)
 	taken++;
 }
 
-static void *keeper(void *unused)
+static void *session(void *unused)
 {
 	(void)unused;
 	while (load_acquire(&ended) < APPS) {
@@ -180,7 +180,7 @@ int main(int argc, char **argv)
 	plain_free.target = (void *)(uintptr_t)free_plainly;
 	for (int i = 0; i < APPS; i++)
 		pthread_create(&team[i], NULL, application, NULL);
-	pthread_create(&reader, NULL, keeper, NULL);
+	pthread_create(&reader, NULL, session, NULL);
 	sleep_ns((uint64_t)(argc > 1 ? atoi(argv[1]) : 500) * 1000000u);
 	store_release(&stopped, 1);
 	for (int i = 0; i < APPS; i++)

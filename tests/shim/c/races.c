@@ -182,7 +182,7 @@ int main(int argc, char **argv)
 {
 	struct valve_control *control = (struct valve_control *)(void *)valve_pages;
 	intptr_t count = argc > 1 ? atoi(argv[1]) : 100;
-	pthread_t team[LAUNCHERS], keeper, captures;
+	pthread_t team[LAUNCHERS], session, captures;
 	void *missed;
 
 	entry.real = (void *)(uintptr_t)valve_slow;
@@ -192,13 +192,13 @@ int main(int argc, char **argv)
 	valve_shim.must_fence = 1;
 	add_context();
 	valve_watcher_start();
-	pthread_create(&keeper, NULL, gatekeeper, NULL);
+	pthread_create(&session, NULL, gatekeeper, NULL);
 	pthread_create(&captures, NULL, capturer, NULL);
 	for (int i = 0; i < LAUNCHERS; i++)
 		pthread_create(&team[i], NULL, launcher, (void *)count);
 	for (int i = 0; i < LAUNCHERS; i++)
 		pthread_join(team[i], NULL);
-	pthread_join(keeper, &missed);
+	pthread_join(session, &missed);
 	pthread_join(captures, NULL);
 	while (load_acquire(&VALVE_REGION->idle_submitted) != (uint64_t)(LAUNCHERS * count))
 		sleep_ns(1000000);

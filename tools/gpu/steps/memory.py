@@ -218,7 +218,7 @@ BATCH = Batch(
             60,
             d13,
             "Does an exported descriptor alone keep memory alive?",
-            "whether the pool's keeper needs a CUDA context",
+            "whether the pool's gating needs a CUDA context",
         ),
     ),
 )
