@@ -1,5 +1,6 @@
 #!/bin/sh
 # Renders the chart once per values file of its ci/ folder into a folder (default: tests/helm/golden).
+# In that folder, those that hardly differ from the default are kept as their difference (tests/support/goldens.py).
 # Needs helm: HELM=/path/to/helm, or the one `make cluster-tools` built.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -15,3 +16,10 @@ render default 1.36.0
 render airgapped 1.30.0
 render certmanager 1.33.1
 render policy 1.36.0
+
+[ "$out" = "$root/tests/helm/golden" ] || exit 0
+cd "$out"
+for name in certmanager policy; do
+	diff -u --label default --label "$name" default.yaml "$name.yaml" >"$name.diff" || [ $? = 1 ]
+	rm "$name.yaml"
+done

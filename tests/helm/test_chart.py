@@ -15,6 +15,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from goldens import golden
 from prometheus_client import generate_latest
 from valve_scheduler import metrics
 from valve_scheduler.extender.pair import PAIR_PATH
@@ -23,7 +24,6 @@ from valved.config import KubeTable, load_config
 
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests/helm/golden"
 FILES = ("default", "airgapped", "certmanager")
 # Oldest, newest and one between them; each object costs a tenth of a second.
 RENDERED = [
@@ -40,7 +40,7 @@ FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
 
 @functools.cache
 def objects(name: str) -> list[Json]:
-    text = (GOLDEN / f"{name}.yaml").read_text()
+    text = golden(name)
     return [found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found]
 
 
@@ -73,8 +73,9 @@ def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
     subprocess.run([str(ROOT / "tests/helm/render.sh"), str(tmp_path)], check=True)
 
     for name in (*FILES, "policy"):
-        expected, rendered = ((folder / f"{name}.yaml").read_text() for folder in (GOLDEN, tmp_path))
-        assert expected == rendered, f"run tests/helm/render.sh and review the change of {name}.yaml"
+        assert golden(name) == (tmp_path / f"{name}.yaml").read_text(), (
+            f"run tests/helm/render.sh and review the change of {name}.yaml"
+        )
 
 
 @pytest.mark.cluster
@@ -403,7 +404,7 @@ def test_crds_survive_an_uninstall() -> None:
 
 
 def test_another_domain_reaches_every_name() -> None:
-    text = (GOLDEN / "certmanager.yaml").read_text()
+    text = golden("certmanager")
 
     left = [line for line in text.splitlines() if "valve.gpu" in line]
 

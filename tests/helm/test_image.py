@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from goldens import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = (ROOT / "helm/image/Dockerfile").read_text()
-GOLDEN = ROOT / "tests/helm/golden"
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -70,7 +70,7 @@ def test_a_layer_keeps_no_package_lists_and_no_pip_cache() -> None:
 def test_every_command_of_the_chart_is_one_that_the_image_has() -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
     commands = set()
-    for found in yaml.load_all((GOLDEN / "default.yaml").read_text(), Loader=yaml.CSafeLoader):
+    for found in yaml.load_all(golden("default"), Loader=yaml.CSafeLoader):
         spec = (found or {}).get("spec", {}).get("template", {}).get("spec", {})
         commands |= {c["command"][0] for c in spec.get("containers", []) if "valve:" in c["image"]}
 
@@ -84,7 +84,7 @@ def images(text: str, *registry: str) -> list[str]:
 
 
 def test_the_list_of_images_is_what_the_chart_pulls() -> None:
-    found = images((GOLDEN / "default.yaml").read_text())
+    found = images(golden("default"))
 
     assert [image.split(":")[0].split("@")[0] for image in found] == [
         "ghcr.io/valve-gpu/valve",
@@ -94,8 +94,8 @@ def test_the_list_of_images_is_what_the_chart_pulls() -> None:
 
 def test_a_mirror_gets_exactly_what_the_chart_will_ask_it_for() -> None:
     values = yaml.safe_load((ROOT / "helm/valve/ci/airgapped-values.yaml").read_text())
-    asked = {image.split(":")[0].split("@")[0] for image in images((GOLDEN / "airgapped.yaml").read_text())}
-    copies = images((GOLDEN / "default.yaml").read_text(), values["global"]["imageRegistry"])
+    asked = {image.split(":")[0].split("@")[0] for image in images(golden("airgapped"))}
+    copies = images(golden("default"), values["global"]["imageRegistry"])
 
     assert {line.split()[1].split(":")[0] for line in copies} == asked
 

@@ -1,0 +1,39 @@
+"""Reads the rendered charts of tests/helm/golden: one whole, others as their difference from it (`diff -u`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "helm/golden"
+BASE = "default"
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
+
+
+def golden(name: str) -> str:
+    """The chart as rendered with ci/NAME-values.yaml."""
+    whole = FOLDER / f"{name}.yaml"
+    if whole.exists():
+        return whole.read_text()
+    base = (FOLDER / f"{BASE}.yaml").read_text().splitlines(keepends=True)
+    return "".join(patched(base, (FOLDER / f"{name}.diff").read_text().splitlines(keepends=True)))
+
+
+def patched(base: list[str], difference: list[str]) -> list[str]:
+    """`base` after a unified diff. Lines that the diff shows must stand there."""
+    out: list[str] = []
+    at = 0
+    for line in difference[2:]:
+        hunk = _HUNK.match(line)
+        if hunk:
+            start = int(hunk[1]) - (hunk[2] != "0")
+            out += base[at:start]
+            at = start
+        elif line.startswith("+"):
+            out.append(line[1:])
+        else:
+            assert base[at] == line[1:], f"line {at + 1} of {BASE}.yaml is not what the difference shows"
+            if line.startswith(" "):
+                out.append(line[1:])
+            at += 1
+    return out + base[at:]
