@@ -211,7 +211,7 @@ def test_a_disable_that_hangs_is_stamped_and_the_launches_held(cuda: Any) -> Non
 @on_gpu(gpus=2, knobs={"lock": "device-only"})
 def test_a_gpu_whose_driver_hangs_delays_no_ring_for_another(cuda: Any) -> None:
     """Whoever heard the first ring hangs with it; another thread has listened since."""
-    with world() as here:
+    with world(HASTY) as here:  # should the call begin only after `release`, it is given up soon
         here.workload(gpu=0, channels=1)
         here.workload(gpu=1, channels=1)
         first = here.online({0})
