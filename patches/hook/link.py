@@ -23,7 +23,7 @@ from pathlib import Path
 from valve_hook import VERSION, wire
 from valve_hook.sessions import Session, Sessions
 from valve_hook.shared import Book, Foreign, Region, Table
-from valve_hook.shim import kv_ranges, shim_call
+from valve_hook.shim import kv_ranges, may_have_holes, shim_call
 
 log = logging.getLogger("valve")
 ENV_RUN_DIR = "VALVE_RUN_DIR"
@@ -178,6 +178,8 @@ class Link:
 
     def _patience_s(self) -> float:
         """How much longer a first step may wait: by what of this engine may be valved's memory."""
+        if not may_have_holes():
+            return 0.0  # a table that comes later is acted on then
         if self.connections:
             return self.gone_s
         if not self.is_preloaded:
@@ -342,6 +344,8 @@ class Link:
             table, book = Table(fds[0], table_bytes), Book(fds[1], book_bytes)
             if (table.blocks, table.block_tokens) != (wanted.blocks, wanted.block_tokens):
                 raise Foreign(f"table of {table.blocks} blocks for an engine of {wanted.blocks}")
+            if self.session is not None and self.session.table.columns and not table.columns:
+                raise NotYet("valved has not heard of the engine's ranges yet")
             number = self.session.number + 1 if self.session is not None else 1
             self.session = Session(number=number, table=table, book=book)
             self.sessions.begin(self.session)

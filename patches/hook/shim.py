@@ -42,10 +42,11 @@ def may_have_holes() -> bool:
     """Whether an elastic cache of this process may lack memory before its scheduler reads the table.
 
     An online service's cannot: valved backs it whole before the allocation returns (valved/kv/whole.py) and takes only
-    what the hook offered. So nothing of ours ever stops an online engine. Who is online by its own word alone cheats
-    nobody else: the shim asks valved before the first step of whoever valved calls offline.
+    what the hook offered. So nothing of ours ever stops an online engine. Both who start offline work set this
+    variable; an online pod has none. Whoever valved calls offline without it is held by the shim, which asks valved
+    before its first step.
     """
-    return os.environ.get("VALVE_ROLE") != "online"
+    return os.environ.get("VALVE_ROLE") == "offline"
 
 
 class Blind(RuntimeError):

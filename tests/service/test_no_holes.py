@@ -141,6 +141,45 @@ def test_a_stepping_process_without_a_hook_or_memory_is_never_left_on_the_zero_p
     shim.die()
 
 
+def test_a_process_whose_memory_is_slow_to_come_is_never_ended_for_it(world):
+    """Zeroing needs channels that are on: beside a busy service it takes as long as that is busy."""
+    shim, _ = virtual(world)
+    world.run(30_000)
+    shim.begin_step()
+    shim.answers = False
+
+    world.run(120_000)
+
+    assert not killed(world)
+    shim.catch_up()
+    world.run(1000)
+    assert len(shim.ranges[0]) == 10
+    assert shim.begin_step() == 0
+
+
+def test_the_time_to_attach_never_begins_before_the_first_step(world):
+    """Looks are on a grid since the allocation: one may fall just behind the first step."""
+    lender(world)
+    shim, _ = virtual(world)
+    world.run(59_000)
+    shim.begin_step()
+    world.run(30_000)
+
+    assert not killed(world)
+    attach(shim)
+    assert not is_held(world, shim)
+
+
+def test_a_process_that_frees_its_range_is_never_held_for_it_any_longer(world):
+    shim, _ = virtual(world)
+    shim.begin_step()
+    assert is_held(world, shim)
+
+    shim.free_range(0)
+
+    assert not is_held(world, shim)
+
+
 def test_a_process_that_warms_up_for_minutes_is_never_ended_for_it(world):
     shim, _ = virtual(world)
 

@@ -9,8 +9,9 @@ import pytest
 from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, Hook, KvWorld
+from msgspec.structs import replace
 
-from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan
+from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan, KvTableMessage
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
 from valved.model.events import EventKind
@@ -64,6 +65,42 @@ def test_a_hook_that_leaves_at_any_moment_is_never_asked_again(world, moment_us)
 
     assert offline.table["detached"][0] == 1
     assert not any(service == offline.shim.entry.service for service in world.kv.memory.engines)
+
+
+@pytest.mark.parametrize("remap", [Remap.HELPER, Remap.COOPERATIVE])
+@pytest.mark.parametrize("moment_us", MOMENTS_US)
+def test_a_hook_that_comes_back_at_any_moment_is_never_told_that_memory_is_there_which_is_being_taken(
+    tmp_path, moment_us, remap
+):
+    """A new table, made while an older one's losses are carried out, must not call them backed."""
+    world = KvWorld(tmp_path, config=replace(CONFIG, memory=replace(MEMORY, remap=remap, step_s=30.0)), handles=20)
+    offline = world.engine("offline", columns=16)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.shim.has_stepped = offline.shim.steps = True
+    offline.hold(0, list(range(4, 60)))
+    offline.shim.steps = False  # it is in the middle of one
+    world.shim("online").reserve(0, 10)  # takes what it needs from the other
+    world.clock.advance(moment_us * 1000)
+
+    world.register.leave(offline.client, "link closed")
+    again = Hook(offline.shim, offline.blocks)
+    stride = MEMORY.handle_mib * (1 << 20) // 4
+    tensor = KvTensor(base_addr=BASE, block_stride_bytes=stride, block_bytes=stride)
+    assert again.register([tensor], (0,)) == 0
+    again.ask_table()
+    for _ in range(400):
+        if isinstance(again.connection.sent[-1][1], KvTableMessage):
+            break
+        world.run(10)
+    if isinstance(again.connection.sent[-1][1], KvTableMessage):
+        assert again.take_table() == 0
+        world.hooks[world.hooks.index(offline)] = again
+    offline.shim.steps = True
+    offline.shim.step()
+    world.run(3000)
+
+    world.check()
 
 
 @pytest.mark.parametrize("moment_us", MOMENTS_US)

@@ -47,6 +47,7 @@ class KvNode:
         self.attach_status = self.layout_status = 0
         self.kv_abi = 1
         self.break_table = False
+        self.is_blank = False  # no rank has told where its blocks lie: a table without columns
         self.blocks_told = 0  # in the table, whatever the engine has
         self.needs: list[int] = []
         self.hellos: list[tuple[object, ...]] = []
@@ -213,13 +214,13 @@ class KvNode:
         size = 128 + 8 * blocks
         table_fd = memfd("table", size)
         self._table = mmap.mmap(table_fd, size)
-        columns = int(self.column_of.max()) + 1
+        columns = 0 if self.is_blank else int(self.column_of.max()) + 1
         magic = 0 if self.break_table else 0x31425456564B4C56
         head = (magic, 1, size, blocks, block_tokens, columns, 128, 128 + 4 * blocks)
         struct.pack_into("<QIIIIIII", self._table, 0, *head)
         struct.pack_into("<I", self._table, 84, blocks)
         self._table[128 : 128 + 4 * blocks] = self.entries.tobytes()
-        self._table[128 + 4 * blocks :] = self.column_of.tobytes()
+        self._table[128 + 4 * blocks :] = (self.column_of * (not self.is_blank)).astype(np.uint32).tobytes()
         self.entries = np.frombuffer(self._table, dtype=np.uint32, count=blocks, offset=128)
         heads = 192 + -(-blocks // 8) * 8
         cells = heads + 16 * rows

@@ -22,7 +22,7 @@ class Pause:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._then: list[Callable[[], None]] = []
+        self._then: list[Callable[[], object]] = []
 
     def set(self) -> None:
         if self.is_set:
@@ -38,7 +38,7 @@ class Pause:
         if errors:
             raise errors[0]
 
-    def then(self, call: Callable[[], None]) -> None:
+    def then(self, call: Callable[[], object]) -> None:
         """Call it when set; at once if it is."""
         if self.is_set:
             call()

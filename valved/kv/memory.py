@@ -36,6 +36,7 @@ from valved.clients.register import Exits, Reactor
 from valved.config import MIB, Config
 from valved.gate.wake import GateService
 from valved.kv.engines import Engine, LayoutParts, Rank
+from valved.kv.journey import all_of
 from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, Pool, RangeKey
@@ -217,6 +218,7 @@ class Memory:
     def _range_del(self, entry: ClientEntry, body: KvSpan) -> None:
         book = self._find(entry, body.range)
         self.pool.drop_range(book.key)
+        self.unheeded.may_go(entry.id)
         self._held_left.pop(book.key, None)
         rank = self._ranks.get(entry.id)
         if rank is not None and book in rank.books:
@@ -405,9 +407,18 @@ class Memory:
         return any(self.service_of(key.client) == service for key in self.pool.ranges)
 
     def _hand_table(self, engine: Engine) -> None:
-        """Only a table of all ranks says what has memory: told too early, an engine believes that all of it has."""
-        if engine.is_complete:
-            self._send_table(engine)
+        """Only a table of all ranks says what has memory: told too early, an engine believes that all of it has.
+
+        Nor one that is made while an earlier table's losses are carried out: it would call those blocks backed.
+        """
+        if not engine.is_complete or self.engines.get(engine.service) is not engine:
+            return
+        leaving = all_of([order.through for order in self.orders.leaving(frozenset(engine.ranks))])
+        if not leaving.is_set:
+            leaving.then(lambda: self._hand_table(engine))
+            return
+        self.tell(engine)
+        self._send_table(engine)
 
     def _hand_late(self, engine: Engine) -> None:
         waiting = self._untold.get(engine.service)

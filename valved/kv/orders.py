@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -55,6 +56,9 @@ class Orders:
         self._clock = clock
         self._next = 1
         self._under_way: dict[int, Order] = {}
+        self._leaving: dict[
+            int, Order
+        ] = {}  # take away, and are not through (those from outside outlive their KV_DONE)
 
     # Giving orders
 
@@ -82,7 +86,10 @@ class Orders:
         orders = []
         for first in range(0, len(slots), MAX_ENTRIES):
             part = slots[first : first + MAX_ENTRIES]
-            orders.append(self._order(op, how, book, part, self.pool.names(book.at[part]), 0))
+            order = self._order(op, how, book, part, self.pool.names(book.at[part]), 0)
+            self._leaving[order.number] = order
+            order.through.then(partial(self._leaving.pop, order.number, None))
+            orders.append(order)
         return orders
 
     def fence(self, book: KvRangeBook) -> Order:
@@ -177,6 +184,8 @@ class Orders:
 
     def client_gone(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
         """Its orders will not be answered. Call before the pool forgets its ranges."""
+        for order in self.leaving(frozenset({client})):
+            del self._leaving[order.number]
         for order in [order for order in self._under_way.values() if order.client == client]:
             del self._under_way[order.number]
             order.status = errno.ECONNRESET
@@ -193,6 +202,10 @@ class Orders:
 
     def under_way(self, client: ClientId) -> list[Order]:
         return [order for order in self._under_way.values() if order.client == client]
+
+    def leaving(self, clients: frozenset[ClientId]) -> list[Order]:
+        """Orders that take memory from these: it was told as lost, and is still mapped."""
+        return [order for order in self._leaving.values() if order.client in clients]
 
     def creating(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that are being made."""

@@ -179,7 +179,8 @@ class Mover:
         try:
             self._lose(engine, columns)
             await self.while_turning()
-            orders = self.take(engine, columns, KvOp.UNBACK, KvHow.AT_ONCE)
+            if self._is_here(engine):  # a hook that attached anew meanwhile has been told that it has them
+                orders = self.take(engine, columns, KvOp.UNBACK, KvHow.AT_ONCE)
             await all_of([order.settled for order in orders])
         finally:
             self._lost(engine, columns)

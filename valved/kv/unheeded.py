@@ -53,7 +53,8 @@ class Unheeded:
         self._holds = holds
         self._engine_of = engine_of
         self._attach_ns = round(attach_s * 1e9)
-        self._stepping: set[ClientId] = set()
+        self._stepping: dict[ClientId, int] = {}  # since when
+        self._backing: set[int] = set()  # uids of ranges that `back_held` works on
 
     def may_begin(self, entry: ClientEntry) -> bool:
         """Whether an elastic range of this client may have holes when its allocation returns."""
@@ -71,7 +72,7 @@ class Unheeded:
         if all(self._is_safe(book) for book in self._pool.of_client(entry.id)):
             return 0
         if entry.id not in self._stepping:
-            self._stepping.add(entry.id)
+            self._stepping[entry.id] = self._clock.now_ns()
             for book in self._pool.of_client(entry.id):
                 self.expect(book)
         self._holds.hold(entry.id, REASON)
@@ -88,6 +89,7 @@ class Unheeded:
 
     def backed(self, book: KvRangeBook) -> None:
         """What `back_held` was asked for has ended."""
+        self._backing.discard(book.uid)
         entry = self._books.clients.get(book.key.client)
         if entry is None or entry.role is not Role.OFFLINE or not self._is_here(book) or self._is_safe(book):
             self.may_go(book.key.client)
@@ -95,13 +97,13 @@ class Unheeded:
         self.fail(book.key.client, f"{REASON}, and there is not enough memory to back it whole")
 
     def forget(self, client: ClientId) -> None:
-        self._stepping.discard(client)
+        self._stepping.pop(client, None)
         self._holds.forget(client)
 
     def may_go(self, client: ClientId) -> None:
         """Its launches, if no range of it has a hole that nobody heeds."""
         if all(self._is_safe(book) for book in self._pool.of_client(client)):
-            self._stepping.discard(client)
+            self._stepping.pop(client, None)
             self._holds.release(client, REASON)
 
     def _is_safe(self, book: KvRangeBook) -> bool:
@@ -117,8 +119,10 @@ class Unheeded:
     def _look(self, book: KvRangeBook, born_ns: int) -> None:
         client, now_ns = book.key.client, self._clock.now_ns()
         entry = self._books.clients.get(client)
-        if entry is None or not self._is_here(book) or self._is_safe(book):
+        if entry is None or not self._is_here(book) or self._is_safe(book) or book.uid in self._backing:
             return
+        if now_ns - self._stepping.get(client, born_ns) < self._attach_ns:
+            return  # it began to step after this look was asked for: the one that `step` asked for comes
         if entry.role is not Role.OFFLINE:  # told again with holes: real memory, unless its hook is back
             if not self._is_attached(client):
                 self.back_held(book)
@@ -135,4 +139,5 @@ class Unheeded:
             pid=entry.process.pid,
         )
         self._holds.hold(client, REASON)
+        self._backing.add(book.uid)
         self.back_held(book)

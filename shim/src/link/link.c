@@ -256,8 +256,8 @@ int valve_link_request_fds(void *message, uint32_t bytes, uint16_t type, const i
 	fill_header(message, bytes, type);
 	while ((err = send_expecting(message, bytes, fds, count, &reply)) == -EAGAIN) {
 		if (milliseconds_left(deadline_ns) == 0)
-			return err;
-		sleep_ns(1000000); /* a full socket: valved is slow, and offline may wait */
+			return -ETIMEDOUT; /* -EAGAIN would be valved's own answer (KV_STEP) */
+		sleep_ns(1000000);         /* a full socket: valved is slow, and offline may wait */
 	}
 	if (err)
 		return err;

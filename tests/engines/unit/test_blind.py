@@ -19,7 +19,8 @@ from valve_hook.wire import KV_ELASTIC
 
 @pytest.fixture
 def elastic(monkeypatch):
-    """A range that was asked for elastic stands in this process; whoever asks for a hook gets none."""
+    """A range that was asked for elastic stands in this offline process; whoever asks for a hook gets none."""
+    monkeypatch.setenv("VALVE_ROLE", "offline")
     begin = SimpleNamespace(valve_kv_begin=lambda flags: None)
     monkeypatch.setattr(shim.ctypes, "CDLL", lambda _: Exports(vars(begin)))
     monkeypatch.setattr(shim, "_asked_for_elastic", False)
@@ -55,9 +56,10 @@ def test_an_sglang_with_elastic_memory_and_no_session_never_takes_a_step(elastic
         scheduler.turn()
 
 
-def test_an_online_engine_is_never_stopped_because_nobody_reads_the_table(elastic, monkeypatch):
-    """valved backs an online range whole before the engine gets it: there is no hole to be blind to."""
-    monkeypatch.setenv("VALVE_ROLE", "online")
+@pytest.mark.parametrize("role", ["online", ""])
+def test_an_online_engine_is_never_stopped_because_nobody_reads_the_table(elastic, monkeypatch, role):
+    """valved backs an online range whole before the engine gets it. Online pods have no role in their environment."""
+    monkeypatch.setenv("VALVE_ROLE", role)
     scheduler = ToyScheduler(hooks=calls)
     scheduler._valve = None
     scheduler.add("a", range(6), 4)

@@ -21,6 +21,12 @@ from valve_hook.wire import Mode
 WANTED = Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1)
 
 
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Only an offline engine's cache may lack memory, so only it waits for a table."""
+    monkeypatch.setenv("VALVE_ROLE", "offline")
+
+
 @pytest.fixture
 def node(tmp_path):
     node = KvNode(tmp_path, columns=10)
@@ -574,3 +580,16 @@ def test_other_releases_are_refused_with_both_versions_named(version, monkeypatc
         check.refuse_version(version)
 
     assert version in str(refused.value)
+
+
+def test_a_table_that_no_rank_has_joined_never_replaces_one_that_had_ranks(node, link):
+    """A valved that has just come back may hear of the ranks after the hook: until then every block looks backed."""
+    first = link.attach(WANTED, FOR_EVER_S)
+    node.stop()
+    node.is_blank = True
+    node.start()
+    wait_for(lambda: "ranges" in link.said, "the hook asks again")
+
+    assert link.session is first
+    node.is_blank = False
+    wait_for(lambda: link.session is not first, "the ranks are known")

@@ -132,6 +132,7 @@ def test_an_error_of_the_engine_within_the_bracket_is_the_engines(monkeypatch):
 
 @pytest.fixture
 def elastic(monkeypatch):
+    monkeypatch.setenv("VALVE_ROLE", "offline")
     monkeypatch.setattr(check, "judge", lambda *_: "vllm")
     hook = worker.WorkerHook(None, None)
     hook.placement.is_ours = True
