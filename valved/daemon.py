@@ -32,6 +32,7 @@ from valved.gate.wake import GateService, GateSettings
 from valved.machine import signals
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
+from valved.machine.helpers import Closer
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.possession import RmProver
@@ -87,7 +88,8 @@ def build(
         cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
     )
     gating = GateService(gate, books, journal, clock, settings, NodeCounters())
-    prover = RmProver(loop)
+    closer = Closer()
+    prover = RmProver(loop, closer)
     register = Register(gate, books, gating, journal, clock, processes, loop, config.quota, config.link, prover)
     kv = None
     if config.memory.enabled:
@@ -108,15 +110,7 @@ def build(
     def send(process: ProcessId, number: signal.Signals) -> bool:
         return signals.send(process, number, processes)
 
-    ladder = Ladder(
-        books,
-        gating,
-        journal,
-        clock,
-        config.ladder,
-        send,
-        register.leave,
-    )
+    ladder = Ladder(books, gating, journal, clock, config.ladder, send, register.leave)
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
     handover = Handover(
@@ -140,7 +134,7 @@ def build(
     node = Node(gating, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
     if kv is not None:
         tell_others(kv, reporter, node, handover, brake, config)
-    link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s)
+    link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     return Daemon(
         loop=loop,
         gate=gate,
@@ -224,7 +218,7 @@ async def run(
     loop.remove_reader(gate.stamps_fd())
     notify.close()
     beat.stop()
-    if is_empty:
+    if not daemon.brake.leaving.present():  # asked again: the link is closed, and somebody may have come meanwhile
         gate.close()
 
 

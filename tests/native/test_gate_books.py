@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
 
+import pytest
 from gates import FakeDriver, Rig, gate_rig
 
 from valved.abi import region
 from valved.machine.ports import StampKind, WakeOutcome
-from valved.model.ids import Role, ServiceId
+from valved.model.ids import ClientId, Role, ServiceId
 
 
 def open_fds() -> int:
@@ -93,3 +95,23 @@ def test_gaps_are_told_once_and_the_newest_when_many(rig: Rig) -> None:
 
     assert [gap.gap_ns for gap in gaps] == list(range(36, 100))
     assert rig.gate.view(online.client, with_gaps=True).gaps == ()
+
+
+def test_a_client_that_cannot_be_made_never_leaves_a_descriptor_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused for want of descriptors asks again, and must not eat those that are left."""
+    before = len(os.listdir("/proc/self/fd"))
+    real = os.eventfd
+    for good in (0, 1):
+        left = [good]
+
+        def eventfd(*arguments: int, left: list[int] = left) -> int:
+            if not left[0]:
+                raise OSError(errno.EMFILE, "Too many open files")
+            left[0] -= 1
+            return real(*arguments)
+
+        monkeypatch.setattr(os, "eventfd", eventfd)
+        with pytest.raises(OSError, match="Too many"):
+            rig.gate.create_client(ClientId(900 + good), Role.OFFLINE, ServiceId(0))
+
+    assert len(os.listdir("/proc/self/fd")) == before

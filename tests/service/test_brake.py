@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+from pathlib import Path
 
 import pytest
 from node_world import World
@@ -10,7 +12,7 @@ from node_world import World
 from valved.config import Config, KubeTable, LadderTable
 from valved.errors import InvalidRequest, NotFound, NotNow
 from valved.model.events import EventKind
-from valved.model.ids import Mode, Role
+from valved.model.ids import GpuIndex, Mode, Role
 from valved.policy.stopping import Work
 
 
@@ -380,3 +382,31 @@ def test_a_status_has_a_value_in_every_field(world):
     values = dataclasses.asdict(world.node.status())
 
     assert not [name for name, value in values.items() if value is None]
+
+
+def test_a_daemon_without_descriptors_never_takes_a_missing_file_for_a_drain(world, monkeypatch):
+    """open() takes a number before it looks for the file: then nothing says that there is none."""
+    world.offline()
+
+    def full(*_arguments, **_more):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", full)
+    world.brake.look_at_file()
+
+    assert not world.brake.is_draining
+    assert not world.brake.is_paused
+
+
+def test_no_switch_ever_takes_a_hand_over_back(world):
+    """Between the word to end and the end others may still call: offline work beside online work stays stopped."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    world.brake.hand_over()
+    world.brake.resume()
+    world.brake.set_mode(Mode.HARVEST, "test")
+    world.gate.finish(online)
+    world.run(5_000)
+
+    assert world.gating.is_held([GpuIndex(0)])

@@ -29,6 +29,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.server import PENDING_PER_PROCESS, LinkServer
+from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
 
@@ -44,7 +45,7 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.world = World(folder, processes=SelfProcesses())
         self.world.register._exits.reactor = self.loop
-        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s)
+        self.link = LinkServer(self.loop, self.world.register, self.path, hello_s, Closer())
         self.thread = threading.Thread(target=self.loop.run_forever)
 
     def __enter__(self):
@@ -296,7 +297,7 @@ def test_a_thousand_conversations_leave_no_descriptor_behind(server):
 def test_a_new_server_takes_the_path_over_without_a_gap(server, tmp_path):
     """A client never meets a half-made socket: the path always leads to a server that listens."""
     sock, _, _ = server.welcome()
-    second = LinkServer(server.loop, server.world.register, server.path, hello_s=1)
+    second = LinkServer(server.loop, server.world.register, server.path, hello_s=1, closer=Closer())
 
     server.call(second.start)
     server.connect().close()

@@ -81,3 +81,14 @@ def test_without_any_valved_here_an_online_process_runs_untouched(tmp_path, monk
     assert cli_run.run(SimpleNamespace(argv=["true"], online=True, name="", ungated=False)) == 0
 
     assert "LD_PRELOAD" not in became[0]
+
+
+def test_an_offline_job_that_runs_ungated_is_never_claimed_as_online(tmp_path, monkeypatch):
+    """Nothing but online claims waits in files: an offline job's would make it a service that stops all others."""
+    pending.make_folder(tmp_path)
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(cli_run, "become", lambda argv, env: 0)
+
+    assert cli_run.run(SimpleNamespace(argv=["job"], online=False, name="", ungated=True)) == 0
+
+    assert not list((tmp_path / "claims").iterdir())

@@ -14,7 +14,7 @@ from valved.config import Config, LinkTable, QuotaTable
 from valved.errors import NotFound, NotNow
 from valved.machine.ports import ArmResult
 from valved.model.events import EventKind
-from valved.model.ids import Mode, Reach, Role
+from valved.model.ids import GpuIndex, Mode, Reach, Role
 
 CONFIG = Config(
     quota=QuotaTable(clients_per_uid=3, channels_per_client=4, notes_per_client=2),
@@ -567,3 +567,16 @@ def test_the_node_status_shows_every_book(world):
     assert status.gpus[0].channels == 1
     assert [client.role for client in status.clients] == [Role.OFFLINE, Role.ONLINE]
     assert status.services[1].cooldown_ns == 20 * MS
+
+
+def test_offline_work_on_a_guarded_gpu_never_goes_on_by_itself_when_valved_is_gone(world):
+    """Somebody may use that GPU unseen: nobody registered is there, and the lease must hold all the same."""
+    client = world.offline()
+    world.gating.set_guarded(frozenset({GpuIndex(0)}))
+    world.register.channels.refresh_lease_flags()
+
+    assert world.gate.clients[client].online_registered is True
+
+    world.gating.set_guarded(frozenset())
+    world.register.channels.refresh_lease_flags()
+    assert world.gate.clients[client].online_registered is False

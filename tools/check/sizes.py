@@ -17,22 +17,22 @@ FILE_LINES = 600
 FUNCTION_LINES = 80
 CLASS_LINES = 250
 OVERGROWN = {
-    "patches/hook/link.py:Link": 253,
+    "patches/hook/link.py:Link": 257,
     "patches/sglang/engine.py:SglangEngine": 338,
     "scheduler/valve_scheduler/controller/rounds.py:Controller": 438,
     "scheduler/valve_scheduler/placement/state.py:ClusterState": 418,
     "tools/cluster/controlplane.py:ControlPlane": 269,
     "tools/cluster/node.py:RealNode": 359,
     "tools/gpu/rig.py:Rig": 275,
-    "valved/clients/channels.py:Channels": 316,
+    "valved/clients/channels.py:Channels": 317,
     "valved/clients/register.py:Register": 332,
-    "valved/gate/adapter.py:NativeGate": 399,
+    "valved/gate/adapter.py:NativeGate": 407,
     "valved/gate/wake.py:GateService": 440,
-    "valved/kube/room.py:Room": 322,
-    "valved/kv/memory.py:Memory": 515,
-    "valved/kv/reclaim.py:Mover": 520,
+    "valved/kube/room.py:Room": 323,
+    "valved/kv/memory.py:Memory": 525,
+    "valved/kv/reclaim.py:Mover": 521,
     "valved/kv/reserve.py:Reserve": 322,
-    "valved/node/handover.py:Handover": 294,
+    "valved/node/handover.py:Handover": 296,
 }
 C_FUNCTION = re.compile(r"^[A-Za-z_].*\)$|^[A-Za-z_].*\) \{$")
 

@@ -62,7 +62,7 @@ def explain_error(error: Any, folder: Path) -> CliError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CliError(
             f"valved in {folder} does not answer",
-            NOT_RUNNING,
+            FAILED,
             "it is stuck or stopped: see its log, then restart it; valve pause works without it",
             is_silence=True,
         )

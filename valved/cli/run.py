@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         if role == "offline" and not options.ungated:
             step = error.next_step or "or run it without protection for online work: --ungated"
             raise CliError(f"offline work is refused: {error}", error.code, step) from None
-        if error.is_silence and leave_claim(name):
+        if role == "online" and error.is_silence and leave_claim(name):
             print(f"valve: {error}; {argv[0]} is gated as soon as valved answers", file=sys.stderr)
             return become(argv, environment(role, run_dir()))
         print(f"valve: {error}; {argv[0]} runs untouched", file=sys.stderr)

@@ -27,7 +27,7 @@ from valved.machine.ports import GatePort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.state.journal import Journal
-from valved.state.registry import Books, ClientEntry
+from valved.state.registry import GUARD_SERVICE, Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
 NO_UUID = bytes(16)
@@ -273,9 +273,10 @@ class Channels:
 
     def refresh_lease_flags(self) -> None:
         """Tell each offline client whether it must stop itself if valved dies: if online work shares a GPU with it, or
-        the brake stops it."""
+        may do so unseen (the guard), or the brake stops it."""
         services = self._books.services
         shared = frozenset().union(*(services[online].gpus for online in self._gating.online if online in services))
+        shared |= {gpu for gpu, account in self._gating.gpus.items() if GUARD_SERVICE in account.holders}
         for entry in self._books.with_role(Role.OFFLINE):
             flag = self._is_closed or not shared.isdisjoint(services[entry.service].gpus)
             if entry.lease_flag is not flag:

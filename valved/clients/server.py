@@ -138,9 +138,11 @@ class LinkConnection:
 
 
 class LinkServer:
-    def __init__(self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, register: Register, path: Path, hello_s: float, closer: Closer
+    ) -> None:
         self.loop = self._loop = loop
-        self.closer = Closer()
+        self.closer = closer
         self._turns = Turns()
         self._scarce_from = float("inf")
         self._spare = -1  # a descriptor kept for the moment when there is none

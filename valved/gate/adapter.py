@@ -90,11 +90,19 @@ class NativeGate:
     # clients
 
     def create_client(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds:
-        control = region.create_memfd("valve-control", CONTROL_BYTES)
-        data = region.create_memfd("valve-region", REGION_BYTES)
-        bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
+        made: list[int] = []
+        try:
+            made.append(region.create_memfd("valve-control", CONTROL_BYTES))
+            made.append(region.create_memfd("valve-region", REGION_BYTES))
+            for _ in range(2):
+                made.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            index = self._service_index(service) if role is Role.ONLINE else -1
+        except OSError:
+            for fd in made:
+                os.close(fd)
+            raise
+        control, data, *bells = made
         fds = ClientFds(control=control, region=data, doorbell=bells[0], order=bells[1])
-        index = self._service_index(service) if role is Role.ONLINE else -1
         if role is Role.HOOK:  # of an online service, which has its place from its claim on; others need none
             index = self._services.get(service, -1)
         native = lib.valve_client_new(self._gate, client, role, index, service, control, data, *bells)

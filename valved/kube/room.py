@@ -331,6 +331,7 @@ class Room:
         before = {verdict.gpu: verdict for verdict in self._memory.verdicts}
         self._memory.verdicts = judge(cards, holders, strangers, settings)
         self._host.gating.set_guarded(frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
+        self._host.register.channels.refresh_lease_flags()
         for verdict in self._memory.verdicts:
             old = before.get(verdict.gpu)
             if old is None or (old.is_guarded, old.reason) != (verdict.is_guarded, verdict.reason):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable
 
-from valved.machine.helpers import Helpers
+from valved.machine.helpers import Closer, Helpers
 from valved.machine.ports import GpuInfo
 from valved.native._gate import lib
 
@@ -17,8 +16,9 @@ THREADS = 16  # each client has one question under way at most
 class RmProver:
     """The ProverPort of a real node."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, closer: Closer) -> None:
         self._loop = loop
+        self._closer = closer
         self._helpers = Helpers("valved-prove", THREADS)
 
     def check(
@@ -29,10 +29,10 @@ class RmProver:
             kept = fd if is_own and keep else -1
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(then, is_own, kept)
-            if kept < 0:  # after the answer: it may hang, or be the last close of a driver's file
-                os.close(fd)
+            if kept < 0:  # a stranger's close may hang for ever: never on a thread that proves
+                self._closer.close([fd])
 
         self._helpers.do(look)
 
     def drop(self, fd: int) -> None:
-        self._helpers.do(lambda: os.close(fd))
+        self._closer.close([fd])

@@ -14,6 +14,7 @@ Pause and drain are files in the run folder: they work without the API and outli
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Brake:
         self._pause_file = pause_file
         self._drain_file = pause_file.with_name(DRAIN_FILE)
         self._is_drained_by_file = False
+        self._is_handed_over = False
         self._then: list[Callable[[], None]] = []  # once the drained node is empty
         leaving.emptied = self._emptied
 
@@ -121,6 +123,8 @@ class Brake:
     def hand_over(self) -> None:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
+        self._is_handed_over = True  # no switch takes this back
+        self._gating.is_braked = True  # nobody who comes from here on is woken
         self._gating.set_pause(frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared())
 
     def _begin_drain(self) -> None:
@@ -143,6 +147,8 @@ class Brake:
 
     def _apply(self) -> None:
         """The hold first: whatever else follows, offline work is stopped by then."""
+        if self._is_handed_over:
+            return
         switches = self.switches
         self._gating.set_pause(frozenset(self._gating.gpus if switches.is_closed else ()))
         self._register.channels.set_closed(switches.is_closed)
@@ -164,5 +170,5 @@ def _first_line(path: Path) -> str | None:
             return file.readline(64).strip() or "a file"
     except FileNotFoundError:
         return None
-    except OSError:
-        return "an unreadable file"
+    except OSError:  # out of descriptors, a file that is not there is no FileNotFoundError
+        return "an unreadable file" if os.path.lexists(path) else None

@@ -1,0 +1,36 @@
+"""Whoever proves RM clients never waits for a stranger's descriptor to close."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from types import SimpleNamespace
+
+from valved.machine import possession
+from valved.machine.helpers import Closer
+from valved.machine.possession import THREADS, RmProver
+
+
+class Gpu:
+    gpu_id, uuid = 0x100, b"u" * 16
+
+
+def test_a_descriptor_whose_close_never_ends_never_keeps_others_from_their_proof(monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(os, "close", lambda fd: stuck.wait(100) if fd >= 10_000 else None)
+    monkeypatch.setattr(possession, "lib", SimpleNamespace(valve_rm_owns=lambda fd, *_: int(fd >= 10_000)))
+
+    async def prove() -> bool:
+        loop = asyncio.get_running_loop()
+        prover = RmProver(loop, Closer())
+        for number in range(2 * THREADS):
+            prover.check(10_000 + number, Gpu(), 1, 2, False, lambda *_: None)
+        answer = loop.create_future()
+        prover.check(5, Gpu(), 1, 2, True, lambda is_own, kept: answer.set_result((is_own, kept)))
+        return await answer
+
+    try:
+        assert asyncio.run(prove()) == (True, 5)
+    finally:
+        stuck.set()
