@@ -29,6 +29,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.server import PENDING_PER_PROCESS, LinkServer
+from valved.config import Config, QuotaTable
 from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
 from valved.model.ids import Role
@@ -43,7 +44,9 @@ class Server:
     def __init__(self, folder, hello_s=600):
         self.path = folder / "link.sock"
         self.loop = asyncio.new_event_loop()
-        self.world = World(folder, processes=SelfProcesses())
+        # Every peer is this very process, and one that has just gone may still be in the books.
+        quota = QuotaTable(clients_per_process=1000)
+        self.world = World(folder, config=Config(quota=quota), processes=SelfProcesses())
         self.world.register._exits.reactor = self.loop
         self.link = LinkServer(self.loop, self.world.register, self.path, hello_s, Closer())
         self.thread = threading.Thread(target=self.loop.run_forever)
