@@ -440,14 +440,7 @@ def test_a_service_keeps_its_gpus_until_who_came_back_has_told_of_its_channels(f
 
     assert second.gating.online[first.service_of(online)].gpus == {0}
 
-    second.prover.is_slow = True  # a crowded driver: what it told of is not proven yet
     second.add_channel(client, gpu=0, h_client=0xC1D00000 + client)
-    second.run(2000)
-    second.handover.settle(patience_over=True)
-
-    assert second.gating.online[first.service_of(online)].gpus == {0}
-
-    second.prover.answer()
     second.run(2000)
     second.handover.settle(patience_over=True)
 

@@ -338,8 +338,6 @@ class Handover:
             return
         online.away = {pid for pid in online.away if self._processes.start_time(pid) is not None}
         has_told = self._clock.now_ns() - online.back_ns >= TELL_NS
-        # What it told of counts only once it is proven, which takes the driver's time.
-        has_told &= not any(self._register.channels.possession.waiting(client) for client in entry.clients)
         if entry.kept_gpus and patience_over and has_told and not online.away:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
