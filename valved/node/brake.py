@@ -48,7 +48,7 @@ class Brake:
         self.when_still: Callable[[Callable[[], None]], None] = lambda call: call()
         self._gating = gating
         self._register = register
-        self.ladder = self._ladder = ladder
+        self.ladder = ladder
         self._journal = journal
         self._pause_file = pause_file
         self._drain_file = pause_file.with_name(DRAIN_FILE)
