@@ -172,6 +172,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trace_bytes: FileBytes = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
     audit_bytes: FileBytesOrNone = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file
     ring_events: Ring = 4096  # events kept in memory for `valve explain` and new watchers
+    guard_bystanders: bool = True  # a GPU that some process uses without Valve is not harvested (Kubernetes: always)
     lease_ms: LeaseMs = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
     hang_ms: HangMs = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
     spin_us: Spin = 0.0  # native threads spin this long before they sleep; needs a core to itself

@@ -42,6 +42,7 @@ from valved.model.events import EventKind
 from valved.model.ids import Mode, ProcessId, Role
 from valved.node.api import Node
 from valved.node.brake import Brake
+from valved.node.bystanders import Bystanders
 from valved.node.handover import Handover
 from valved.node.kv import Kv, put_together, tell_others
 from valved.node.leaving import Leaving
@@ -71,6 +72,7 @@ class Daemon:
     node: Node
     link: LinkServer
     kv: Kv | None
+    bystanders: Bystanders | None
     stop: asyncio.Event
 
     def note(self, text: str) -> None:
@@ -118,6 +120,10 @@ def build(
     )
     ladder.changed = handover.save_soon
     handover.frozen, handover.let_go = ladder.frozen, ladder.release
+    bystanders = None
+    if config.guard_bystanders and not config.kube.node:
+        owners = register.channels.leftovers.owners
+        bystanders = Bystanders(books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, owners)
     reporter = Reporter(
         gate,
         books,
@@ -130,6 +136,7 @@ def build(
         run_dir=run_dir,
         lease_ns=config.lease_ns,
         driver=driver_state(gate.driver_version()),
+        bystanders=bystanders,
     )
     node = Node(gating, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
     if kv is not None:
@@ -148,6 +155,7 @@ def build(
         node=node,
         link=link,
         kv=kv,
+        bystanders=bystanders,
         stop=stop,
     )
 
@@ -197,6 +205,8 @@ async def run(
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run}
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.reserve)
+    if daemon.bystanders is not None:
+        parts["who uses GPUs without Valve"] = daemon.bystanders.run
     if room is not None:
         parts["the Kubernetes node"] = room.run
     beside = [asyncio.create_task(keep_going(name, make, daemon.note)) for name, make in parts.items()]

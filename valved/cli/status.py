@@ -53,6 +53,8 @@ def head(answer: Any) -> Text:
 
 def gpu_state(gpu: Any) -> str:
     """What offline work may do on this GPU now."""
+    if gpu.guarded_because:
+        return "[yellow]guarded[/]"
     if not gpu.channels:
         return "none here"
     return f"[yellow]stopped[/] ({gpu.channels} ch)" if gpu.gated else f"[green]may run[/] ({gpu.channels} ch)"
@@ -134,6 +136,7 @@ def notes(answer: Any) -> list[Text]:
     """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
     lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
     lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason and gpu.channels]
+    lines += [f"gpu {gpu.index} is not harvested: {gpu.guarded_because}" for gpu in answer.gpus if gpu.guarded_because]
     if not lines:
         return []
     return [Text("\n".join(["Notes", *(f"  {line}" for line in lines)]), style="yellow")]

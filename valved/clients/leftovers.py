@@ -31,5 +31,8 @@ class Leftovers:
     def take_of(self, process: ProcessId) -> list[ChannelRef]:
         return self.take_where(lambda _, owner: owner == process)
 
+    def owners(self) -> set[ProcessId]:
+        return {owner for _, owner in self.all()}
+
     def all(self) -> list[tuple[ChannelRef, ProcessId]]:
         return list(self._channels.values())

@@ -81,7 +81,7 @@ class Leaving:
         """Offline processes: welcomed, claimed and not here yet, or a predecessor's that have not come back."""
         clients = {entry.process for entry in self._books.with_role(Role.OFFLINE)}
         roots = {claim.root for claim in self._books.claims.values() if claim.role is Role.OFFLINE}
-        owners = {owner for _, owner in self._register.channels.leftovers.all()}
+        owners = self._register.channels.leftovers.owners()
         return clients | {process for process in roots | owners if self._is_alive(process)}
 
     def since_s(self) -> float:

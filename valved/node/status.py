@@ -25,6 +25,7 @@ from valved.model.states import (
     ServiceState,
 )
 from valved.node.brake import Brake
+from valved.node.bystanders import Bystanders
 from valved.policy.wake import WakeAction, WakeReason
 from valved.state.journal import Journal
 from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry, ServiceEntry
@@ -62,6 +63,7 @@ class Reporter:
         run_dir: Path,
         lease_ns: int,
         driver: DriverState,
+        bystanders: Bystanders | None = None,
     ) -> None:
         self.memory: Callable[[], MemoryState] = MemoryState
         self.used_bytes: Callable[[bytes], int] = lambda uuid: 0  # device memory in use on a card
@@ -76,6 +78,7 @@ class Reporter:
         self._run_dir = run_dir
         self._lease_ns = lease_ns
         self._driver = driver
+        self._bystanders = bystanders
 
     def status(self) -> NodeState:
         now_ns = self._clock.now_ns()
@@ -128,7 +131,11 @@ class Reporter:
             preempt_latency=account.latency.state(),
             total_bytes=info.total_bytes,
             used_bytes=self.used_bytes(info.uuid),
+            guarded_because=self._guarded_because(info.index),
         )
+
+    def _guarded_because(self, gpu: GpuIndex) -> str:
+        return self._bystanders.reason(gpu) if self._bystanders is not None else ""
 
     def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
         online = self._gating.online.get(entry.id)
@@ -229,6 +236,8 @@ class Reporter:
         facts.append(
             f"channels are reached by {state.reach}" + (f" ({state.reach_reason})" if state.reach_reason else "")
         )
+        if state.guarded_because:
+            facts.insert(0, f"not harvested: {state.guarded_because}")
         return Explanation(
             summary=summary,
             facts=(*facts, *self._brake_facts()),

@@ -1,0 +1,68 @@
+"""Who uses a card without Valve, on a machine without Kubernetes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from node_world import World
+
+from valved.machine.cards import CardUse
+from valved.model.ids import GpuIndex, Role
+from valved.node.bystanders import LOOKS_BEFORE_FREEZE, Bystanders
+from valved.state.registry import GUARD_SERVICE
+
+
+@pytest.fixture
+def rig(tmp_path):
+    world = World(tmp_path)
+    gpus = world.gate.gpus()
+    owners = world.register.channels.leftovers.owners
+    guard = Bystanders(
+        world.books, world.gating, world.processes, world.journal, gpus, world.ladder.freeze_stranger, owners
+    )
+
+    def look(*pids, gpu=0):
+        uses = {
+            info.uuid: CardUse(
+                total_bytes=1, used_bytes=0, by_pid=dict.fromkeys(pids if info.index == gpu else (), 0), is_mig=False
+            )
+            for info in gpus
+        }
+        guard.look(uses)
+
+    def guarded():
+        return [gpu for gpu in (0, 1) if GUARD_SERVICE in world.gating.gpus[GpuIndex(gpu)].holders]
+
+    return SimpleNamespace(world=world, guard=guard, look=look, guarded=guarded)
+
+
+def test_only_the_card_of_a_process_without_valve_is_closed_and_only_while_it_lives(rig):
+    rig.world.processes.add(500, comm="python3")
+    rig.look(500)
+    assert rig.guarded() == [0]
+    assert "process 500 (python3) uses it without Valve" in rig.guard.reason(GpuIndex(0))
+    rig.guard.look({})  # NVML does not answer: nothing changes
+    assert rig.guarded() == [0]
+    rig.world.processes.end(500)
+    rig.look(500)  # still listed on its way out
+    assert rig.guarded() == []
+
+
+def test_nobody_who_is_registered_or_comes_back_after_a_restart_closes_a_card(rig):
+    online, offline = rig.world.online(), rig.world.offline()
+    pids = [rig.world.books.clients[client].process.pid for client in (online, offline)]
+    rig.look(*pids)
+    assert rig.guarded() == []
+
+
+def test_an_offline_job_without_the_shim_never_runs_on(rig):
+    """Its parent was claimed; the program itself is linked statically, say."""
+    root = rig.world.processes.add(600)
+    rig.world.node.launch(600, 6000, Role.OFFLINE, "batch")
+    rig.world.processes.add(601, parent=root, comm="static")
+    for _ in range(LOOKS_BEFORE_FREEZE - 1):
+        rig.look(601)
+    assert rig.world.signals == [] and rig.guarded() == []
+    rig.look(601)
+    assert (601, "SIGSTOP") in rig.world.signals

@@ -1,0 +1,109 @@
+"""Keeps offline work off GPUs that a process uses without Valve, on a machine without Kubernetes.
+
+A service that was started without `valve run` launches unheard, so nothing would stop offline work for it. NVML lists
+who computes on a card; whoever is in that list and in no book of valved closes the card. An offline job that runs without
+the shim is found the same way, and is stopped by a signal. On a Kubernetes node valved/kube does this, with pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+
+from valved.gate.wake import GateService
+from valved.machine.cards import CardReader, CardUse
+from valved.machine.ports import GpuInfo, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import GpuIndex, ProcessId, Role
+from valved.state.journal import Journal
+from valved.state.registry import Books, Claim
+
+LOOK_S = 1.0  # while there is offline work to stop
+REST_S = 5.0  # before that: nobody is hurt yet, and NVML takes locks of the driver
+LOOKS_BEFORE_FREEZE = 5  # of a job that is claimed as offline: after a restart of valved its shim comes back by itself
+Freeze = Callable[[ProcessId, str], bool]
+
+
+class Bystanders:
+    def __init__(
+        self,
+        books: Books,
+        gating: GateService,
+        processes: ProcessPort,
+        journal: Journal,
+        gpus: tuple[GpuInfo, ...],
+        freeze: Freeze,
+        owners: Callable[[], set[ProcessId]],
+    ) -> None:
+        self._books = books
+        self._gating = gating
+        self._processes = processes
+        self._journal = journal
+        self._gpus = gpus
+        self._freeze = freeze
+        self._owners = owners  # of channels that a predecessor left: they come back, or are let go
+        self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
+        self._looks: dict[ProcessId, int] = {}  # at claimed offline jobs without the shim
+
+    def reason(self, gpu: GpuIndex) -> str:
+        """Why the guard closes this GPU; nothing where it does not."""
+        users = self._users.get(gpu, ())
+        return f"{', '.join(users)} uses it without Valve (valve run --online -- CMD)" if users else ""
+
+    async def run(self) -> None:
+        """For as long as valved lives. In a thread: NVML may take milliseconds."""
+        reader, loop = CardReader(), asyncio.get_running_loop()
+        try:
+            while True:
+                self.look(await loop.run_in_executor(None, reader.look))
+                has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
+                await asyncio.sleep(LOOK_S if has_offline or self._books.with_role(Role.OFFLINE) else REST_S)
+        finally:
+            reader.close()
+
+    def look(self, cards: Mapping[bytes, CardUse]) -> None:
+        """Close what somebody uses unheard, open what nobody does. A card that does not answer stays as it is."""
+        known = {client.process for client in self._books.clients.values()} | self._owners()
+        ungated: dict[ProcessId, str] = {}
+        for gpu in self._gpus:
+            if gpu.uuid not in cards:
+                continue
+            users = []
+            for pid in cards[gpu.uuid].by_pid:
+                started = self._processes.start_time(pid)
+                if started is None or pid == os.getpid() or (process := ProcessId(pid=pid, start_time=started)) in known:
+                    continue
+                name = f"process {pid} ({self._processes.comm(pid)})"
+                if self._is_offline(process):
+                    ungated[process] = name
+                else:
+                    users.append(name)
+            self._set(gpu.index, tuple(users))
+        self._stop(ungated)
+        self._gating.set_guarded(frozenset(gpu for gpu, users in self._users.items() if users))
+
+    def _set(self, gpu: GpuIndex, users: tuple[str, ...]) -> None:
+        if users == self._users.get(gpu, ()):
+            return
+        self._users[gpu] = users
+        self._journal.emit(EventKind.GUARD, gpus=(gpu,), reason=f"guarded: {self.reason(gpu)}" if users else "open")
+
+    def _is_offline(self, process: ProcessId) -> bool:
+        claim = self._claim_of(process)
+        return claim is not None and claim.role is Role.OFFLINE
+
+    def _claim_of(self, process: ProcessId) -> Claim | None:
+        """The claim on a process or on who started it. A pid alone would also match a later process of that number."""
+        chain = [
+            ProcessId(pid=pid, start_time=started)
+            for pid in self._processes.ancestors(process.pid)
+            if (started := self._processes.start_time(pid)) is not None
+        ]
+        return self._books.find_claim(tuple(chain), self._processes.cgroup(process.pid) or "")
+
+    def _stop(self, ungated: Mapping[ProcessId, str]) -> None:
+        self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
+        for process, looks in self._looks.items():
+            if looks >= LOOKS_BEFORE_FREEZE:
+                self._freeze(process, ungated[process])
