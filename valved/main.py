@@ -16,6 +16,7 @@ from valved import logs, paths
 from valved.config import Config, effective, load_config
 from valved.daemon import run
 from valved.errors import ValveError
+from valved.machine.cardlock import CardLock
 from valved.machine.ports import GatePort
 from valved.model.ids import Mode
 from valved.node import turn
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = {"mode": options.mode, "metrics_port": options.metrics_port, "trace_file": options.trace_file}
     if options.run_dir is not None:
         flags["run_dir"] = str(options.run_dir)
+    cards = CardLock()
     try:
         config = load_config(options.config, flags)
         if options.node:
@@ -81,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             asyncio.run(turn.wait_for_turn(folder, config.metrics_host, config.metrics_port))
         else:
             folder.take(replace=options.replace)
+        cards.take()
     except (ValveError, OSError) as error:
         next_step = getattr(error, "next_step", "")
         print(f"valved: {error}" + (f"\n  next: {next_step}" if next_step else ""), file=sys.stderr)
@@ -98,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("failed", extra={"facts": {"error": str(error)}})
         return EXIT_FAILED
     finally:
+        cards.release()
         folder.release()
     return 0
 

@@ -17,7 +17,8 @@ from valve_hook import VERSION
 from valve_hook.export import export
 
 from valved.cli.client import DEADLINE_S, node
-from valved.cli.exits import NOT_FOUND, USAGE, CliError
+from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError
+from valved.cli.loadable import obstacle
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 from valved.state import pending
 
@@ -110,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
         raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
     role = "online" if options.online else "offline"
     name = options.name or Path(argv[0]).name
+    if role == "offline" and not options.ungated and (why := obstacle(argv[0])):
+        raise CliError(
+            f"offline work is refused: {why}", REFUSED, "run it without protection for online work: --ungated"
+        )
     try:
         claim(role, name)
     except CliError as error:

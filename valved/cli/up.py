@@ -52,8 +52,9 @@ def up(options: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / LOG_FILE
     with log_path.open("ab") as log:
+        began = log.tell()  # what earlier starts wrote stands before it
         child = start(arguments(options), log)
-    wait_until_up(child, folder, log_path)
+    wait_until_up(child, folder, log_path, began)
     with node() as connection:
         show(connection.status())
     return OK
@@ -64,10 +65,10 @@ def start(argv: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
 
 
-def wait_until_up(child: subprocess.Popen[bytes], folder: Path, log_path: Path) -> None:
+def wait_until_up(child: subprocess.Popen[bytes], folder: Path, log_path: Path, began: int = 0) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_running(folder):
         if child.poll() is not None or time.monotonic() > deadline:
-            tail = log_path.read_text(errors="replace").splitlines()[-5:]
+            tail = log_path.read_bytes()[began:].decode(errors="replace").splitlines()[-5:]
             raise CliError("valved did not start:\n  " + "\n  ".join(tail), FAILED, f"the whole log: {log_path}")
         time.sleep(0.05)

@@ -72,7 +72,11 @@ class Bystanders:
             users = []
             for pid in cards[gpu.uuid].by_pid:
                 started = self._processes.start_time(pid)
-                if started is None or pid == os.getpid() or (process := ProcessId(pid=pid, start_time=started)) in known:
+                if (
+                    started is None
+                    or pid == os.getpid()
+                    or (process := ProcessId(pid=pid, start_time=started)) in known
+                ):
                     continue
                 name = f"process {pid} ({self._processes.comm(pid)})"
                 if self._is_offline(process):

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -255,4 +256,25 @@ EXPORT int statx(int dir, const char *restrict path, int flags, unsigned mask, s
 	                      .stx_rdev_major = major(st.st_rdev),
 	                      .stx_rdev_minor = minor(st.st_rdev)};
 	return 0;
+}
+
+/* The lock of a node lies on a file of the emulated machine and lives until this process ends or unlocks it: the fd that
+ * stands for a node is another one at each open. */
+EXPORT int flock(int fd, int operation)
+{
+	static int locks[EMU_GPUS];
+	int (*real)(int, int) = NULL;
+	struct node node;
+	char path[4096];
+	int *lock;
+
+	*(void **)&real = dlsym(RTLD_NEXT, "flock");
+	if (!fake_dir() || !fake_node_of_fd(fd, &node) || node.kind != EMU_NODE || node.minor >= EMU_GPUS)
+		return real(fd, operation);
+	lock = &locks[node.minor];
+	if (*lock <= 0) {
+		snprintf(path, sizeof path, "%s/lock-%u", fake_dir(), node.minor);
+		*lock = fake_real()->open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+	}
+	return *lock < 0 ? -1 : real(*lock, operation);
 }
