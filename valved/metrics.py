@@ -151,6 +151,12 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
         each(lambda s: s.busy_ns / 1e9),
         labels,
     )
+    yield _counter(
+        "valve_service_idle_seconds",
+        "Time in which the service left its GPUs: what offline work could have had",
+        each(lambda s: s.idle_ns / 1e9),
+        labels,
+    )
     per_request = CounterMetricFamily(
         "valve_requests_by_preemptions",
         "Ended requests by how often each was preempted (promise P2: at most once)",

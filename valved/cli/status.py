@@ -48,7 +48,28 @@ def head(answer: Any) -> Text:
     )
     lock = f", {words.lock(driver)}" if len(answer.gpus) > 1 else ""
     text.append(f"driver {driver.version}{known}{lock}\n")
+    if answer.mode == node_pb2.MODE_OBSERVE:
+        text.append(observed(answer))
     return text
+
+
+def idle_share(service: Any) -> float:
+    """How much of its life a service left its GPUs; valved looks for it while it observes, or has offline work."""
+    return service.idle_ns / max(1, service.idle_ns + service.busy_ns)
+
+
+def observed(answer: Any) -> str:
+    """What harvesting would give: on each GPU the idle share of the busiest of its services."""
+    online = [service for service in answer.services if service.role == node_pb2.ROLE_ONLINE and service.gpus]
+    if not online:
+        return "observing: no online service uses a GPU yet (valve run --online -- CMD)\n"
+    gpus = {gpu for service in online for gpu in service.gpus}
+    worth = sum(min(idle_share(service) for service in online if gpu in service.gpus) for gpu in gpus)
+    each = ", ".join(
+        f"{service.name} was idle {idle_share(service):.0%} of {words.duration(service.idle_ns + service.busy_ns)}"
+        for service in online
+    )
+    return f"observing: {each}; harvesting would give about {worth:.1f} of a GPU\n"
 
 
 def gpu_state(gpu: Any) -> str:

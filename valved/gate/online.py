@@ -52,6 +52,7 @@ class OnlineService:
     preemptions: int = 0
     delay_ns: int = 0
     held_ns: int = 0  # in finished holds
+    freed_ns: int = 0  # between holds
     judged_ns: int = 0  # held_ns at the breaker's last judgement
     woken_epoch: int | None = None  # of the last wake
     epoch: int = -1  # of the last preemption: k GPUs bring k stamps of one epoch
@@ -63,6 +64,7 @@ class OnlineService:
     open_requests: int = 0
 
     def begin_hold(self, at_ns: int) -> None:
+        self.freed_ns = self.idle_ns(at_ns)
         self.holding = True
         self.since_ns = self.looking_since_ns = at_ns
         self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
@@ -76,6 +78,10 @@ class OnlineService:
     def busy_ns(self, now_ns: int) -> int:
         """Time in which it held its GPUs, the hold under way included."""
         return self.held_ns + (max(0, now_ns - self.since_ns) if self.holding else 0)
+
+    def idle_ns(self, now_ns: int) -> int:
+        """Time in which it left its GPUs to others."""
+        return self.freed_ns + (0 if self.holding else max(0, now_ns - self.since_ns))
 
     def _age_mark(self, at_ns: int, held_ns: int) -> None:
         """As step_cooldown does without gaps, less the reading: that is done at looks, now and then."""

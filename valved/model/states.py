@@ -65,6 +65,7 @@ class ServiceState:
     state: str
     preemptions_per_request: tuple[int, ...]
     busy_ns: int = 0  # online: time in which it held its GPUs
+    idle_ns: int = 0  # and in which it left them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

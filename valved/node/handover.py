@@ -360,6 +360,7 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
         preemptions=online.preemptions,
         delay_ns=online.delay_ns,
         held_ns=online.held_ns,
+        freed_ns=online.freed_ns,
         requests=requests,
         most_preempted=most,
         preempted=histogram,
@@ -368,7 +369,8 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
 
 
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
-    online.preemptions, online.delay_ns, online.held_ns = saved.preemptions, saved.delay_ns, saved.held_ns
+    online.preemptions, online.delay_ns = saved.preemptions, saved.delay_ns
+    online.held_ns, online.freed_ns = saved.held_ns, saved.freed_ns
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted
     if len(saved.preempted) == len(past.histogram):

@@ -160,6 +160,7 @@ class Reporter:
             state=self._online_words(online, now_ns) if online is not None else self._offline_words(entry),
             preemptions_per_request=tuple(histogram),
             busy_ns=online.busy_ns(now_ns) if online is not None else 0,
+            idle_ns=online.idle_ns(now_ns) if online is not None else 0,
         )
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
