@@ -6,6 +6,7 @@ one that does not run. docs/configuration.md lists the same settings for operato
 
 from __future__ import annotations
 
+import grp
 import itertools
 import math
 import sys
@@ -26,6 +27,7 @@ from valved.policy.reservation import ReservationSettings
 from valved.policy.wake import WakeSettings
 
 MIB = 1 << 20
+EVERYBODY = "*"  # as a view_group
 MANUAL = "see docs/configuration.md for names, units and bounds"
 
 # Bounds: what is beyond them is a slip (a wrong unit, one digit too many) and not an opinion. `le` also refuses inf.
@@ -172,6 +174,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trace_bytes: FileBytes = 256 * 1024 * 1024  # then the file is moved to NAME.1 and begun anew
     audit_bytes: FileBytesOrNone = 16 * 1024 * 1024  # the same for audit.jsonl in the run folder; 0: no audit file
     ring_events: Ring = 4096  # events kept in memory for `valve explain` and new watchers
+    group: str = ""  # its members may use the whole API: claim services, pause, drain; empty: root and its group
+    view_group: str = ""  # its members may read status, events and explanations; * for every user; empty: nobody
     guard_bystanders: bool = True  # a GPU that some process uses without Valve is not harvested (Kubernetes: always)
     lease_ms: LeaseMs = 1000.0  # shims treat valved as dead after this; its heartbeat comes five times as often
     hang_ms: HangMs = 100.0  # a gate call that takes longer has failed: the next rung of the ladder
@@ -275,6 +279,8 @@ def check(config: Config) -> None:
         if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
             raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
     _check_order(config)
+    for group in (config.group, config.view_group):
+        group_id("" if group == EVERYBODY else group)
     tables = {
         "cooldown": config.cooldown_settings,
         "wake": config.wake_settings,
@@ -292,6 +298,14 @@ def check(config: Config) -> None:
         )
     if config.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log_level = {config.log_level!r}: debug, info, warning or error", field="log_level")
+
+
+def group_id(name: str) -> int:
+    """-1, which changes nothing, for no name."""
+    try:
+        return grp.getgrnam(name).gr_gid if name else -1
+    except KeyError:
+        raise ConfigError(f"this machine has no group {name!r}", field="group", next_step=MANUAL) from None
 
 
 def _check_order(config: Config) -> None:

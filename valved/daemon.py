@@ -25,7 +25,7 @@ import msgspec
 from valved import paths
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
-from valved.config import Config
+from valved.config import Config, group_id
 from valved.errors import ValveError
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService, GateSettings
@@ -178,7 +178,10 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
 async def run(
     config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort, mode_flag: Mode | None = None
 ) -> None:
-    from valved.rpc.server import serve  # grpc is the heaviest import: only a daemon that really starts pays for it
+    from valved.rpc.server import (  # grpc is the heaviest import: only a daemon that really starts pays for it
+        serve,
+        serve_view,
+    )
 
     loop = asyncio.get_running_loop()
     run_dir = folder.path
@@ -186,7 +189,7 @@ async def run(
     daemon.handover.is_ours = folder.is_ours
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
-    pending.make_folder(run_dir)
+    pending.make_folder(run_dir, group_id(config.group))
     daemon.register.look_for_claims = lambda: _pick_up_claims(daemon, run_dir)
     notify = Notify()
     beat = LoopBeat(loop, gate.alive, notify.alive, daemon.note)
@@ -195,7 +198,9 @@ async def run(
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
     room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
     daemon.link.start()
-    server = await serve(daemon.node, run_dir / paths.API_SOCKET)
+    servers = [await serve(daemon.node, run_dir / paths.API_SOCKET, config.group)]
+    if config.view_group:
+        servers.append(await serve_view(daemon.node, run_dir / paths.VIEW_SOCKET, config.view_group))
     metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop.set)
@@ -215,7 +220,8 @@ async def run(
     await end(beside)  # the room takes its slots back
     is_empty = not daemon.brake.leaving.present()
     daemon.journal.emit(EventKind.STOPPED, reason="no offline work" if is_empty else "gates stay for a successor")
-    await server.stop(grace=0.5)
+    for server in servers:
+        await server.stop(grace=0.5)
     if metrics is not None:
         metrics.close()
     await settled(gate)

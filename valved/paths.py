@@ -15,6 +15,7 @@ ENV_ROLE = "VALVE_ROLE"
 LINK_SOCKET = "link.sock"
 CLIENT_FOLDER = "client"  # a folder with the link socket alone, to be mounted into containers
 API_SOCKET = "valved.sock"
+VIEW_SOCKET = "view.sock"  # answers questions, changes nothing
 PAUSE_FILE = "pause"
 DRAIN_FILE = "drain"
 PID_FILE = "valved.pid"

@@ -12,8 +12,10 @@ from node_world import World
 from prometheus_client.parser import text_string_to_metric_families
 from valve.v1 import node_pb2, node_pb2_grpc
 
+from valved.config import Config, check
+from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
-from valved.rpc.server import serve
+from valved.rpc.server import serve, serve_view
 
 PATIENCE_S = 200.0  # ends only a hung test
 
@@ -251,3 +253,40 @@ def test_metrics_and_probes_are_served_over_http_and_nothing_else_is(tmp_path):
     assert healthy.startswith("HTTP/1.1 200")
     assert (unready.startswith("HTTP/1.1 503"), unready.endswith("not ready: no kubelet\n")) == (True, True)
     assert ready.startswith("HTTP/1.1 200")
+
+
+def test_who_may_only_look_never_changes_anything(tmp_path):
+    changes = {
+        "SetPolicy": node_pb2.Policy(mode=node_pb2.MODE_OFF),
+        "Launch": node_pb2.LaunchRequest(pid=1, start_time=1, role=node_pb2.ROLE_ONLINE),
+        "Pause": node_pb2.PauseRequest(),
+        "Resume": node_pb2.ResumeRequest(),
+        "Drain": node_pb2.DrainRequest(),
+    }
+    asked = {"GetStatus": node_pb2.GetStatusRequest(), "GetPolicy": node_pb2.GetPolicyRequest()}
+
+    async def story(api):
+        path = tmp_path / "view.sock"
+        view = await serve_view(api.world.node, path, "*")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            stub = node_pb2_grpc.NodeStub(channel)
+            for name, request in asked.items():
+                await getattr(stub, name)(request)
+            found = {}
+            for name, request in changes.items():
+                try:
+                    await getattr(stub, name)(request)
+                except grpc.aio.AioRpcError as error:
+                    found[name] = error.code()
+        await view.stop(0)
+        return found
+
+    everything = {method.name for method in node_pb2.DESCRIPTOR.services_by_name["Node"].methods}
+    assert everything == changes.keys() | asked.keys() | {"Explain", "Watch"}, "a new method: may who looks call it?"
+    assert with_api(tmp_path, story) == dict.fromkeys(changes, grpc.StatusCode.PERMISSION_DENIED)
+
+
+def test_a_group_that_nobody_has_never_leaves_the_api_to_another():
+    with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
+        check(Config(group="nobody-has-this"))

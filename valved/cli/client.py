@@ -12,7 +12,7 @@ import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.cli.exits import FAILED, NOT_RUNNING, REFUSED, USAGE, CliError
-from valved.paths import API_SOCKET, run_dir
+from valved.paths import API_SOCKET, VIEW_SOCKET, run_dir
 
 Answer = TypeVar("Answer")
 
@@ -33,7 +33,8 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._channel = grpc.insecure_channel(f"unix:{folder / API_SOCKET}")
+        name = API_SOCKET if may_use(folder) or not may_use(folder, VIEW_SOCKET) else VIEW_SOCKET
+        self._channel = grpc.insecure_channel(f"unix:{folder / name}")
         self.stub = node_pb2_grpc.NodeStub(self._channel)
 
     def call(self, method: Callable[..., Answer], request: object, *, deadline_s: float = DEADLINE_S) -> Answer:
@@ -57,7 +58,7 @@ def explain_error(error: Any, folder: Path) -> CliError:
         return CliError(
             f"you may not use {folder / API_SOCKET}",
             REFUSED,
-            "valved runs as another user: use sudo, or ask to be let into the group that owns the socket",
+            "valved runs as another user: use sudo, or have its `group` (to steer) or `view_group` (to look) name yours",
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CliError(
@@ -73,9 +74,9 @@ def explain_error(error: Any, folder: Path) -> CliError:
     return CliError(error.details() or code.name, EXITS.get(code, FAILED), text)
 
 
-def may_use(folder: Path) -> bool:
+def may_use(folder: Path, name: str = API_SOCKET) -> bool:
     """False only where the socket is there and this user may not open it."""
-    path = folder / API_SOCKET
+    path = folder / name
     try:
         return not path.exists() or os.access(path, os.R_OK | os.W_OK)
     except PermissionError:  # not even the folder

@@ -55,7 +55,7 @@ def head(answer: Any) -> Text:
 
 def idle_share(service: Any) -> float:
     """How much of its life a service left its GPUs; valved looks for it while it observes, or has offline work."""
-    return service.idle_ns / max(1, service.idle_ns + service.busy_ns)
+    return float(service.idle_ns / max(1, service.idle_ns + service.busy_ns))
 
 
 def observed(answer: Any) -> str:

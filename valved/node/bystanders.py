@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from valved.gate.wake import GateService
 from valved.machine.cards import CardReader, CardUse
@@ -32,7 +32,7 @@ class Bystanders:
         gating: GateService,
         processes: ProcessPort,
         journal: Journal,
-        gpus: tuple[GpuInfo, ...],
+        gpus: Sequence[GpuInfo],
         freeze: Freeze,
         owners: Callable[[], set[ProcessId]],
     ) -> None:

@@ -103,6 +103,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
             self._node.unwatch(watcher)
 
 
+class ViewServicer(NodeServicer):
+    """Answers questions alone."""
+
+    async def _refuse(self, request: Any, context: Any) -> Any:
+        del request
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this socket answers questions and changes nothing")
+
+    SetPolicy = Launch = Pause = Resume = Drain = _refuse
+
+
 async def _answer(context: Any, call: Callable[[], Any]) -> Any:
     try:
         return call()

@@ -1,7 +1,6 @@
 """Claims that wait for a valved: `valve run --online` leaves one when none answers in time, and goes on at once.
 
-A file in the run folder's `claims`, which only the user of valved (and root) may write: whoever can write there may
-call the API as well. Nothing but an online claim is taken from a file.
+A file in the run folder's `claims`, which only those may write who may call the API as well. Nothing but an online claim is taken from a file.
 """
 
 from __future__ import annotations
@@ -24,9 +23,14 @@ class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
 
 
-def make_folder(run_dir: Path) -> None:
+def make_folder(run_dir: Path, group: int = -1) -> None:
+    """For the user of valved, and for the group that may claim through the API as well."""
+    folder = run_dir / FOLDER
     with contextlib.suppress(OSError):
-        (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if group >= 0:
+            os.chown(folder, -1, group)
+            folder.chmod(0o770)
 
 
 def leave(run_dir: Path, claim: PendingClaim) -> bool:
