@@ -178,11 +178,6 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
 async def run(
     config: Config, folder: state.RunFolder, gate: GatePort, processes: ProcessPort, mode_flag: Mode | None = None
 ) -> None:
-    from valved.rpc.server import (  # grpc is the heaviest import: only a daemon that really starts pays for it
-        serve,
-        serve_view,
-    )
-
     loop = asyncio.get_running_loop()
     run_dir = folder.path
     daemon = build(config, run_dir, gate, processes, loop)
@@ -198,9 +193,7 @@ async def run(
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
     room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
     daemon.link.start()
-    servers = [await serve(daemon.node, run_dir / paths.API_SOCKET, config.group)]
-    if config.view_group:
-        servers.append(await serve_view(daemon.node, run_dir / paths.VIEW_SOCKET, config.view_group))
+    servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop.set)
@@ -258,6 +251,15 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
         kv=daemon.kv,
     )
     return Room(host, config.kube)
+
+
+async def _open_api(config: Config, node: Node, run_dir: Path) -> list[Any]:
+    from valved.rpc.server import serve, serve_view  # grpc is the heaviest import: only a daemon that starts pays
+
+    servers = [await serve(node, run_dir / paths.API_SOCKET, config.group)]
+    if config.view_group:
+        servers.append(await serve_view(node, run_dir / paths.VIEW_SOCKET, config.view_group))
+    return servers
 
 
 async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:

@@ -63,6 +63,7 @@ def test_an_offline_job_without_the_shim_never_runs_on(rig):
     rig.world.processes.add(601, parent=root, comm="static")
     for _ in range(LOOKS_BEFORE_FREEZE - 1):
         rig.look(601)
-    assert rig.world.signals == [] and rig.guarded() == []
+    assert rig.world.signals == []
+    assert rig.guarded() == []
     rig.look(601)
     assert (601, "SIGSTOP") in rig.world.signals

@@ -15,6 +15,7 @@ from valve.v1 import node_pb2, node_pb2_grpc
 from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
+from valved.model.events import EventKind
 from valved.rpc.server import serve, serve_view
 
 PATIENCE_S = 200.0  # ends only a hung test
@@ -290,3 +291,21 @@ def test_who_may_only_look_never_changes_anything(tmp_path):
 def test_a_group_that_nobody_has_never_leaves_the_api_to_another():
     with pytest.raises(ConfigError, match="no group 'nobody-has-this'"):
         check(Config(group="nobody-has-this"))
+
+
+def test_what_matters_is_never_pushed_out_by_edges_and_a_reader_gets_it_late(tmp_path):
+    async def story(api):
+        api.world.journal = api.world.node._journal
+        api.world.node.pause("alice")
+        offline = api.world.offline()
+        online = api.world.online()
+        for _ in range(api.world.config.ring_events):
+            api.world.journal.emit(EventKind.GATE, gpus=(0,))
+        assert offline != online
+        call = api.stub.Watch(node_pb2.WatchRequest(kinds=["paused"], since_seq=0))
+        metadata = {item[0]: item[1] for item in await call.initial_metadata()}
+        first = await call.read()
+        call.cancel()
+        return metadata["valve-kept"], first.kind, first.reason, first.lost
+
+    assert with_api(tmp_path, story) == ("1", "paused", "by alice", 0)

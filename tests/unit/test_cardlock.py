@@ -12,7 +12,13 @@ from valved.errors import AlreadyRunning
 from valved.machine import cardlock
 from valved.machine.cardlock import CardLock
 
-HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1])
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture

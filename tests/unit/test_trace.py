@@ -75,7 +75,8 @@ def test_audit_records_are_the_acts_and_not_the_looks(tmp_path):
     file.close()
 
     kinds = {record["kind"] for record in read_lines(tmp_path / "audit.jsonl")}
-    assert {"gate", "paused", "resumed", "refused", "claimed", "leaving", "drained"} <= kinds
+    assert "gate" not in kinds, "500 a second would push out whom valved killed"
+    assert {"paused", "resumed", "refused", "claimed", "leaving", "drained"} <= kinds
     assert not kinds & {"decided", "wake", "joined"}
 
 

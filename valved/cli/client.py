@@ -58,7 +58,7 @@ def explain_error(error: Any, folder: Path) -> CliError:
         return CliError(
             f"you may not use {folder / API_SOCKET}",
             REFUSED,
-            "valved runs as another user: use sudo, or have its `group` (to steer) or `view_group` (to look) name yours",
+            "valved runs as another user: use sudo, or have its `group` (or `view_group`, to look) name yours",
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CliError(

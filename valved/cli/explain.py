@@ -10,8 +10,8 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import words
-from valved.cli.client import node
+from valved.cli.client import Node, node
+from valved.cli.events import line, read
 from valved.cli.exits import OK, USAGE, CliError
 
 SUBJECT = r"(gpu|pid|service|reclaim)?:?(\d+)"
@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "subject",
         nargs="+",
-        help="gpu0, pid1234, service3 or a service's name, reclaim 120 (its event's number); "
+        help="gpu0, pid1234, service3 or a service's name, reclaims (a list), reclaim 120 (one of it); "
         "a bare number is a GPU below 64, else a pid",
     )
     parser.add_argument("--json", action="store_true")
@@ -63,6 +63,8 @@ def service_named(name: str, status: Any) -> node_pb2.ExplainRequest:
 
 def explain(options: argparse.Namespace) -> int:
     with node() as connection:
+        if options.subject == ["reclaims"]:
+            return reclaims(connection)
         wanted = subject("".join(options.subject)) if not is_name(options.subject) else None
         status = connection.status()
         now = status.monotonic_ns
@@ -74,12 +76,20 @@ def explain(options: argparse.Namespace) -> int:
     return OK
 
 
+def reclaims(connection: Node) -> int:
+    """The reclaims that valved still knows, with the numbers by which each is explained."""
+    console, now_ns = Console(soft_wrap=True), connection.status().monotonic_ns
+    found = [line(event, now_ns) for event in read(connection, ["reclaimed"])]
+    for each in found:
+        console.print(each)
+    console.print("valve explain reclaim NUMBER says who paid, and why" if found else "no reclaim so far")
+    return OK
+
+
 def show(answer: Any, now_ns: int) -> None:
     console = Console()
     console.print(answer.summary, style="bold")
     for fact in answer.facts:
         console.print(f"  {fact}")
     for event in answer.decisions:
-        detail = words.details(event.detail)
-        age = words.duration(max(0, now_ns - event.t_ns))
-        console.print(f"  {age:>10} ago  {event.kind}: {event.reason}" + (f"  ({detail})" if detail else ""))
+        console.print(line(event, now_ns))

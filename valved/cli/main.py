@@ -10,10 +10,10 @@ import argparse
 import importlib.metadata
 import sys
 
-from valved.cli import doctor, drain, explain, pause, policy, record, run, status, systemd, top, up
+from valved.cli import doctor, drain, events, explain, pause, policy, record, run, status, systemd, top, up
 from valved.cli.exits import USAGE, CliError
 
-COMMANDS = (up, run, status, top, explain, pause, policy, record, doctor, drain, systemd)
+COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
 
 

@@ -55,7 +55,6 @@ AUDITED = frozenset(
         EventKind.STOPPED,
         EventKind.CLAIMED,
         EventKind.REFUSED,
-        EventKind.GATE,
         EventKind.GATE_FAILED,
         EventKind.FROZEN,
         EventKind.THAWED,

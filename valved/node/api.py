@@ -48,7 +48,7 @@ class Node:
     def status(self) -> NodeState:
         return self._reporter.status()
 
-    def watch(self, kinds: Iterable[str], wake: Callable[[], None]) -> Watcher:
+    def watch(self, kinds: Iterable[str], wake: Callable[[], None], since_seq: int | None = None) -> Watcher:
         known = {kind.value for kind in EventKind}
         unknown = sorted(set(kinds) - known)
         if unknown:
@@ -57,7 +57,7 @@ class Node:
                 field="kinds",
                 next_step=f"known: {', '.join(sorted(known))}",
             )
-        return self._journal.watch(kinds, WATCH_QUEUE, wake)
+        return self._journal.watch(kinds, WATCH_QUEUE, wake, since_seq)
 
     def unwatch(self, watcher: Watcher) -> None:
         self._journal.unwatch(watcher)

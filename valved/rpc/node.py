@@ -91,8 +91,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         ready = asyncio.Event()
-        watcher = await _answer(context, lambda: self._node.watch(tuple(request.kinds), ready.set))
-        await context.send_initial_metadata(())  # tells the caller that nothing is missed from here on
+        since = request.since_seq if request.HasField("since_seq") else None
+        watcher = await _answer(context, lambda: self._node.watch(tuple(request.kinds), ready.set, since))
+        await context.send_initial_metadata(
+            (("valve-kept", str(watcher.kept)),)
+        )  # tells the caller that nothing is missed from here on
         try:
             while True:
                 await ready.wait()

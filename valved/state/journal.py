@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,9 +41,20 @@ class Watcher:
         self._limit = limit
         self._wake = wake
         self._lost = 0
+        self.kept = 0  # events from before that come first
+
+    def wants(self, event: Event) -> bool:
+        return not self._kinds or event.kind.value in self._kinds
+
+    def begin(self, kept: list[Event]) -> None:
+        """What happened before: there is room for all of it, and the reader has not come yet."""
+        self.kept = len(kept)
+        self._queue.extend(kept)
+        if kept:
+            self._wake()
 
     def offer(self, event: Event) -> None:
-        if self._kinds and event.kind.value not in self._kinds:
+        if not self.wants(event):
             return
         if len(self._queue) >= self._limit:
             self._queue.popleft()
@@ -60,7 +73,8 @@ class Journal:
     def __init__(self, clock: Clock, ring_events: int, files: Iterable[tuple[LineFile, bool]] = ()) -> None:
         """`files`: each with whether it takes every event, or the audited kinds only."""
         self._clock = clock
-        self._ring: deque[Event] = deque(maxlen=ring_events)
+        self._edges: deque[Event] = deque(maxlen=ring_events)  # hundreds a second at times
+        self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
         self._files = tuple(files)
         self._watchers: set[Watcher] = set()
         self._seq = 0
@@ -88,7 +102,7 @@ class Journal:
             reason=reason,
             detail=detail,
         )
-        self._ring.append(event)
+        (self._edges if kind in QUIET else self._rest).append(event)
         for watcher in self._watchers:
             watcher.offer(event)
         self._write(event)
@@ -98,16 +112,17 @@ class Journal:
 
     def recent(self, matches: Callable[[Event], bool], most: int) -> list[Event]:
         """The newest events that match, oldest first."""
-        found = []
-        for event in reversed(self._ring):
-            if matches(event):
-                found.append(event)
-                if len(found) == most:
-                    break
-        return found[::-1]
+        newest = heapq.merge(reversed(self._edges), reversed(self._rest), key=lambda event: -event.seq)
+        return list(itertools.islice(filter(matches, newest), most))[::-1]
 
-    def watch(self, kinds: Iterable[str], limit: int, wake: Callable[[], None]) -> Watcher:
+    def watch(
+        self, kinds: Iterable[str], limit: int, wake: Callable[[], None], since_seq: int | None = None
+    ) -> Watcher:
+        """Events from now on; with `since_seq` those before that are still kept and came after it, first."""
         watcher = Watcher(frozenset(kinds), limit, wake)
+        if since_seq is not None:
+            kept = self.recent(lambda event: event.seq > since_seq and watcher.wants(event), limit)
+            watcher.begin(kept)
         self._watchers.add(watcher)
         return watcher
 
