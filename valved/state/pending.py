@@ -1,6 +1,6 @@
 """Claims that wait for a valved: `valve run --online` leaves one when none answers in time, and goes on at once.
 
-A file in the run folder's `claims`, which only those may write who may call the API as well. Nothing but an online claim
+A file in the folder `claims`, which only those may write who may call the API as well. Nothing but an online claim
 is taken from a file.
 """
 
