@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import client, doctor, explain, policy, record, run, systemd, top, words
+from valved.cli import client, doctor, explain, policy, record, run, systemd, top, up, words
 from valved.cli.exits import REFUSED, USAGE, CliError
 from valved.cli.tables import FittingTable
 from valved.paths import API_SOCKET
@@ -186,6 +186,7 @@ def test_doctor_knows_the_same_driver_branches_as_the_abi_header(repository):
 
 def test_the_systemd_unit_names_mode_and_config(tmp_path):
     options = SimpleNamespace(mode="observe", config=tmp_path / "valve.toml")
+    options.config.touch()
 
     unit = systemd.unit(options)
 
@@ -321,3 +322,18 @@ def test_a_recorded_line_is_on_disk_before_the_recorder_ends(tmp_path):
 
     assert (tmp_path / "events").read_text() == "{}\n"
     out.close()
+
+
+def test_a_run_folder_in_the_file_is_never_beaten_by_a_default(tmp_path, monkeypatch):
+    file = tmp_path / "valve.toml"
+    file.write_text(f'run_dir = "{tmp_path}/mine"\nmode = "observe"\n')
+    monkeypatch.delenv("VALVE_RUN_DIR", raising=False)
+    options = argparse.Namespace(config=file, mode=None, metrics_port=None)
+    folder = up.folder_of(file)
+    assert folder == tmp_path / "mine"
+    argv = up.arguments(options, folder)
+    assert argv[argv.index("--run-dir") + 1] == f"{tmp_path}/mine"
+    assert "--mode" not in argv
+    assert "--run-dir" not in systemd.unit(options)
+    monkeypatch.setenv("VALVE_RUN_DIR", "/elsewhere")
+    assert str(up.folder_of(file)) == "/elsewhere"

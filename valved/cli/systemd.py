@@ -12,7 +12,8 @@ from pathlib import Path
 from valved.cli import drain
 from valved.cli.client import is_running
 from valved.cli.exits import FAILED, OK, CliError
-from valved.paths import run_dir
+from valved.cli.up import configured_folder
+from valved.paths import SYSTEM_RUN_DIR, run_dir
 
 UNIT = "valved.service"
 SYSTEM_FOLDER = Path("/etc/systemd/system")
@@ -27,7 +28,7 @@ Wants=nvidia-persistenced.service
 
 [Service]
 Type=exec
-ExecStart={python} -m valved.main --run-dir /run/valve{mode}{config}
+ExecStart={python} -m valved.main{folder}{mode}{config}
 WorkingDirectory=/
 KillMode=process
 KillSignal=SIGTERM
@@ -60,7 +61,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def unit(options: argparse.Namespace) -> str:
     config = f" --config {options.config.resolve()}" if options.config else ""
     mode = f" --mode {options.mode}" if options.mode else ""  # it would win over what is set while valved runs
-    return TEMPLATE.format(python=sys.executable, mode=mode, config=config)
+    folder = "" if configured_folder(options.config) else f" --run-dir {SYSTEM_RUN_DIR}"
+    return TEMPLATE.format(python=sys.executable, folder=folder, mode=mode, config=config)
 
 
 def systemctl(*arguments: str) -> None:

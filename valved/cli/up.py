@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import IO
 
-from valved.cli.client import is_running, node
-from valved.cli.exits import FAILED, OK, CliError
+from valved.cli.client import is_running, status_of
+from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.cli.status import show
-from valved.paths import LOG_FILE, run_dir
+from valved.config import load_config
+from valved.errors import ConfigError
+from valved.paths import ENV_RUN_DIR, LOG_FILE, run_dir
 
 PATIENCE_S = 20.0
 
@@ -27,11 +29,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=up)
 
 
-def arguments(options: argparse.Namespace) -> list[str]:
+def folder_of(config: Path | None) -> Path:
+    """The environment names the run folder, else the file does, else it is this user's usual one."""
+    asked = configured_folder(config) if not os.environ.get(ENV_RUN_DIR) else ""
+    return Path(asked) if asked else run_dir()
+
+
+def configured_folder(config: Path | None) -> str:
+    """What the file says; empty where it says nothing."""
+    try:
+        return load_config(config, {}).run_dir if config else ""
+    except ConfigError as error:
+        raise CliError(str(error), USAGE, error.next_step) from None
+
+
+def arguments(options: argparse.Namespace, folder: Path) -> list[str]:
     """The valved command line that these options mean."""
     argv = [sys.executable, "-P", "-m", "valved.main"] if sys.version_info >= (3, 11) else []
     argv = argv or [sys.executable, "-m", "valved.main"]
-    argv += ["--run-dir", str(run_dir())]
+    argv += ["--run-dir", str(folder)]
     if options.mode:
         argv += ["--mode", options.mode]
     if options.config:
@@ -42,21 +58,22 @@ def arguments(options: argparse.Namespace) -> list[str]:
 
 
 def up(options: argparse.Namespace) -> int:
-    folder = run_dir()
+    folder = folder_of(options.config)
     if is_running(folder):
         print(f"valved is already running in {folder}")
         return OK
     if options.foreground:
-        argv = arguments(options)
+        argv = arguments(options, folder)
         os.execv(argv[0], argv)
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / LOG_FILE
     with log_path.open("ab") as log:
         began = log.tell()  # what earlier starts wrote stands before it
-        child = start(arguments(options), log)
+        child = start(arguments(options, folder), log)
     wait_until_up(child, folder, log_path, began)
-    with node() as connection:
-        show(connection.status())
+    show(status_of(folder))
+    if folder != run_dir():
+        print(f"every command finds it with {ENV_RUN_DIR}={folder}")
     return OK
 
 
