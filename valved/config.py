@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from valved.errors import ConfigError
 from valved.model.ids import Mode, Remap
-from valved.model.memory import EvictionCost
+from valved.model.memory import EvictionCost, ReservationRule
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import LARGEST_FACTOR, MS, SECOND, CooldownSettings
 from valved.policy.eviction import EvictionSettings
@@ -141,7 +141,10 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pressure_ratio: Ratio = 1.0  # pressure when used >= this share of what is mapped
     headroom_min_mib: MibOrNone = 128  # at least this much beyond what is used stays mapped for online
     headroom_max_mib: Mib = 8192  # the reserve doubles at pressure up to here
-    tau_s: Window = 60.0  # memory that was idle for so long goes back, at the start; the target steers it
+    reservation: ReservationRule = ReservationRule.BUDGET  # how the reserve follows the load; miad: as published
+    headroom_step_mib: Mib = 1024  # budget: the reserve grows by so much at each reclaim
+    keep_s: Window = 10.0  # budget: memory that was idle for so long goes back
+    tau_s: Window = 60.0  # miad: memory that was idle for so long goes back, at the start; the target steers it
     tau_min_s: Window = (
         20.0  # below, each halving costs a third more reclaims and brings less than 1 % (docs/policies.md)
     )
@@ -226,6 +229,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ReservationSettings(
             target_per_hour=table.target_per_hour,
             pressure_ratio=table.pressure_ratio,
+            rule=table.reservation,
+            step_handles=columns(table.headroom_step_mib),
+            keep_ns=round(table.keep_s * SECOND),
             headroom_min_handles=columns(table.headroom_min_mib),
             headroom_max_handles=columns(table.headroom_max_mib),
             tau_start_ns=round(table.tau_s * SECOND),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from valve_tools.sim.eviction_headroom import BURSTY, STATIONARY, DemandSettings, demand, run_headroom
 
-from valved.model.memory import OnlineMemory, ReservationAction
+from valved.model.memory import OnlineMemory, ReservationAction, ReservationRule
 from valved.policy import reservation
 from valved.policy.reservation import SECOND_NS, ReservationSettings
 
@@ -18,6 +18,7 @@ TEN_MINUTES = ReservationSettings(target_per_hour=6.0, pressure_ratio=0.9, headr
 SHORT = ReservationSettings(
     headroom_max_handles=64, tau_max_ns=300 * SECOND_NS, window_ns=600 * SECOND_NS, target_per_hour=12
 )
+MIAD = replace(SHORT, rule=ReservationRule.MIAD)
 POOL = 200
 
 
@@ -28,10 +29,12 @@ def memory(used: int, mapped: int, unmet: int = 0) -> OnlineMemory:
 class OneNode(RuleBasedStateMachine):
     """A pool that obeys every decision at once; demand and time move as hypothesis likes."""
 
+    policy = SHORT
+
     @initialize(used=st.integers(0, POOL))
     def begin(self, used: int) -> None:
         self.now_ns = 0
-        self.state = reservation.start(0, SHORT)
+        self.state = reservation.start(0, self.policy)
         self.used = used
         self.mapped = used
         self.last_take_ns = -(10**18)
@@ -57,14 +60,14 @@ class OneNode(RuleBasedStateMachine):
         served = min(self.used, self.mapped)
         seen = memory(served, self.mapped, self.used - served)
         self.uses.append((self.now_ns, self.used))
-        self.state, decision = reservation.decide(before, seen, self.now_ns, SHORT)
+        self.state, decision = reservation.decide(before, seen, self.now_ns, self.policy)
         if decision.action is ReservationAction.TAKE:
             assert self.used_at_give is None or self.used > self.used_at_give, "gave and took with no growth between"
             self.mapped += decision.handles
             self.last_take_ns = self.now_ns
-            assert self.mapped == POOL or not reservation.is_pressure(memory(self.used, self.mapped), SHORT)
+            assert self.mapped == POOL or not reservation.is_pressure(memory(self.used, self.mapped), self.policy)
         elif decision.action is ReservationAction.GIVE:
-            assert self.now_ns - self.last_take_ns >= before.tau_ns - SHORT.delta_ns, "freed within tau of taking"
+            assert self.now_ns - self.last_take_ns >= before.tau_ns - self.policy.delta_ns, "freed within tau of taking"
             recent = max(used for at, used in self.uses if at >= self.now_ns - self.state.tau_ns)
             assert self.mapped - decision.handles >= recent + self.state.headroom_handles, "freed what was in use"
             self.mapped -= decision.handles
@@ -72,15 +75,23 @@ class OneNode(RuleBasedStateMachine):
 
     @invariant()
     def everything_stays_in_bounds(self) -> None:
-        assert SHORT.headroom_min_handles <= self.state.headroom_handles <= SHORT.headroom_max_handles
-        assert SHORT.tau_min_ns <= self.state.tau_ns <= SHORT.tau_max_ns
+        assert self.policy.headroom_min_handles <= self.state.headroom_handles <= self.policy.headroom_max_handles
+        least_ns = min(self.policy.tau_min_ns, self.policy.keep_ns)
+        assert least_ns <= self.state.tau_ns <= self.policy.tau_max_ns
         assert self.used <= self.mapped <= POOL
         assert list(self.state.reclaims_ns) == sorted(self.state.reclaims_ns)
-        assert all(at > self.now_ns - SHORT.window_ns for at in self.state.reclaims_ns)
+        assert all(at > self.now_ns - self.policy.window_ns for at in self.state.reclaims_ns)
+
+
+class PublishedNode(OneNode):
+    """The same under the published rule."""
+
+    policy = MIAD
 
 
 TestOneNode = OneNode.TestCase
-TestOneNode.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPublishedNode = PublishedNode.TestCase
+TestOneNode.settings = TestPublishedNode.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 states = st.builds(
     reservation.ReservationState,

@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
+from valved.model.memory import (
+    OnlineMemory,
+    ReservationAction,
+    ReservationDecision,
+    ReservationRule,
+    ReservationState,
+)
 from valved.policy.reservation import SECOND_NS, ReservationSettings, decide, next_wake_ns, start
 
 SETTINGS = ReservationSettings(
+    rule=ReservationRule.MIAD,
     target_per_hour=2.0,
     hold_share=1.0,
     pressure_ratio=0.9,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,22 @@ from valve_tools.sim.memory_policies import Prism, Uvm
 from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.world import Compute, World, run
 
+from valved.model.memory import ReservationRule
+from valved.policy.reservation import ReservationSettings
+
 EVENTS = ("arrive", "launch", "done", "gate", "wake", "offline", "take", "give", "kill", "preempt")
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "sim"
 ROWS = [(20.0, 500, 3), (21.0, 3000, 2), (200.0, 100, 4), (207.0, 60, 2), (420.0, 6000, 2)]
 TIGHT = Settings(memory_utilization=0.5)
+PUBLISHED = partial(OurMemory, settings=ReservationSettings(rule=ReservationRule.MIAD, hold_share=0.8))
 CASES = {
-    "channel-ours": (Compute.CHANNEL, OurMemory, True),
-    "channel-ours-without-hint": (Compute.CHANNEL, OurMemory, False),
+    "channel-budget": (Compute.CHANNEL, OurMemory, True),
+    "channel-ours": (Compute.CHANNEL, PUBLISHED, True),
+    "channel-ours-without-hint": (Compute.CHANNEL, PUBLISHED, False),
     "channel-prism": (Compute.CHANNEL, lambda: Prism(online_reserve=2), True),
     "gpreempt-uvm": (Compute.GPREEMPT, Uvm, False),
     "kernel-uvm": (Compute.KERNEL_TGS, Uvm, False),
-    "layer-ours": (Compute.LAYER, OurMemory, True),
+    "layer-ours": (Compute.LAYER, PUBLISHED, True),
 }
 
 

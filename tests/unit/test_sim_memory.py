@@ -48,7 +48,7 @@ def test_a_reclaimed_handle_costs_the_first_token_its_remapping():
     slower_ms = (dear.ttft_ms - cheap.ttft_ms).max()
 
     assert dear.totals["memory_wait_ns"] / MS == pytest.approx(slower_ms, abs=10.0)
-    assert slower_ms > 5.0
+    assert slower_ms > 3.0  # two handles
 
 
 def test_headroom_that_covers_the_burst_makes_the_reclaim_free():

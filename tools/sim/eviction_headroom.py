@@ -1,7 +1,8 @@
 """Virtual hours of online memory demand against the reservation policy and against reservations that know the future.
 
 The loads are seeded and their parameters are committed here: `stationary` is a queue with Poisson arrivals, log-normal
-sizes and holding times; `bursty` switches between a calm and a busy rate.
+sizes and holding times; `bursty` switches between a calm and a busy rate; `long prompts` are few and eight times as
+large; `heavy` fills half of the pool in the mean.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class DemandSettings:
 
 STATIONARY = DemandSettings()
 BURSTY = DemandSettings(arrivals_per_s=0.15, busy_factor=10.0)
+LONG_PROMPTS = DemandSettings(arrivals_per_s=0.06, handles_median=16.0, handles_sigma=0.8)
+HEAVY = DemandSettings(arrivals_per_s=3.0)  # half of the pool in the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,7 @@ def scaled(settings: ReservationSettings, factor: float) -> ReservationSettings:
     return replace(
         settings,
         delta_ns=max(1, int(settings.delta_ns / factor)),
+        keep_ns=max(1, int(settings.keep_ns / factor)),
         tau_start_ns=int(settings.tau_start_ns / factor),
         tau_min_ns=int(settings.tau_min_ns / factor),
         tau_max_ns=int(settings.tau_max_ns / factor),

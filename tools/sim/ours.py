@@ -75,7 +75,7 @@ def _block_ids(columns: np.ndarray[tuple[int], np.dtype[np.int64]], per_column: 
 
 @dataclass(slots=True, kw_only=True)
 class OurMemory(MemoryPolicy):
-    """Reservation (MIAD) decides how much, selective eviction decides which."""
+    """Reservation decides how much, selective eviction decides which."""
 
     settings: ReservationSettings = field(default_factory=ReservationSettings)
     _memory: Memory = field(init=False)

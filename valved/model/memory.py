@@ -195,6 +195,17 @@ class ReservationState:
     """In use at the last look."""
     peaks: tuple[tuple[int, int], ...] = ()
     """(since, most handles in use) of the slices of the last tau, oldest first."""
+    exact_handles: float = 0.0
+    """The headroom with its fraction, where the rule moves it by less than a handle."""
+    looked_ns: int = 0
+    """When the rule last moved it."""
+
+
+class ReservationRule(str, enum.Enum):
+    """How the headroom follows the load."""
+
+    BUDGET = "budget"  # up at a reclaim, down with time, so that reclaims come at the rate that the operator accepts
+    MIAD = "miad"  # doubled at pressure, less by one each quiet tau: as published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
