@@ -93,6 +93,11 @@ def build(
     closer = Closer()
     prover = RmProver(loop, closer)
     register = Register(gate, books, gating, journal, clock, processes, loop, config.quota, config.link, prover)
+
+    def send(process: ProcessId, number: signal.Signals) -> bool:
+        return signals.send(process, number, processes)
+
+    ladder = Ladder(books, gating, journal, clock, config.ladder, send, register.leave)
     kv = None
     if config.memory.enabled:
         kv = put_together(
@@ -100,6 +105,7 @@ def build(
             books,
             gating,
             register,
+            ladder,
             journal,
             clock,
             processes,
@@ -108,11 +114,6 @@ def build(
             fd_limit=raise_fd_limit(),
             outside_port=UvmDoors(loop),
         )
-
-    def send(process: ProcessId, number: signal.Signals) -> bool:
-        return signals.send(process, number, processes)
-
-    ladder = Ladder(books, gating, journal, clock, config.ladder, send, register.leave)
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
     handover = Handover(
@@ -202,7 +203,7 @@ async def run(
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run}
     if daemon.kv is not None:
-        parts["reading the cards"] = partial(read_cards, daemon.kv.reserve)
+        parts["reading the cards"] = partial(read_cards, daemon.kv.service)
     if daemon.bystanders is not None:
         parts["who uses GPUs without Valve"] = daemon.bystanders.run
     if room is not None:

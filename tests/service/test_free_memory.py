@@ -26,7 +26,7 @@ def with_free_handles(world):
     world.run(500)
     offline.shim.die()
     world.run(100)
-    pool = world.kv.memory.pool
+    pool = world.kv.books.pool
     assert pool.free_handles(0) == 16
     return pool
 
@@ -45,7 +45,7 @@ def test_every_client_is_told_of_free_handles_before_it_has_a_range(world):
     assert world.gate.free[shim.client] == {0: 0, 1: 0}
     with_free_handles(world)
 
-    world.kv.reserve.see_cards(cards(free_mib=50))
+    world.kv.service.see_cards(cards(free_mib=50))
 
     assert world.gate.free[shim.client] == {0: 16 * SIZE, 1: 0}
 
@@ -53,10 +53,10 @@ def test_every_client_is_told_of_free_handles_before_it_has_a_range(world):
 def test_a_card_that_is_short_never_keeps_free_handles(world):
     pool = with_free_handles(world)
 
-    world.kv.reserve.see_cards(cards(free_mib=2))
+    world.kv.service.see_cards(cards(free_mib=2))
 
     assert pool.free_handles(0) == 16 - 3  # eight MiB are to spare
-    world.kv.reserve.see_cards(cards(free_mib=8))
+    world.kv.service.see_cards(cards(free_mib=8))
     assert pool.free_handles(0) == 13
 
 

@@ -40,7 +40,7 @@ def test_status_never_fails_for_what_a_hook_wrote(tmp_path):
         assert max(engine.lost_tokens for engine in status.memory.engines) <= LARGEST
         world.register.leave(hook.client, "link closed")
         ask(world)
-    world.kv.mover.counters.lost_tokens = LARGEST_SUM
+    world.kv.log.counters.lost_tokens = LARGEST_SUM
     hook = world.engine("offline", columns=2)
     fill_with_ones(hook)
     hook.shim.die()

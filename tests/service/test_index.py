@@ -25,7 +25,7 @@ def test_no_index_is_made_while_no_reclaim_is_near(world):
     world.run(500)
     online = world.engine("online", columns=4)  # twelve of twenty handles are free
     world.run(500)
-    [engine] = world.kv.memory.engines_with(Role.OFFLINE)
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
     offline.hold(0, [4, 5])
     online.want(used=4)
     world.run(500)
@@ -38,7 +38,7 @@ def test_an_index_that_takes_long_is_never_more_than_a_share_of_the_loop(world, 
     world.run(500)
     world.engine("online", columns=16)
     world.run(500)
-    [engine] = world.kv.memory.engines_with(Role.OFFLINE)
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
     made = []
 
     def slow(settings, now_ns):

@@ -45,18 +45,18 @@ def fail_once(monkeypatch, owner, name):
 
 
 def is_idle(world):
-    for engine in world.kv.memory.engines.values():
+    for engine in world.kv.books.engines.values():
         assert not engine.going.any()
         assert not engine.lost.any()
-    assert not world.kv.mover.is_pressed(frozenset({0}))
+    assert not world.kv.supply.is_pressed(frozenset({0}))
     return True
 
 
 @pytest.mark.parametrize("remap", WAYS)
-@pytest.mark.parametrize("step", ["choose", "take", "give", "_end", "_lose"])
+@pytest.mark.parametrize("step", ["choose", "take", "give", "_end", "lose"])
 def test_a_reclaim_that_fails_never_strands_its_engine(tmp_path, monkeypatch, remap, step):
     world, offline, online = make(tmp_path, remap)
-    owner = reclaim if step == "choose" else world.kv.mover
+    owner = {"choose": reclaim, "_end": world.kv.reclaimer}.get(step, world.kv.moves)
     left = fail_once(monkeypatch, owner, step)
 
     online.want(used=4, wanted=32)
@@ -77,7 +77,7 @@ def test_lending_that_fails_never_ends_all_lending(tmp_path, monkeypatch, remap)
     world, offline, online = make(tmp_path, remap)
     online.want(used=4, wanted=32)
     world.run(2000)
-    left = fail_once(monkeypatch, world.kv.mover, "give")
+    left = fail_once(monkeypatch, world.kv.moves, "give")
     online.want(used=4)
     for _ in range(30):
         online.obey_target()
@@ -92,7 +92,7 @@ def test_lending_that_fails_never_ends_all_lending(tmp_path, monkeypatch, remap)
 
 def test_a_look_that_fails_never_is_the_last(tmp_path, monkeypatch):
     world, _, online = make(tmp_path, Remap.HELPER)
-    left = fail_once(monkeypatch, world.kv.memory, "engines_with")
+    left = fail_once(monkeypatch, world.kv.books, "engines_with")
 
     with pytest.raises(ValueError, match="once"):
         world.run(100)
@@ -147,14 +147,14 @@ def test_what_was_freed_for_a_service_is_never_lent_back(tmp_path, remap, layers
     world.gate.finish(online.shim.client)
     world.run(2000)
     before = len(world.events(EventKind.RECLAIMED))
-    real, lent = world.kv.mover.lend, []
+    real, lent = world.kv.lending.lend, []
 
     def lend(engine, columns):
-        waits = [other for other in world.kv.memory.engines_with(Role.ONLINE) if other.going.any()]
+        waits = [other for other in world.kv.books.engines_with(Role.ONLINE) if other.going.any()]
         lent.append(bool(waits))
         return real(engine, columns)
 
-    world.kv.mover.lend = lend
+    world.kv.lending.lend = lend
     online.want(used=4, wanted=32)
     world.run(3000)
 

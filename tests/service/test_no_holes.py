@@ -83,7 +83,7 @@ def test_online_memory_that_does_not_suffice_is_never_left_in_the_pool(world):
 
     assert shim.acked(seq) == errno.ENOMEM
     assert not shim.ranges[0]
-    assert world.kv.memory.pool.free_handles(0) == 0
+    assert world.kv.books.pool.free_handles(0) == 0
     shim.free_range(0)
 
 
@@ -246,7 +246,7 @@ def test_an_engine_that_was_heeded_is_never_ended_when_its_hook_goes(world):
 def test_a_hung_order_and_a_missing_hook_never_free_each_others_hold(world):
     shim, _ = virtual(world)
     shim.begin_step()
-    holds = world.kv.memory.holds
+    holds = world.kv.books.holds
     holds.hold(shim.client, "something else")
 
     attach(shim)

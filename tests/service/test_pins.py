@@ -18,7 +18,7 @@ def make(tmp_path):
     world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=17 * LAYERS)
     offline = world.engine("offline", columns=16, layers=LAYERS)
     world.run(500)
-    [engine] = world.kv.memory.engines_with(Role.OFFLINE)
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
     return world, offline, engine
 
 

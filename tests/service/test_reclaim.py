@@ -52,21 +52,21 @@ def test_an_offline_engine_alone_gets_all_that_it_can_use(world):
 
 def test_an_offline_engine_is_lent_no_more_than_its_ceiling(world):
     share = 0.25
-    world.kv.reserve.ceiling = lambda service: share
+    world.kv.lender.ceiling = lambda service: share
     offline = world.engine("offline", columns=16)
     world.run(500)
-    [engine] = world.kv.memory.engines.values()
+    [engine] = world.kv.books.engines.values()
 
     assert len(offline.backed()) == 16
-    assert world.kv.reserve.short_of_ceiling(engine) == 0
-    assert world.kv.reserve.withheld(engine) == {0: 12 * 2 << 20}
+    assert world.kv.lender.short_of_ceiling(engine) == 0
+    assert world.kv.lender.withheld(engine) == {0: 12 * 2 << 20}
     share = 0.5
-    world.kv.reserve.look()
+    world.kv.looks.look()
     world.run(500)
 
     assert len(offline.backed()) == 32
     share = 0.25
-    assert world.kv.reserve.short_of_ceiling(engine) == -4  # nothing is taken for it
+    assert world.kv.lender.short_of_ceiling(engine) == -4  # nothing is taken for it
     world.run(500)
     assert len(offline.backed()) == 32
 
@@ -389,7 +389,7 @@ def under_the_gate(world, offline, online):
     online.want(used=4, wanted=48)
     for _ in range(1000):
         world.clock.advance(10_000)
-        if world.gate.is_stopped(0) and not world.kv.memory.orders.is_idle:
+        if world.gate.is_stopped(0) and not world.kv.books.orders.is_idle:
             return
     raise AssertionError("no reclaim began")
 
@@ -405,7 +405,7 @@ def test_offline_work_that_must_leave_stays_stopped_through_the_mapping_under_wa
 
     assert world.gate.is_stopped(0)
     world.run(50)
-    assert world.kv.memory.orders.is_idle
+    assert world.kv.books.orders.is_idle
     assert world.gate.off
     assert not world.stopped, "it has not gone yet"
 

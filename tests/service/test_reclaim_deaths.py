@@ -64,7 +64,7 @@ def test_a_hook_that_leaves_at_any_moment_is_never_asked_again(world, moment_us)
     world.run(1000)
 
     assert offline.table["detached"][0] == 1
-    assert not any(service == offline.shim.entry.service for service in world.kv.memory.engines)
+    assert not any(service == offline.shim.entry.service for service in world.kv.books.engines)
 
 
 @pytest.mark.parametrize("remap", [Remap.HELPER, Remap.COOPERATIVE])
@@ -124,14 +124,14 @@ def test_a_link_that_comes_back_finds_its_memory(world):
     offline = world.engine("offline", columns=16)
     world.run(500)
     shim, pid = offline.shim, offline.shim.entry.process.pid
-    total = world.kv.memory.pool.total
+    total = world.kv.books.pool.total
     shim.hang_up()
     world.run(10)
 
     shim.retell(world.offline(pid=pid, gpus=(0,)))
     world.run(100)
 
-    pool = world.kv.memory.pool
+    pool = world.kv.books.pool
     assert pool.total == total
     assert pool.orphans(0) == 0
     assert pool.mapped(0, (shim.client,)) == 16
@@ -166,7 +166,7 @@ def test_a_client_whose_order_hung_is_asked_between_its_steps_from_then_on(world
     online.want(used=4, wanted=60)
     world.run(1500)
 
-    assert world.kv.mover.unsafe == {offline.shim.client}
+    assert world.kv.ways.unsafe == {offline.shim.client}
     offline.shim.step()
     world.run(100)
 
@@ -272,12 +272,12 @@ def held(shim, rows, fds=None):
 def test_a_lie_about_memory_ends_the_connection_and_changes_nothing(world, lie):
     shim = world.shim("offline")
     shim.reserve(1, 8, held=4)
-    before = world.kv.memory.pool.total
+    before = world.kv.books.pool.total
 
     with pytest.raises(Malformed):
         LIES[lie](shim)
 
-    assert world.kv.memory.pool.total == before
+    assert world.kv.books.pool.total == before
     shim.die()
 
 
@@ -342,7 +342,7 @@ def test_a_layout_that_lies_is_refused_and_its_engine_never_asked(world, tensor)
     world.run(5000)
 
     assert hook.take_table() == errno.EAGAIN
-    assert not world.kv.memory.engines_with(Role.OFFLINE)
+    assert not world.kv.books.engines_with(Role.OFFLINE)
 
 
 def test_a_table_is_handed_out_once_the_ranks_have_said_where_blocks_lie(world):

@@ -131,12 +131,12 @@ def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world, monkeypatc
 def test_where_kernels_are_not_really_stopped_nothing_is_taken_from_outside(world, monkeypatch):
     offline = world.engine("offline", columns=16)
     world.run(500)
-    engine = world.kv.memory.engines[offline.shim.entry.service]
-    before = world.kv.mover.way_of([engine])
+    engine = world.kv.books.engines[offline.shim.entry.service]
+    before = world.kv.ways.way_of([engine])
 
     monkeypatch.setattr(world.gate, "reach", lambda gpu: (Reach.LAUNCH_GATE, ""))
 
-    assert (before, world.kv.mover.way_of([engine])) == (Remap.SPARSE, Remap.COOPERATIVE)
+    assert (before, world.kv.ways.way_of([engine])) == (Remap.SPARSE, Remap.COOPERATIVE)
 
 
 def test_a_trial_waits_until_gpus_may_be_stopped(world):
@@ -183,7 +183,7 @@ def test_a_call_that_hangs_and_then_fails_ends_between_two_steps(world):
     offline.shim.step()
     world.run(100)
 
-    assert world.kv.memory.orders.is_idle or offline.shim.at_step
+    assert world.kv.books.orders.is_idle or offline.shim.at_step
     for _ in range(10):
         offline.shim.step()
         world.run(500)
@@ -295,8 +295,8 @@ def test_what_has_left_the_process_is_never_taken(world):
 
 def test_a_client_that_hears_nothing_is_not_taken_from_without_end(world):
     offline, _ = under_pressure(world)
-    book = offline.shim.world.kv.memory.engines[offline.shim.entry.service].ranks[offline.shim.client].books[0]
-    orders = world.kv.memory.orders
+    book = offline.shim.world.kv.books.engines[offline.shim.entry.service].ranks[offline.shim.client].books[0]
+    orders = world.kv.books.orders
     offline.shim.answers = False
     for _ in range(UNHEARD):
         orders.take_away(KvOp.QUARANTINE, book, np.array([0]), KvHow.OUTSIDE)

@@ -44,7 +44,7 @@ def test_a_handle_never_reaches_another_users_process(tmp_path, remap):
 
     assert len(online.backed()) >= 32
     assert len(offline.backed()) < 64
-    assert world.kv.mover.counters.remade_handles > 0
+    assert world.kv.log.counters.remade_handles > 0
     online.want(used=4)
     world.run(5000)
     online.obey_target()
@@ -61,7 +61,7 @@ def test_memory_within_one_domain_is_never_made_anew(tmp_path):
     world.run(500)
 
     assert len(online.backed()) >= 32
-    assert world.kv.mover.counters.remade_handles == 0
+    assert world.kv.log.counters.remade_handles == 0
     world.check()
 
 
@@ -72,7 +72,7 @@ def test_an_operator_may_say_that_all_trust_each_other(tmp_path):
     offline = world.engine("offline", columns=16)
     world.run(500)
 
-    assert {book.domain for book in world.kv.memory.pool.ranges.values()} == {""}
+    assert {book.domain for book in world.kv.books.pool.ranges.values()} == {""}
     offline.shim.die()
 
 
@@ -90,7 +90,7 @@ def test_a_descriptor_that_is_no_memory_of_the_driver_never_enters_the_pool(tmp_
     with pytest.raises(Malformed, match="no memory of the driver"):
         shim.say(LinkType.KV_HELD, KvEntries(order=0, range=0, op=0, how=0, raw=order.raw), junk)
 
-    assert world.kv.memory.pool.total == 0
+    assert world.kv.books.pool.total == 0
     shim.die()
     world.run(10)
 

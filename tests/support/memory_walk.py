@@ -63,7 +63,7 @@ class Node(RuleBasedStateMachine):
         for hook in self.hooks:
             hook.shim.die()
         self.world.run(5000)
-        pool = self.world.kv.memory.pool
+        pool = self.world.kv.books.pool
         assert pool.free_handles(0) == pool.total, "a handle is lost although everybody is dead"
         collect()
         self.folder.cleanup()

@@ -444,6 +444,7 @@ class Hook:
         backed = self.backed()
         target = int(self.table["target_blocks"][0])
         self.offered[:] = 0
+        self.book["epoch_seen"] = int(self.table["epoch"][0])
         for block in backed[::-1][: max(0, len(backed) - target)]:
             self.offered[block] = 1
         self.say(LinkType.KV_NEED, KvNeed(wanted_blocks=int(self.book["wanted_blocks"][0])))
@@ -507,7 +508,7 @@ class KvWorld(World):
             waiting = shim.free_ns > self.clock.now_ns() or not shim.answers
             assert waiting or not shim.is_alive or believed.isdisjoint(shim.read_zero), "it believes what reads zero"
         for hook in self.hooks:
-            engine = self.kv.memory.engines.get(hook.shim.entry.service)
+            engine = self.kv.books.engines.get(hook.shim.entry.service)
             if engine is None or engine.hook != hook.client or not engine.is_complete:
                 continue
             told = hook.backed()
@@ -516,7 +517,7 @@ class KvWorld(World):
                     shim = next(shim for shim in self.shims if shim.client == book.key.client)
                     mapped = set(shim.ranges[book.key.number])
                     books = {int(slot) for slot in np.flatnonzero(book.at >= 0)}
-                    if not self.kv.memory.orders.under_way(shim.client):
+                    if not self.kv.books.orders.under_way(shim.client):
                         assert books == mapped, "valved and the shim disagree about what is mapped"
             assert engine.are_whole(engine.backed_columns())[told].all(), "the table promises memory that is not there"
 

@@ -149,11 +149,11 @@ class World:
             self.prover,
         )
         self.outside = FakeOutside(self.clock)
-        self.kv = self._memory()
         self.signals = []
         self.ladder = Ladder(
             self.books, self.gating, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
         )
+        self.kv = self._memory()
         self.leaving = self._leaving()
         self.brake = Brake(self.gating, self.register, self.ladder, self.leaving, self.journal, folder / "pause")
         self.handover = Handover(
@@ -208,6 +208,7 @@ class World:
             self.books,
             self.gating,
             self.register,
+            self.ladder,
             self.journal,
             self.clock,
             self.processes,

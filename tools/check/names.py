@@ -12,7 +12,7 @@ from valve_tools.check.sizes import classes
 TWICE = frozenset(
     {
         *("Card", "Channel", "Channels", "Connection", "Engine", "Explanation", "GateSettings", "Holding", "Layout"),
-        *("Level", "Memory", "NoPlace", "Node", "NotReady", "Page", "Place", "Reach", "Refused", "RmClient"),
+        *("Level", "NoPlace", "Node", "NotReady", "Page", "Place", "Reach", "Refused", "RmClient"),
         *("SchedulerHook", "Session", "Standing", "Unheeded", "Verdict", "_Client"),
     }
 )

@@ -29,9 +29,6 @@ OVERGROWN = {
     "valved/gate/adapter.py:NativeGate": 407,
     "valved/gate/wake.py:GateService": 440,
     "valved/kube/room.py:Room": 323,
-    "valved/kv/memory.py:Memory": 525,
-    "valved/kv/reclaim.py:Mover": 521,
-    "valved/kv/reserve.py:Reserve": 322,
     "valved/node/handover.py:Handover": 294,
 }
 C_FUNCTION = re.compile(r"^[A-Za-z_].*\)$|^[A-Za-z_].*\) \{$")

@@ -70,7 +70,7 @@ class Connection(Protocol):
 
 
 class KvMemory(Protocol):
-    """Who keeps the books of KV memory, if anybody does (kv/memory.py)."""
+    """Who keeps the books of KV memory, if anybody does (kv/service.py)."""
 
     @property
     def features(self) -> Feature: ...

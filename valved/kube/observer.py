@@ -119,7 +119,7 @@ class Observer:
             service = self.books.services[claim.service]
             tokens = self.register.tokens(claim.service)
             has_hook = any(client.role is Role.HOOK for client in self.books.clients_of(claim.service))
-            engine = self.kv.memory.engines.get(claim.service) if self.kv is not None else None
+            engine = self.kv.books.engines.get(claim.service) if self.kv is not None else None
             yield Reading(
                 pod_uid=group.uid,
                 service=claim.service,
@@ -146,16 +146,16 @@ class Observer:
         """On the scarcest of its GPUs."""
         if engine is None or self.kv is None or not engine.can_lose:
             return None
-        reserve = self.kv.reserve
-        withheld = reserve.withheld(engine)
+        lender = self.kv.lender
+        withheld = lender.withheld(engine)
         uses = {gpu.index: cards.get(gpu.uuid) for gpu in self.gpus if gpu.index in engine.gpus}
         free = [self.free_bytes(use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
         if len(free) < len(engine.gpus):
             return None
         return Standing(
             limit_mib=max(0, min(free)) / MIB,
-            short=reserve.short_of_ceiling(engine),
-            can_grow=reserve.can_have_more(engine),
+            short=lender.short_of_ceiling(engine),
+            can_grow=lender.can_have_more(engine),
         )
 
     def ceiling(self, service: ServiceId, levels: LevelBook) -> float:

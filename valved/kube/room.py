@@ -129,7 +129,7 @@ class Room:
         )
         self._observer.is_standing = self._is_held_by_order
         if host.kv is not None:
-            host.kv.reserve.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
+            host.kv.lender.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
         self._follower = Follower(host.brake, host.gating)
         client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)

@@ -1,27 +1,19 @@
-"""What is written down about a reclaim while it goes on."""
+"""What is written down about reclaims, while they go on and afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from valved.kv.journey import Pause
+from valved.kv.supply import Need
 from valved.kv.victims import Victims
-from valved.model.ids import GpuIndex, Remap, ServiceId
+from valved.model.events import Event
+from valved.model.ids import GpuIndex, Remap
+from valved.state.stats import Histogram, MemoryCounters
 
-
-@dataclass(slots=True, kw_only=True)
-class Need:
-    """Handles that somebody waits for."""
-
-    service: ServiceId
-    handles: dict[GpuIndex, int]
-    asked_ns: int
-    is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
-    ready: Pause = field(default_factory=Pause)  # all that could be taken is free
-    served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
-    given: Pause = field(default_factory=Pause)  # and has arrived, or will not
+PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
+KEPT = 256  # reclaims that can be explained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,19 +36,22 @@ class Reclaim:
     late: int = 0
     reason: str = ""
 
+    def phases(self) -> dict[str, int]:
+        """Nanoseconds of each step; empty if nothing was taken."""
+        if not self.taken_ns:
+            return {}
+        stopped_ns = max(self.stopped_ns, self.began_ns)
+        return {
+            "gate": stopped_ns - self.began_ns,
+            "select": self.selected_ns - self.chose_ns,
+            "tell": max(0, self.told_ns - stopped_ns),
+            "take": self.taken_ns - self.told_ns,
+            "give": self.given_ns - self.taken_ns,
+            **({"let": self.let_ns} if self.let_ns else {}),
+        }
+
     def account(self, handle_bytes: int) -> dict[str, Any]:
         """The details of its event."""
-        stopped_ns = max(self.stopped_ns, self.began_ns)
-        phases = {}
-        if self.taken_ns:
-            phases = {
-                "gate_ns": stopped_ns - self.began_ns,
-                "select_ns": self.selected_ns - self.chose_ns,
-                "tell_ns": self.told_ns - stopped_ns,
-                "take_ns": self.taken_ns - self.told_ns,
-                "give_ns": self.given_ns - self.taken_ns,
-                **({"let_ns": self.let_ns} if self.let_ns else {}),
-            }
         return {
             "how": self.how.value,
             "missing": sum(self.missing.values()),
@@ -67,5 +62,34 @@ class Reclaim:
             "from": ",".join(str(victims.engine.service) for victims in self.victims),
             "late": self.late,
             "total_ns": self.given_ns - self.began_ns,
-            **phases,
+            "heard_ns": self.began_ns - min(need.rung_ns for need in self.needs),
+            **{f"{name}_ns": spent_ns for name, spent_ns in self.phases().items()},
         }
+
+
+class ReclaimLog:
+    """Those that have ended: their numbers, how long their steps took, and the last ones whole."""
+
+    def __init__(self, counters: MemoryCounters) -> None:
+        self.counters = counters
+        self.phases = {name: Histogram() for name in PHASES}
+        self._reclaims: deque[tuple[int, Reclaim]] = deque(maxlen=KEPT)
+
+    def note(self, reclaim: Reclaim, event: Event) -> None:
+        self.counters.reclaims += 1
+        self.counters.reclaims_short += reclaim.freed < sum(reclaim.missing.values())
+        self.counters.reclaimed_handles += reclaim.freed
+        self.counters.late_orders += reclaim.late
+        self._reclaims.append((event.seq, reclaim))
+        phases = reclaim.phases()
+        if phases:
+            phases["total"] = reclaim.given_ns - reclaim.began_ns
+        for name, spent_ns in phases.items():
+            self.phases[name].add(spent_ns)
+
+    def find(self, number: int) -> Reclaim | None:
+        """By the number of its event."""
+        return next((reclaim for seq, reclaim in self._reclaims if seq == number), None)
+
+    def numbers(self) -> list[int]:
+        return [seq for seq, _ in self._reclaims]

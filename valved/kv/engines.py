@@ -8,7 +8,7 @@ those of its siblings is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
 from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
-from valved.model.memory import ColumnId, KvLayout, KvRange, KvTensor, LayoutRefused
+from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
 
@@ -53,39 +53,6 @@ class Rank:
         return Rank(client=client, hook=hook, books=mine, layout=layout, columns=columns_of(layout))
 
 
-@dataclass(slots=True, kw_only=True)
-class LayoutParts:
-    """Packets of one registration until all tensors are there."""
-
-    head: KvLayoutPart
-    tensors: list[KvTensor] = field(default_factory=list)
-
-    def add(self, part: KvLayoutPart) -> None:
-        head = self.head
-        if (part.blocks, part.block_tokens, part.total) != (head.blocks, head.block_tokens, head.total):
-            raise LayoutRefused("total", "the packets of one layout contradict each other")
-        if part.first != len(self.tensors) or len(self.tensors) + len(part.tensors) > part.total:
-            raise LayoutRefused("first", f"tensors from {part.first} on, {len(self.tensors)} are known")
-        if not part.tensors:
-            raise LayoutRefused("count", "a packet without tensors")
-        self.tensors += part.tensors
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.tensors) == self.head.total
-
-    def whole(self) -> KvLayoutPart:
-        head = self.head
-        return KvLayoutPart(
-            blocks=head.blocks,
-            block_tokens=head.block_tokens,
-            total=head.total,
-            first=0,
-            pinned=head.pinned,
-            tensors=tuple(self.tensors),
-        )
-
-
 class Engine:
     """One attached engine."""
 
@@ -102,6 +69,7 @@ class Engine:
         self.index: CostIndex | None = None
         self.indexed_steps = -1
         self.indexed_ns = 0
+        self.rung_ns = 0  # when its hook rang last, by the hook's clock
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way

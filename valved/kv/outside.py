@@ -12,19 +12,17 @@ ordinary mapping work between two steps of the engine.
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch
-from valved.abi.link import Malformed
 from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause, start, until
 from valved.kv.orders import Order, Orders
 from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
+from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
 from valved.machine.ports import Door, OutsidePort, SparseResult
 from valved.model.events import EventKind
@@ -37,16 +35,6 @@ UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps roo
 UNTRIED = "not tried yet"
 RETRY_NS = 5_000_000_000
 NOT_STOPPED = "its GPU could not be stopped for the trial"
-
-
-class Stopper(Protocol):
-    """Who stops GPUs for the moving of memory, one after the other (kv/reclaim.py)."""
-
-    async def stop_for(self, gpu: GpuIndex) -> bool: ...
-
-    def open(self) -> None:
-        """Whether it was stopped or not."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -64,10 +52,17 @@ class Way:
 
 class Outside:
     def __init__(
-        self, orders: Orders, journal: Journal, clock: Clock, port: OutsidePort, settings: MemoryTable
+        self,
+        orders: Orders,
+        turn: GateTurn,
+        journal: Journal,
+        clock: Clock,
+        port: OutsidePort,
+        settings: MemoryTable,
+        counters: MemoryCounters,
     ) -> None:
-        self.stopper: Stopper  # set by itself
-        self.counters = MemoryCounters()
+        self._turn = turn
+        self._counters = counters
         self._orders = orders
         self._journal = journal
         self._clock = clock
@@ -78,10 +73,7 @@ class Outside:
     # Who may be treated so
 
     def offer(self, entry: ClientEntry, gpu: GpuIndex, uuid: bytes, body: KvScratch, fd: int) -> None:
-        """KV_SCRATCH. Takes the descriptor over. Of several contexts of a process the last counts."""
-        if not self._port.is_uvm(fd):
-            os.close(fd)
-            raise Malformed("KV_SCRATCH with a descriptor that is not of the uvm file")
+        """KV_SCRATCH. The uvm descriptor is ours from here on. Of several contexts of a process the last counts."""
         before = self._ways.pop((entry.id, gpu), None)
         if before is not None:
             self._close(before)
@@ -155,13 +147,13 @@ class Outside:
             ended.set()
 
         try:
-            if not await self.stopper.stop_for(way.gpu):
+            if not await self._turn.stop_for(way.gpu):
                 return NOT_STOPPED
             if way.is_open:
                 way.door.make_sparse([(way.scratch.base, way.scratch.handle_bytes)], then)
                 await until(ended, self._clock, self._clock.now_ns() + self._order_ns)
         finally:
-            self.stopper.open()
+            self._turn.open()
         if not way.is_open:
             return "it has left"
         if not results:
@@ -174,13 +166,13 @@ class Outside:
 
     async def _try_helper(self, way: Way) -> str:
         try:
-            if not await self.stopper.stop_for(way.gpu):
+            if not await self._turn.stop_for(way.gpu):
                 return NOT_STOPPED
             trial = self._orders.trial(way.scratch, KvHow.AT_ONCE)
             fence = self._orders.fence(way.scratch)
             in_time = await until(fence.settled, self._clock, self._clock.now_ns() + self._order_ns)
         finally:
-            self.stopper.open()
+            self._turn.open()
         await trial.settled
         return words_of(trial) if in_time else f"mapping took longer than {self._order_ns / 1e9:g} s"
 
@@ -210,7 +202,7 @@ class Outside:
                 self._orders.refused(order, instead)
 
     def _note_demotion(self, way: Way) -> None:
-        self.counters.demotions += 1
+        self._counters.demotions += 1
         self._note(way, EventKind.REMAP_UNSAFE, f"{way.reason}: {way.best.value} from now on")
 
     def _note(self, way: Way, kind: EventKind, reason: str) -> None:

@@ -2,68 +2,48 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from valved.config import MemoryTable
-from valved.kv.account import Reclaim
+from valved.kv.account import ReclaimLog
+from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
-from valved.kv.memory import Memory
-from valved.kv.reclaim import Mover
 from valved.kv.reserve import Reserve
+from valved.kv.ways import Ways
 from valved.model.events import Event
 from valved.model.figures import plausible, total
-from valved.model.ids import GpuIndex, Remap, Role
+from valved.model.ids import GpuIndex, Role
 from valved.model.states import EngineState, Explanation, GpuMemoryState, MemoryState, PhaseState
 from valved.state.journal import Journal
 from valved.state.saved import SavedHistogram, SavedMemory
-from valved.state.stats import Histogram, MemoryCounters
+from valved.state.stats import MemoryCounters
 
-PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
-KEPT = 256  # reclaims that can be explained
 PICKS = 8  # columns named in an explanation
 
 
 class MemoryReport:
-    def __init__(self, memory: Memory, mover: Mover, reserve: Reserve, journal: Journal, gpus: list[GpuIndex]) -> None:
-        self.counters = mover.counters
-        self.phases = {name: Histogram() for name in PHASES}
-        self._memory = memory
-        self._mover = mover
+    def __init__(
+        self, books: KvBooks, ways: Ways, reserve: Reserve, log: ReclaimLog, journal: Journal, gpus: list[GpuIndex]
+    ) -> None:
+        self._books = books
+        self._ways = ways
         self._reserve = reserve
+        self._log = log
         self._journal = journal
         self._gpus = gpus
-        self._reclaims: deque[tuple[int, Reclaim]] = deque(maxlen=KEPT)
-        mover.finished = self._finished
-
-    def _finished(self, reclaim: Reclaim, event: Event) -> None:
-        self._reclaims.append((event.seq, reclaim))
-        if reclaim.taken_ns:
-            spans = {
-                "gate": (reclaim.began_ns, reclaim.stopped_ns),
-                "select": (reclaim.chose_ns, reclaim.selected_ns),
-                "tell": (reclaim.stopped_ns, reclaim.told_ns),
-                "take": (reclaim.told_ns, reclaim.taken_ns),
-                "give": (reclaim.taken_ns, reclaim.given_ns),
-                "total": (reclaim.began_ns, reclaim.given_ns),
-            }
-            if reclaim.let_ns:
-                spans["let"] = (0, reclaim.let_ns)
-            for name, (first_ns, last_ns) in spans.items():
-                self.phases[name].add(max(0, last_ns - first_ns))
 
     # Now
 
     def state(self, settings: MemoryTable) -> MemoryState:
-        counters, pool = self.counters, self._memory.pool
+        counters, pool = self._log.counters, self._books.pool
         return MemoryState(
             managed=True,
             handle_bytes=pool.handle_bytes,
-            remap=self._mover.usual.value,
+            remap=self._ways.usual.value,
             target_per_hour=settings.target_per_hour,
             gpus=tuple(self._gpu(gpu) for gpu in self._gpus),
-            engines=tuple(self._engine(engine) for engine in self._memory.engines.values()),
-            phases=tuple(PhaseState(name=name, latency=one.state()) for name, one in self.phases.items()),
+            engines=tuple(self._engine(engine) for engine in self._books.engines.values()),
+            phases=tuple(PhaseState(name=name, latency=one.state()) for name, one in self._log.phases.items()),
             reclaims=counters.reclaims,
             reclaims_short=counters.reclaims_short,
             reclaimed_bytes=counters.reclaimed_handles * pool.handle_bytes,
@@ -72,20 +52,20 @@ class MemoryReport:
             late_orders=counters.late_orders,
             demotions=counters.demotions,
             lost_tokens=total(
-                [counters.lost_tokens, *(one.view().lost_tokens for one in self._memory.engines.values())]
+                [counters.lost_tokens, *(one.view().lost_tokens for one in self._books.engines.values())]
             ),
         )
 
     def _gpu(self, gpu: GpuIndex) -> GpuMemoryState:
-        pool = self._memory.pool
+        pool = self._books.pool
         return GpuMemoryState(
             index=gpu,
             handles=pool.count(gpu),
             free=pool.free_handles(gpu),
             moving=pool.moving(gpu),
             orphaned=pool.orphans(gpu),
-            online=self._memory.mapped(gpu, Role.ONLINE),
-            offline=self._memory.mapped(gpu, Role.OFFLINE),
+            online=self._books.mapped(gpu, Role.ONLINE),
+            offline=self._books.mapped(gpu, Role.OFFLINE),
         )
 
     def _engine(self, engine: Engine) -> EngineState:
@@ -101,7 +81,7 @@ class MemoryReport:
             used_blocks=view.used_blocks,
             wanted_blocks=view.wanted_blocks,
             columns=engine.columns,
-            column_bytes=engine.handles_per_column * self._memory.pool.handle_bytes,
+            column_bytes=engine.handles_per_column * self._books.pool.handle_bytes,
             headroom_columns=online.state.headroom_handles if online is not None else 0,
             tau_ns=online.state.tau_ns if online is not None else 0,
             reclaims_per_hour=decision.reclaims_per_hour if decision is not None else 0.0,
@@ -122,16 +102,16 @@ class MemoryReport:
             return "growing" if online.growing else (online.decision.reason if online.decision else "just attached")
         if not engine.can_lose:
             return "its hook cannot recompute: never reclaimed from"
-        why = self._mover.outside.why_not(engine) if self._mover.usual is Remap.SPARSE else ""
+        why = self._ways.why_not(engine)
         if why:
-            return f"{self._mover.way_of([engine]).value}: {why}"
-        unsafe = engine.clients & self._mover.unsafe
+            return f"{self._ways.way_of([engine]).value}: {why}"
+        unsafe = engine.clients & self._ways.unsafe
         return "asked between its steps: a mapping order hung" if unsafe else "lends and borrows"
 
     # Why?
 
     def explain_reclaim(self, number: int) -> Explanation | None:
-        found = next((reclaim for seq, reclaim in self._reclaims if seq == number), None)
+        found = self._log.find(number)
         if found is None:
             return None
         missing = ", ".join(f"{count} handles on GPU {gpu}" for gpu, count in sorted(found.missing.items()))
@@ -150,7 +130,7 @@ class MemoryReport:
             )
         if found.late:
             facts.append(f"{found.late} mapping orders did not come back in time")
-        near = [seq for seq, _ in self._reclaims]
+        near = self._log.numbers()
         return Explanation(
             summary=f"reclaim {number}: {found.freed} of {sum(found.missing.values())} handles",
             facts=tuple(facts),
@@ -163,10 +143,11 @@ class MemoryReport:
 
     def saved(self) -> SavedMemory:
         """Engines come with their own counters; those that have left are in ours."""
-        phases = {name: SavedHistogram(counts=list(one.counts), sum_ns=one.sum_ns) for name, one in self.phases.items()}
+        spent = self._log.phases.items()
+        phases = {name: SavedHistogram(counts=list(one.counts), sum_ns=one.sum_ns) for name, one in spent}
         reservations = {service: online.state for service, online in self._reserve.online.items()}
         return SavedMemory(
-            counters={name: getattr(self.counters, name) for name in MemoryCounters.__dataclass_fields__},
+            counters={name: getattr(self._log.counters, name) for name in MemoryCounters.__dataclass_fields__},
             phases=phases,
             reservations={**self._reserve.saved, **reservations},
             reclaims=self._reserve.budget.saved(),
@@ -174,9 +155,9 @@ class MemoryReport:
 
     def restore(self, saved: SavedMemory) -> None:
         for name in MemoryCounters.__dataclass_fields__:
-            setattr(self.counters, name, plausible(saved.counters.get(name, 0)))
+            setattr(self._log.counters, name, plausible(saved.counters.get(name, 0)))
         for name, one in saved.phases.items():
-            histogram = self.phases.get(name)
+            histogram = self._log.phases.get(name)
             if histogram is not None and len(one.counts) == len(histogram.counts):
                 histogram.counts, histogram.sum_ns = list(one.counts), one.sum_ns
         self._reserve.saved = dict(saved.reservations)

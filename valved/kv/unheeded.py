@@ -12,49 +12,36 @@ KV_STEP has no elastic ranges: they are whole before their allocation returns, o
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from typing import Protocol
 
+from valved.abi.kv_link import KvRangeMessage
 from valved.abi.link import Feature
+from valved.kv.books import KvBooks
+from valved.kv.changes import BackHeld, Changes, EndProcess
 from valved.kv.engines import Engine
-from valved.kv.launch_holds import LaunchHolds
-from valved.kv.pool import KvRangeBook, Pool, RangeKey
+from valved.kv.pool import KvRangeBook, RangeKey
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, Role
 from valved.state.journal import Journal
-from valved.state.registry import Books, ClientEntry
+from valved.state.registry import ClientEntry
 
 REASON = "no hook reads the table of its KV memory"
 WARM_UPS = 10  # times attach_s: compiling and capturing may take minutes, and no step has begun
 
 
-class EngineOf(Protocol):
-    def __call__(self, client: ClientId) -> Engine | None: ...
-
-
 class Unheeded:
-    def __init__(
-        self,
-        pool: Pool,
-        books: Books,
-        journal: Journal,
-        clock: Clock,
-        holds: LaunchHolds,
-        engine_of: EngineOf,
-        attach_s: float,
-    ) -> None:
-        self.back_held: Callable[[KvRangeBook], None] = lambda book: None  # in whole or not at all, then `backed`
-        self.fail: Callable[[ClientId, str], None] = lambda client, reason: None  # end this process
-        self._pool = pool
+    def __init__(self, books: KvBooks, journal: Journal, clock: Clock, changes: Changes) -> None:
         self._books = books
+        self._pool = books.pool
+        self._holds = books.holds
+        self._registry = books.registry
         self._journal = journal
         self._clock = clock
-        self._holds = holds
-        self._engine_of = engine_of
-        self._attach_ns = round(attach_s * 1e9)
+        self._changes = changes
+        self._attach_ns = round(books.settings.attach_s * 1e9)
         self._stepping: dict[ClientId, int] = {}  # since when
-        self._backing: set[int] = set()  # uids of ranges that `back_held` works on
+        self._refused: dict[RangeKey, str] = {}  # ranges that are not in our books, and why their process cannot go on
+        self._backing: set[int] = set()  # uids of ranges that are being backed for it
 
     def may_begin(self, entry: ClientEntry) -> bool:
         """Whether an elastic range of this client may have holes when its allocation returns."""
@@ -67,7 +54,12 @@ class Unheeded:
 
     def step(self, entry: ClientEntry, newest: int) -> int:
         """KV_STEP. 0, or EAGAIN: it launches nothing until this is heeded. EBUSY: we have not heard of that range."""
-        if RangeKey(entry.id, newest) not in self._pool.ranges:
+        why = self._refused.get(RangeKey(entry.id, newest))
+        if why:
+            self._holds.hold(entry.id, REASON)
+            self._changes.put(EndProcess(entry.id, why))
+            return errno.EAGAIN
+        if why is None and RangeKey(entry.id, newest) not in self._pool.ranges:
             return errno.EBUSY
         if all(self._is_safe(book) for book in self._pool.of_client(entry.id)):
             return 0
@@ -77,6 +69,15 @@ class Unheeded:
                 self.expect(book)
         self._holds.hold(entry.id, REASON)
         return errno.EAGAIN
+
+    def refused(self, key: RangeKey, body: KvRangeMessage, reason: str) -> None:
+        """A range that this valved will not have: its holes stay holes, so a process that steps over it ends by name.
+
+        Without holes it is memory like any other, which nobody moves.
+        """
+        if sum(known.client == key.client for known in self._refused) < self._books.settings.ranges_per_client:
+            has_holes = body.held < body.slots
+            self._refused[key] = f"this valved refuses its KV memory: {reason}" if has_holes else ""
 
     def heed(self, engine: Engine) -> None:
         """The hook of this engine has been handed the table of all its ranks."""
@@ -88,17 +89,20 @@ class Unheeded:
             self.may_go(client)
 
     def backed(self, book: KvRangeBook) -> None:
-        """What `back_held` was asked for has ended."""
+        """What was done for a `BackHeld` has ended."""
         self._backing.discard(book.uid)
-        entry = self._books.clients.get(book.key.client)
+        entry = self._registry.clients.get(book.key.client)
         if entry is None or entry.role is not Role.OFFLINE or not self._is_here(book) or self._is_safe(book):
             self.may_go(book.key.client)
             return
-        self.fail(book.key.client, f"{REASON}, and there is not enough memory to back it whole")
+        why = f"{REASON}, and there is not enough memory to back it whole"
+        self._changes.put(EndProcess(book.key.client, why))
 
     def forget(self, client: ClientId) -> None:
         self._stepping.pop(client, None)
         self._holds.forget(client)
+        for key in [key for key in self._refused if key.client == client]:
+            del self._refused[key]
 
     def may_go(self, client: ClientId) -> None:
         """Its launches, if no range of it has a hole that nobody heeds."""
@@ -110,7 +114,7 @@ class Unheeded:
         return book.is_heeded or not book.is_elastic or book.is_whole
 
     def _is_attached(self, client: ClientId) -> bool:
-        engine = self._engine_of(client)
+        engine = self._books.engine_of(client)
         return engine is not None and engine.is_complete
 
     def _is_here(self, book: KvRangeBook) -> bool:
@@ -118,14 +122,14 @@ class Unheeded:
 
     def _look(self, book: KvRangeBook, born_ns: int) -> None:
         client, now_ns = book.key.client, self._clock.now_ns()
-        entry = self._books.clients.get(client)
+        entry = self._registry.clients.get(client)
         if entry is None or not self._is_here(book) or self._is_safe(book) or book.uid in self._backing:
             return
         if now_ns - self._stepping.get(client, born_ns) < self._attach_ns:
             return  # it began to step after this look was asked for: the one that `step` asked for comes
         if entry.role is not Role.OFFLINE:  # told again with holes: real memory, unless its hook is back
             if not self._is_attached(client):
-                self.back_held(book)
+                self._changes.put(BackHeld(book))
             return
         is_warm = client in self._stepping or self._is_attached(client)
         if not is_warm and now_ns - born_ns < WARM_UPS * self._attach_ns:
@@ -140,4 +144,4 @@ class Unheeded:
         )
         self._holds.hold(client, REASON)
         self._backing.add(book.uid)
-        self.back_held(book)
+        self._changes.put(BackHeld(book))

@@ -5,21 +5,42 @@ from __future__ import annotations
 import numpy as np
 
 from valved.abi.kv_link import KvOp
+from valved.kv.books import KvBooks
+from valved.kv.grow import TRIES
 from valved.kv.journey import Pause, all_of
-from valved.kv.memory import Memory
+from valved.kv.moves import Moves
 from valved.kv.orders import Order
 from valved.kv.pool import KvRangeBook
-from valved.kv.reclaim import TRIES, Mover
+from valved.kv.ranges import Ranges
+from valved.kv.reclaim import Reclaimer
+from valved.kv.supply import Supply
+from valved.kv.turn import GateTurn
+from valved.kv.unheeded import Unheeded
 from valved.machine.clock import Clock
 from valved.model.ids import Role
 
 DRAIN_NS = 100_000_000  # for what was launched before launches were held
 
 
-class Whole:
-    def __init__(self, memory: Memory, mover: Mover, clock: Clock) -> None:
-        self._memory = memory
-        self._mover = mover
+class WholeRanges:
+    def __init__(
+        self,
+        books: KvBooks,
+        supply: Supply,
+        turn: GateTurn,
+        moves: Moves,
+        reclaimer: Reclaimer,
+        ranges: Ranges,
+        unheeded: Unheeded,
+        clock: Clock,
+    ) -> None:
+        self._books = books
+        self._supply = supply
+        self._turn = turn
+        self._moves = moves
+        self._reclaimer = reclaimer
+        self._ranges = ranges
+        self._unheeded = unheeded
         self._clock = clock
 
     async def back_whole(self, book: KvRangeBook, seq: int) -> None:
@@ -28,52 +49,55 @@ class Whole:
         For an online service memory is taken from offline work. If that is not enough, what is free goes back to the
         driver: the shim makes the range ordinary memory then. A hook that attaches later gives back what is too much.
         """
-        is_online = self._memory.role_of(book.key.client) is Role.ONLINE
+        is_online = self._books.role_of(book.key.client) is Role.ONLINE
         for _ in range(TRIES):
             if book.is_whole or not await self._back_once(book, is_online):
                 break
-        if self._memory.pool.ranges.get(book.key) is not book:
+        if not self._is_here(book):
             return
         if seq and is_online and not book.is_whole:
             backed = np.flatnonzero(book.at >= 0)
-            await all_of([order.settled for order in self._memory.orders.take_away(KvOp.UNBACK, book, backed)])
-            self._memory.pool.trim(book.gpu, self._memory.pool.free_handles(book.gpu))
-        self._memory.answer_whole(book, seq, len(book.empty_slots()))
+            await all_of([order.settled for order in self._books.orders.take_away(KvOp.UNBACK, book, backed)])
+            self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu))
+        self._ranges.answer_whole(book, seq, len(book.empty_slots()))
 
     async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:
         """Whether another try may find more."""
         empty = book.empty_slots()
+        service = self._books.service_of(book.key.client)
         need = None
         orders: list[Order] = []
         try:
-            if may_take and len(empty) > self._mover.affordable(book.gpu):
-                need = self._mover.ask(self._memory.service_of(book.key.client), {book.gpu: len(empty)}, lambda: True)
+            if may_take and len(empty) > self._supply.affordable(book.gpu, service):
+                need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True)
                 await need.ready
-            if self._memory.pool.ranges.get(book.key) is book and self._fits(book):
-                orders = self._mover.give([(book, empty)])
+            if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(book.gpu, service):
+                orders = self._moves.give([(book, empty)])
+            if need is not None:
+                need.promised.clear()
             await all_of([order.settled for order in orders])
         finally:
-            self._mover.settle_need(need)
+            self._supply.settle(need)
         return any(order.done for order in orders)
 
-    def _fits(self, book: KvRangeBook) -> bool:
-        return len(book.empty_slots()) <= self._mover.affordable(book.gpu)
+    def _is_here(self, book: KvRangeBook) -> bool:
+        return self._books.pool.ranges.get(book.key) is book
 
     async def back_held(self, book: KvRangeBook) -> None:
         """The same for a process that works on the zero page, and whose launches are held (kv/unheeded.py).
 
         What it launched before the hold ends first: a mapping over the zero page leaves a hole for a moment.
         """
-        if self._memory.role_of(book.key.client) is Role.ONLINE:
+        if self._books.role_of(book.key.client) is Role.ONLINE:
             await self.back_whole(book, 0)
             return
         pause = Pause()
         self._clock.call_at_ns(self._clock.now_ns() + DRAIN_NS, pause.set)
         await pause
-        await self._mover.while_turning()
+        await self._turn.while_turning()
         for _ in range(TRIES):
             if book.is_whole or not await self._back_once(book, False):
                 break
-        if self._memory.pool.ranges.get(book.key) is book:
-            self._memory.answer_whole(book, 0, len(book.empty_slots()))
-        self._memory.unheeded.backed(book)
+        if self._is_here(book):
+            self._ranges.answer_whole(book, 0, len(book.empty_slots()))
+        self._unheeded.backed(book)

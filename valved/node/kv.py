@@ -1,17 +1,34 @@
-"""The parts of KV memory, put together: books (memory), movement (reclaim), decisions (reserve)."""
+"""The parts of KV memory, put together: each gets by constructor who stands below it. kv/service.py is on top."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from valved.clients.register import Reactor, Register
+from valved.clients.register import Exits, Reactor, Register
 from valved.config import Config
+from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kv.memory import Memory
+from valved.kv.account import ReclaimLog
+from valved.kv.beside import Beside
+from valved.kv.books import KvBooks
+from valved.kv.changes import Changes
+from valved.kv.grow import Growth
+from valved.kv.layouts import Layouts
+from valved.kv.lend import Lender, Lending
+from valved.kv.looks import Looks
+from valved.kv.moves import Moves
 from valved.kv.outside import Outside
-from valved.kv.reclaim import Mover
+from valved.kv.ranges import Ranges
+from valved.kv.reclaim import Reclaimer
 from valved.kv.report import MemoryReport
 from valved.kv.reserve import Reserve
+from valved.kv.service import KvService
+from valved.kv.supply import Supply
+from valved.kv.tables import Tables
+from valved.kv.turn import GateTurn
+from valved.kv.unheeded import Unheeded
+from valved.kv.ways import Ways
+from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, OutsidePort, ProcessPort
 from valved.node.api import Node
@@ -20,39 +37,52 @@ from valved.node.handover import Handover
 from valved.node.status import Reporter
 from valved.state.journal import Journal
 from valved.state.registry import Books
+from valved.state.stats import MemoryCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kv:
-    memory: Memory
-    mover: Mover
+    books: KvBooks
+    supply: Supply
+    turn: GateTurn
+    ways: Ways
     outside: Outside
+    moves: Moves
+    reclaimer: Reclaimer
+    lending: Lending
+    lender: Lender
     reserve: Reserve
+    looks: Looks
+    service: KvService
+    log: ReclaimLog
     report: MemoryReport
 
+    def allow(self, on: bool) -> None:
+        """Whether memory may be taken from offline work."""
+        self.supply.is_allowed = on
+
     def check_integrity(self) -> None:
-        self.memory.check_integrity()
+        self.books.check_integrity()
 
     def close(self) -> None:
-        self.outside.close()
-        self.memory.close()
+        self.service.close()
 
 
 def tell_others(kv: Kv, reporter: Reporter, node: Node, handover: Handover, brake: Brake, config: Config) -> None:
     """Status, explanations, the state file and the brakes know of it."""
     reporter.memory = lambda: kv.report.state(config.memory)
-    reporter.used_bytes = kv.reserve.used_bytes
+    reporter.used_bytes = kv.supply.used_bytes
     node.explain_reclaim = kv.report.explain_reclaim
     handover.memory, handover.restore_memory = kv.report.saved, kv.report.restore
-    kv.memory.unheeded.fail = brake.ladder.end
-    brake.allow_reclaim, brake.when_still = kv.mover.allow, kv.mover.when_still
+    brake.allow_reclaim, brake.when_still = kv.allow, kv.turn.when_still
 
 
 def put_together(
     gate: GatePort,
-    books: Books,
+    registry: Books,
     gating: GateService,
     register: Register,
+    ladder: Ladder,
     journal: Journal,
     clock: Clock,
     processes: ProcessPort,
@@ -62,14 +92,66 @@ def put_together(
     fd_limit: int,
     outside_port: OutsidePort,
 ) -> Kv:
-    memory = Memory(gate, books, gating, journal, clock, processes, reactor, config, register.send, fd_limit)
-    outside = Outside(memory.orders, journal, clock, outside_port, config.memory)
-    mover = Mover(memory, outside, gate, gating, journal, clock, config.eviction_settings())
+    settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
-    reserve = Reserve(memory, mover, journal, clock, config, uuids)
-    report = MemoryReport(memory, mover, reserve, journal, sorted(uuids))
-    register.memory = memory
-    memory.hang_up = register.leave
-    memory.is_handle = outside_port.is_handle
-    memory.offer, memory.shim_left = outside.offer, outside.forget
-    return Kv(memory=memory, mover=mover, outside=outside, reserve=reserve, report=report)
+    counters, changes = MemoryCounters(), Changes()
+    log = ReclaimLog(counters)
+
+    books = KvBooks(registry, gate, clock, settings, send, fd_limit)
+    unheeded = Unheeded(books, journal, clock, changes)
+    ranges = Ranges(books, unheeded, gating, journal, changes)
+    tables = Tables(books, unheeded, gating, journal, clock, send, changes)
+    layouts = Layouts(books, tables, clock)
+
+    supply = Supply(books, clock)
+    turn = GateTurn(gate, gating, clock, supply)
+    outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters)
+    ways = Ways(books, outside, gate, journal)
+    moves = Moves(books, supply, ways, outside, clock, counters)
+    beside = Beside(gating, clock, round(settings.let_ms * 1e6))
+    reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
+    growth = Growth(books, supply, turn, moves, reclaimer)
+    whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
+    lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
+
+    reserve = Reserve(books, supply, growth, lending, journal, clock, config, uuids, changes)
+    lender = Lender(books, supply, lending, clock, changes)
+    looks = Looks(books, supply, reserve, lender, clock, costs)
+    report = MemoryReport(books, ways, reserve, log, journal, sorted(uuids))
+    service = KvService(
+        books=books,
+        ranges=ranges,
+        layouts=layouts,
+        tables=tables,
+        unheeded=unheeded,
+        outside=outside,
+        supply=supply,
+        reserve=reserve,
+        lender=lender,
+        looks=looks,
+        whole=whole,
+        log=log,
+        gate=gate,
+        clock=clock,
+        port=outside_port,
+        exits=Exits(reactor, processes),
+        register=register,
+        ladder=ladder,
+        changes=changes,
+    )
+    return Kv(
+        books=books,
+        supply=supply,
+        turn=turn,
+        ways=ways,
+        outside=outside,
+        moves=moves,
+        reclaimer=reclaimer,
+        lending=lending,
+        lender=lender,
+        reserve=reserve,
+        looks=looks,
+        service=service,
+        log=log,
+        report=report,
+    )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterable
 
 from valved.gate.wake import GateService
-from valved.kv.reserve import Reserve
+from valved.kv.service import KvService
 from valved.machine.cards import CardReader
 from valved.machine.ports import GatePort
 from valved.node.brake import Brake
@@ -139,13 +139,13 @@ async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-async def read_cards(reserve: Reserve) -> None:
+async def read_cards(memory: KvService) -> None:
     """Free memory of the cards, while memory is managed. In a thread: NVML may take milliseconds."""
     reader = CardReader()
     try:
         while True:
-            if reserve.is_in_use:
-                reserve.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
+            if memory.is_in_use:
+                memory.see_cards(await asyncio.get_running_loop().run_in_executor(None, reader.look))
             await asyncio.sleep(CARDS_S)
     finally:
         reader.close()

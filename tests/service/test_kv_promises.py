@@ -1,0 +1,159 @@
+"""What was freed or offered for one is never somebody else's, and what a client says is kept in bounds."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from memory_world import BASE, Hook, KvWorld
+
+from valved.abi.kv_link import KvLayoutPart
+from valved.abi.link import LinkType, Malformed
+from valved.config import Config, MemoryTable
+from valved.model.events import EventKind
+from valved.model.ids import GpuIndex, Remap
+from valved.model.memory import KvTensor
+from valved.policy.columns import MAX_PLANES
+
+GPU = GpuIndex(0)
+
+
+def node(tmp_path, *, remap=Remap.COOPERATIVE, handles=24, columns=16):
+    memory = MemoryTable(handle_mib=2, remap=remap, headroom_min_mib=2, headroom_max_mib=2, tau_s=1.0, tau_min_s=0.2)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=handles)
+    offline = world.engine("offline", columns=columns)
+    offline.shim.has_stepped = False
+    world.run(500)
+    offline.shim.has_stepped = True
+    offline.book["steps"] = 7
+    return world, offline
+
+
+def test_what_a_reclaim_frees_for_one_service_is_never_taken_by_another(tmp_path):
+    """Cooperative: the first waits for a step of the offline engine, and the second asks meanwhile."""
+    world, offline = node(tmp_path, handles=36, columns=32)
+    offline.shim.steps = True
+    first, second = (world.engine("online", columns=16, name=name) for name in ("first", "second"))
+    for engine in (first, second) * 2:
+        world.gate.finish(engine.shim.client)
+        engine.want(used=4)
+        world.run(5000)
+        engine.obey_target()
+        world.run(2000)
+    offline.shim.steps = False
+
+    first.want(used=4, wanted=24)
+    world.run(20)
+    assert world.kv.supply.is_waited_for
+    second.want(used=4, wanted=24)
+    world.run(20)
+    taken = []
+    real = world.kv.moves.give
+
+    def give(cells, *how):
+        cells = list(cells)
+        taken.extend(book.key.client for book, _ in cells)
+        return real(cells, *how)
+
+    world.kv.moves.give = give
+    offline.shim.step()
+    world.run(100)
+
+    assert taken[0] == first.shim.client
+    assert len(first.backed()) >= 24
+    offline.shim.steps = True
+    offline.shim.step()
+    world.run(4000)
+    assert len(second.backed()) >= 24
+    assert not world.kv.supply.is_waited_for
+    world.check()
+
+
+def test_what_is_promised_to_one_need_never_counts_for_the_next(tmp_path):
+    world, _ = node(tmp_path)
+    supply, reclaimer = world.kv.supply, world.kv.reclaimer
+    before = supply.affordable(GPU)
+
+    need = reclaimer.ask(991, {GPU: before + 100}, lambda: False)
+
+    assert supply.affordable(GPU) == 0
+    assert supply.affordable(GPU, 992) == 0
+    assert supply.affordable(GPU, 991) == before
+    supply.settle(need)
+    assert supply.affordable(GPU) == before
+    world.run(60_000)
+    world.check()
+
+
+def test_an_offer_of_an_older_table_is_never_accepted(tmp_path):
+    world, _ = node(tmp_path, handles=64)
+    online = world.engine("online", columns=16)
+    world.gate.finish(online.shim.client)
+    online.want(used=40)
+    world.run(1000)
+    online.want(used=0)
+    online.offered[:] = 1  # said before its hook has read what the table says by now
+    online.book["epoch_seen"] = int(online.table["epoch"][0]) - 1
+    before = len(online.backed())
+
+    world.run(200)
+    assert len(online.backed()) == before
+
+    world.run(60_000)
+    online.obey_target()
+    world.run(1000)
+    assert len(online.backed()) < before
+    world.check()
+
+
+def test_a_layout_without_end_is_never_kept(tmp_path):
+    world, offline = node(tmp_path)
+    tensor = KvTensor(base_addr=BASE, block_stride_bytes=1 << 19, block_bytes=1 << 19)
+    hook = Hook(offline.shim, 64)
+
+    def say(total, first):
+        body = KvLayoutPart(blocks=64, block_tokens=16, total=total, first=first, pinned=(), tensors=(tensor,))
+        return hook.say(LinkType.KV_LAYOUT, body)
+
+    sequences = [say(MAX_PLANES + 1, 0), say(2**32 - 1, 0)]
+
+    acks = dict(hook.connection.acks())
+    assert [acks[seq] for seq in sequences] == [errno.EINVAL, errno.EINVAL]
+    assert acks.get(say(MAX_PLANES, 0)) is None
+    world.register.leave(hook.client, "link closed")
+    assert not world.events(EventKind.KILLED)
+
+
+def test_what_a_stranger_passes_as_its_uvm_file_is_never_closed_here(tmp_path):
+    """Who reads the socket closes what nobody took, on a thread: a file of its sender's own may hang there."""
+    from valved.abi.kv_link import KvScratch
+
+    world, offline = node(tmp_path, remap=Remap.SPARSE)
+    world.outside.is_uvm = lambda fd: False
+    body = KvScratch(gpu_uuid=bytes([1]) * 16, device_instance=0, place=3, base=BASE, bytes=2 << 20)
+    fds = [12345]
+
+    with pytest.raises(Malformed):
+        world.register.handle(offline.shim.client, world.packet(LinkType.KV_SCRATCH, body), fds)
+
+    assert fds == [12345]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_refused_range_never_leaves_its_process_asking_for_ever(tmp_path, held):
+    """A successor with another handle size: what has holes ends by name, what has none goes on as ordinary memory."""
+    world, _ = node(tmp_path)
+    shim = world.shim("offline")
+    seq = shim.reserve(0, 4, handle_mib=4, held=4 if held else 0)
+
+    status = shim.begin_step()
+
+    assert shim.acked(seq) == errno.EINVAL
+    ended = [event.reason for event in world.events(EventKind.KILLED)]
+    if held:
+        assert status == 0
+        assert not ended
+    else:
+        assert status in (errno.EAGAIN, None)
+        assert len(ended) == 1
+        assert "4194304" in ended[0]

@@ -1,0 +1,65 @@
+"""An online engine gets more memory: from what is free, else from offline work."""
+
+from __future__ import annotations
+
+from valved.kv.books import KvBooks
+from valved.kv.engines import Engine
+from valved.kv.journey import all_of
+from valved.kv.moves import Moves
+from valved.kv.orders import Order
+from valved.kv.pool import Ints
+from valved.kv.reclaim import Reclaimer
+from valved.kv.supply import Supply
+from valved.kv.turn import GateTurn
+
+TRIES = 3  # of one growth: memory that the driver did not have after all is asked of offline work
+
+
+class Growth:
+    def __init__(self, books: KvBooks, supply: Supply, turn: GateTurn, moves: Moves, reclaimer: Reclaimer) -> None:
+        self._books = books
+        self._supply = supply
+        self._turn = turn
+        self._moves = moves
+        self._reclaimer = reclaimer
+
+    async def grow(self, engine: Engine, columns: Ints) -> int:
+        """Back bare columns of an online engine, taking from offline work what is missing. How many have come."""
+        self._moves.coming(engine, columns)
+        try:
+            for _ in range(TRIES):
+                left = columns[~engine.backed_columns()[columns]]
+                if not len(left) or not await self._grow_once(engine, left):
+                    break
+        finally:
+            self._moves.came(engine, columns)
+        if not self._books.is_attached(engine):
+            return 0
+        return int(engine.backed_columns()[columns].sum())
+
+    async def _grow_once(self, engine: Engine, columns: Ints) -> bool:
+        """Whether another try may find more: the driver had less than we thought."""
+        need = None
+        orders: list[Order] = []
+        try:
+            if self._supply.fitting(engine, columns) < len(columns):
+                handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
+                need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), engine.rung_ns)
+                await need.ready
+            else:
+                await self._turn.while_turning()
+            if self._books.is_attached(engine):
+                fitting = columns[: self._supply.fitting(engine, columns)]
+                orders = self._moves.give(engine.cells(fitting, backed=False))
+            if need is not None:
+                need.promised.clear()  # it is on its way
+            await all_of([order.settled for order in orders])
+        finally:
+            self._supply.settle(need)
+        return self._books.is_attached(engine) and any(order.done for order in orders)
+
+    def _is_short(self, engine: Engine) -> bool:
+        """It would use more than it has."""
+        here = engine.backed_columns() & ~engine.lost
+        wanted = engine.view().wanted_blocks
+        return self._books.is_attached(engine) and wanted > int(here.sum()) * engine.blocks_per_column

@@ -1,0 +1,89 @@
+"""When engines are looked at: at once when a hook rings, soon when something changed, and on a tick.
+
+Looks are cheap and come whenever something changed: an order came back, a client left. While somebody waits for memory
+they are not: whoever waits is taken on by the answers themselves, and the tick sees to the others.
+"""
+
+from __future__ import annotations
+
+from valved.kv.books import KvBooks
+from valved.kv.engines import Engine
+from valved.kv.lend import Lender
+from valved.kv.reserve import Reserve
+from valved.kv.supply import Supply
+from valved.machine.clock import Clock, TimerHandle
+from valved.model.ids import Role
+from valved.policy.eviction import EvictionSettings
+
+INDEX_REST = 20  # times as long as an index took nobody makes another
+
+
+class Looks:
+    def __init__(
+        self,
+        books: KvBooks,
+        supply: Supply,
+        reserve: Reserve,
+        lender: Lender,
+        clock: Clock,
+        costs: EvictionSettings,
+    ) -> None:
+        self._books = books
+        self._supply = supply
+        self._reserve = reserve
+        self._lender = lender
+        self._clock = clock
+        self._costs = costs
+        self._soon: TimerHandle | None = None
+        self._tick: TimerHandle | None = None
+
+    def look_soon(self) -> None:
+        """Once in this turn of the loop, however many things changed."""
+        if self._soon is None:
+            self._soon = self._clock.call_at_ns(self._clock.now_ns(), self.look)
+
+    def look(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        for engine in self._books.engines_with(Role.ONLINE):
+            self._reserve.serve(engine)
+        for engine in self._books.engines_with(Role.OFFLINE):
+            self._lender.serve(engine)
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._tick is None and not self._books.are_empty:
+            after_ns = round(self._books.settings.tick_ms * 1e6)
+            self._tick = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        try:
+            for engine in self._books.engines_with(Role.OFFLINE):
+                self._refresh_index(engine)
+            self.look()
+        finally:
+            self._arm()
+
+    def _refresh_index(self, engine: Engine) -> None:
+        """Ahead of need, and no more than a share of the loop: a reclaim may choose by an older one."""
+        began_ns = self._clock.now_ns()
+        if began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
+            return
+        try:
+            engine.refresh_index(self._costs, began_ns)
+        finally:
+            ended_ns = self._clock.now_ns()
+            engine.index_after_ns = ended_ns + INDEX_REST * (ended_ns - began_ns)
+
+    def _is_reclaim_near(self, engine: Engine) -> bool:
+        """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""
+        if not self._supply.cards and not self._books.settings.pool_mib:
+            return True
+        return any(
+            self._supply.affordable(gpu) < online.state.headroom_handles * int(other.handles_of(gpu).max(initial=0))
+            for other in self._books.engines_with(Role.ONLINE)
+            for gpu in other.gpus & engine.gpus
+            if (online := self._reserve.online.get(other.service)) is not None
+        )

@@ -1,0 +1,205 @@
+"""Which handles can be had, and for whom: what is free, what may still be made on each card, what is promised.
+
+Whoever waits for memory has a `Need` here, from the moment it asks until the memory has arrived. What can be had counts
+for the oldest need first: nobody else takes what a reclaim freed for it, and nothing is lent meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from valved.config import MIB, MemoryTable
+from valved.kv.books import KvBooks
+from valved.kv.engines import Engine
+from valved.kv.journey import Pause
+from valved.kv.pool import Ints
+from valved.machine.cards import CardUse
+from valved.machine.clock import Clock
+from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.state.registry import ClientEntry
+
+FULL_NS = 1_000_000_000  # a card that had less than it said gets no new handles for so long
+UNLIMITED = 1 << 30  # handles
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Need:
+    """Handles that somebody waits for."""
+
+    service: ServiceId
+    handles: dict[GpuIndex, int]
+    promised: dict[GpuIndex, int]  # of these, what nobody else may take: all, until they are on their way
+    rung_ns: int  # when its hook rang, by its own clock; as `asked_ns` where nobody rang
+    asked_ns: int
+    is_waited_for: Callable[[], bool]  # by a request, now; else it is for the reserve
+    ready: Pause = field(default_factory=Pause)  # all that could be taken is free
+    served: Pause = field(default_factory=Pause)  # the reclaim for it is through, or goes on by itself
+    given: Pause = field(default_factory=Pause)  # and has arrived, or will not
+
+
+class Supply:
+    def __init__(self, books: KvBooks, clock: Clock) -> None:
+        self.is_allowed = True  # harvesting, not draining: memory may be taken from offline work
+        self.cards: Mapping[bytes, CardUse] = {}
+        self._room: dict[GpuIndex, int] = {info.index: UNLIMITED for info in books.gpus}  # handles that may be made
+        self._needs: list[Need] = []  # the oldest first
+        self._full_until_ns: dict[GpuIndex, int] = {}
+        self._uuids = {info.index: info.uuid for info in books.gpus}
+        self._books = books
+        self._clock = clock
+        self.see_cards({})
+
+    @property
+    def settings(self) -> MemoryTable:
+        return self._books.settings
+
+    # Needs
+
+    def open(self, need: Need) -> None:
+        self._needs.append(need)
+
+    def settle(self, need: Need | None) -> None:
+        """What was asked for is there, or will not be."""
+        if need is not None:
+            self._needs.remove(need)
+            need.given.set()
+
+    def is_pressed(self, gpus: Iterable[GpuIndex]) -> bool:
+        """Somebody waits for memory there, until it has arrived: none is lent now, least of all what was just freed."""
+        wanted = set(gpus)
+        return any(not wanted.isdisjoint(need.handles) for need in self._needs)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self._needs)
+
+    def _promised(self, gpu: GpuIndex, service: ServiceId | None) -> int:
+        """Handles of this GPU that others asked for before this service did."""
+        promised = 0
+        for need in self._needs:
+            if need.service == service:
+                break
+            promised += need.promised.get(gpu, 0)
+        return promised
+
+    # What can be had
+
+    def affordable(self, gpu: GpuIndex, service: ServiceId | None = None) -> int:
+        """Handles of this GPU that can be had without taking any from anybody."""
+        return max(0, self._at_hand(gpu) - self._promised(gpu, service))
+
+    def _at_hand(self, gpu: GpuIndex) -> int:
+        pool = self._books.pool
+        return pool.free_handles(gpu) + max(0, min(self._room[gpu], pool.most - pool.total))
+
+    def missing(self, batch: list[Need]) -> dict[GpuIndex, int]:
+        """What must be taken from offline work, on each GPU, for these needs to be met."""
+        missing: dict[GpuIndex, int] = {}
+        for gpu in {gpu for need in batch for gpu in need.handles}:
+            wanted = sum(need.handles.get(gpu, 0) for need in batch)
+            others = sum(need.promised.get(gpu, 0) for need in self._needs if need not in batch)
+            short = wanted - max(0, self._at_hand(gpu) - others)
+            if short > 0:
+                missing[gpu] = short
+        return missing
+
+    def fitting(self, engine: Engine, columns: Ints) -> int:
+        """How many of these, from the first on."""
+        fits = len(columns)
+        for gpu in engine.gpus:
+            needed = np.cumsum(engine.handles_of(gpu)[columns])
+            fits = min(fits, int(np.searchsorted(needed, self.affordable(gpu, engine.service), side="right")))
+        return fits
+
+    def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
+        """Offline engines that could lose something on these GPUs."""
+        if not self.is_allowed:
+            return []
+        wanted = set(gpus)
+        return [
+            engine
+            for engine in self._books.engines_with(Role.OFFLINE)
+            if engine.can_lose and not engine.gpus.isdisjoint(wanted) and engine.takeable().any()
+        ]
+
+    def takeable(self, gpu: GpuIndex) -> int:
+        """Handles of this GPU that offline engines could lose."""
+        return sum(int(engine.handles_of(gpu)[engine.takeable()].sum()) for engine in self.losers([gpu]))
+
+    def obtainable(self, engine: Engine) -> int:
+        """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""
+        found = engine.columns
+        for gpu in engine.gpus:
+            most = max(1, int(engine.handles_of(gpu).max(initial=1)))
+            found = min(found, (self.affordable(gpu, engine.service) + self.takeable(gpu)) // most)
+        return found
+
+    # Room for new handles
+
+    def make(self, gpu: GpuIndex, most: int) -> int:
+        """Book up to `most` handles that are about to be made. How many there is room for."""
+        made = min(most, max(0, self._room[gpu]))
+        self._room[gpu] -= made
+        return made
+
+    def trim(self, gpu: GpuIndex, most: int, domain: str) -> int:
+        """Free handles of other trust domains go back to the driver, and make room for new ones. How many."""
+        foreign = self._books.pool.trim(gpu, most, but=domain)
+        self._room[gpu] += foreign
+        return foreign
+
+    def note_full(self, gpu: GpuIndex) -> None:
+        """The driver had less than it said."""
+        self._room[gpu] = 0
+        self._full_until_ns[gpu] = self._clock.now_ns() + FULL_NS
+
+    def see_cards(self, cards: Mapping[bytes, CardUse]) -> None:
+        """How many handles may still be made on each GPU, by what the cards say now and by the settings."""
+        self.cards = cards
+        now_ns = self._clock.now_ns()
+        settings, pool = self.settings, self._books.pool
+        for gpu, uuid in self._uuids.items():
+            room = UNLIMITED
+            card = self.cards.get(uuid)
+            if card is not None:
+                self._return_to_driver(gpu, card, settings.spare_mib * MIB)
+                room = (card.total_bytes - card.used_bytes - settings.spare_mib * MIB) // pool.handle_bytes
+            if settings.pool_mib:
+                room = min(room, settings.pool_mib * MIB // pool.handle_bytes - pool.count(gpu))
+            is_full = self._full_until_ns.get(gpu, 0) > now_ns
+            self._room[gpu] = 0 if is_full else max(0, room - self._books.orders.creating(gpu))
+
+    def _return_to_driver(self, gpu: GpuIndex, card: CardUse, spare_bytes: int) -> None:
+        """Free handles are nobody's but the pool's: where the card is short, ordinary memory goes before them."""
+        short = spare_bytes - (card.total_bytes - card.used_bytes)
+        self._books.pool.trim(gpu, max(0, -(-short // self._books.pool.handle_bytes)))
+
+    def make_way(self, entry: ClientEntry) -> None:
+        """An offline process joins: its weights are ordinary memory, and free handles can be made anew."""
+        if entry.role is Role.OFFLINE:
+            for gpu in self._uuids:
+                if not self.is_pressed([gpu]):
+                    self._books.pool.trim(gpu, self._books.pool.free_handles(gpu))
+
+    def used_bytes(self, uuid: bytes) -> int:
+        card = self.cards.get(uuid)
+        return card.used_bytes if card is not None else 0
+
+    # What a client may hope for
+
+    def budget_bytes(self, entry: ClientEntry) -> int:
+        """On the scarcest of its GPUs: what it holds, what is free, and for online what offline work could give. 0: no
+        limit is known."""
+        if not self.cards:
+            return 0
+        gpus = entry.gpus() or set(self._uuids)
+        return min(self._hope(entry, gpu) for gpu in gpus) * self._books.pool.handle_bytes
+
+    def _hope(self, entry: ClientEntry, gpu: GpuIndex) -> int:
+        hope = self._books.pool.mapped(gpu, (entry.id,)) + self._at_hand(gpu)
+        if entry.role is Role.ONLINE:
+            hope += self.takeable(gpu)
+        return max(1, hope)

@@ -1,0 +1,176 @@
+"""Engines attach: when their hook gets its table, and when an engine is one no more."""
+
+from __future__ import annotations
+
+import errno
+
+from valved.abi.kv_files import check_sizes
+from valved.abi.kv_link import KV_ABI, KvAttach, KvTableMessage
+from valved.abi.link import LinkType
+from valved.gate.wake import GateService
+from valved.kv.books import KvBooks
+from valved.kv.changes import Changes, EngineLeft, HookLost, Look
+from valved.kv.engines import Engine, Rank
+from valved.kv.journey import all_of
+from valved.kv.orders import Send
+from valved.kv.unheeded import Unheeded
+from valved.machine.clock import Clock
+from valved.model.events import EventKind
+from valved.model.ids import ServiceId
+from valved.model.memory import LayoutRefused
+from valved.state.journal import Journal
+from valved.state.registry import ClientEntry
+
+TABLE_NS = 4_000_000_000  # a hook waits five seconds; its ranks look for a new valved every two
+YOUNG_NS = 10_000_000_000  # shims of a predecessor may still be on their way back
+MAX_RANKS = 64
+
+
+class Tables:
+    def __init__(
+        self,
+        books: KvBooks,
+        unheeded: Unheeded,
+        gating: GateService,
+        journal: Journal,
+        clock: Clock,
+        send: Send,
+        changes: Changes,
+    ) -> None:
+        self._books = books
+        self._unheeded = unheeded
+        self._gating = gating
+        self._journal = journal
+        self._clock = clock
+        self._send = send
+        self._changes = changes
+        self._born_ns = clock.now_ns()
+        self._untold: dict[ServiceId, tuple[ClientEntry, int, KvAttach]] = {}  # attached, and wait for their table
+
+    # Ranks
+
+    def put_rank(self, shim: ClientEntry, rank: Rank) -> None:
+        """Raises LayoutRefused when it is not cut like its siblings."""
+        engine = self._books.engines.get(shim.service)
+        if engine is not None:
+            engine.join(rank)
+        self._books.ranks[shim.id] = rank
+        if engine is not None:
+            self._books.tell(engine)
+            self._hand(engine)
+        self._changes.put(Look())
+
+    def drop_rank(self, shim: ClientEntry) -> None:
+        rank = self._books.ranks.pop(shim.id, None)
+        engine = self._books.engines.get(shim.service)
+        if engine is not None:
+            engine.leave(shim.id)
+        if rank is not None:
+            hooks = {rank.hook} | ({engine.hook} if engine is not None else set())
+            for hook in sorted(hooks):
+                self._changes.put(HookLost(hook))
+
+    # Engines
+
+    def attach(self, entry: ClientEntry, seq: int, body: KvAttach) -> None:
+        """KV_ATTACH. The answer is the table, as soon as all ranks are known."""
+        why, status = self._why_not(entry, body)
+        if status:
+            self.refuse(entry, f"engine refused: {why}")
+            self._books.ack(entry.id, seq, status)
+            return
+        engines = self._books.engines
+        if entry.service in engines:
+            self.detach(engines[entry.service])
+        role = self._books.registry.services[entry.service].role
+        engine = engines[entry.service] = Engine(entry.id, entry.service, role, body)
+        for client in list(self._books.registry.clients_of(entry.service)):
+            rank = self._books.ranks.get(client.id)
+            if rank is not None:
+                self._join(engine, client, rank)
+        self._books.tell(engine)
+        self._untold[entry.service] = (entry, seq, body)
+        is_young = self._clock.now_ns() - self._born_ns < YOUNG_NS
+        if not is_young and not self._books.has_ranges(entry.service):
+            self._send_table(engine)  # its memory is not ours: there will never be a rank
+        self._hand(engine)
+        self._clock.call_at_ns(self._clock.now_ns() + TABLE_NS, lambda: self._hand_late(engine))
+
+    def _why_not(self, entry: ClientEntry, body: KvAttach) -> tuple[str, int]:
+        known = self._books.engines.get(entry.service)
+        why = check_sizes(body.blocks, body.block_tokens, body.rows, body.row_blocks)
+        if not body.abi_min <= KV_ABI <= body.abi_max:
+            return f"it speaks KV ABI {body.abi_min} to {body.abi_max}, we {KV_ABI}", errno.EPROTONOSUPPORT
+        if known is not None and known.hook != entry.id:
+            return "another engine of this service has attached", errno.EBUSY
+        if not why and not 0 < body.ranks <= MAX_RANKS:
+            why = f"{body.ranks} ranks, 1 to {MAX_RANKS} are possible"
+        return why, errno.EINVAL if why else 0
+
+    def _join(self, engine: Engine, shim: ClientEntry, rank: Rank) -> None:
+        try:
+            engine.join(rank)
+        except LayoutRefused as refused:
+            self._books.ranks.pop(shim.id, None)
+            self.refuse(shim, f"KV layout refused: {refused}")
+
+    def refuse(self, entry: ClientEntry, why: str) -> None:
+        self._gating.counters.refuse("kv-engine")
+        self._journal.emit(EventKind.NOTED, service=entry.service, client=entry.id, reason=why, pid=entry.process.pid)
+
+    # The table
+
+    def _hand(self, engine: Engine) -> None:
+        """Only a table of all ranks says what has memory: told too early, an engine believes that all of it has.
+
+        Nor one that is made while an earlier table's losses are carried out: it would call those blocks backed.
+        """
+        if not self._books.is_attached(engine):
+            return
+        leaving = all_of([order.through for order in self._books.orders.leaving(frozenset(engine.ranks))])
+        if not leaving.is_set:
+            leaving.then(lambda: self._hand(engine))
+            return
+        self._books.tell(engine)
+        self._send_table(engine)
+
+    def _hand_late(self, engine: Engine) -> None:
+        waiting = self._untold.get(engine.service)
+        if waiting is None or self._books.engines.get(engine.service) is not engine:
+            return
+        if not self._books.has_ranges(engine.service):
+            self._send_table(engine)
+            return
+        entry, seq, _ = waiting
+        self.detach(engine)
+        self._books.ack(entry.id, seq, errno.EAGAIN)
+
+    def _send_table(self, engine: Engine) -> None:
+        waiting = self._untold.pop(engine.service, None)
+        if waiting is None:
+            return
+        entry, seq, body = waiting
+        self._unheeded.heed(engine)
+        told = KvTableMessage(abi=KV_ABI, table_bytes=engine.table.bytes, book_bytes=engine.book.bytes)
+        self._send(entry.id, LinkType.KV_TABLE, told, seq, (engine.table.fd, engine.book.fd))
+        self._journal.emit(
+            EventKind.ATTACHED,
+            service=entry.service,
+            client=entry.id,
+            reason=body.engine,
+            blocks=body.blocks,
+            ranks=body.ranks,
+            mode=body.mode,
+        )
+        self._changes.put(Look())
+
+    def detach(self, engine: Engine) -> None:
+        del self._books.engines[engine.service]
+        self._untold.pop(engine.service, None)
+        engine.table.detach()
+        self._changes.put(EngineLeft(engine))
+        for rank in engine.ranks.values():
+            for book in rank.books:
+                if book.is_elastic and book.key in self._books.pool.ranges:
+                    self._unheeded.expect(book)
+        engine.close()

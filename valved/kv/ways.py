@@ -1,0 +1,71 @@
+"""By which way memory is taken from each engine: what the setting allows, and what is known to work with it."""
+
+from __future__ import annotations
+
+from valved.kv.books import KvBooks
+from valved.kv.engines import Engine
+from valved.kv.journey import all_of
+from valved.kv.orders import Order
+from valved.kv.outside import Outside
+from valved.kv.pool import KvRangeBook
+from valved.machine.ports import GatePort
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, Reach, Remap
+from valved.state.journal import Journal
+
+HUNG = "a mapping order has not come back"
+RUNGS = [Remap.SPARSE, Remap.HELPER, Remap.COOPERATIVE]
+STOPS = frozenset({Reach.CHANNEL_OWN, Reach.CHANNEL_FD, Reach.CHANNEL_SELF})  # ways that really stop a kernel
+
+
+class Ways:
+    def __init__(self, books: KvBooks, outside: Outside, gate: GatePort, journal: Journal) -> None:
+        self.unsafe: set[ClientId] = set()
+        self._books = books
+        self._outside = outside
+        self._gate = gate
+        self._journal = journal
+
+    @property
+    def usual(self) -> Remap:
+        """The way where nothing speaks against it."""
+        setting = self._books.settings.remap
+        return setting if setting in (Remap.SPARSE, Remap.HELPER) else Remap.COOPERATIVE
+
+    def way_of(self, engines: list[Engine]) -> Remap:
+        """One for all of these: they are stopped, or asked, together."""
+        if self.usual is Remap.COOPERATIVE:
+            return Remap.COOPERATIVE
+        clients = frozenset().union(*(engine.clients for engine in engines))
+        gpus = frozenset().union(*(engine.gpus for engine in engines))
+        stops = all(self._gate.reach(gpu)[0] in STOPS for gpu in gpus)
+        if not stops or not self.unsafe.isdisjoint(clients):
+            return Remap.COOPERATIVE
+        ways = {self.best(book) for engine in engines for rank in engine.ranks.values() for book in rank.books}
+        return max(ways, key=RUNGS.index, default=self.usual)
+
+    def best(self, book: KvRangeBook) -> Remap:
+        return self._outside.best(book.key.client, book.gpu) if self.usual is Remap.SPARSE else self.usual
+
+    def why_not(self, engine: Engine) -> str:
+        """Why memory is not taken from it by the usual way; empty if it is."""
+        return self._outside.why_not(engine) if self.usual is Remap.SPARSE else ""
+
+    def order_ns(self, how: Remap) -> int:
+        """The longest that an order may take."""
+        settings = self._books.settings
+        return round((settings.step_s if how is Remap.COOPERATIVE else settings.order_s) * 1e9)
+
+    def mark_unsafe(self, late: list[Order]) -> None:
+        """Their processes launch nothing until the orders have come back, and are asked between steps from then on."""
+        for client in sorted({order.client for order in late}):
+            self.unsafe.add(client)
+            self._books.holds.hold(client, HUNG)
+            mine = all_of([order.settled for order in late if order.client == client])
+            mine.then(lambda client=client: self._books.holds.release(client, HUNG))  # type: ignore[misc]
+            self._journal.emit(
+                EventKind.REMAP_UNSAFE,
+                service=self._books.service_of(client),
+                client=client,
+                reason=f"a mapping order took longer than {self._books.settings.order_s:g} s",
+            )
