@@ -69,12 +69,13 @@ class Engine:
         self.index: CostIndex | None = None
         self.indexed_steps = -1
         self.indexed_ns = 0
-        self.rung_ns = 0  # when its hook rang last, by the hook's clock
+        self.rung_ns = 0  # when its hook rang, by its own clock; 0 once that was looked at
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
         self._books: list[KvRangeBook] = []
+        self._at = np.empty(0, np.int64)  # what stands at each slot of all its ranges, one after the other
         self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
         self._block_columns = self._block_ptr = np.empty(0, np.int64)
         self._reclaimable: Bools = np.zeros(0, np.bool_)
@@ -111,6 +112,9 @@ class Engine:
         self._cell_column, self._cell_book, self._cell_slot = column[order], book[order], slot[order]
         starts = np.cumsum([0, *(book.slots for book in self._books)])
         self._cell_place = starts[self._cell_book] + self._cell_slot
+        self._at = np.concatenate([book.at for book in self._books])
+        for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
+            known.at = self._at[first_slot : first_slot + known.slots]
         first = ranks[0].columns
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
         self.heed_pins()
@@ -162,7 +166,7 @@ class Engine:
     @property
     def can_lose(self) -> bool:
         """Its hook recomputes what is lost. Any doubt means no."""
-        return self.is_complete and self.attached_mode != KvMode.NONE and self.view().mode is not KvMode.NONE
+        return self.is_complete and self.attached_mode != KvMode.NONE and self.book.mode is not KvMode.NONE
 
     def handles_of(self, gpu: GpuIndex) -> Ints:
         """Handles of each column on this GPU."""
@@ -185,9 +189,7 @@ class Engine:
 
     def _standing(self) -> Ints:
         """What stands at each cell: a handle, nothing, or a claim."""
-        if not self._books:
-            return np.empty(0, np.int64)
-        return np.concatenate([book.at for book in self._books])[self._cell_place]
+        return self._at[self._cell_place]
 
     def bare_columns(self) -> Ints:
         """Columns that could be backed now, or in part."""

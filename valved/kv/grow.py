@@ -23,13 +23,16 @@ class Growth:
         self._moves = moves
         self._reclaimer = reclaimer
 
-    async def grow(self, engine: Engine, columns: Ints) -> int:
-        """Back bare columns of an online engine, taking from offline work what is missing. How many have come."""
+    async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> int:
+        """Back bare columns of an online engine, taking from offline work what is missing. How many have come.
+
+        `rung_ns`: since when its hook has waited for an answer; 0 if nobody rang.
+        """
         self._moves.coming(engine, columns)
         try:
             for _ in range(TRIES):
                 left = columns[~engine.backed_columns()[columns]]
-                if not len(left) or not await self._grow_once(engine, left):
+                if not len(left) or not await self._grow_once(engine, left, rung_ns):
                     break
         finally:
             self._moves.came(engine, columns)
@@ -37,14 +40,14 @@ class Growth:
             return 0
         return int(engine.backed_columns()[columns].sum())
 
-    async def _grow_once(self, engine: Engine, columns: Ints) -> bool:
+    async def _grow_once(self, engine: Engine, columns: Ints, rung_ns: int) -> bool:
         """Whether another try may find more: the driver had less than we thought."""
         need = None
         orders: list[Order] = []
         try:
             if self._supply.fitting(engine, columns) < len(columns):
                 handles = {gpu: int(engine.handles_of(gpu)[columns].sum()) for gpu in engine.gpus}
-                need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), engine.rung_ns)
+                need = self._reclaimer.ask(engine.service, handles, lambda: self._is_short(engine), rung_ns)
                 await need.ready
             else:
                 await self._turn.while_turning()

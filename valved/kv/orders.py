@@ -20,6 +20,8 @@ from valved.kv.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBo
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
+assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8, 12], "see _order"  # type: ignore[index]
+
 Send = Callable[[ClientId, LinkType, Body, int, tuple[int, ...]], bool]
 """False: it will not arrive, and the client is about to be dropped."""
 
@@ -103,8 +105,8 @@ class Orders:
     def _order(
         self, op: KvOp, how: KvHow, book: KvRangeBook, slots: Ints, names: Ints, flags: int, fds: tuple[int, ...] = ()
     ) -> Order:
-        entries = np.empty(len(slots), ENTRY)
-        entries["handle"], entries["slot"], entries["flags"] = names, slots, flags
+        entries = np.empty((len(slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
+        entries[:, 0], entries[:, 1] = names, slots + (flags << 32)
         if op is KvOp.BACK:
             book.at[slots] = CLAIMED
         order = Order(number=self._next, op=op, how=how, book=book, slots=slots, names=names)

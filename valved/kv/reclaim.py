@@ -43,6 +43,8 @@ from valved.state.journal import Journal
 
 STALE_NS = 1_000_000_000  # an index that is older is made again for a reclaim; what it costs is bounded (kv_files.py)
 
+BELIEVED_NS = 10_000_000_000  # a hook says itself when it rang: nothing older than this is
+
 
 class Reclaimer:
     def __init__(
@@ -78,7 +80,7 @@ class Reclaimer:
         service: ServiceId,
         handles: dict[GpuIndex, int],
         is_waited_for: Callable[[], bool],
-        heard_ns: int = 0,
+        rung_ns: int = 0,
     ) -> Need:
         """Have so many handles free. Whoever asks awaits `ready`, and settles the need with `Supply.settle`."""
         now_ns = self._clock.now_ns()
@@ -86,7 +88,7 @@ class Reclaimer:
             service=service,
             handles=handles,
             promised=dict(handles),
-            rung_ns=min(heard_ns or now_ns, now_ns),
+            rung_ns=rung_ns if now_ns - BELIEVED_NS < rung_ns < now_ns else now_ns,
             asked_ns=now_ns,
             is_waited_for=is_waited_for,
         )

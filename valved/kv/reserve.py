@@ -77,10 +77,11 @@ class Reserve:
         now_ns = self._clock.now_ns()
         if now_ns < online.blocked_until_ns:
             return
+        rung_ns, engine.rung_ns = engine.rung_ns, 0
         memory = self._observe(engine)
         bare = memory.pool_handles - memory.mapped_handles
         if memory.mapped_handles < min(online.state.headroom_handles, memory.pool_handles):  # it has just begun
-            self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles))
+            self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles), rung_ns)
             return
         reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
         state = replace(online.state, reclaims_ns=reclaims_ns)
@@ -88,7 +89,7 @@ class Reserve:
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)
         if decision.action is ReservationAction.TAKE:
-            self._grow(engine, online, min(bare, decision.handles))
+            self._grow(engine, online, min(bare, decision.handles), rung_ns)
         elif decision.action is ReservationAction.GIVE:
             self._set_target(engine, online, memory.mapped_handles - decision.handles)
         self._note(engine, online, decision)  # last: who waits for memory waits for no file
@@ -131,16 +132,16 @@ class Reserve:
             pool_handles=min(engine.columns, mapped + self._supply.obtainable(engine)),
         )
 
-    def _grow(self, engine: Engine, online: Online, columns: int) -> None:
+    def _grow(self, engine: Engine, online: Online, columns: int, rung_ns: int) -> None:
         bare = engine.bare_columns()[:columns]
         if len(bare):
             online.growing = True
-            start(self._growing(engine, online, bare))
+            start(self._growing(engine, online, bare, rung_ns))
 
-    async def _growing(self, engine: Engine, online: Online, columns: Ints) -> None:
+    async def _growing(self, engine: Engine, online: Online, columns: Ints, rung_ns: int) -> None:
         came = 0
         try:
-            came = await self._growth.grow(engine, columns)
+            came = await self._growth.grow(engine, columns, rung_ns)
         finally:
             online.growing = False
             if came < len(columns):

@@ -144,7 +144,7 @@ class KvService:
 
     def _rung(self, hook: ClientEntry, sent_ns: int) -> None:
         engine = self._books.engines.get(hook.service)
-        if engine is not None:
+        if engine is not None and not engine.rung_ns:
             engine.rung_ns = sent_ns
         self._looks.look_soon()
 

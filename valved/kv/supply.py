@@ -127,7 +127,10 @@ class Supply:
 
     def takeable(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that offline engines could lose."""
-        return sum(int(engine.handles_of(gpu)[engine.takeable()].sum()) for engine in self.losers([gpu]))
+        if not self.is_allowed:
+            return 0
+        engines = (one for one in self._books.engines_with(Role.OFFLINE) if gpu in one.gpus and one.can_lose)
+        return sum(int(engine.handles_of(gpu)[engine.takeable()].sum()) for engine in engines)
 
     def obtainable(self, engine: Engine) -> int:
         """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""

@@ -45,18 +45,26 @@ class Stream:
         gain = sum(min(int(gains[self.taken]), max(0, left[gpu])) for gpu, gains in self.gains.items())
         return self.picks[self.taken].marginal_cost / gain if gain else math.inf
 
+    def take_all(self, left: dict[GpuIndex, int]) -> None:
+        """As far as anything is missing: what `price` and `take` do one by one, for one who has no rival."""
+        gain = np.zeros(len(self.picks), np.int64)
+        for gpu, gains in self.gains.items():
+            before = left[gpu] - (np.cumsum(gains) - gains)
+            gain += np.minimum(gains, np.maximum(0, before))
+        self.taken = int(np.argmax(gain == 0)) if (gain == 0).any() else len(gain)
+
     def take(self, left: dict[GpuIndex, int]) -> None:
         for gpu, gains in self.gains.items():
             left[gpu] -= int(gains[self.taken])
         self.taken += 1
 
     def victims(self) -> Victims:
-        picks = list(self.picks[: self.taken])
+        picks = self.picks[: self.taken]
         freed = sum(int(gains[: self.taken].sum()) for gains in self.gains.values())
         return Victims(
             engine=self.engine,
             columns=np.array([pick.column_id for pick in picks], dtype=np.int64),
-            decision=decision_of("selective", self.cost, picks, freed, freed),
+            decision=decision_of("selective", self.cost, list(picks), freed, freed),
         )
 
 
@@ -66,7 +74,9 @@ def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: Ev
     wanted = [{gpu: count for gpu, count in missing.items() if count > 0 and gpu in one.gpus} for one in able]
     streams = [_stream(engine, mine, settings) for engine, mine in zip(able, wanted, strict=True) if mine]
     left = dict(missing)
-    while any(count > 0 for count in left.values()):
+    if len(streams) == 1:
+        streams[0].take_all(left)
+    while len(streams) > 1 and any(count > 0 for count in left.values()):
         best = min(streams, key=lambda stream: stream.price(left), default=None)  # of equals the richest
         if best is None or math.isinf(best.price(left)):
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 ColumnId = NewType("ColumnId", int)
 """Index of a column in its ColumnMap; ascending ids are ascending addresses of the first plane."""
@@ -126,9 +126,8 @@ class EvictionCost(enum.Enum):
     """Time to compute those tokens again, attention included (default)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnPick:
-    """One step of a selection."""
+class ColumnPick(NamedTuple):
+    """One step of a selection. A tuple: a reclaim of small handles makes hundreds while a service waits."""
 
     column_id: ColumnId
     marginal_cost: int
