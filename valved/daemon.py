@@ -32,7 +32,7 @@ from valved.gate.wake import GateService, GateSettings
 from valved.machine import signals
 from valved.machine.clock import LoopClock
 from valved.machine.driver import driver_state
-from valved.machine.helpers import Closer
+from valved.machine.helpers import Closer, Worker
 from valved.machine.notify import Notify
 from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.possession import RmProver
@@ -113,6 +113,7 @@ def build(
             config,
             fd_limit=raise_fd_limit(),
             outside_port=UvmDoors(loop),
+            work=Worker(loop),
         )
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)

@@ -41,12 +41,14 @@ def test_an_index_that_takes_long_is_never_more_than_a_share_of_the_loop(world, 
     [engine] = world.kv.books.engines_with(Role.OFFLINE)
     made = []
 
-    def slow(settings, now_ns):
-        made.append(now_ns)
-        world.clock._now_ns += 10_000_000
-        return True
+    real = engine.make_index
 
-    monkeypatch.setattr(engine, "refresh_index", slow)
+    def slow(settings):
+        made.append(world.clock.now_ns())
+        world.clock._now_ns += 10_000_000
+        return real(settings)
+
+    monkeypatch.setattr(engine, "make_index", slow)
     for _ in range(100):
         offline.hold(0, [4, 5])
         world.run(100)

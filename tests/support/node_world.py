@@ -89,6 +89,28 @@ class FakeReactor:
         return self.readers.pop(fd, None) is not None
 
 
+class FakeWork:
+    """A WorkPort that does its jobs at once; `later` keeps them until `finish`."""
+
+    def __init__(self):
+        self.later = False
+        self._jobs = []
+
+    def do(self, job, then):
+        self._jobs.append((job, then))
+        if not self.later:
+            self.finish()
+
+    def finish(self):
+        while self._jobs:
+            job, then = self._jobs.pop(0)
+            try:
+                result, error = job(), None
+            except Exception as caught:
+                result, error = None, caught
+            then(result, error)
+
+
 class FakeConnection:
     def __init__(self, pid, uid=1000):
         self.pid, self.uid = pid, uid
@@ -149,6 +171,7 @@ class World:
             self.prover,
         )
         self.outside = FakeOutside(self.clock)
+        self.worker = FakeWork()
         self.signals = []
         self.ladder = Ladder(
             self.books, self.gating, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
@@ -216,6 +239,7 @@ class World:
             self.config,
             fd_limit=65536,
             outside_port=self.outside,
+            work=self.worker,
         )
 
     def _signal(self, process, number):

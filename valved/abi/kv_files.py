@@ -9,6 +9,7 @@ cannot be are dropped, and the header that valved wrote is never read back.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -208,7 +209,8 @@ class KvBook:
     def close(self) -> None:
         self._head = self._offered = self._rows = np.empty(0, np.uint8)
         self._cells = np.empty(0, np.uint32)
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # a thread reads it: unmapped when that lets go of it
+            self._memory.close()
         os.close(self.fd)
 
 

@@ -70,6 +70,8 @@ class Engine:
         self.indexed_steps = -1
         self.indexed_ns = 0
         self.rung_ns = 0  # when its hook rang, by its own clock; 0 once that was looked at
+        self.index_ns = 0  # how long the last one took
+        self.is_indexing = False
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
@@ -240,17 +242,20 @@ class Engine:
 
     # Victims
 
-    def refresh_index(self, settings: EvictionSettings, now_ns: int) -> bool:
-        """Ahead of need: what each column would cost. True if anything was new."""
-        steps = self.view().steps
-        self.indexed_ns = now_ns
-        if self.index is not None and steps == self.indexed_steps:
-            return False
+    def make_index(self, settings: EvictionSettings) -> CostIndex:
+        """What each column would cost. Reads only, so that a thread may do it: its size is for the client to choose."""
         rows = self.book.requests()
         tables = BlockTables(ptr=rows.ptr, blocks=rows.blocks, tokens=rows.tokens)
-        self.index = index_requests(next(iter(self.ranks.values())).columns, tables, settings)
-        self.indexed_steps = steps
-        return True
+        return index_requests(next(iter(self.ranks.values())).columns, tables, settings)
+
+    def put_index(self, index: CostIndex, steps: int, now_ns: int) -> None:
+        """One that was begun at this step count of the engine."""
+        self.index, self.indexed_steps, self.indexed_ns = index, steps, now_ns
+
+    @property
+    def is_index_new(self) -> bool:
+        """The engine has not stepped since."""
+        return self.index is not None and self.view().steps == self.indexed_steps
 
     def takeable(self) -> Bools:
         """Columns that may be taken now."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, field
+from functools import partial
 
 from valved.abi.kv_link import KvLayoutPart
 from valved.kv.books import KvBooks
 from valved.kv.engines import Rank
 from valved.kv.tables import Tables
 from valved.machine.clock import Clock
+from valved.machine.ports import WorkPort
 from valved.model.ids import ClientId
 from valved.model.memory import KvTensor, LayoutRefused
 from valved.policy.columns import MAX_PLANES
@@ -56,20 +58,24 @@ class LayoutParts:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Early:
-    """A whole layout that came before the ranges it lies in."""
+    """A whole layout without an answer: its ranges may come later, and a thread works out where its blocks lie."""
 
     hook: ClientEntry
     seq: int
     told: KvLayoutPart
+    until_ns: int
+    is_at_work: bool = False
+    is_asked_again: bool = False  # ranges came, or its time ran out, while a thread was at work
 
 
 class Layouts:
-    def __init__(self, books: KvBooks, tables: Tables, clock: Clock) -> None:
+    def __init__(self, books: KvBooks, tables: Tables, clock: Clock, work: WorkPort) -> None:
         self._books = books
         self._tables = tables
         self._clock = clock
+        self._work = work
         self._parts: dict[ClientId, LayoutParts] = {}  # by hook
         self._early: dict[ClientId, Early] = {}
 
@@ -88,18 +94,11 @@ class Layouts:
             self._books.ack(hook.id, seq)
             return
         del self._parts[hook.id]
-        early = Early(hook, seq, parts.whole())
-        if not self._try(early, is_last=False):
-            self._await_shim(early)
-
-    def _await_shim(self, early: Early) -> None:
-        def give_up() -> None:
-            if self._early.get(early.hook.id) is early:
-                del self._early[early.hook.id]
-                self._try(early, is_last=True)
-
-        self._early[early.hook.id] = early
-        self._clock.call_at_ns(self._clock.now_ns() + LAYOUT_NS, give_up)
+        until_ns = self._clock.now_ns() + LAYOUT_NS
+        early = self._early[hook.id] = Early(hook=hook, seq=seq, told=parts.whole(), until_ns=until_ns)
+        self._try(early)
+        if self._early.get(hook.id) is early:
+            self._clock.call_at_ns(until_ns, lambda: self._try(early))
 
     def try_early_soon(self) -> None:
         """The ranges of a shim come one by one: a layout that lies beyond them may be early."""
@@ -108,25 +107,50 @@ class Layouts:
 
     def try_early(self) -> None:
         for early in list(self._early.values()):
-            if self._early.get(early.hook.id) is early and self._try(early, is_last=False):
-                self._early.pop(early.hook.id, None)
+            self._try(early)
 
-    def _try(self, early: Early, *, is_last: bool) -> bool:
-        """True if it was answered."""
+    def _try(self, early: Early) -> None:
+        if self._early.get(early.hook.id) is not early:
+            return
+        if early.is_at_work:
+            early.is_asked_again = True
+            return
         shim = self._books.shim_beside(early.hook)
-        try:
-            if shim is None:
-                raise LayoutRefused("pid", "no shim with KV ranges lives in this process")
-            if any(key.client == shim.id for key in self._books.untold):
-                raise LayoutRefused("tensors", "its shim has not said all that it holds")
+        if shim is None:
+            self._not_yet(early, LayoutRefused("pid", "no shim with KV ranges lives in this process"))
+        elif any(key.client == shim.id for key in self._books.untold):
+            self._not_yet(early, LayoutRefused("tensors", "its shim has not said all that it holds"))
+        else:
             ranges = self._books.pool.of_client(shim.id)
-            self._tables.put_rank(shim, Rank.of(shim.id, early.hook.id, ranges, early.told))
+            early.is_at_work, early.is_asked_again = True, False
+            job = partial(Rank.of, shim.id, early.hook.id, ranges, early.told)
+            self._work.do(job, partial(self._made, early, shim, [book.uid for book in ranges]))
+
+    def _made(
+        self, early: Early, shim: ClientEntry, ranges: list[int], rank: Rank | None, error: Exception | None
+    ) -> None:
+        early.is_at_work = False
+        if self._early.get(early.hook.id) is not early:
+            return
+        if [book.uid for book in self._books.pool.of_client(shim.id)] != ranges:
+            self._try(early)  # they are not what they were
+            return
+        try:
+            if rank is None:
+                raise error or AssertionError("neither a rank nor an error")
+            self._tables.put_rank(shim, rank)
         except LayoutRefused as refused:
-            if is_last:
-                self._refuse(early.hook, early.seq, refused)
-            return False
+            self._not_yet(early, refused)
+            if early.is_asked_again:
+                self._try(early)
+            return
+        del self._early[early.hook.id]
         self._books.ack(early.hook.id, early.seq)
-        return True
+
+    def _not_yet(self, early: Early, refused: LayoutRefused) -> None:
+        if self._clock.now_ns() >= early.until_ns:
+            del self._early[early.hook.id]
+            self._refuse(early.hook, early.seq, refused)
 
     def _refuse(self, hook: ClientEntry, seq: int, refused: LayoutRefused) -> None:
         self._tables.refuse(hook, f"KV layout refused: {refused}")

@@ -6,14 +6,17 @@ they are not: whoever waits is taken on by the answers themselves, and the tick 
 
 from __future__ import annotations
 
+from functools import partial
+
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
 from valved.kv.reserve import Reserve
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import WorkPort
 from valved.model.ids import Role
-from valved.policy.eviction import EvictionSettings
+from valved.policy.eviction import CostIndex, EvictionSettings
 
 INDEX_REST = 20  # times as long as an index took nobody makes another
 
@@ -27,6 +30,7 @@ class Looks:
         lender: Lender,
         clock: Clock,
         costs: EvictionSettings,
+        work: WorkPort,
     ) -> None:
         self._books = books
         self._supply = supply
@@ -34,6 +38,7 @@ class Looks:
         self._lender = lender
         self._clock = clock
         self._costs = costs
+        self._work = work
         self._soon: TimerHandle | None = None
         self._tick: TimerHandle | None = None
 
@@ -67,15 +72,26 @@ class Looks:
             self._arm()
 
     def _refresh_index(self, engine: Engine) -> None:
-        """Ahead of need, and no more than a share of the loop: a reclaim may choose by an older one."""
+        """Ahead of need, in a thread, and no more than a share of a core: a reclaim may choose by an older one."""
         began_ns = self._clock.now_ns()
-        if began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
+        if engine.is_indexing or began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
             return
-        try:
-            engine.refresh_index(self._costs, began_ns)
-        finally:
+        if engine.is_index_new:
+            engine.indexed_ns = began_ns
+            return
+        engine.is_indexing, steps, ranks = True, engine.view().steps, engine.clients
+
+        def made(index: CostIndex | None, error: Exception | None) -> None:
             ended_ns = self._clock.now_ns()
-            engine.index_after_ns = ended_ns + INDEX_REST * (ended_ns - began_ns)
+            engine.is_indexing = False
+            engine.index_ns = ended_ns - began_ns
+            engine.index_after_ns = ended_ns + INDEX_REST * engine.index_ns
+            if index is not None and self._books.is_attached(engine) and engine.clients == ranks:
+                engine.put_index(index, steps, began_ns)
+            elif error is not None and self._books.is_attached(engine):
+                raise error
+
+        self._work.do(partial(engine.make_index, self._costs), made)
 
     def _is_reclaim_near(self, engine: Engine) -> bool:
         """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""

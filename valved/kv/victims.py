@@ -86,7 +86,7 @@ def choose(engines: Iterable[Engine], missing: dict[GpuIndex, int], settings: Ev
 
 def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSettings) -> Stream:
     if engine.index is None:
-        engine.refresh_index(settings, 0)
+        engine.put_index(engine.make_index(settings), engine.view().steps, 0)
     assert engine.index is not None
     takeable = engine.takeable()
     index = replace(engine.index, column_cost=np.where(takeable, engine.index.column_cost, np.inf))

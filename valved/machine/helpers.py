@@ -5,13 +5,16 @@ The loop hands a job over and goes on. A job that hangs keeps its thread; the ne
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
+from typing import Any
 
 CLOSERS = 32
+WORKERS = 2  # that compute: more would keep the interpreter from the loop
 BACKLOG = 256  # descriptors that wait to be closed; beyond, nobody unknown is read from
 
 
@@ -61,3 +64,25 @@ class Closer:
     @property
     def is_behind(self) -> bool:
         return self._helpers.backlog > BACKLOG
+
+
+class Worker:
+    """Computes what would keep the loop for long: its size is for a client to choose."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._helpers = Helpers("valved-work", WORKERS)
+
+    def do(self, job: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
+        """The job in a thread; `then`, in the loop, with what it returned or raised."""
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = job()
+            except Exception as caught:
+                error = caught
+            with contextlib.suppress(RuntimeError):  # the loop is closed: valved leaves
+                self._loop.call_soon_threadsafe(then, result, error)
+
+        self._helpers.do(work)

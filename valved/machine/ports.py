@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -292,6 +292,12 @@ class OutsidePort(Protocol):
 
     def open(self, fd: int, uuid: bytes) -> Door:
         """Takes the descriptor over."""
+        ...
+
+
+class WorkPort(Protocol):
+    def do(self, job: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
+        """The job in a thread; `then`, in the loop, with what it returned or raised."""
         ...
 
 

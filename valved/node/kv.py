@@ -30,7 +30,7 @@ from valved.kv.unheeded import Unheeded
 from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, OutsidePort, ProcessPort
+from valved.machine.ports import GatePort, OutsidePort, ProcessPort, WorkPort
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
@@ -91,6 +91,7 @@ def put_together(
     *,
     fd_limit: int,
     outside_port: OutsidePort,
+    work: WorkPort,
 ) -> Kv:
     settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
@@ -101,7 +102,7 @@ def put_together(
     unheeded = Unheeded(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
-    layouts = Layouts(books, tables, clock)
+    layouts = Layouts(books, tables, clock, work)
 
     supply = Supply(books, clock)
     turn = GateTurn(gate, gating, clock, supply)
@@ -116,7 +117,7 @@ def put_together(
 
     reserve = Reserve(books, supply, growth, lending, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes)
-    looks = Looks(books, supply, reserve, lender, clock, costs)
+    looks = Looks(books, supply, reserve, lender, clock, costs, work)
     report = MemoryReport(books, ways, reserve, log, journal, sorted(uuids))
     service = KvService(
         books=books,
