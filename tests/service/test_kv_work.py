@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 
 import pytest
@@ -140,3 +141,26 @@ def test_a_worker_never_computes_in_the_loops_thread():
     results = [arguments for _, arguments in loop.called]
     assert all(result != threading.get_ident() for result, _ in results)
     assert sum(isinstance(error, ZeroDivisionError) for _, error in results) == 1
+
+
+def test_handles_that_go_back_to_the_driver_are_never_closed_on_the_loop(world, monkeypatch):
+    """Unless somebody makes new ones of that memory in the same breath."""
+    world.engine("offline", columns=16)
+    world.run(500)
+    pool = world.kv.books.pool
+    handed = []
+    monkeypatch.setattr(pool, "_closer", type("Closer", (), {"close_in_turn": lambda _, fds: handed.extend(fds)})())
+    offline = world.hooks[0]
+    offline.shim.free_range(0)
+    world.run(10)
+    free = pool.free_handles(0)
+    assert free == 16
+
+    assert pool.trim(0, 10) == 10
+    assert len(handed) == 10
+    assert pool.trim(0, 6, is_awaited=True) == 6
+    assert len(handed) == 10
+
+    pool.check_integrity()
+    for fd in handed:
+        os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -87,6 +88,12 @@ class FakeReactor:
 
     def remove_reader(self, fd):
         return self.readers.pop(fd, None) is not None
+
+
+class FakeCloser:
+    def close_in_turn(self, fds):
+        for fd in fds:
+            os.close(fd)
 
 
 class FakeWork:
@@ -240,6 +247,7 @@ class World:
             fd_limit=65536,
             outside_port=self.outside,
             work=self.worker,
+            closer=FakeCloser(),
         )
 
     def _signal(self, process, number):

@@ -17,7 +17,7 @@ from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import Ints, Pool, RangeKey
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort
+from valved.machine.ports import CloserPort, GatePort
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.state.registry import Books, ClientEntry
 
@@ -26,10 +26,17 @@ SPARE_FDS = 4096  # of the limit on descriptors, kept for clients, files and wha
 
 class KvBooks:
     def __init__(
-        self, registry: Books, gate: GatePort, clock: Clock, settings: MemoryTable, send: Send, fd_limit: int
+        self,
+        registry: Books,
+        gate: GatePort,
+        clock: Clock,
+        settings: MemoryTable,
+        send: Send,
+        fd_limit: int,
+        closer: CloserPort,
     ) -> None:
         self.settings = settings
-        self.pool = Pool(settings.handle_mib * MIB, max(0, fd_limit - SPARE_FDS), clock.now_ns())
+        self.pool = Pool(settings.handle_mib * MIB, max(0, fd_limit - SPARE_FDS), clock.now_ns(), closer)
         self.orders = Orders(self.pool, send, clock)
         self.holds = LaunchHolds(gate)
         self.engines: dict[ServiceId, Engine] = {}

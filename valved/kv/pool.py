@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from valved.machine.ports import CloserPort
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
 Ints = NDArray[np.int64]
@@ -80,8 +81,9 @@ class KvRangeBook:
 
 
 class Pool:
-    def __init__(self, handle_bytes: int, most: int, first_name: int) -> None:
+    def __init__(self, handle_bytes: int, most: int, first_name: int, closer: CloserPort) -> None:
         """`most`: handles that may exist, bounded by the descriptors that valved may have."""
+        self._closer = closer
         self.handle_bytes = handle_bytes
         self.most = most
         self.ranges: dict[RangeKey, KvRangeBook] = {}
@@ -170,22 +172,30 @@ class Pool:
             self._free[GpuIndex(int(gpus[0])), int(domains[0])] += rows[is_there].tolist()
             rows, gpus, domains = rows[~is_there], gpus[~is_there], domains[~is_there]
 
-    def drop(self, rows: Ints) -> None:
-        """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back."""
-        for row in rows.tolist():
-            os.close(int(self._fd[row]))
-            self._unused.append(row)
+    def drop(self, rows: Ints, *, is_awaited: bool = False) -> None:
+        """Forget handles that are moving, or just taken, for good; with their descriptors the memory goes back.
+
+        `is_awaited`: by whom it is given to next, so it must be back when this returns. Else a thread closes them: the
+        driver may be busy with its locks.
+        """
+        fds = self._fd[rows].tolist()
+        if is_awaited:
+            for fd in fds:
+                os.close(fd)
+        elif fds:
+            self._closer.close_in_turn(fds)
+        self._unused += rows.tolist()
         self._fd[rows] = -1
         self._home[rows] = 0
         self._place[rows] = Place.GONE
 
-    def trim(self, gpu: GpuIndex, most: int, *, but: str | None = None) -> int:
+    def trim(self, gpu: GpuIndex, most: int, *, but: str | None = None, is_awaited: bool = False) -> int:
         """Give up to `most` free handles back to the driver, none of the domain `but`. How many went."""
         spared = self._number(but) if but is not None else -1
         left = most
         for place in [place for place in self._free if place[0] == gpu and place[1] != spared]:
             rows = self._take_from(place, left)
-            self.drop(rows)
+            self.drop(rows, is_awaited=is_awaited)
             left -= len(rows)
         return most - left
 

@@ -150,7 +150,7 @@ class Supply:
 
     def trim(self, gpu: GpuIndex, most: int, domain: str) -> int:
         """Free handles of other trust domains go back to the driver, and make room for new ones. How many."""
-        foreign = self._books.pool.trim(gpu, most, but=domain)
+        foreign = self._books.pool.trim(gpu, most, but=domain, is_awaited=True)
         self._room[gpu] += foreign
         return foreign
 

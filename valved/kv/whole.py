@@ -58,7 +58,7 @@ class WholeRanges:
         if seq and is_online and not book.is_whole:
             backed = np.flatnonzero(book.at >= 0)
             await all_of([order.settled for order in self._books.orders.take_away(KvOp.UNBACK, book, backed)])
-            self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu))
+            self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu), is_awaited=True)
         self._ranges.answer_whole(book, seq, len(book.empty_slots()))
 
     async def _back_once(self, book: KvRangeBook, may_take: bool) -> bool:

@@ -61,6 +61,17 @@ class Closer:
         for fd in fds:
             self._helpers.do(lambda fd=fd: os.close(fd))  # type: ignore[misc]
 
+    def close_in_turn(self, fds: Iterable[int]) -> None:
+        """Many of one kind, by one thread: the driver's own, which may wait for its lock but not for a stranger."""
+        mine = list(fds)
+
+        def close() -> None:
+            for fd in mine:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+        self._helpers.do(close)
+
     @property
     def is_behind(self) -> bool:
         return self._helpers.backlog > BACKLOG

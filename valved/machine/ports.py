@@ -13,7 +13,7 @@ Services hold from birth, so that no launch precedes its gate.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 from uuid import UUID
@@ -292,6 +292,12 @@ class OutsidePort(Protocol):
 
     def open(self, fd: int, uuid: bytes) -> Door:
         """Takes the descriptor over."""
+        ...
+
+
+class CloserPort(Protocol):
+    def close_in_turn(self, fds: Iterable[int]) -> None:
+        """Soon, and not on the loop."""
         ...
 
 

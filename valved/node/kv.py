@@ -30,7 +30,7 @@ from valved.kv.unheeded import Unheeded
 from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, OutsidePort, ProcessPort, WorkPort
+from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, WorkPort
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.handover import Handover
@@ -92,13 +92,14 @@ def put_together(
     fd_limit: int,
     outside_port: OutsidePort,
     work: WorkPort,
+    closer: CloserPort,
 ) -> Kv:
     settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
     counters, changes = MemoryCounters(), Changes()
     log = ReclaimLog(counters)
 
-    books = KvBooks(registry, gate, clock, settings, send, fd_limit)
+    books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
     unheeded = Unheeded(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
