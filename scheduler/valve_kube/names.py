@@ -22,6 +22,9 @@ INJECTION = f"{DOMAIN}/injection"  # ok | skipped-<why>
 MODE = f"{DOMAIN}/mode"  # off, observe or harvest: how far Valve may go with this online pod
 SHIM = f"{DOMAIN}/shim"  # version of the shim an online pod was injected with
 
+# On namespaces.
+TRUST = f"{DOMAIN}/trust-domain"  # namespaces of one value trust each other with memory
+
 # On nodes.
 EPOCH = f"{DOMAIN}/capacity-epoch"  # annotation, bumped so that kube-scheduler retries pending pods
 

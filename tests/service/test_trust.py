@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from lent_fds import lend
 from memory_world import KvWorld
+from valve_kube import names
 
 from valved.abi.kv_link import KvDone, KvEntries
 from valved.abi.link import LinkType, Malformed
 from valved.clients.identity import Peer, trust_domain
 from valved.config import Config, MemoryTable
+from valved.kube.pods import PodBook
 from valved.model.ids import ProcessId, Remap, Role
 from valved.state.registry import ServiceEntry
 
@@ -105,13 +107,38 @@ def service(name, root):
 
 
 def test_two_users_or_two_namespaces_are_never_one_domain():
-    names = ["prod/chat-0", "batch/job-0"]
-    assert trust_domain(peer(1), service("a", True), in_cluster=False) == "user 1"
-    assert trust_domain(peer(2), service("a", True), in_cluster=False) == "user 2"
-    found = [trust_domain(peer(0), service(name, True), in_cluster=True) for name in names]
+    claimed = ["prod/chat-0", "batch/job-0"]
+    assert trust_domain(peer(1), service("a", True), None) == "user 1"
+    assert trust_domain(peer(2), service("a", True), None) == "user 2"
+    found = [trust_domain(peer(0), service(name, True), PodBook()) for name in claimed]
     assert found == ["namespace prod", "namespace batch"]
 
 
 def test_a_process_never_names_itself_into_a_namespace():
     """An unclaimed process's service has the name that the process gave itself."""
-    assert trust_domain(peer(0), service("prod/chat-0", False), in_cluster=True) == "group /pods/x"
+    assert trust_domain(peer(0), service("prod/chat-0", False), labelled("prod")) == "group /pods/x"
+
+
+def labelled(*namespaces, value="research"):
+    pods = PodBook()
+    pods.replace_namespaces([{"metadata": {"name": name, "labels": {names.TRUST: value}}} for name in namespaces])
+    return pods
+
+
+def test_namespaces_without_one_label_never_share_memory():
+    pods = labelled("prod", "batch")
+    services = [service(f"{namespace}/pod-0", True) for namespace in ("prod", "batch", "guest", "research")]
+
+    found = [trust_domain(peer(0), one, pods) for one in services]
+
+    assert found == ["label research", "label research", "namespace guest", "namespace research"]
+
+
+def test_a_label_that_was_taken_off_never_counts_for_who_joins_later():
+    pods = labelled("prod", "batch", "guest")
+    pods.drop_namespace({"metadata": {"name": "batch"}})
+    pods.put_namespace({"metadata": {"name": "guest", "labels": {}}})
+
+    found = [trust_domain(peer(0), service(f"{one}/pod-0", True), pods) for one in ("prod", "batch", "guest")]
+
+    assert found == ["label research", "namespace batch", "namespace guest"]

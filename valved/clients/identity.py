@@ -66,6 +66,10 @@ class ClaimSource(Protocol):
 
     def claim_of(self, peer: Peer) -> PodClaim | Silence: ...
 
+    def trust_of(self, namespace: str) -> str:
+        """What its administrator says whom this namespace trusts; empty: nobody but itself."""
+        ...
+
 
 def identify(pid: int, uid: int, processes: ProcessPort) -> Peer | None:
     """None: the process is gone already."""
@@ -97,16 +101,20 @@ def own_cgroup(pid: int, processes: ProcessPort) -> str:
     return mine if mine not in ("", "/") and mine != parents else ""
 
 
-def trust_domain(peer: Peer, service: ServiceEntry, *, in_cluster: bool) -> str:
-    """Whose memory this process may be given, and who may be given its: one user's, or one namespace's in a cluster.
+def trust_domain(peer: Peer, service: ServiceEntry, pods: ClaimSource | None) -> str:
+    """Whose memory this process may be given, and who may be given its: one user's, or one namespace's in a cluster,
+    or that of all namespaces with the same label. It counts as it stood when the process joined.
 
     There a claimed service is called NAMESPACE/POD; who belongs to no pod that we know, and could call itself anything,
     trusts its own control group alone.
     """
-    if not in_cluster:
+    if pods is None:
         return f"user {peer.uid}"
     namespace, slash, _ = service.name.partition("/")
-    return f"namespace {namespace}" if slash and service.root is not None else f"group {peer.cgroup}"
+    if not slash or service.root is None:
+        return f"group {peer.cgroup}"
+    label = pods.trust_of(namespace)
+    return f"label {label}" if label else f"namespace {namespace}"
 
 
 def place(wanted: Role, peer: Peer, books: Books) -> Place | NoPlace:

@@ -290,7 +290,7 @@ class Register:
             uid=peer.uid,
             role=role,
             service=service,
-            domain=trust_domain(peer, self._books.services[service], in_cluster=self.pods is not None),
+            domain=trust_domain(peer, self._books.services[service], self.pods),
             cgroup=peer.cgroup,
             comm=peer.comm,
             abi=ABI,

@@ -54,6 +54,12 @@ class ApiServer:
             Sink(replace=book.replace, put=book.put, drop=book.drop),
             query={"fieldSelector": f"spec.nodeName={node}"},
         )
+        self.namespaces = Reflector(
+            client,
+            "/api/v1/namespaces",
+            Sink(replace=book.replace_namespaces, put=book.put_namespace, drop=book.drop_namespace),
+            query={"labelSelector": names.TRUST},
+        )
         self.own = Reflector(
             client,
             NODES_PATH,
@@ -64,8 +70,8 @@ class ApiServer:
         self.brake = brake_view(client, braked)
 
     async def run(self) -> None:
-        """Follow pods, the own object and the fleet's brake until cancelled."""
-        await asyncio.gather(self.pods.run(), self.own.run(), self.brake.run())
+        """Follow pods, namespaces that trust others, the own object and the fleet's brake until cancelled."""
+        await asyncio.gather(self.pods.run(), self.namespaces.run(), self.own.run(), self.brake.run())
 
     async def fetch_pod(self, namespace: str, name: str) -> None:
         """Have one pod in the book now; OSError when the API server cannot say."""

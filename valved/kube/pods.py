@@ -47,6 +47,7 @@ class PodBook:
         """`all_gpu_pods`: a pod that asks for whole GPUs and says no role is online work, too."""
         self.pods: dict[str, Pod] = {}
         self._all_gpu_pods = all_gpu_pods
+        self._trust: dict[str, str] = {}  # by namespace, where a label says so
         self.changed: Callable[[], None] = lambda: None
 
     # From the API server's watch
@@ -64,6 +65,18 @@ class PodBook:
     def drop(self, item: Any) -> None:
         if self.pods.pop(self._read(item).uid, None) is not None:
             self.changed()
+
+    def replace_namespaces(self, items: list[Any]) -> None:
+        self._trust = {}
+        for item in items:
+            self.put_namespace(item)
+
+    def put_namespace(self, item: Any) -> None:
+        metadata = item["metadata"]
+        self._trust[metadata["name"]] = (metadata.get("labels") or {}).get(names.TRUST, "")
+
+    def drop_namespace(self, item: Any) -> None:
+        self._trust.pop(item["metadata"]["name"], None)
 
     # From the runtime
 
@@ -98,6 +111,9 @@ class PodBook:
 
     def offline(self) -> Iterable[Pod]:
         return (pod for pod in self.pods.values() if pod.role is Role.OFFLINE and not pod.finished)
+
+    def trust_of(self, namespace: str) -> str:
+        return self._trust.get(namespace, "")
 
     def claim_of(self, peer: Peer) -> PodClaim | Silence:
         group = pod_of(peer.cgroup)
