@@ -29,10 +29,11 @@ def node(tmp_path, *, remap=Remap.COOPERATIVE, handles=24, columns=16):
     return world, offline
 
 
-def test_what_a_reclaim_frees_for_one_service_is_never_taken_by_another(tmp_path):
-    """Cooperative: the first waits for a step of the offline engine, and the second asks meanwhile."""
+def test_free_handles_that_a_need_counts_on_are_never_anothers(tmp_path):
+    """Cooperative: the first waits for a step of the offline engine, and the second could live on what is free."""
     world, offline = node(tmp_path, handles=36, columns=32)
     offline.shim.steps = True
+    world.kv.lender.ceiling = lambda service: 0.0  # what comes free stays free
     first, second = (world.engine("online", columns=16, name=name) for name in ("first", "second"))
     for engine in (first, second) * 2:
         world.gate.finish(engine.shim.client)
@@ -41,31 +42,21 @@ def test_what_a_reclaim_frees_for_one_service_is_never_taken_by_another(tmp_path
         engine.obey_target()
         world.run(2000)
     offline.shim.steps = False
+    supply = world.kv.supply
+    free = supply.affordable(GPU)
+    assert free >= 4
+    need = world.kv.reclaimer.ask(first.shim.entry.service, {GPU: free + 2}, lambda: False)
+    had = len(second.backed())
 
-    first.want(used=4, wanted=24)
+    second.want(used=4, wanted=had + 4)
     world.run(20)
-    assert world.kv.supply.is_waited_for
-    second.want(used=4, wanted=24)
-    world.run(20)
-    taken = []
-    real = world.kv.moves.give
 
-    def give(cells, *how):
-        cells = list(cells)
-        taken.extend(book.key.client for book, _ in cells)
-        return real(cells, *how)
-
-    world.kv.moves.give = give
-    offline.shim.step()
-    world.run(100)
-
-    assert taken[0] == first.shim.client
-    assert len(first.backed()) >= 24
+    assert len(second.backed()) == had
+    supply.settle(need)
     offline.shim.steps = True
     offline.shim.step()
     world.run(4000)
-    assert len(second.backed()) >= 24
-    assert not world.kv.supply.is_waited_for
+    assert len(second.backed()) >= had + 4
     world.check()
 
 

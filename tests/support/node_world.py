@@ -178,7 +178,6 @@ class World:
             self.prover,
         )
         self.outside = FakeOutside(self.clock)
-        self.worker = FakeWork()
         self.signals = []
         self.ladder = Ladder(
             self.books, self.gating, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
@@ -233,6 +232,7 @@ class World:
         return Leaving.of(self.config, *rooms)
 
     def _memory(self):
+        self.worker = FakeWork()
         return put_together(
             self.gate,
             self.books,
