@@ -122,16 +122,14 @@ class Crowd:
 
     def _be_online(self, parent: socket.socket, number: int) -> None:
         sock, fds = _welcome(self._run_dir, Role.ONLINE)
-        channel = _channel(number % self._gpus, h_client=0xC1E0_0000 + number, h_channel=1, cid=0)
-        _request(sock, LinkType.CHANNEL_ADD, channel)
+        _show_channels(sock, number % self._gpus, 1)
         socket.send_fds(parent, [b"up"], list(fds))
         parent.recv(1)
 
     def _be_offline(self, parent: socket.socket, number: int) -> None:
         gpu = number % self._gpus
         sock, _ = _welcome(self._run_dir, Role.OFFLINE)
-        for channel in _driver_channels(gpu, self._channels):
-            _request(sock, LinkType.CHANNEL_ADD, channel)
+        _show_channels(sock, gpu, self._channels)
         parent.send(b"up")
         parent.recv(1)
 
@@ -194,8 +192,26 @@ def _channel(gpu: int, h_client: int, h_channel: int, cid: int) -> link.Channel:
     )
 
 
-def _driver_channels(gpu: int, count: int) -> list[link.Channel]:
-    """One compute group with `count` channels, allocated as libcuda would (facts of the driver: proto/abi/nvrm.h)."""
+def _show_channels(sock: socket.socket, gpu: int, count: int) -> None:
+    """Channels of a group, behind the proof that they are this process's."""
+    ctl, channels = _driver_channels(gpu, count)
+    body = link.RmClient(
+        gpu_uuid=bytes(16),
+        device_instance=gpu,
+        h_client=channels[0].h_client,
+        h_device=1,
+        h_subdevice=2,
+        has_fd=1,
+    )
+    socket.send_fds(sock, [link.build(LinkType.RM_CLIENT, body, seq=1, sent_ns=0)], [ctl])
+    for channel in channels:
+        _request(sock, LinkType.CHANNEL_ADD, channel)
+
+
+def _driver_channels(gpu: int, count: int) -> tuple[int, list[link.Channel]]:
+    """One compute group with `count` channels, allocated as libcuda would (facts of the driver: proto/abi/nvrm.h), and
+    the file that owns it.
+    """
     ctl = os.open("/dev/nvidiactl", os.O_RDWR)
     os.open(f"/dev/nvidia{gpu}", os.O_RDWR)
     client, _ = _alloc(ctl, 0, 0, 0, ROOT, b"")
@@ -209,7 +225,7 @@ def _driver_channels(gpu: int, count: int) -> list[link.Channel]:
         struct.pack_into("<I", params, 28, 3)
         handle, filled = _alloc(ctl, client, 4, 0x10 + number, CHANNEL, bytes(params))
         channels.append(_channel(gpu, client, handle, struct.unpack_from("<I", filled, 132)[0]))
-    return channels
+    return ctl, channels
 
 
 def _alloc(ctl: int, root: int, parent: int, handle: int, cls: int, params: bytes) -> tuple[int, bytes]:
