@@ -156,6 +156,37 @@ static void change_channels(struct valve_gate *gate, struct offline *offline, ui
 	offline->count = wanted;
 }
 
+/* What the caller does to the services while their clients launch. */
+static bool meddle(struct valve_gate *gate, const int32_t *service, struct offline *offline, uint32_t dice,
+                   uint32_t *seed)
+{
+	static const struct valve_wake_rule rule = {
+	        .cooldown_ns = 1,
+	        .learn_ns = UINT64_MAX,
+	        .watcher_lease_ns = UINT64_MAX,
+	        .refused_backoff_ns = 10000,
+	        .look_share = 16,
+	        .look_least_ns = 10000,
+	        .look_most_ns = 100000,
+	};
+	bool woken = false;
+	int doorbell;
+
+	if (dice % 3) /* takes the permission back, and the listener opened or looks just now */
+		woken = valve_wake(gate, service[dice % 2]) == VALVE_WOKEN;
+	else
+		valve_service_permit(gate, service[dice % 2], dice % 5 ? &rule : NULL);
+	if (dice % 7 == 0)
+		change_channels(gate, &offline[dice % OFFLINE], dice % OFFLINE, seed);
+	if (dice % 11 == 0)
+		valve_hold(gate, service[dice % 2]);
+	if (dice % 13 == 0)
+		valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
+	if (dice % 17 == 0)
+		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
+	return woken;
+}
+
 int main(int argc, char **argv)
 {
 	struct valve_config config = {
@@ -170,7 +201,7 @@ int main(int argc, char **argv)
 	struct valve_stamp stamps[64];
 	struct valve_gate *gate;
 	int32_t service[2];
-	uint64_t seen[6] = {0};
+	uint64_t seen[7] = {0};
 	uint32_t woken = 0;
 
 	fake_reset();
@@ -196,18 +227,8 @@ int main(int argc, char **argv)
 	}
 	for (uint32_t round = 0; round < rounds; round++) {
 		uint32_t count, dice = next(&seed);
-		int doorbell;
 
-		woken += valve_wake(gate, service[dice % 2]) == VALVE_WOKEN;
-		if (dice % 7 == 0)
-			change_channels(gate, &offline[dice % OFFLINE], dice % OFFLINE, &seed);
-		if (dice % 11 == 0)
-			valve_hold(gate, service[dice % 2]);
-		if (dice % 13 == 0)
-			valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
-		if (dice % 17 == 0)
-			valve_client_free(
-			        gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
+		woken += meddle(gate, service, offline, dice, &seed);
 		count = valve_stamps_take(gate, stamps, 64);
 		for (uint32_t i = 0; i < count; i++)
 			seen[stamps[i].kind]++;

@@ -315,11 +315,11 @@ def test_a_client_that_joins_an_open_service_gets_an_open_word(rig: Rig) -> None
     wait_until(lambda: first.control["gate_epoch"] % 2 == 0, "the ring closes the words of both")
 
 
-def test_observe_sees_and_stamps_rings_and_disables_nothing(rig: Rig) -> None:
+def test_a_ring_while_a_gpu_is_let_is_stamped_and_disables_nothing(rig: Rig) -> None:
     workload, online = rig.offline(), rig.online(7, {0})
     workload.add()
     rig.wait_gated(0)
-    rig.gate.set_observe(True)
+    rig.gate.let(frozenset({GpuIndex(0)}))
     rig.wait_gated(0, False)
     woken(rig)
     rig.settle()  # else the launch meets a GPU that is still watched, and there is nothing to do but note the hold
@@ -332,7 +332,7 @@ def test_observe_sees_and_stamps_rings_and_disables_nothing(rig: Rig) -> None:
     assert rig.driver.counts.disables == disables
     assert workload.on() == 1
 
-    rig.gate.set_observe(False)
+    rig.gate.let(frozenset())
     rig.wait_gated(0)
 
     assert workload.on() == 0
@@ -353,20 +353,6 @@ def test_a_gpu_that_is_let_runs_though_held_and_its_next_stop_is_nobodys_delay(r
     stamp = rig.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE)
 
     assert (stamp.client, stamp.launch_ns, stamp.channels) == (0, 0, 1)
-
-
-def test_draining_enables_everything_and_tells_every_client(rig: Rig) -> None:
-    workload = rig.offline()
-    workload.add(3)
-    rig.online(7, {0})
-    rig.wait_gated(0)
-
-    rig.gate.set_draining(True)
-
-    assert rig.gate.enable_all() == ()
-    assert workload.on() == 3
-    assert workload.control["draining"] == 1
-    assert rig.gate.disabled() == ()
 
 
 def test_a_storm_on_one_doorbell_leaves_the_others_audible(rig: Rig) -> None:

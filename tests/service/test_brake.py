@@ -346,7 +346,7 @@ def test_explanations_name_the_holder(world):
     offline = world.offline(name="batch")
     online = world.online(name="chat")
     world.gate.launch(online)
-    world.run(1)
+    world.run(300)
 
     gpu = world.node.explain("gpu", 0)
     service = world.node.explain("service", world.service_of(offline))

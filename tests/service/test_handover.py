@@ -345,7 +345,7 @@ def test_the_learnt_cooldown_survives(first):
         first.work(online, ms=5)
         first.run(15)
     first.gate.launch(online)
-    first.run(25)
+    first.run(300)
     before_ns = first.state(online).cooldown.cooldown_ns
 
     second = successor(first)

@@ -185,6 +185,7 @@ def test_an_explanation_travels_with_its_decisions(tmp_path):
         online = api.world.online()
         api.world.work(online, ms=5)
         api.world.run(500)
+        api.world.work(online, ms=500)
         return await api.stub.Explain(node_pb2.ExplainRequest(gpu=0))
 
     answer = with_api(tmp_path, story)

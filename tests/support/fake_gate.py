@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 
 from lent_fds import lend
+from valve_tools.sim.waking import PolicyWaker, Shown
 
 from valved.machine.ports import (
     ArmResult,
@@ -29,6 +31,7 @@ EMPTY = ClientView.untouched(is_filled=True)
 
 @dataclasses.dataclass
 class Service:
+    waker: PolicyWaker
     gpus: frozenset = frozenset()
     epoch: int = 0  # even: holds
 
@@ -48,6 +51,11 @@ class Client:
     watch: bool = False
     pending_proof: bool = False
     online_registered: bool | None = None
+    hints: bool = False
+
+    @property
+    def is_hinting(self):
+        return bool(self.view.hint_ns) if self.role is Role.ONLINE else self.hints
 
 
 class FakeGate:
@@ -68,7 +76,7 @@ class FakeGate:
         self.foreign_enabled = []
         self.foreign_known = None  # what enable_foreign says; None: all of them
         self.stamps = []
-        self.observe = self.draining = self.closed = False
+        self.closed = False
         self.on_stamps = lambda: None
         self.between = lambda: None  # a wake was opened, counters not re-read yet
         self.next_arm = None  # an ArmResult to hand out instead
@@ -144,7 +152,7 @@ class FakeGate:
             raise self.create_error
         fds = ClientFds(*(), **{name: lend() for name in ("control", "region", "doorbell", "order")})
         if role is not Role.OFFLINE:
-            self.services.setdefault(service, Service())
+            self._service(service)
         self.clients[client] = Client(role=role, service=service, fds=fds)
         return fds
 
@@ -158,8 +166,9 @@ class FakeGate:
 
     def put_service(self, service, gpus):
         before = {gpu for gpu in gpus if self._is_held(gpu)}
-        entry = self.services.setdefault(service, Service())
+        entry = self._service(service)
         if gpus != entry.gpus:
+            entry.waker.permit(None)
             if not entry.holds:
                 self._take_hold(service, 0, 0)
             entry.gpus = gpus
@@ -174,6 +183,36 @@ class FakeGate:
             self.stops[gpu] = self.clock.now_ns() + (STOP_NS if self._channels_on(gpu) else 0)
             self.clock.call_at_ns(self.stops[gpu], self.on_stamps)
 
+    def _service(self, service):
+        if service not in self.services:
+            waker = PolicyWaker(
+                self.clock,
+                partial(self._members, service),
+                lambda: self._try_wake(service),
+                lambda: self._stamp(StampKind.LEARN, service, 0),
+            )
+            self.services[service] = Service(waker)
+        return self.services[service]
+
+    def _members(self, service):
+        return [
+            Shown(entry.view, is_launcher=entry.role is Role.ONLINE, is_hinting=entry.is_hinting)
+            for entry in self.clients.values()
+            if entry.service == service and entry.role is not Role.OFFLINE
+        ]
+
+    def permit(self, service, rule):
+        self.services[service].waker.permit(rule)
+
+    def look(self, service):
+        return self.services[service].waker.look()
+
+    def set_prompt(self, on):
+        self.is_prompt = on
+
+    def set_hints(self, client):
+        self.clients[client].hints = True
+
     def remove_service(self, service):
         members = [
             c for c, entry in self.clients.items() if entry.service == service and entry.role is not Role.OFFLINE
@@ -183,10 +222,15 @@ class FakeGate:
         self._apply()
 
     def hold(self, service, reason):
+        self.services[service].waker.permit(None)
         if not self.services[service].holds:
             self._take_hold(service, 0, 0)
 
     def wake(self, service):
+        self.services[service].waker.permit(None)
+        return self._try_wake(service)
+
+    def _try_wake(self, service):
         entry = self.services[service]
         if not entry.holds:
             return WakeOutcome.NOT_HOLDING
@@ -196,7 +240,9 @@ class FakeGate:
         if not entry.holds and all(member.view.is_idle for member in members):
             self.opening.update({gpu: self.clock.now_ns() + OPEN_NS for gpu in entry.gpus if not self._is_held(gpu)})
             self._apply()
-            self._stamp(StampKind.WAKE, service, 0, epoch=entry.epoch)
+            entry.waker.opened()
+            look = entry.waker.look()
+            self._stamp(StampKind.WAKE, service, 0, epoch=entry.epoch, channels=look.leaked, status=look.reason)
             return WakeOutcome.WOKEN
         if not entry.holds:
             entry.epoch += 1
@@ -272,7 +318,7 @@ class FakeGate:
         (self.launches_held.add if on else self.launches_held.discard)(client)
 
     def _is_held(self, gpu):
-        if self.observe or self.draining or gpu in self.let_gpus:
+        if gpu in self.let_gpus:
             return False
         return any(s.holds and gpu in s.gpus for s in self.services.values())
 
@@ -289,23 +335,10 @@ class FakeGate:
     def set_online_registered(self, client, on):
         self.clients[client].online_registered = on
 
-    def set_observe(self, on):
-        self.observe = on
-        self._apply()
-
     def let(self, gpus):
         ended, self.let_gpus = self.let_gpus - gpus, gpus
         self._apply()
         self._stopping({gpu for gpu in ended if self._is_held(gpu)})
-
-    def set_draining(self, on):
-        self.draining = on
-        self._apply()
-
-    def enable_all(self):
-        self._apply()
-        self.off.clear()
-        return ()
 
     def enable_foreign(self, channels):
         self.foreign_enabled.extend(channels)
@@ -333,6 +366,7 @@ class FakeGate:
         entry = self.services[service]
         newly = [gpu for gpu in sorted(entry.gpus) if not self._is_held(gpu)]
         entry.epoch += 1
+        entry.waker.held(launch_ns or self.clock.now_ns())
         counts = {gpu: self._channels_on(gpu) for gpu in newly}
         self._stopping(newly)
         self._apply()
@@ -363,8 +397,13 @@ class FakeGate:
     def _stamp(self, kind, service, client, launch_ns=0, gpu=0, epoch=0, channels=0, status=0):
         now = self.clock.now_ns()
         took = STOP_NS if kind is StampKind.GATE else 0
+        tellers = [c for c, entry in self.clients.items() if entry.service == service and entry.is_hinting]
+        told = self.clients[tellers[0]].view if len(tellers) == 1 else EMPTY
         self.stamps.append(
             Stamp(
+                teller=tellers[0] if len(tellers) == 1 else 0,
+                requests_started=told.requests_started,
+                requests_ended=told.requests_ended,
                 kind=kind,
                 service=service,
                 client=client,

@@ -201,7 +201,7 @@ def _show_channels(sock: socket.socket, gpu: int, count: int) -> None:
         h_client=channels[0].h_client,
         h_device=1,
         h_subdevice=2,
-        has_fd=1,
+        has_fd=True,
     )
     socket.send_fds(sock, [link.build(LinkType.RM_CLIENT, body, seq=1, sent_ns=0)], [ctl])
     for channel in channels:

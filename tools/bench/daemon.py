@@ -61,13 +61,13 @@ def bench_cost() -> Iterator[Row]:
     ):
         pid = node.start_valved().pid
         time.sleep(WINDOW_S)
-        yield row_of(name, "idle-empty", unit, shares(pid, WINDOWS), 1.0, judged="p50")
+        yield row_of(name, "idle-empty", unit, shares(pid, WINDOWS), 0.5, judged="p50")
         crowd = start_crowd(node)
         try:
             size = f"{ONLINE} online, {OFFLINE} offline x {CHANNELS} channels, {GPUS} GPUs"
-            yield row_of(name, "idle-full", unit, shares(pid, WINDOWS), 1.0, judged="p50", note=size)
+            yield row_of(name, "idle-full", unit, shares(pid, WINDOWS), 0.5, judged="p50", note=size)
             yield from busy(node, crowd, pid)
-            yield row_of(name, "rss", "MB", [rss_mb(pid)], 120.0, judged="max", note=size)
+            yield row_of(name, "rss", "MB", [rss_mb(pid)], 80.0, judged="max", note=size)
         finally:
             crowd.kill()
             crowd.wait()
@@ -99,7 +99,7 @@ def busy(node: EmulatedNode, crowd: subprocess.Popen[str], pid: int) -> Iterator
     used = shares(pid, WINDOWS)
     edges = 2 * (node.status().counters.wakes - before) / (time.monotonic() - began)
     note = f"{edges:.0f} edges/s reached; includes the emulated driver's client side; {core_speed()}"
-    yield row_of("daemon-cost", "1000-edges/s", "% of a core", used, 10.0, judged="p50", note=note)
+    yield row_of("daemon-cost", "1000-edges/s", "% of a core", used, 8.0, judged="p50", note=note)
 
 
 def crowd_main(argv: list[str]) -> None:

@@ -122,7 +122,7 @@ def run_on(directory: Path, run: Run) -> list[list[Stamp]]:
 
 def main(arguments: list[str]) -> None:
     edges = measure(Run(**json.loads(arguments[0])))
-    json.dump([[asdict(stamp) for stamp in edge] for edge in edges], sys.stdout)
+    json.dump([[stamp._asdict() for stamp in edge] for edge in edges], sys.stdout)
 
 
 if __name__ == "__main__":

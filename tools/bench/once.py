@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from valve_tools.bench.row import Row, row_of
+from valve_tools.sim.waking import PolicyWaker, Shown
 
 from valved.abi.link import Feature
 from valved.gate.wake import GateService, GateSettings
-from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeOutcome
+from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeLook, WakeOutcome, WakeRule
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import MS, SECOND, CooldownSettings
@@ -81,10 +82,40 @@ class VirtualGate:
     hook: ClientId
     epoch: int = 0
     watch: bool = False
+    has_hook: bool = False
     view_of: ClientView = NOTHING
     hint: ClientView = NOTHING
     stamps: list[Stamp] = field(default_factory=list)
     rang: Callable[[], None] = lambda: None
+    tell: Callable[[], None] = lambda: None
+    waker: PolicyWaker = field(init=False)
+
+    def __post_init__(self) -> None:
+        def ask() -> None:
+            self._stamp(StampKind.LEARN, ClientId(0), 0, self.clock.now_ns())
+            self.tell()
+
+        self.waker = PolicyWaker(self.clock, self._shown, lambda: self.wake(self.service), ask)
+
+    def _shown(self) -> Iterator[Shown]:
+        now_ns = self.clock.now_ns()
+        yield Shown(replace(self.view_of, watcher_ns=now_ns), is_launcher=True, is_hinting=False)
+        if self.has_hook:
+            yield Shown(replace(self.hint, hint_ns=now_ns), is_launcher=False, is_hinting=True)
+
+    def permit(self, service: ServiceId, rule: WakeRule | None) -> None:
+        del service
+        self.waker.permit(rule)
+
+    def look(self, service: ServiceId) -> WakeLook:
+        del service
+        return self.waker.look()
+
+    def set_prompt(self, on: bool) -> None:
+        """Whoever benches drains at every launch."""
+
+    def set_hints(self, client: ClientId) -> None:
+        self.has_hook = client == self.hook
 
     def gpus(self) -> list[GpuInfo]:
         uuid = bytes(16)
@@ -98,6 +129,7 @@ class VirtualGate:
         self.view_of = replace(view, submitted=view.submitted + 1)
         if self.epoch % 2:
             self.epoch += 1
+            self.waker.held(now_ns)
             self.rang()
             self._stamp(StampKind.GATE, self.launcher, now_ns, now_ns + STOP_NS)
 
@@ -114,6 +146,7 @@ class VirtualGate:
         del service, reason
         if self.epoch % 2:
             self.epoch += 1
+            self.waker.held(self.clock.now_ns())
             self._stamp(StampKind.GATE, ClientId(0), 0, self.clock.now_ns())
 
     def wake(self, service: ServiceId) -> WakeOutcome:
@@ -124,6 +157,7 @@ class VirtualGate:
             self._stamp(StampKind.WAKE_REFUSED, ClientId(0), 0, self.clock.now_ns())
             return WakeOutcome.REFUSED
         self.epoch += 1
+        self.waker.opened()
         self._stamp(StampKind.WAKE, ClientId(0), 0, self.clock.now_ns())
         return WakeOutcome.WOKEN
 
@@ -157,7 +191,7 @@ class VirtualGate:
                 gpu=GPU,
                 epoch=self.epoch,
                 channels=8,
-                status=0,
+                status=self.waker.look().reason,
                 launch_ns=launch_ns,
                 seen_ns=launch_ns,
                 ioctl_ns=launch_ns,
@@ -257,6 +291,7 @@ def build(is_hinted: bool) -> tuple[VirtualClock, GateService, VirtualGate]:
     )
     journal = Journal(clock, 16)
     gating = GateService(gate, books, journal, clock, settings, NodeCounters())  # type: ignore[arg-type]
+    gate.tell = gating.drain
     gating.add_service(service, frozenset())
     members = [(launcher, Role.ONLINE, 0), *([(hook, Role.HOOK, Feature.HINT)] if is_hinted else [])]
     for client, role, features in members:

@@ -262,9 +262,8 @@ class Channels:
         self.refresh_lease_flags()
 
     def _count_offline(self, service: ServiceId, gpu: GpuIndex) -> None:
-        count = self._books.services[service].compute_on[gpu]
-        self.harvest.present(service, gpu, count > 0, self._clock.now_ns())
         self._gating.set_offline_channels(gpu, self._books.offline_channels(gpu))
+        self.harvest.present(service, gpu, self._books.services[service].compute_on[gpu] > 0, self._clock.now_ns())
 
     def set_closed(self, is_closed: bool) -> None:
         """Whether the brake holds every GPU."""
@@ -299,6 +298,7 @@ class Channels:
         timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
         held = HeldSchedule(client=entry.id, seq=seq, gpus=gpus, timer=timer)
         self._held.setdefault(entry.id, {})[seq] = held
+        self._gating.want_prompt("schedules", True)
 
     def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
         """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process."""
@@ -314,10 +314,10 @@ class Channels:
 
     def _let_go(self, held: HeldSchedule, status: int | None) -> None:
         held.timer.cancel()
-        mine = self._held[held.client]
-        del mine[held.seq]
-        if not mine:
+        del self._held[held.client][held.seq]
+        if not self._held[held.client]:
             del self._held[held.client]
+        self._gating.want_prompt("schedules", bool(self._held))
         if status is not None:
             self._ack(held.client, held.seq, status)
 

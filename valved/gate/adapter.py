@@ -19,11 +19,20 @@ from valved.abi import region
 from valved.gate import readings
 from valved.gate.armed import LADDER, Channel, Channels, RmClient, is_worse, weakest
 from valved.machine import cards
-from valved.machine.ports import ArmResult, ClientFds, ClientView, GpuInfo, Stamp, WakeOutcome
+from valved.machine.ports import (
+    ArmResult,
+    ClientFds,
+    ClientView,
+    GpuInfo,
+    Stamp,
+    WakeLook,
+    WakeOutcome,
+    WakeRule,
+)
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.native._gate import ffi, lib
 
-SETTLE_NS = 5_000_000_000  # how long enable_all waits for the issuers
+SETTLE_NS = 5_000_000_000  # how long close waits for the issuers
 _STAMP_BATCH = 256
 _WAKE = (WakeOutcome.WOKEN, WakeOutcome.REFUSED, WakeOutcome.NOT_HOLDING)
 _INVALID_CHANNEL = 0x21
@@ -69,6 +78,7 @@ class NativeGate:
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
         self._batch = ffi.new("struct valve_stamp[]", _STAMP_BATCH)
         self._view = ffi.new("struct valve_view *")
+        self._look = ffi.new("struct valve_look *")
         self._infos = self._read_gpus()
         self._refusal = readings.text(lib.valve_gate_refusal(self._gate))
 
@@ -169,6 +179,20 @@ class NativeGate:
 
     def wake(self, service: ServiceId) -> WakeOutcome:
         return _WAKE[lib.valve_wake(self._gate, self._services[service])]
+
+    def permit(self, service: ServiceId, rule: WakeRule | None) -> None:
+        native = ffi.NULL if rule is None else ffi.new("struct valve_wake_rule *", readings.native_rule(rule))
+        lib.valve_service_permit(self._gate, self._services[service], native)
+
+    def look(self, service: ServiceId) -> WakeLook:
+        lib.valve_service_look(self._gate, self._services[service], self._look)
+        return readings.look(self._look)
+
+    def set_prompt(self, on: bool) -> None:
+        lib.valve_gate_prompt(self._gate, on)
+
+    def set_hints(self, client: ClientId) -> None:
+        lib.valve_client_hints(self._clients[client].native, True)
 
     # channels
 
@@ -404,27 +428,8 @@ class NativeGate:
     def set_online_registered(self, client: ClientId, on: bool) -> None:
         lib.valve_client_online(self._clients[client].native, on)
 
-    def set_observe(self, on: bool) -> None:
-        self._brake(lib.VALVE_BRAKE_OBSERVE, on)
-
     def let(self, gpus: frozenset[GpuIndex]) -> None:
         lib.valve_gate_let(self._gate, sum(1 << gpu for gpu in gpus))
-
-    def set_draining(self, on: bool) -> None:
-        for holder in self._clients.values():
-            lib.valve_client_draining(holder.native, on)
-        self._brake(lib.VALVE_BRAKE_DRAIN, on)
-
-    def _brake(self, brake: int, on: bool) -> None:
-        lift = 0 if on else brake | lib.VALVE_BRAKE_ENABLED
-        lib.valve_gate_brake(self._gate, brake if on else 0, lift)
-
-    def enable_all(self) -> tuple[ChannelRef, ...]:
-        """Also keeps everything enabled from here on, until observe or drain is switched off."""
-        lib.valve_gate_brake(self._gate, lib.VALVE_BRAKE_ENABLED, 0)
-        left = lib.valve_gate_settle(self._gate, SETTLE_NS)
-        gpus = [GpuIndex(gpu) for gpu in range(len(self._infos)) if left & 1 << gpu]
-        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu) if channel.is_ours_to_run)
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
         known = 0
@@ -446,7 +451,7 @@ class NativeGate:
         stamps: list[Stamp] = []
         while True:
             count = lib.valve_stamps_take(self._gate, self._batch, _STAMP_BATCH)
-            stamps.extend(readings.stamp(self._batch[i]) for i in range(count))
+            stamps.extend(readings.stamps(self._batch, count))
             if count < _STAMP_BATCH:
                 return stamps
 
@@ -455,7 +460,9 @@ class NativeGate:
         return int(lib.valve_stamps_dropped(self._gate))
 
     def close(self) -> None:
-        self.enable_all()
+        """Everything runs from here on."""
+        self.let(frozenset(map(GpuIndex, range(len(self._infos)))))
+        lib.valve_gate_settle(self._gate, SETTLE_NS)
         for client in list(self._clients):
             self.remove_client(client)
         for service in list(self._services):

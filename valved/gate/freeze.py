@@ -86,6 +86,7 @@ class Ladder:
         for entry in self._on_gpu(stamp.gpu):
             if entry.id not in self._frozen and self._signal(entry.process, signal.SIGSTOP):
                 self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
+                self._gating.want_prompt("frozen", True)
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
                 self.changed()
 
@@ -109,6 +110,7 @@ class Ladder:
 
     def _kill(self, client: ClientId) -> None:
         self._frozen.pop(client, None)
+        self._gating.want_prompt("frozen", bool(self._frozen))
         self.end(client, "could not be gated and stayed frozen for too long")
 
     def end(self, client: ClientId, reason: str) -> None:
@@ -122,6 +124,7 @@ class Ladder:
 
     def _forget(self, client: ClientId) -> None:
         timer, _ = self._frozen.pop(client)
+        self._gating.want_prompt("frozen", bool(self._frozen))
         if timer is not None:
             timer.cancel()
 

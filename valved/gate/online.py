@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from valved.abi.link import Feature
 from valved.gate.requests import RequestTally
 from valved.machine.clock import TimerHandle
-from valved.machine.ports import ClientView
+from valved.machine.ports import ClientView, Stamp, WakeRule
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
@@ -19,7 +19,7 @@ from valved.policy.cooldown import (
     gaps_inside_hold,
     step_cooldown,
 )
-from valved.policy.wake import HintView, LauncherView, WakeDecision, WakeObservation, WakeState
+from valved.policy.wake import WakeDecision
 from valved.state.registry import ClientEntry
 from valved.state.stats import Histogram
 
@@ -41,10 +41,9 @@ class OnlineService:
     breaker: BreakerState
     holding: bool = True  # from birth, so that no launch precedes its gate
     since_ns: int = 0  # of the present state
-    looking_since_ns: int = 0  # looks were made without a break since then; earlier gaps prove nothing
     watching: bool = False
-    watch_since_ns: int = 0
-    wake_state: WakeState = field(default_factory=WakeState)
+    watch_since_ns: int = 0  # earlier gaps prove nothing
+    rule: WakeRule | None = None  # by which the native side may wake it; None: it may not
     decision: WakeDecision | None = None
     timer: TimerHandle | None = None
     away: set[int] = field(default_factory=set)  # pids of a predecessor's clients that have not come back yet
@@ -62,11 +61,12 @@ class OnlineService:
     left: dict[tuple[ProcessId, Role], RequestTally] = field(default_factory=dict)  # who may come back and count on
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
+    leaked: int = 0  # of them, that nobody believes in
 
     def begin_hold(self, at_ns: int) -> None:
         self.freed_ns = self.idle_ns(at_ns)
         self.holding = True
-        self.since_ns = self.looking_since_ns = at_ns
+        self.since_ns = at_ns
         self._age_mark(at_ns, held_ns=0)  # quiet time does not age it
 
     def end_hold(self, at_ns: int) -> None:
@@ -104,50 +104,47 @@ class OnlineService:
         held_ns, self.judged_ns = self.held_ns - self.judged_ns, self.held_ns
         return Tally(delay_ns=added_ns, held_ns=held_ns, gates=int(first))
 
-    def observe(
-        self,
-        looks: Sequence[tuple[ClientEntry, ClientView]],
-        now_ns: int,
-        settings: CooldownSettings,
-        *,
-        is_offline_present: bool,
-        is_braked: bool,
-    ) -> WakeObservation:
-        """Take in what the clients' regions say and lay it out for the wake policy."""
-        launchers: list[LauncherView] = []
-        hints: list[HintView] = []
+    def observe(self, looks: Sequence[tuple[ClientEntry, ClientView]], now_ns: int, settings: CooldownSettings) -> None:
+        """Take in what the clients' regions say: requests, and gaps to learn the cooldown from."""
+        hints: list[int] = []
         gaps: list[tuple[int, int]] = []
         for client, view in looks:
             if is_hinting(client, view):
                 self.hear(client, view)
-                hints.append(HintView(open_requests=view.open_requests, hint_ns=view.hint_ns))
-            if client.role is Role.HOOK:
-                continue
-            # A watcher starts with its process's first context: a front end that makes none would be silent for ever.
-            # Who launched nothing has nothing to prove. (A launch meanwhile is seen by the native side.)
-            has_none = self.watching and not (view.submitted or view.watcher_ns)
-            heard_ns = now_ns if has_none else max(view.watcher_ns, self.watch_since_ns)
-            launchers.append(LauncherView(is_idle=view.is_idle, idle_ns=view.idle_ns, watcher_ns=heard_ns))
-            gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
-        open_before, self.open_requests = self.open_requests, sum(hint.open_requests for hint in hints)
+                hints.append(view.open_requests)
+            if client.role is not Role.HOOK:
+                gaps.extend((gap.end_ns, gap.gap_ns) for gap in view.gaps)
+        open_before, self.open_requests = self.open_requests, sum(hints)
         counted = not hints or (open_before > 0 and self.open_requests > 0)
-        inside = gaps_inside_hold(gaps, self.looking_since_ns, now_ns) if counted and gaps else ()
+        since_ns = max(self.since_ns, self.watch_since_ns)
+        inside = gaps_inside_hold(gaps, since_ns, now_ns) if counted and gaps and self.holding else ()
         if inside or now_ns - self.read_ns > AGE_NS:
             self.read_ns = now_ns
             observation = CooldownObservation(gaps_ns=inside)
             self.cooldown_state, self.cooldown = step_cooldown(self.cooldown_state, observation, now_ns, settings)
-        return WakeObservation(
-            held_since_ns=self.since_ns,
-            cooldown_ns=self.cooldown.cooldown_ns,
-            launchers=tuple(launchers),
-            hints=tuple(hints),
-            is_offline_present=is_offline_present,
-            is_braked=is_braked,
-        )
 
     def hear(self, client: ClientEntry, view: ClientView) -> None:
         """What an engine counts: requests."""
         self.tally_of(client).report(view.requests_started, view.requests_ended)
+
+    def hit_requests(
+        self, clients: Iterable[ClientEntry], view_of: Callable[[ClientId], ClientView], stamp: Stamp | None
+    ) -> None:
+        """Every request open at this preemption was hit by it, also the first one of which an engine will ever tell."""
+        for client in clients:
+            requests = self.tally_of(client)
+            if stamp is not None and stamp.teller:
+                if client.id == stamp.teller:
+                    requests.preempted_amid(stamp.requests_started, stamp.requests_ended)
+                else:
+                    requests.preempted()
+                continue
+            if client.role is Role.HOOK or requests.is_heard:
+                view = view_of(client.id)
+                if is_hinting(client, view):
+                    requests.preempted_amid(view.requests_started, view.requests_ended)
+                    continue
+            requests.preempted()
 
     def tally_of(self, client: ClientEntry) -> RequestTally:
         tally = self.tallies.get(client.id)

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 import os
+import struct
+from dataclasses import asdict
 from typing import Any
 
 from valved.machine import cards
-from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind
+from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeLook, WakeRule
 from valved.model.figures import MOST_OPEN, plausible
-from valved.model.ids import ClientId, GpuIndex, ServiceId
+from valved.model.ids import GpuIndex
 from valved.native._gate import ffi
 
+# struct valve_stamp of native/gate.h; a test compares the two.
+_STAMP = struct.Struct("<6Q4Ii4x3Q")
+_KINDS = {kind.value: kind for kind in StampKind}
 
-def stamp(native: Any) -> Stamp:
-    return Stamp(
-        kind=StampKind(native.kind),
-        service=ServiceId(native.service),
-        client=ClientId(native.client),
-        gpu=GpuIndex(native.gpu),
-        epoch=native.epoch,
-        channels=native.channels,
-        status=native.status,
-        launch_ns=native.launch_ns,
-        seen_ns=native.seen_ns,
-        ioctl_ns=native.ioctl_ns,
-        done_ns=native.done_ns,
+
+def stamps(batch: Any, count: int) -> list[Stamp]:
+    """The first `count` of an array: there may be a thousand a second."""
+    found = []
+    for fields in _STAMP.iter_unpack(ffi.buffer(batch, count * _STAMP.size)):
+        service, client, launch, seen, ioctl, done, kind, gpu, epoch, channels, status, teller, begun, ended = fields
+        found.append(
+            Stamp(
+                _KINDS[kind],
+                service,
+                client,
+                gpu,
+                epoch,
+                channels,
+                status,
+                launch,
+                seen,
+                ioctl,
+                done,
+                teller,
+                plausible(begun),
+                plausible(ended),
+            )
+        )
+    return found
+
+
+def native_rule(rule: WakeRule) -> dict[str, int]:
+    return asdict(rule)
+
+
+def look(native: Any) -> WakeLook:
+    return WakeLook(
+        holds=bool(native.holds),
+        action=native.action,
+        reason=native.reason,
+        is_hinted=bool(native.hinted),
+        quiet_ns=native.quiet_ns,
+        leaked=native.leaked,
     )
 
 

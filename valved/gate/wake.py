@@ -1,7 +1,8 @@
-"""Decides when offline work may run again; books how long each GPU was open or stopped.
+"""Says where offline work may run again; books how long each GPU was open or stopped.
 
-The native side closes gates by itself; this service reads its stamps afterwards, keeps the books of time and delay,
-and decides when to propose a wake. Nothing here waits: everything is a call from the loop, a timer or a registration.
+The native side closes gates by itself, and opens them while it is permitted to. This service gives the permissions and
+takes them back, learns the cooldown, and keeps the books of time and delay from stamps: a few times a second, and
+whenever somebody reads the books. Nothing here waits: everything is a call from the loop, a timer or a registration.
 
 The hold of a service follows the order of stamps alone, never the return value of a call: a ring may fall between the
 two. Only a service's birth (held by contract) and its end are booked directly.
@@ -12,19 +13,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from valved.gate.online import OnlineService, is_hinting
-from valved.machine.clock import Clock
-from valved.machine.ports import ClientView, GatePort, Stamp, StampKind, WakeOutcome
+from valved.abi.link import Feature
+from valved.gate.online import OnlineService
+from valved.gate.permits import decision_of, is_news, no_permit, reason_of, rule_of
+from valved.gate.records import GateRecords, why
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import ClientView, GatePort, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerSettings, BreakerState, Tally, step_breaker
 from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldown
 from valved.policy.locks import LockState, Stop, step_locks
-from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings, after_refusal, decide_wake
+from valved.policy.wake import WakeReason, WakeSettings
 from valved.state.journal import Journal
 from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, STANDING, Books, ClientEntry
 from valved.state.stats import GpuAccount, NodeCounters
 
+TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when nobody asks for them
 DRIVER_CALLS = (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)  # made by valved itself; the other rungs ask the process
 
 
@@ -53,16 +58,19 @@ class GateService:
         self.gpus: dict[GpuIndex, GpuAccount] = {
             info.index: GpuAccount(since_ns=clock.now_ns(), standing=STANDING) for info in gate.gpus()
         }
-        self.is_braked = False  # paused, off or draining: nobody is woken
+        self._is_braked = False
         self.locks = LockState()  # what the stops told of the driver's locks
         self._askers: set[str] = set()
+        self._waiting: set[str] = set()
+        self._tick: TimerHandle | None = None
+        self._is_reading = False
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
-        self._journal = journal
+        self._records = GateRecords(journal)
         self._clock = clock
 
     # Services come, change and go
@@ -77,7 +85,6 @@ class GateService:
             cooldown=read_cooldown(state, self.settings.cooldown),
             breaker=BreakerState(since_ns=now_ns),
             since_ns=now_ns,
-            looking_since_ns=now_ns,
         )
         self.online[service] = online
         try:
@@ -90,11 +97,13 @@ class GateService:
     def set_gpus(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """The GPUs of a service changed. New ones are held from now on, and so is the service."""
         now_ns = self._clock.now_ns()
+        online = self.online[service]
+        self._withdraw(online)
         self._gate.put_service(service, gpus)
+        self.drain()
         held = {gpu for gpu, account in self.gpus.items() if service in account.holders}
         for gpu in held - gpus:
             self.gpus[gpu].release(service, now_ns)
-        online = self.online[service]
         online.gpus = gpus
         if gpus - held and not online.holding:
             online.begin_hold(now_ns)
@@ -105,6 +114,7 @@ class GateService:
 
     def remove_service(self, service: ServiceId) -> None:
         now_ns = self._clock.now_ns()
+        self.drain()
         online = self.online.pop(service)
         if online.timer is not None:
             online.timer.cancel()
@@ -121,6 +131,8 @@ class GateService:
             return
         if client.role is Role.ONLINE:
             self._gate.set_watch(client.id, online.watching)
+        elif client.features & Feature.HINT:
+            self._gate.set_hints(client.id)
         self.look_soon(online)
 
     def client_left(self, client: ClientEntry) -> None:
@@ -131,14 +143,16 @@ class GateService:
 
     def is_stopped(self, gpu: GpuIndex) -> bool:
         """Offline channels are to be off here. After a wake the driver may need another moment to say so itself."""
+        self.drain()
         return bool(self.gpus[gpu].holders) and self._gate.is_gated(gpu)
 
     def set_offline_channels(self, gpu: GpuIndex, channels: int) -> None:
         """Offline work came to this GPU or left it."""
+        self.drain()
         account = self.gpus[gpu]
-        came = channels > 0 and account.channels == 0
+        came_or_went = (channels > 0) != (account.channels > 0)
         account.set_channels(channels, self._clock.now_ns())
-        if came:
+        if came_or_went:
             self.look_at_all()
 
     def set_pause(self, gpus: frozenset[GpuIndex]) -> None:
@@ -155,9 +169,11 @@ class GateService:
 
     def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
         """GPUs on which memory moves right now."""
+        self.want_prompt("moving", bool(gpus))
         self._set_standing_hold(MEMORY_SERVICE, gpus)
 
     def is_held(self, gpus: Iterable[GpuIndex]) -> bool:
+        self.drain()
         return any(self.gpus[gpu].holders for gpu in gpus)
 
     def may_let(self, gpus: Iterable[GpuIndex]) -> bool:
@@ -169,6 +185,7 @@ class GateService:
         are open when it is stopped again were hit by it.
         """
         ended, self._let = self._let - gpus, gpus
+        self.want_prompt("letting", bool(gpus))
         self._gate.let(gpus)
         for online in self.online.values():
             if online.holding and online.gpus & ended:
@@ -186,10 +203,12 @@ class GateService:
 
     def is_ungated(self, gpu: GpuIndex) -> bool:
         """Somebody holds this GPU, and offline work may run there all the same: the driver refuses, or hangs."""
+        self.drain()
         return bool(self.gpus[gpu].holders) and not self._gate.is_stopped(gpu)
 
     def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
         """A service without clients holds these GPUs and no others, until told differently."""
+        self.drain()
         now_ns = self._clock.now_ns()
         held = {gpu for gpu, account in self.gpus.items() if service in account.holders}
         if gpus == held:
@@ -209,13 +228,22 @@ class GateService:
     def ask_idleness(self, asker: str, on: bool) -> None:
         """Somebody wants to know how idle GPUs are although no offline work is there to gain by it."""
         (self._askers.add if on else self._askers.discard)(asker)
+        self.look_at_all()
 
     # Stamps: what the native side did
 
     def drain(self) -> None:
-        for stamp in self._gate.drain_stamps():
-            self._take(stamp)
-        for call in self.after_drain:
+        """Bring the books up to this moment: stamps of ordinary edges wait until somebody reads."""
+        if self._is_reading:  # what a stamp sets off reads the books as they are
+            return
+        self._is_reading = True
+        try:
+            stamps = self._gate.drain_stamps()
+            for stamp in stamps:
+                self._take(stamp)
+        finally:
+            self._is_reading = False
+        for call in self.after_drain if stamps else ():
             call()
 
     def _take(self, stamp: Stamp) -> None:
@@ -225,17 +253,21 @@ class GateService:
                 self._closed(online, stamp)
             case StampKind.HOLD:
                 self._held(online, stamp)
-                self._record(EventKind.HOLD, stamp, tuple(self._gpus_of(stamp.service)), _why(stamp))
+                self._records.edge(EventKind.HOLD, stamp, tuple(self._gpus_of(stamp.service)), why(stamp))
             case StampKind.WAKE:
                 self._woken(online, stamp)
             case StampKind.WAKE_REFUSED:
                 self.counters.wake_refused += 1
-                self._record(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
+                self._records.edge(EventKind.WAKE_REFUSED, stamp, (), "a launch slipped in")
             case StampKind.GATE_FAILED:
                 self.counters.gate_failures += 1
                 self._held(online, stamp)  # the hold is as good as any other: only the stop is bad
-                self._record(EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"status {stamp.status}")
+                self._records.edge(EventKind.GATE_FAILED, stamp, (stamp.gpu,), f"status {stamp.status}")
                 self.on_failure(stamp)
+            case StampKind.LEARN:
+                if online is not None:
+                    online.rule = None  # it waits for a new one
+                    self.look_soon(online)
 
     def _closed(self, online: OnlineService | None, stamp: Stamp) -> None:
         self.counters.gates += 1
@@ -246,7 +278,7 @@ class GateService:
             self._count_preemption(online, account, stamp)
         if online is not None and len(online.gpus) > 1 and stamp.ioctl_ns:
             self._learn_lock(stamp)
-        self._record(EventKind.GATE, stamp, (stamp.gpu,), _why(stamp))
+        self._records.edge(EventKind.GATE, stamp, (stamp.gpu,), why(stamp))
 
     def _learn_lock(self, stamp: Stamp) -> None:
         if self._gate.reach(stamp.gpu)[0] in DRIVER_CALLS:
@@ -265,7 +297,7 @@ class GateService:
             return
         tally = online.count_preemption(stamp.epoch, delay_ns)
         if tally.gates:
-            self._count_on_requests(online)
+            self._count_on_requests(online, stamp)
         self._judge(online, tally)
 
     def _held(self, online: OnlineService | None, stamp: Stamp) -> None:
@@ -277,11 +309,6 @@ class GateService:
         self._book_hold(online.id, online.gpus, stamp.done_ns or at_ns)
         if not online.holding:
             online.begin_hold(at_ns)
-            self._set_watch(online, self._has_offline(online))  # at once: the cooldown runs from the proof of idleness
-            # Unhinted, nothing can come of a look before the work is proven done and one cooldown has passed; a hinted
-            # request may be over in a moment.
-            proof_ns = self.settings.wake.look_least_ns
-            self.look_soon(online, proof_ns if online.is_hinted else proof_ns + online.cooldown.cooldown_ns)
 
     def _woken(self, online: OnlineService | None, stamp: Stamp) -> None:
         self.counters.wakes += 1
@@ -291,10 +318,13 @@ class GateService:
         if online is not None:
             online.end_hold(at_ns)
             online.woken_epoch = stamp.epoch
-            for requests in online.tallies.values():
+            for client, requests in online.tallies.items():
+                if client == stamp.teller:
+                    requests.report(stamp.requests_started, stamp.requests_ended)
                 requests.woken()
-        reason = online.decision.reason.value if online is not None and online.decision is not None else ""
-        self._record(EventKind.WAKE, stamp, tuple(self._gpus_of(stamp.service)), reason)
+            self._records.leak(online, stamp.channels)
+        reason = reason_of(stamp.status)
+        self._records.edge(EventKind.WAKE, stamp, tuple(self._gpus_of(stamp.service)), reason.value if reason else "")
         self._may_have_opened()
 
     def _may_have_opened(self) -> None:
@@ -306,59 +336,90 @@ class GateService:
             if gpu in self.gpus:
                 self.gpus[gpu].hold(service, at_ns)
 
-    # Looks: may offline run again?
+    # Looks: may the native side wake it, and with what numbers?
 
     def look_at_all(self) -> None:
         for online in list(self.online.values()):
             self.look_soon(online)
 
-    def look_soon(self, online: OnlineService, delay_ns: int = 0) -> None:
-        self._arm(online, self._clock.now_ns() + delay_ns)
+    def look_soon(self, online: OnlineService) -> None:
+        self._arm(online, self._clock.now_ns())
 
-    def _arm(self, online: OnlineService, when_ns: int | None) -> None:
+    def _arm(self, online: OnlineService, when_ns: int) -> None:
+        if online.timer is not None:
+            online.timer.cancel()
+        online.timer = self._clock.call_at_ns(when_ns, lambda: self._look(online))
+
+    def _look(self, online: OnlineService) -> None:
+        """Learn from the clients' regions; permit, or not; note what the last answer was."""
         if online.timer is not None:
             online.timer.cancel()
             online.timer = None
-        if when_ns is not None and online.holding:
-            online.timer = self._clock.call_at_ns(when_ns, lambda: self._look(online))
-
-    def _look(self, online: OnlineService) -> None:
-        online.timer = None
-        if online.id not in self.online or not online.holding:
-            return
-        now_ns = self._clock.now_ns()
-        previous = online.decision
-        if previous is not None and previous.look_again_ns is None and previous.action is WakeAction.HOLD:
-            online.looking_since_ns = now_ns  # nobody looked meanwhile
-        observation = online.observe(
-            self._views(online.id),
-            now_ns,
-            self.settings.cooldown,
-            is_offline_present=self._has_offline(online),
-            is_braked=self.is_braked or bool(online.away) or self.is_resting(online, now_ns),
-        )
-        online.wake_state, decision = decide_wake(online.wake_state, observation, now_ns, self.settings.wake)
-        online.decision = decision
-        self._note_change(online, previous, decision)
-        self._set_watch(online, decision.look_again_ns is not None or decision.action is WakeAction.WAKE)
-        if decision.action is WakeAction.WAKE:
-            self._propose(online, now_ns)
-        elif decision.reason is WakeReason.BRAKED and online.breaker.open_until_ns > now_ns:
-            self._arm(online, online.breaker.open_until_ns)
-        else:
-            self._arm(online, decision.look_again_ns)
-
-    def _propose(self, online: OnlineService, now_ns: int) -> None:
-        outcome = self._gate.wake(online.id)
         self.drain()
-        if outcome is WakeOutcome.REFUSED:
-            cooldown_ns = online.cooldown.cooldown_ns
-            online.wake_state = after_refusal(online.wake_state, cooldown_ns, now_ns, self.settings.wake)
-            self._arm(online, online.wake_state.blocked_until_ns)
-        elif outcome is WakeOutcome.NOT_HOLDING and online.holding:
-            self._woken_unseen(online, now_ns)
-        if not online.holding:
-            self._set_watch(online, False)
+        if online.id not in self.online:
+            return
+        now_ns, before = self._clock.now_ns(), online.decision
+        obstacle = self._obstacle(online, now_ns)
+        self._set_watch(online, obstacle is None)
+        if online.holding:
+            online.observe(self._views(online.id), now_ns, self.settings.cooldown)
+        if obstacle is None:
+            self._permit(online)
+            online.decision = decision_of(self._gate.look(online.id), before)
+        else:
+            self._withdraw(online)
+            online.decision = no_permit(obstacle, before)
+        if self.is_resting(online, now_ns):
+            self._arm(online, online.breaker.open_until_ns)
+        if online.holding and online.decision is not None:
+            self._records.change(online, before, online.decision)
+
+    def _obstacle(self, online: OnlineService, now_ns: int) -> WakeReason | None:
+        """What stands in the way that the native side does not know of."""
+        if self.is_braked or online.away or self.is_resting(online, now_ns):
+            return WakeReason.BRAKED
+        return None if self._has_offline(online) else WakeReason.NO_OFFLINE
+
+    def _permit(self, online: OnlineService) -> None:
+        rule = rule_of(online, self.settings.wake)
+        if is_news(online.rule, rule):
+            online.rule = rule
+            self._gate.permit(online.id, rule)
+        if self._tick is None:
+            self._tick = self._clock.call_at_ns(self._clock.now_ns() + TICK_NS, self._tick_over)
+
+    def _withdraw(self, online: OnlineService) -> None:
+        """Whatever is to hold from here on is said to the native side before anything else."""
+        if online.rule is not None:
+            online.rule = None
+            self._gate.permit(online.id, None)
+
+    def _tick_over(self) -> None:
+        """Read what happened, and look at who is busy."""
+        self._tick = None
+        self.drain()
+        permitted = [online for online in self.online.values() if online.rule is not None]
+        for online in permitted:
+            if online.holding:
+                self._look(online)
+        if permitted and self._tick is None:
+            self._tick = self._clock.call_at_ns(self._clock.now_ns() + TICK_NS, self._tick_over)
+
+    @property
+    def is_braked(self) -> bool:
+        """Paused, off or draining: nobody is woken."""
+        return self._is_braked
+
+    @is_braked.setter
+    def is_braked(self, on: bool) -> None:
+        self._is_braked = on
+        for online in self.online.values() if on else ():
+            self._withdraw(online)
+
+    def want_prompt(self, asker: str, on: bool) -> None:
+        """Somebody waits for a stop or a wake: what happens is read at once, not a few times a second."""
+        (self._waiting.add if on else self._waiting.discard)(asker)
+        self._gate.set_prompt(bool(self._waiting))
 
     def _woken_unseen(self, online: OnlineService, now_ns: int) -> None:
         """Our book said it holds and the native side knows better: a stamp was lost."""
@@ -368,8 +429,11 @@ class GateService:
 
     def resync(self) -> None:
         """Find a hold whose stamp was lost (the ring is bounded): else its offline work would never be woken."""
+        self.drain()
         for online in self.online.values():
             if online.holding:
+                if not self._gate.look(online.id).holds:
+                    self._woken_unseen(online, self._clock.now_ns())
                 continue
             closed = [gpu for gpu in online.gpus if self._gate.is_gated(gpu)]
             if closed and not any(self.gpus[gpu].holders for gpu in closed):
@@ -381,16 +445,8 @@ class GateService:
         clients = self._books.clients_of(service)
         return [(client, self._gate.view(client.id, with_gaps=True)) for client in clients]
 
-    def _count_on_requests(self, online: OnlineService) -> None:
-        """Every request open at this preemption was hit by it, also the first one of which an engine will ever tell."""
-        for client in self._books.clients_of(online.id):
-            requests = online.tally_of(client)
-            if client.role is Role.HOOK or requests.is_heard:
-                view = self._gate.view(client.id)
-                if is_hinting(client, view):
-                    requests.preempted_amid(view.requests_started, view.requests_ended)
-                    continue
-            requests.preempted()
+    def _count_on_requests(self, online: OnlineService, stamp: Stamp | None = None) -> None:
+        online.hit_requests(self._books.clients_of(online.id), self._gate.view, stamp)
 
     def _set_watch(self, online: OnlineService, on: bool) -> None:
         if online.watching == on:
@@ -405,18 +461,11 @@ class GateService:
         now_ns = self._clock.now_ns()
         online.breaker, decision = step_breaker(online.breaker, tally, now_ns, self.settings.breaker)
         if decision.tripped:
-            self._journal.emit(
-                EventKind.BREAKER,
-                service=online.id,
-                gpus=tuple(online.gpus),
-                reason="delay exceeds the budget of this service",
-                share_ppm=round(decision.share * 1e6),
-                budget_ppm=round(self.settings.breaker.budget_share * 1e6),
-                gates=decision.gates,
-                rest_s=(decision.open_until_ns - now_ns) // 1_000_000_000,
-            )
-            if not online.holding:
-                self._gate.hold(online.id, int(StampKind.GATE))
+            rest_ns = decision.open_until_ns - now_ns
+            self._records.breaker(online, decision, self.settings.breaker.budget_share, rest_ns)
+            self._withdraw(online)
+            self._gate.hold(online.id, int(StampKind.GATE))  # no more than a word if it holds
+            self.look_soon(online)
 
     def _has_offline(self, online: OnlineService) -> bool:
         return bool(self._askers) or any(self.gpus[gpu].channels for gpu in online.gpus)
@@ -427,60 +476,6 @@ class GateService:
     def _gpus_of(self, service: ServiceId) -> frozenset[GpuIndex]:
         online = self.online.get(service)
         return online.gpus if online is not None else frozenset()
-
-    # Records
-
-    def _record(self, kind: EventKind, stamp: Stamp, gpus: tuple[GpuIndex, ...], reason: str) -> None:
-        at_ns = stamp.done_ns or stamp.seen_ns
-        if kind in (EventKind.HOLD, EventKind.WAKE):  # the many; no driver call belongs to them
-            more = {"launch_ns": stamp.launch_ns} if stamp.launch_ns else {}
-            service, client = stamp.service, stamp.client
-            self._journal.emit(
-                kind, service=service, client=client, gpus=gpus, reason=reason, t_ns=at_ns, epoch=stamp.epoch, **more
-            )
-            return
-        self._journal.emit(
-            kind,
-            service=stamp.service,
-            client=stamp.client,
-            gpus=gpus,
-            reason=reason,
-            t_ns=at_ns,
-            epoch=stamp.epoch,
-            channels=stamp.channels,
-            status=stamp.status,
-            launch_ns=stamp.launch_ns,
-            seen_ns=stamp.seen_ns,
-            ioctl_ns=stamp.ioctl_ns,
-            done_ns=stamp.done_ns,
-        )
-
-    def _note_change(self, online: OnlineService, before: WakeDecision | None, now: WakeDecision) -> None:
-        if now.leaked > (before.leaked if before is not None else 0):
-            self._journal.emit(
-                EventKind.NOTED,
-                service=online.id,
-                reason="its engine counts requests as open that nobody serves: the cooldown decides instead",
-                leaked=now.leaked,
-            )
-        if now.action is WakeAction.WAKE:
-            return  # the wake, or its refusal, is an event of its own
-        if before is None or before.reason is not now.reason:
-            self._journal.emit(
-                EventKind.DECIDED,
-                service=online.id,
-                gpus=tuple(online.gpus),
-                reason=now.reason.value,
-                action=now.action.value,
-                quiet_us=now.quiet_ns // 1000,
-                cooldown_us=online.cooldown.cooldown_ns // 1000,
-                hinted=int(now.is_hinted),
-                open_requests=online.open_requests,
-            )
-
-
-def _why(stamp: Stamp) -> str:
-    return "launch" if stamp.client else "asked by valved"
 
 
 def _is_before(epoch: int, other: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
@@ -40,7 +40,7 @@ from valved.kube.starter import Starter
 from valved.kube.ungated import Ungated
 from valved.machine.cards import CardReader, CardUse
 from valved.machine.clock import Clock
-from valved.machine.ports import GatePort, ProcessPort
+from valved.machine.ports import GatePort, GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
 from valved.node.brake import Brake
@@ -218,20 +218,20 @@ class Room:
 
     async def _beat(self) -> None:
         while True:
-            accounts = [(gpu.index, self._host.gating.gpus[gpu.index]) for gpu in self._gpus]
-            busy = [bool(account.holders - STANDING) and not self._is_standing(gpu) for gpu, account in accounts]
+            accounts = zip(self._gpus, _accounts(self._host.gating, self._gpus), strict=True)
+            busy = [bool(account.holders - STANDING) and not self._is_standing(gpu.index) for gpu, account in accounts]
             self.series.beat(self._now_s(), busy)
             await asyncio.sleep(BEAT_S)
 
     async def _account(self) -> None:
         """Once a second: time that was open, memory that was free, and whether a report is due."""
-        accounts = [self._host.gating.gpus[gpu.index] for gpu in self._gpus]
+        accounts = _accounts(self._host.gating, self._gpus)
         seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
         save_ns = seen_ns + SAVE_NS
         while True:
             await asyncio.sleep(BOOK_S)
             now_ns = self._host.clock.now_ns()
-            for account in accounts:
+            for account in _accounts(self._host.gating, self._gpus):
                 account.advance(now_ns)
             after = [_figures(account) for account in accounts]
             gained = [_gained(*pair) for pair in zip(before, after, strict=True)]
@@ -422,6 +422,12 @@ class Room:
 
     def _now_s(self) -> float:
         return self._host.clock.now_ns() / 1e9
+
+
+def _accounts(gating: GateService, gpus: Sequence[GpuInfo]) -> list[GpuAccount]:
+    """Of these GPUs, up to this moment."""
+    gating.drain()
+    return [gating.gpus[gpu.index] for gpu in gpus]
 
 
 def _figures(account: GpuAccount) -> tuple[int, int, int, int]:

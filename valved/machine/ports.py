@@ -4,9 +4,10 @@ The gate in one paragraph. An online service *holds* its GPUs while it is busy o
 channels are off while at least one service holds it. The gate word of a service (in the control page of each of its
 clients) is even while it holds, odd while it does not: an odd word asks the next launch to ring. A ring makes the
 native listener take the hold, store the closed word, and disable the channels of those of its GPUs that nobody held
-before, all without Python; the event comes out of the ring of stamps afterwards. Python decides the other edge: it
-proposes `wake(service)`, and the native side opens the word, fences, re-reads the counters of all clients of the
-service, and either drops the hold (enabling the GPUs that nobody else holds) or refuses because a launch slipped in.
+before, all without Python; the event comes out of the ring of stamps afterwards. The other edge is native, too, while
+Python permits it: the listener looks at the service's clients, opens the word, fences, re-reads the counters, and
+either drops the hold (enabling the GPUs that nobody else holds) or goes on because a launch slipped in. Python gives
+the permission, with the numbers that it has learned, and takes it back before anything stands in the way.
 Services hold from birth, so that no launch precedes its gate.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -29,10 +30,10 @@ class StampKind(enum.IntEnum):
     WAKE = 3
     WAKE_REFUSED = 4
     GATE_FAILED = 5  # a disable failed or timed out; status says how
+    LEARN = 6  # a gap inside a hold must be learned from before this service is woken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
+class Stamp(NamedTuple):
     """One native event. Times are CLOCK_MONOTONIC; 0 where a step did not happen."""
 
     kind: StampKind
@@ -40,12 +41,45 @@ class Stamp:
     client: ClientId  # whose doorbell rang; 0 when Python asked
     gpu: GpuIndex  # GATE and GATE_FAILED: one stamp per GPU that was closed; else the first GPU
     epoch: int
-    channels: int
-    status: int  # RM status, or -errno
+    channels: int  # that were switched; WAKE: open requests that were not believed
+    status: int  # RM status, or -errno; WAKE: the reason, as WakeLook has it
     launch_ns: int  # the ringing launch, from the client's region (checked against seen_ns)
     seen_ns: int  # the listener woke
     ioctl_ns: int  # first disable ioctl of this GPU entered
     done_ns: int  # last one returned
+    teller: int = 0  # the only client of the service that tells of requests; 0: none, or several
+    requests_started: int = 0  # its totals then
+    requests_ended: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeRule:
+    """Leave for the native side to wake a service by itself, with the numbers of its decision (policy/wake.py)."""
+
+    cooldown_ns: int
+    learn_ns: int  # a longer gap inside a hold is asked about first
+    watch_since_ns: int
+    looking_since_ns: int  # gaps that began earlier prove nothing
+    watcher_lease_ns: int
+    dead_look_ns: int
+    hint_lease_ns: int
+    refused_backoff_ns: int
+    leak_ns: int
+    leak_cooldowns: int
+    look_share: int
+    look_least_ns: int
+    look_most_ns: int
+
+
+class WakeLook(NamedTuple):
+    """What the native side found when it last looked at a service. Action and reason as gate.h counts them."""
+
+    holds: bool
+    action: int
+    reason: int
+    is_hinted: bool
+    quiet_ns: int
+    leaked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +198,25 @@ class GatePort(Protocol):
         """Take the hold now, as a ring would (a brake, a missing watcher)."""
         ...
 
-    def wake(self, service: ServiceId) -> WakeOutcome: ...
+    def wake(self, service: ServiceId) -> WakeOutcome:
+        """Try it now, whatever a look would say. Takes a permission back."""
+        ...
+
+    def permit(self, service: ServiceId, rule: WakeRule | None) -> None:
+        """From here on the service is woken when its clients are found idle and quiet; None: no longer, from now on.
+
+        `put_service` with other GPUs, `hold` and `wake` take a permission back."""
+        ...
+
+    def look(self, service: ServiceId) -> WakeLook: ...
+
+    def set_prompt(self, on: bool) -> None:
+        """Ordinary stamps make `stamps_fd` readable at once, and do not wait until somebody drains."""
+        ...
+
+    def set_hints(self, client: ClientId) -> None:
+        """This engine hook tells of open requests."""
+        ...
 
     def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
         """Verify, arm, and disable at once if its GPU is gated. A channel that the app disabled is never enabled."""
@@ -224,18 +276,8 @@ class GatePort(Protocol):
 
     def set_online_registered(self, client: ClientId, on: bool) -> None: ...
 
-    def set_observe(self, on: bool) -> None:
-        """Observe: rings are seen and stamped, holds are kept, and nothing is ever disabled."""
-        ...
-
     def let(self, gpus: frozenset[GpuIndex]) -> None:
         """Channels of these GPUs, and of no others, stay on though they are held. Gate words stay as they are."""
-
-    def set_draining(self, on: bool) -> None: ...
-
-    def enable_all(self) -> tuple[ChannelRef, ...]:
-        """Enable every channel that this port disabled; returns those whose enable failed."""
-        ...
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
         """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
@@ -255,7 +297,9 @@ class GatePort(Protocol):
 
     def drain_stamps(self) -> list[Stamp]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Enable every channel that this port disabled, and end."""
+        ...
 
 
 Runs = Sequence[tuple[int, int]]

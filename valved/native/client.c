@@ -295,11 +295,6 @@ void valve_client_online(struct valve_client *client, uint32_t on)
 	store_release(&client->control->online_registered, on);
 }
 
-void valve_client_draining(struct valve_client *client, uint32_t on)
-{
-	store_release(&client->control->draining, on);
-}
-
 void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
                          uint64_t size_rule)
 {

@@ -11,6 +11,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
+#include <sys/timerfd.h>
 
 #define CLOSE_NS 2000000000u /* how long close waits for a thread that hangs in the driver */
 
@@ -30,8 +31,7 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 
 	if (holders_count(holders) == 0)
 		return VALVE_GPU_RUNNING;
-	return load_acquire(&gate->brakes) || load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED
-	                                                                                  : VALVE_GPU_STOPPED;
+	return load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
 }
 
 static void open_gpu(struct valve_gate *gate, uint32_t index, const struct valve_gpu_info *info)
@@ -94,7 +94,9 @@ struct valve_gate *valve_gate_open(const struct valve_config *config, const stru
 	gate->rings = bell_open(&gate->ringer);
 	gate->epoll = epoll_create1(EPOLL_CLOEXEC);
 	gate->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (gate->epoll < 0 || gate->wake < 0 || stamps_open(&gate->stamps) != 0) {
+	gate->timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+	gate->look_ns = gate->armed_ns = UINT64_MAX;
+	if (gate->epoll < 0 || gate->wake < 0 || gate->timer < 0 || stamps_open(&gate->stamps) != 0) {
 		free(gate); /* out of fds at the very start: valved does not come up */
 		return NULL;
 	}
@@ -139,13 +141,6 @@ void valve_gate_alive(struct valve_gate *gate)
 uint32_t valve_gate_guarding(struct valve_gate *gate)
 {
 	return load_acquire(&gate->guarding);
-}
-
-void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear)
-{
-	store_full(&gate->brakes, (gate->brakes & ~clear) | set);
-	for (uint32_t i = 0; i < gate->gpu_count; i++)
-		issuer_kick(&gate->gpu[i]);
 }
 
 /* The gate words stay closed: online launches meanwhile do not ring, and nothing is stopped for them. */
@@ -263,6 +258,7 @@ int valve_gate_close(struct valve_gate *gate)
 	stamps_close(&gate->stamps);
 	bell_close(&gate->ringer);
 	close(gate->wake);
+	close(gate->timer);
 	close(gate->epoll);
 	pthread_mutex_destroy(&gate->roster_lock);
 	free(gate);

@@ -2,8 +2,8 @@
  * gate.h - what Python may ask of the native gate. Also the text that cffi reads (build.py drops the lines that
  * start with #), so it holds declarations only.
  *
- * Every function here is called from valved's one Python thread; none is called by the native threads. Functions
- * that return int give 0, a positive RM status (proto/abi/nvrm.h), or -errno.
+ * Every function here is called from valved's one Python thread, and but for the pure ones and valve_client_view by no
+ * native thread. Functions that return int give 0, a positive RM status (proto/abi/nvrm.h), or -errno.
  */
 #ifndef VALVE_NATIVE_GATE_H
 #define VALVE_NATIVE_GATE_H
@@ -46,14 +46,19 @@ enum valve_stamp_kind {
 	VALVE_STAMP_WAKE = 3,
 	VALVE_STAMP_WAKE_REFUSED = 4,
 	VALVE_STAMP_GATE_FAILED = 5,
+	VALVE_STAMP_LEARN = 6, /* there are gaps to learn from before this service may be woken */
 };
 
 struct valve_stamp {
 	uint64_t service, client;
 	uint64_t launch_ns, seen_ns, ioctl_ns, done_ns;
-	uint32_t kind, gpu, epoch, channels;
-	int32_t status;
+	uint32_t kind, gpu, epoch;
+	uint32_t channels; /* WAKE: open requests that were not believed */
+	int32_t status;    /* WAKE: valve_wake_reason */
 	uint32_t pad0;
+	/* GATE, HOLD and WAKE: what the service's one client that tells of requests had counted then. teller 0: there
+	 * is none, or more than one. */
+	uint64_t teller, requests_started, requests_ended;
 };
 
 struct valve_gap_view {
@@ -88,18 +93,56 @@ struct valve_entry {
 
 enum valve_gpu_state {
 	VALVE_GPU_RUNNING = 0,
-	VALVE_GPU_WATCHED =
-	        1, /* held, but a brake (observe, drain) or valve_gate_let keeps the channels on */
+	VALVE_GPU_WATCHED = 1, /* held, but valve_gate_let keeps the channels on */
 	VALVE_GPU_STOPPED = 2,
 	VALVE_GPU_STOPPING = 3, /* the issuer is walking */
 	VALVE_GPU_ENABLING = 4, /* the issuer walks back, or could not and will again: anything may run */
 	VALVE_GPU_FAILED = 5,   /* should be stopped and is not, or not for sure: tried again and again */
 };
 
-enum valve_brake {
-	VALVE_BRAKE_OBSERVE = 1,
-	VALVE_BRAKE_DRAIN = 2,
-	VALVE_BRAKE_ENABLED = 4, /* enable_all was asked for; lifted with either of the others */
+/* What the ordinary wake decision rests on: valved/policy/wake.py, WakeSettings, and what Python knows of the service. */
+struct valve_wake_rule {
+	uint64_t cooldown_ns;
+	uint64_t learn_ns;         /* a longer gap inside a hold must be learned from first */
+	uint64_t watch_since_ns;   /* its watchers were asked to watch */
+	uint64_t looking_since_ns; /* nobody looked before then: earlier gaps prove nothing */
+	uint64_t watcher_lease_ns, dead_look_ns, hint_lease_ns, refused_backoff_ns, leak_ns, leak_cooldowns;
+	uint64_t look_share, look_least_ns, look_most_ns;
+};
+
+enum valve_wake_action { VALVE_WAKE_HOLD = 0, VALVE_WAKE_WAIT = 1, VALVE_WAKE_NOW = 2 };
+
+enum valve_wake_reason {
+	VALVE_WAKE_NONE = 0, /* nobody has looked yet */
+	VALVE_WAKE_NO_OPEN_REQUESTS = 1,
+	VALVE_WAKE_COOLDOWN_OVER = 2,
+	VALVE_WAKE_COOLING = 3,
+	VALVE_WAKE_REFUSED_LATELY = 4,
+	VALVE_WAKE_BUSY = 5,
+	VALVE_WAKE_OPEN_REQUESTS = 6,
+	VALVE_WAKE_WATCHER_DEAD = 7,
+};
+
+struct valve_wake_state {
+	uint64_t blocked_until_ns, leaked;
+	uint32_t refusals, pad0;
+};
+
+/* One look at a service that holds its GPUs, summed up. */
+struct valve_wake_seen {
+	uint64_t held_since_ns, quiet_since_ns, open;
+	uint32_t busy, silent; /* launchers without a proof, and without a watcher */
+	uint32_t fresh, stale; /* reports of open requests */
+};
+
+struct valve_wake_decision {
+	uint64_t look_again_ns, quiet_ns, leaked;
+	uint32_t action, reason, hinted, stale_hints;
+};
+
+struct valve_look {
+	uint64_t quiet_ns, leaked;
+	uint32_t holds, action, reason, hinted;
 };
 
 enum valve_wake_outcome { VALVE_WOKEN = 0, VALVE_WAKE_REFUSED = 1, VALVE_NOT_HOLDING = 2 };
@@ -112,7 +155,6 @@ int valve_gate_orders(struct valve_gate *gate);
 uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, uint32_t max);
 void valve_gate_alive(struct valve_gate *gate); /* the caller's loop turns; arms the watch over it */
 uint32_t valve_gate_guarding(struct valve_gate *gate);
-void valve_gate_brake(struct valve_gate *gate, uint32_t set, uint32_t clear);
 void valve_gate_let(struct valve_gate *gate,
                     uint32_t mask); /* GPUs whose channels are on though they are held */
 uint32_t valve_gate_settle(struct valve_gate *gate, uint64_t timeout_ns);
@@ -125,15 +167,27 @@ void valve_service_free(struct valve_gate *gate, int32_t service);
 void valve_service_gpus(struct valve_gate *gate, int32_t service, uint32_t mask);
 int valve_hold(struct valve_gate *gate, int32_t service);
 int valve_wake(struct valve_gate *gate, int32_t service);
+void valve_service_permit(struct valve_gate *gate, int32_t service, const struct valve_wake_rule *rule);
+void valve_service_look(struct valve_gate *gate, int32_t service, struct valve_look *out);
+void valve_gate_prompt(struct valve_gate *gate, uint32_t prompt);
+/* Pure: any thread may ask. */
+void valve_wake_begin(struct valve_wake_seen *seen, uint64_t held_since_ns);
+void valve_wake_launcher(struct valve_wake_seen *seen, const struct valve_wake_rule *rule, uint64_t now,
+                         uint32_t is_idle, uint64_t idle_ns, uint64_t heard_ns);
+void valve_wake_hint(struct valve_wake_seen *seen, const struct valve_wake_rule *rule, uint64_t now,
+                     uint64_t open, uint64_t hint_ns);
+void valve_wake_decide(struct valve_wake_state *state, const struct valve_wake_seen *seen,
+                       const struct valve_wake_rule *rule, uint64_t now, struct valve_wake_decision *out);
+void valve_wake_refused(struct valve_wake_state *state, const struct valve_wake_rule *rule, uint64_t now);
 
 struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint32_t role, int32_t service,
                                       uint64_t service_id, int control, int region, int doorbell, int order);
 void valve_client_free(struct valve_gate *gate, struct valve_client *client);
 int valve_client_take_fd(struct valve_client *client, int fd);
 int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps);
+void valve_client_hints(struct valve_client *client, uint32_t on);
 void valve_client_watch(struct valve_client *client, uint32_t on);
 void valve_client_online(struct valve_client *client, uint32_t on);
-void valve_client_draining(struct valve_client *client, uint32_t on);
 void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
                          uint64_t size_rule);
 void valve_client_kv_free(struct valve_client *client, uint32_t index, const uint8_t *gpu_uuid,

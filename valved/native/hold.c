@@ -4,13 +4,20 @@
  *
  *   ring   (listener)  epoch odd -> even by compare-and-swap: the winner closes all words, counts the hold on each
  *                      GPU of the service, and kicks the issuers of those that nobody held.
- *   wake   (caller)    epoch even -> odd, open all words, fence every client, re-read all counters. All idle:
+ *   wake   (opener)    epoch even -> odd, open all words, fence every client, re-read all counters. All idle:
  *                      drop the hold. Not idle: swap back to even; if that fails a ring has already taken a new hold.
+ *
+ * A service has one opener at a time. While it has a permission (service.permitted) that is the listener, which then is
+ * the only thread that changes the epoch at all: a ring cannot fall into its own wake, for it hears the ring afterwards.
+ * Without one it is the caller, which takes the permission back and waits until the listener has left its turn before it
+ * opens, holds, or changes the GPUs (waking_withdraw); then a ring may fall anywhere into a wake.
  *
  * Every odd -> even transition adds one hold and every wake that opened removes exactly one, the one it found. So a
  * ring between "opened" and "dropped" leaves the GPUs held throughout: they are never enabled for an instant.
  * The epoch opens before the words and words only ever rise: a client that saw an open word finds the epoch open (or
- * already retaken), and a slow writer cannot undo a later close.
+ * already retaken), and a slow writer cannot undo a later close. A launch that saw the closed word was counted before the
+ * fence, so the counters show it and the wake is refused; one that saw the open word rings, and a ring is never lost: the
+ * doorbell is an eventfd, heard after the wake at the latest.
  */
 #include <linux/membarrier.h>
 #include <sys/syscall.h>
@@ -101,6 +108,9 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	store_relaxed(&service->cause_client, cause ? cause->id : 0);
 	store_relaxed(&service->launch_ns, launch_ns);
 	store_relaxed(&service->seen_ns, seen_ns);
+	store_relaxed(&service->held_since_ns, launch_ns ? launch_ns : seen_ns);
+	store_relaxed(&service->told_open, 0);
+	waking_note_requests(service);
 	mask = load_acquire(&service->mask);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		if (!(mask & 1u << i) || !gpu_hold(&gate->gpu[i], index))
@@ -123,9 +133,12 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 		        .done_ns = now_ns(),
 		};
 
+		waking_fill_requests(service, &stamp);
 		store_relaxed(&service->stamped, epoch);
-		stamp_push(&gate->stamps, &stamp);
+		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 	}
+	if (cause)
+		waking_held(gate, service, seen_ns);
 	store_release(&service->settled, epoch); /* pairs with the acquire in settle: all holds are counted */
 	return true;
 }
@@ -152,7 +165,8 @@ void service_owe(struct gpu *gpu)
 		stamp.launch_ns = load_relaxed(&service->launch_ns);
 		stamp.seen_ns = load_relaxed(&service->seen_ns);
 		stamp.done_ns = now_ns();
-		stamp_push(&gate->stamps, &stamp);
+		waking_fill_requests(service, &stamp);
+		stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 	}
 }
 
@@ -171,12 +185,23 @@ struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
 	        .seen_ns = load_relaxed(&closer->seen_ns),
 	};
 
+	waking_fill_requests(closer, &stamp);
 	store_relaxed(&closer->stamped, stamp.epoch);
 	return stamp;
 }
 
-/* The epoch, once no ring is half way through counting its hold. Caller only; the listener is short and never waits. */
-static uint32_t settle(const struct service *service)
+/* Push a stamp of service_stamp. The caller hears at once of what is out of the ordinary. */
+void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp)
+{
+	bool is_ordinary = stamp->kind == VALVE_STAMP_GATE &&
+	                   waking_is_ordinary(&gpu->gate->service[holders_closer(holders)]);
+
+	stamp_push(&gpu->gate->stamps, stamp, !is_ordinary);
+}
+
+/* The epoch, once no ring is half way through counting its hold. The caller may have to wait for the listener, which is
+ * short; the listener never waits, as nobody else takes a hold of a service that it opens. */
+uint32_t service_settle(const struct service *service)
 {
 	for (;;) {
 		uint32_t epoch = load_full(&service->epoch);
@@ -197,7 +222,7 @@ static void drop_hold(struct valve_gate *gate, const struct service *service)
 
 static bool all_idle(const struct service *service)
 {
-	const struct client_list *list = service->clients;
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
 
 	for (uint32_t i = 0; list && i < list->count; i++) {
 		if (!client_is_idle(list->client[i]))
@@ -212,7 +237,7 @@ void at_point(struct valve_gate *gate, enum valve_point point)
 		gate->os.between((int)point);
 }
 
-static void stamp_wake(struct valve_gate *gate, const struct service *service, enum valve_stamp_kind kind,
+static void stamp_wake(struct valve_gate *gate, struct service *service, enum valve_stamp_kind kind,
                        uint32_t epoch)
 {
 	struct valve_stamp stamp = {
@@ -223,7 +248,15 @@ static void stamp_wake(struct valve_gate *gate, const struct service *service, e
 	        .done_ns = now_ns(),
 	};
 
-	stamp_push(&gate->stamps, &stamp);
+	if (kind == VALVE_STAMP_WAKE) {
+		uint64_t leaked = load_relaxed(&service->said_leaked);
+
+		stamp.status = (int32_t)(load_relaxed(&service->said_reason) & 0xFFu);
+		stamp.channels = leaked < UINT32_MAX ? (uint32_t)leaked : UINT32_MAX;
+	}
+	waking_note_requests(service);
+	waking_fill_requests(service, &stamp);
+	stamp_push(&gate->stamps, &stamp, !waking_is_ordinary(service));
 }
 
 /* Launch hooks count without a fence of their own (VALVE_FEATURE_PLAIN_COUNT): every thread of a client that runs now
@@ -237,10 +270,11 @@ static void fence_clients(void)
 		nanosleep(&drained, NULL);
 }
 
-int valve_wake(struct valve_gate *gate, int32_t index)
+/* By whoever may open this service: the top of this file. */
+int service_wake(struct valve_gate *gate, uint32_t index)
 {
 	struct service *service = &gate->service[index];
-	uint32_t epoch = settle(service), open = epoch + 1;
+	uint32_t epoch = service_settle(service), open = epoch + 1;
 	bool retaken;
 
 	if (epoch % 2)
@@ -258,24 +292,34 @@ int valve_wake(struct valve_gate *gate, int32_t index)
 			store_relaxed(&service->stamped, open + 1);
 			store_release(&service->settled, open + 1);
 		} else { /* a ring took a hold of its own: ours is one too many */
-			settle(service);
+			service_settle(service);
 			drop_hold(gate, service);
 		}
 		stamp_wake(gate, service, VALVE_STAMP_WAKE_REFUSED, open);
 		return VALVE_WAKE_REFUSED;
 	}
 	at_point(gate, VALVE_POINT_WAKE_PROVEN);
-	retaken = settle(service) != open;
+	retaken = service_settle(service) != open;
 	drop_hold(gate, service);
 	stamp_wake(gate, service, retaken ? VALVE_STAMP_WAKE_REFUSED : VALVE_STAMP_WAKE, open);
+	if (!retaken)
+		store_release(&service->told_open, 1); /* after the stamp: who reads it finds that one */
 	return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
+}
+
+int valve_wake(struct valve_gate *gate, int32_t index)
+{
+	waking_withdraw(gate, &gate->service[index]);
+	return service_wake(gate, (uint32_t)index);
 }
 
 int valve_hold(struct valve_gate *gate, int32_t index)
 {
-	bool taken = service_hold(gate, (uint32_t)index, NULL, 0, now_ns(), NULL);
+	bool taken;
 
-	settle(&gate->service[index]);
+	waking_withdraw(gate, &gate->service[index]);
+	taken = service_hold(gate, (uint32_t)index, NULL, 0, now_ns(), NULL);
+	service_settle(&gate->service[index]);
 	return taken ? 0 : -EALREADY;
 }
 
@@ -291,6 +335,10 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 		store_relaxed(&service->id, id);
 		store_relaxed(&service->cause_client, 0);
 		store_relaxed(&service->launch_ns, 0);
+		store_relaxed(&service->held_since_ns, now_ns());
+		store_relaxed(&service->told_open, 0);
+		store_relaxed(&service->said_reason, 0);
+		service->wake = (struct valve_wake_state){0};
 		store_relaxed(&service->stamped, service->epoch);
 		store_relaxed(&service->settled, service->epoch);
 		store_release(&service->live, 1);

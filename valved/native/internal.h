@@ -2,7 +2,8 @@
  * internal.h - the state of the gate, and who may touch what.
  *
  * Threads
- *   listener   one: doorbells in, holds taken, words closed, issuers kicked.
+ *   listener   one: doorbells in, holds taken, words closed, issuers kicked; and the ordinary way back (waking.c):
+ *              looks, words opened, holds dropped.
  *   issuer     one per GPU: whoever sits at its seat, and nobody else, switches that GPU's channels.
  *              These are workers (worker.c), who swap places: at a ring the listener sits down at the first GPU that
  *              it has to close, if its issuer sleeps, and that one goes to listen.
@@ -143,12 +144,30 @@ struct service {
 	uint32_t mask;               /* GPUs; the caller changes it only while the hold is settled */
 	struct client_list *clients; /* caller swaps, listener walks */
 
-	/* Odd: open. Odd to even (the hold is taken) by whoever wins the swap; even to odd by the caller alone. */
+	/* Caller writes, listener reads. While it is set the listener alone changes the epoch, and what stands under
+	 * "looks" below is the listener's; else the caller opens, and both may close. */
+	uint32_t permitted;
+
+	/* Odd: open. Odd to even (the hold is taken) by whoever wins the swap; even to odd by whom `permitted` names. */
 	_Alignas(64) uint32_t epoch;
 	uint32_t settled; /* last even epoch whose hold was counted on all GPUs */
 	uint32_t stamped; /* last even epoch that a GATE or HOLD stamp reported */
 	uint64_t cause_client, launch_ns,
 	        seen_ns; /* of the present hold; written before the hold is counted */
+	uint64_t held_since_ns;
+	uint32_t told_open; /* 1 from the stamp of a wake to the next hold */
+
+	/* of the last edge, for its stamps: the client that tells of requests, if there is just one */
+	uint32_t tellers;
+	uint64_t teller, started, ended;
+
+	/* looks */
+	struct valve_wake_rule rule;
+	struct valve_wake_state wake;
+	uint64_t due_ns;
+	uint32_t
+	        said_reason; /* of the last decision; the caller reads: hinted << 16 | action << 8 | reason */
+	uint64_t said_quiet_ns, said_leaked;
 };
 
 /* What rings order eventfds without ever waiting (bell.c). */
@@ -171,6 +190,9 @@ struct valve_client {
 	uint32_t idle_rings; /* listener's alone: rings that changed nothing since window_ns */
 	uint64_t window_ns;
 
+	uint32_t hints;       /* caller writes: an engine hook that tells of open requests */
+	uint64_t gaps_judged; /* listener's alone */
+
 	uint32_t refs; /* caller's alone: plan entries that name this client */
 	bool dropped;
 	int passed[MAX_PASSED]; /* caller's alone */
@@ -185,7 +207,8 @@ struct stamp_cell {
 struct stamp_ring {
 	_Alignas(64) uint64_t head; /* producers */
 	uint64_t dropped;
-	_Alignas(64) uint64_t tail; /* caller's alone */
+	_Alignas(64) uint64_t tail; /* caller writes, producers read it for a guess */
+	uint32_t prompt;            /* caller writes: every stamp rings */
 	int fd;
 	struct stamp_cell cell[STAMPS];
 };
@@ -206,7 +229,6 @@ struct valve_gate {
 	char version[64];
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
-	uint32_t brakes;   /* valve_brake bits */
 	uint64_t alive_ns; /* when the caller last said that it turns, 0 never; the watchdog reads */
 	uint32_t guarding; /* watchdog's: it holds every GPU because the caller is silent */
 	uint32_t let;      /* GPUs: the caller writes, issuers read */
@@ -216,8 +238,11 @@ struct valve_gate {
 
 	struct worker worker[MAX_GPUS + 1];
 	pthread_t watchdog;
-	uint32_t listening; /* 1 while somebody is the listener */
-	int epoll, wake;    /* wake: an eventfd that makes the listener look at quit */
+	uint32_t listening;         /* 1 while somebody is the listener */
+	int epoll, wake;            /* wake: an eventfd that makes the listener look at quit and kicked */
+	int timer;                  /* rings when the next look falls due */
+	uint32_t kicked;            /* caller: look at every service */
+	uint64_t look_ns, armed_ns; /* listener's: the next look, and what the timer is set to */
 	_Alignas(64) uint64_t
 	        listener_turn; /* odd while the listener handles events; listener writes, caller reads */
 	struct valve_client *client[MAX_CLIENTS];
@@ -293,6 +318,9 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 void service_owe(struct gpu *gpu);
 void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
+void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp);
+int service_wake(struct valve_gate *gate, uint32_t index);
+uint32_t service_settle(const struct service *service);
 void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
@@ -306,7 +334,16 @@ void service_enlist(struct valve_gate *gate, struct valve_client *client, bool i
 /* stamps.c */
 int stamps_open(struct stamp_ring *ring);
 void stamps_close(struct stamp_ring *ring);
-void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp);
+void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool loud);
+
+/* waking.c */
+void waking_turn(struct valve_gate *gate, uint64_t now);
+void waking_arm(struct valve_gate *gate);
+void waking_held(struct valve_gate *gate, struct service *service, uint64_t now);
+void waking_withdraw(struct valve_gate *gate, struct service *service);
+void waking_note_requests(struct service *service);
+void waking_fill_requests(const struct service *service, struct valve_stamp *stamp);
+bool waking_is_ordinary(const struct service *service);
 
 /* arm.c */
 bool is_stuck(const struct gpu *gpu);

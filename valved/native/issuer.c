@@ -1,6 +1,6 @@
 /*
  * issuer.c - the seat of a GPU: whoever sits there is the only one that switches that GPU's channels. It compares what
- * should be (holders, brakes) with what is (state), walks the plan when they differ, reads its mail, and sleeps.
+ * should be (holders, let) with what is (state), walks the plan when they differ, reads its mail, and sleeps.
  *
  * It follows levels, not messages: a hold that came and went while it was busy needs no walk, and none is lost. A walk
  * that failed is walked again for as long as it is wanted: disable and enable are idempotent, and neither a channel that
@@ -76,7 +76,7 @@ static void tell_stop(struct gpu *gpu, uint64_t holders, struct valve_stamp *sta
 		return;
 	gpu->told_status = stamp->status;
 	gpu->told_closing = closing;
-	stamp_push(&gpu->gate->stamps, stamp);
+	service_tell(gpu, holders, stamp);
 }
 
 /* False: something may still run. */
@@ -139,11 +139,11 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 		store_release(&gpu->state, VALVE_GPU_ENABLING);
 	if (state >= VALVE_GPU_STOPPED && run(gpu) != 0)
 		return false;
-	if (state == VALVE_GPU_RUNNING) { /* held, but a brake keeps the channels on: say so all the same */
+	if (state == VALVE_GPU_RUNNING) { /* held, but let: say so all the same */
 		struct valve_stamp stamp = service_stamp(gpu, holders);
 
 		stamp.done_ns = now_ns();
-		stamp_push(&gpu->gate->stamps, &stamp);
+		service_tell(gpu, holders, &stamp);
 	}
 	store_release(&gpu->state, target);
 	return true;
@@ -231,7 +231,7 @@ static void recover(struct gpu *gpu, int status)
 	}
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
-	stamp_push(&gpu->gate->stamps, &stamp);
+	stamp_push(&gpu->gate->stamps, &stamp, true);
 }
 
 static void answer(struct gpu *gpu, struct mail *mail)

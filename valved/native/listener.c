@@ -2,6 +2,9 @@
  * listener.c - one thread sleeps on the doorbells of all online clients: one epoll, edge-triggered, never read (one
  * eventfd in many epolls costs 30 us a ring, and a read is a system call that nobody needs).
  *
+ * The same thread sleeps on the timer of the next look (waking.c): whatever opens or closes the words of a service that
+ * wakes by itself is one thread, and needs no lock.
+ *
  * Events carry slot and generation, not a pointer: an event of a client that has just been removed finds an empty
  * slot, or a stranger of another generation.
  */
@@ -11,6 +14,7 @@
 
 #define BATCH 64
 #define SELF  UINT64_MAX
+#define TIMER (UINT64_MAX - 1)
 #define WINDOW_NS \
 	10000000u     /* a doorbell that rings MAX_IDLE times in this long without changing anything ... */
 #define MAX_IDLE  64u /* ... is not listened to until the watchdog's next round */
@@ -50,11 +54,25 @@ static struct gpu *handle(struct valve_gate *gate, const struct epoll_event *eve
 
 	turn_page(gate);
 	for (int i = 0; i < count; i++) {
-		if (events[i].data.u64 != SELF)
+		if (events[i].data.u64 < TIMER)
 			ring(gate, events[i].data.u64, seen_ns, &taken);
 	}
 	turn_page(gate);
 	return taken;
+}
+
+/* Looks that are due, and the timer for the next. What a listener leaves undone when it sits down at a GPU, the next one
+ * does first of all: a stop is in more of a hurry than a wake. */
+static void look(struct valve_gate *gate)
+{
+	uint64_t now = now_ns();
+
+	if (load_full(&gate->kicked) || now >= gate->look_ns) {
+		turn_page(gate);
+		waking_turn(gate, now);
+		turn_page(gate);
+	}
+	waking_arm(gate);
 }
 
 /* Be the listener until a ring closes a GPU whose issuer sleeps: then sit down there, and let that one listen. NULL:
@@ -68,9 +86,12 @@ struct gpu *listener_serve(struct valve_gate *gate)
 	while (swap(&gate->listening, 1)) /* the one before is at the end of its last batch */
 		sleep_ns(2000);
 	while (!taken && !load_acquire(&gate->quit)) {
-		int count = epoll_wait(gate->epoll, events, BATCH, spin_until ? 0 : -1);
-		uint64_t seen_ns = now_ns();
+		uint64_t seen_ns;
+		int count;
 
+		look(gate);
+		count = epoll_wait(gate->epoll, events, BATCH, spin_until ? 0 : -1);
+		seen_ns = now_ns();
 		if (count > 0) {
 			taken = handle(gate, events, count, seen_ns);
 			spin_until = gate->config.spin_ns ? seen_ns + gate->config.spin_ns : 0;
@@ -122,7 +143,11 @@ void listener_remove(struct valve_gate *gate, const struct valve_client *client)
 
 int listener_open(struct valve_gate *gate)
 {
-	struct epoll_event event = {.events = EPOLLIN, .data.u64 = SELF};
+	struct epoll_event self = {.events = EPOLLIN | EPOLLET, .data.u64 = SELF};
+	struct epoll_event timer = {.events = EPOLLIN | EPOLLET, .data.u64 = TIMER};
 
-	return epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &event) < 0 ? -errno : 0;
+	if (epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->wake, &self) < 0 ||
+	    epoll_ctl(gate->epoll, EPOLL_CTL_ADD, gate->timer, &timer) < 0)
+		return -errno;
+	return 0;
 }

@@ -1,6 +1,7 @@
 /*
  * stamps.c - a bounded ring of events: many native producers, one consumer (the caller). A full ring drops the new
- * stamp and counts it; no producer ever waits.
+ * stamp and counts it; no producer ever waits. A loud stamp wakes the caller; the others lie there until it asks, or until
+ * a quarter of the ring is full.
  *
  * Each cell carries a turn: 2 * lap when free for that lap, 2 * lap + 1 when filled.
  */
@@ -19,7 +20,7 @@ void stamps_close(struct stamp_ring *ring)
 	close(ring->fd);
 }
 
-void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp)
+void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool loud)
 {
 	uint64_t at = load_relaxed(&ring->head); /* only a guess: the swap below decides */
 	struct stamp_cell *cell;
@@ -42,6 +43,8 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp)
 	}
 	cell->stamp = *stamp;
 	store_release(&cell->turn, 2 * (at / STAMPS) + 1); /* pairs with the acquire in valve_stamps_take */
+	if (!loud && !load_full(&ring->prompt) && at - load_relaxed(&ring->tail) < STAMPS / 4)
+		return;
 	if (write(ring->fd, &one, sizeof one) < 0)
 		return; /* the counter is full: then it is readable, which is all we want */
 }
@@ -68,7 +71,7 @@ uint32_t valve_stamps_take(struct valve_gate *gate, struct valve_stamp *out, uin
 			break;
 		out[count++] = cell->stamp;
 		store_release(&cell->turn, 2 * lap + 2);
-		ring->tail++;
+		store_relaxed(&ring->tail, ring->tail + 1);
 	}
 	return count;
 }

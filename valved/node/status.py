@@ -81,6 +81,7 @@ class Reporter:
         self._bystanders = bystanders
 
     def status(self) -> NodeState:
+        self._gating.drain()
         now_ns = self._clock.now_ns()
         brake, counters = self._brake, self._gating.counters
         return NodeState(
@@ -249,6 +250,7 @@ class Reporter:
         entry = self._books.services.get(ServiceId(service))
         if entry is None:
             return None
+        self._gating.drain()
         state = self._service(entry, self._clock.now_ns())
         facts = [
             f"GPUs {list(state.gpus)}, processes {list(state.pids)}",

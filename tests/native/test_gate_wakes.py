@@ -1,0 +1,220 @@
+"""The gate wakes services by itself: only with a permission, never after it was taken back, never over a launch."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from gates import Launcher, Rig, wait_until
+
+from valved.abi import region
+from valved.gate.permits import REASONS
+from valved.machine.ports import Stamp, StampKind, WakeRule
+from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.policy.wake import WakeReason, WakeSettings
+
+SERVICE = ServiceId(7)
+MS = 1_000_000
+QUICK = WakeRule(
+    cooldown_ns=1 * MS,
+    learn_ns=1 << 62,
+    watch_since_ns=1,
+    looking_since_ns=1,
+    **{name: getattr(WakeSettings(watcher_lease_ns=10**15), name) for name in WakeSettings.__dataclass_fields__},
+)
+
+
+def prove(online: Launcher) -> None:
+    """The watcher's proof, with its time."""
+    online.region["idle_ns"] = online.region["watcher_ns"] = time.monotonic_ns()
+    online.finish()
+
+
+def is_open(online: Launcher) -> bool:
+    return bool(online.control["gate_epoch"] % 2)
+
+
+def wakes(rig: Rig) -> list[Stamp]:
+    return [stamp for stamp in rig.take_stamps() if stamp.kind is StampKind.WAKE]
+
+
+def test_a_permitted_service_is_woken_again_and_again_without_python(rig: Rig) -> None:
+    workload, online = rig.offline(), rig.online(7, {0})
+    workload.add(4)
+    prove(online)
+    rig.gate.permit(SERVICE, QUICK)
+    for _ in range(20):
+        wait_until(lambda: is_open(online), "the wake")
+        rig.wait_gated(0, False)
+        assert workload.on() == 4
+
+        assert online.launch()
+        rig.wait_gated(0)
+        assert workload.on() == 0
+        prove(online)
+
+    wait_until(lambda: len(wakes(rig)) == 21, "the last wake")
+    rig.settle()
+    assert len(wakes(rig)) == 21
+    assert {REASONS[stamp.status] for stamp in wakes(rig)} == {WakeReason.COOLDOWN_OVER}
+
+
+def test_without_a_permission_nothing_ever_opens_by_itself(rig: Rig) -> None:
+    quiet, other = rig.online(7, {0}), rig.online(8, {1})
+    prove(quiet)
+    prove(other)
+    rig.gate.permit(ServiceId(8), QUICK)
+
+    for _ in range(20):  # the listener has looked at the other one so many times
+        wait_until(lambda: is_open(other), "a wake of the other")
+        other.launch()
+        prove(other)
+
+    assert not is_open(quiet)
+    assert quiet.control["gate_epoch"] == 0
+
+
+@pytest.mark.parametrize("take_back", ["permit", "hold", "gpus"])
+def test_once_a_permission_is_taken_back_no_wake_follows(rig: Rig, take_back: str) -> None:
+    """Taken back at any moment of a busy service: what is closed then stays closed."""
+    online, chance = rig.online(7, {0}), random.Random(5)
+    for turn in range(30):
+        prove(online)
+        rig.gate.permit(SERVICE, QUICK)
+        if turn % 2:
+            wait_until(lambda: is_open(online), "a wake")
+            online.launch()
+            prove(online)
+        until = time.monotonic() + chance.uniform(0, 0.004)
+        while time.monotonic() < until:
+            pass
+        match take_back:
+            case "permit":
+                rig.gate.permit(SERVICE, None)
+                rig.gate.hold(SERVICE, 0)
+            case "hold":
+                rig.gate.hold(SERVICE, 0)
+            case "gpus":
+                rig.gate.put_service(SERVICE, frozenset({GpuIndex(turn % 2)}))
+                rig.gate.hold(SERVICE, 0)
+        epoch = online.control["gate_epoch"]
+        other = rig.online(100 + turn, {0})
+        prove(other)
+        rig.gate.permit(ServiceId(100 + turn), QUICK)
+        wait_until(partial(is_open, other), "a wake of another")  # the listener has looked at all since
+
+        assert epoch % 2 == 0
+        assert online.control["gate_epoch"] == epoch
+
+
+def test_work_that_is_not_proven_done_never_opens(rig: Rig) -> None:
+    online, other = rig.online(7, {0}), rig.online(8, {0})
+    online.launch()
+    prove(other)
+    rig.gate.permit(SERVICE, QUICK)
+    rig.gate.permit(ServiceId(8), QUICK)
+    for _ in range(10):
+        wait_until(lambda: is_open(other), "a wake of the other")
+        other.launch()
+        prove(other)
+
+    assert not is_open(online)
+    assert REASONS[rig.gate.look(SERVICE).reason] is WakeReason.BUSY
+    assert rig.gate.look(SERVICE).holds
+
+
+def test_a_gap_that_teaches_is_never_slept_over(rig: Rig) -> None:
+    """A wake waits for the answer: the cooldown may be longer than anybody knew."""
+    online = rig.online(7, {0})
+    prove(online)
+    rig.gate.permit(SERVICE, QUICK)
+    wait_until(lambda: is_open(online), "a wake")
+    online.launch()
+    wait_until(lambda: not is_open(online), "the hold")
+    rig.gate.permit(SERVICE, replace(QUICK, learn_ns=1000))
+    began = time.monotonic_ns()
+    wait_until(lambda: time.monotonic_ns() > began + 2 * MS, "a gap")
+    entry = struct.pack("<QQ", time.monotonic_ns(), 1 * MS)
+    online.region.memory[region.GAP_OFFSET : region.GAP_OFFSET + 16] = entry
+    online.region["gaps"] = 1
+    prove(online)
+
+    rig.wait_stamp(lambda stamp: stamp.kind is StampKind.LEARN)
+    assert not is_open(online)
+
+    rig.gate.permit(SERVICE, QUICK)
+    wait_until(lambda: is_open(online), "the wake after the answer")
+
+
+def test_stamps_say_what_the_engine_had_counted_at_that_edge(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    client = rig.name()
+    fds = rig.gate.create_client(client, Role.HOOK, SERVICE)
+    rig.gate.set_hints(client)
+    page = region.region_page(fds.region)
+    region.fill_region(page)
+
+    def tell(started: int, ended: int) -> None:
+        page["requests_started"], page["requests_ended"] = started, ended
+        page["open_requests"], page["hint_ns"] = started - ended, time.monotonic_ns()
+
+    tell(3, 3)
+    prove(online)
+    rig.gate.permit(SERVICE, replace(QUICK, hint_lease_ns=10**15))
+    wait_until(lambda: is_open(online), "a wake without open requests")
+    tell(5, 3)
+    online.launch()
+    ring = rig.wait_stamp(lambda stamp: stamp.kind in (StampKind.GATE, StampKind.HOLD) and stamp.client)
+    tell(5, 5)
+    prove(online)
+    wait_until(lambda: len(wakes(rig)) == 2, "the next wake")
+
+    assert (ring.teller, ring.requests_started, ring.requests_ended) == (client, 5, 3)
+    assert [(w.teller, w.requests_started, w.requests_ended) for w in wakes(rig)] == [(client, 3, 3), (client, 5, 5)]
+    assert {REASONS[wake.status] for wake in wakes(rig)} == {WakeReason.NO_OPEN_REQUESTS}
+    page.close()
+
+
+def test_ordinary_edges_never_wake_python_and_what_it_must_act_upon_always_does(rig: Rig) -> None:
+    online = rig.online(7, {0})
+    prove(online)
+    rig.take_stamps()
+    rig.gate.permit(SERVICE, QUICK)
+    wait_until(lambda: is_open(online), "a wake")
+    online.launch()
+    wait_until(lambda: not is_open(online), "the hold")
+    rig.settle()
+
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(rig.gate.stamps_fd())
+
+    rig.gate.set_prompt(True)
+    prove(online)
+    wait_until(lambda: is_open(online), "a wake")
+    wait_until(lambda: any(s.kind is StampKind.WAKE and s.epoch == 3 for s in rig.take_stamps()), "its stamp")
+    rig.gate.permit(SERVICE, None)
+    rig.gate.set_prompt(False)
+    online.launch()
+    wait_until(lambda: not is_open(online), "the hold")
+    assert os.eventfd_read(rig.gate.stamps_fd()) >= 1  # nobody wakes it by itself: Python must look
+
+
+def test_a_client_that_claims_times_to_come_only_harms_itself(rig: Rig) -> None:
+    liar, honest = rig.online(7, {0}), rig.online(8, {1})
+    liar.finish()
+    liar.region["idle_ns"] = liar.region["watcher_ns"] = (1 << 64) - 1
+    prove(honest)
+    rig.gate.permit(SERVICE, QUICK)
+    rig.gate.permit(ServiceId(8), QUICK)
+
+    for _ in range(10):
+        wait_until(lambda: is_open(honest), "a wake of the other")
+        honest.launch()
+        prove(honest)
+
+    assert not is_open(liar)

@@ -1,0 +1,279 @@
+/*
+ * waking.c - the listener opens, too: while a service has a permission, whoever is the listener looks at its clients when a
+ * look falls due, decides (decide.c) and wakes it, without Python.
+ *
+ * The permission is the caller's word that nothing it knows stands in the way (no brake, no client on its way back, no rest
+ * of the breaker, offline work to gain by it), with the numbers that the decision needs. The caller takes it back before it
+ * touches the service itself (waking_withdraw): afterwards no look is under way and none will begin.
+ *
+ * What only Python can judge ends here with a question: a gap inside the hold that may lengthen the cooldown stops the
+ * decision until the caller, who learns from gaps, has given a new permission.
+ */
+#include "internal.h"
+
+#include <string.h>
+#include <sys/timerfd.h>
+
+#define FLOOR_NS 100000u /* between two looks at one service, whatever a client claims */
+#define NEVER    UINT64_MAX
+
+/* The client's totals of requests, for the stamps: what Python counts from them must be of this moment. */
+static bool hints(const struct valve_client *client)
+{
+	if (client->role == VALVE_ROLE_ONLINE)
+		return load_relaxed(&client->region->hint_ns) != 0;
+	return load_relaxed(&client->hints);
+}
+
+void waking_note_requests(struct service *service)
+{
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
+	uint64_t teller = 0, started = 0, ended = 0;
+	uint32_t tellers = 0;
+
+	for (uint32_t i = 0; list && i < list->count; i++) {
+		const struct valve_client *client = list->client[i];
+
+		if (!hints(client))
+			continue;
+		tellers++;
+		teller = client->id;
+		ended = load_acquire(&client->region->requests_ended);
+		started = load_acquire(&client->region->requests_started);
+	}
+	store_relaxed(&service->tellers, tellers);
+	store_relaxed(&service->teller, teller);
+	store_relaxed(&service->started, started);
+	store_relaxed(&service->ended, ended);
+}
+
+void waking_fill_requests(const struct service *service, struct valve_stamp *stamp)
+{
+	bool one = load_relaxed(&service->tellers) == 1;
+
+	stamp->teller = one ? load_relaxed(&service->teller) : 0;
+	stamp->requests_started = load_relaxed(&service->started);
+	stamp->requests_ended = load_relaxed(&service->ended);
+}
+
+/* May the caller hear of this later? It must hear now of what it has to act upon. */
+bool waking_is_ordinary(const struct service *service)
+{
+	return load_relaxed(&service->permitted) && load_relaxed(&service->tellers) < 2;
+}
+
+static void see_launcher(const struct valve_client *client, const struct valve_wake_rule *rule, uint64_t now,
+                         struct valve_wake_seen *seen)
+{
+	struct valve_view view;
+	uint64_t heard_ns;
+
+	valve_client_view((struct valve_client *)client, &view, false); /* without gaps it changes nothing */
+	heard_ns = view.watcher_ns > rule->watch_since_ns ? view.watcher_ns : rule->watch_since_ns;
+	if (!view.submitted && !view.watcher_ns)
+		heard_ns = now; /* who launched nothing has no watcher yet, and nothing to prove */
+	valve_wake_launcher(seen, rule, now, view.filled && view.submitted == view.idle_submitted,
+	                    view.idle_ns < now ? view.idle_ns : now, heard_ns);
+}
+
+static void see_all(const struct service *service, uint64_t now, struct valve_wake_seen *seen)
+{
+	const struct client_list *list = load_full(&service->clients);
+
+	valve_wake_begin(seen, load_relaxed(&service->held_since_ns));
+	for (uint32_t i = 0; list && i < list->count; i++) {
+		const struct valve_client *client = list->client[i];
+
+		if (hints(client))
+			valve_wake_hint(seen, &service->rule, now,
+			                load_relaxed(&client->region->open_requests),
+			                load_relaxed(&client->region->hint_ns));
+		if (client->role == VALVE_ROLE_ONLINE)
+			see_launcher(client, &service->rule, now, seen);
+	}
+}
+
+/* A gap that began and ended inside this hold, and is longer than what the cooldown rests on. */
+static bool teaches(const struct service *service, struct valve_client *client, uint64_t now)
+{
+	const struct valve_region *region = client->region;
+	uint64_t held_ns = load_relaxed(&service->held_since_ns);
+	uint64_t since_ns =
+	        held_ns > service->rule.looking_since_ns ? held_ns : service->rule.looking_since_ns;
+	uint64_t total = load_acquire(&region->gaps); /* pairs with the watcher's release after the entry */
+	uint64_t from = client->gaps_judged;
+
+	if (load_relaxed(&region->gap_offset) != VALVE_GAP_OFFSET ||
+	    load_relaxed(&region->gap_count) != VALVE_GAPS)
+		return from != total &&
+		       (client->gaps_judged = total, true); /* another layout: Python reads it */
+	if (from > total || total - from > VALVE_GAPS)
+		from = total > VALVE_GAPS ? total - VALVE_GAPS : 0;
+	client->gaps_judged = total;
+	for (; from < total; from++) {
+		const char *at = (const char *)region + VALVE_GAP_OFFSET +
+		                 (from % VALVE_GAPS) * sizeof(struct valve_gap);
+		const struct valve_gap *gap = (const struct valve_gap *)(const void *)at;
+		uint64_t end_ns = load_relaxed(&gap->end_ns), gap_ns = load_relaxed(&gap->gap_ns);
+
+		if (gap_ns > service->rule.learn_ns && gap_ns <= end_ns && end_ns <= now &&
+		    end_ns - gap_ns >= since_ns)
+			return true;
+	}
+	return false;
+}
+
+/* True: the caller was asked, and the decision waits for its answer. */
+static bool must_ask(struct valve_gate *gate, struct service *service, uint64_t now)
+{
+	const struct client_list *list = load_full(&service->clients);
+	struct valve_stamp stamp = {.kind = VALVE_STAMP_LEARN, .done_ns = now};
+	bool asks = false;
+
+	for (uint32_t i = 0; list && i < list->count; i++)
+		asks |= list->client[i]->role == VALVE_ROLE_ONLINE && teaches(service, list->client[i], now);
+	if (!asks)
+		return false;
+	stamp.service = load_relaxed(&service->id);
+	stamp_push(&gate->stamps, &stamp, true);
+	return true;
+}
+
+static void publish(struct service *service, const struct valve_wake_decision *decision)
+{
+	store_relaxed(&service->said_reason,
+	              decision->reason | decision->action << 8 | decision->hinted << 16);
+	store_relaxed(&service->said_quiet_ns, decision->quiet_ns);
+	store_relaxed(&service->said_leaked, decision->leaked);
+}
+
+static void look(struct valve_gate *gate, uint32_t index, uint64_t now)
+{
+	struct service *service = &gate->service[index];
+	struct valve_wake_decision decision;
+	struct valve_wake_seen seen;
+
+	see_all(service, now, &seen);
+	valve_wake_decide(&service->wake, &seen, &service->rule, now, &decision);
+	publish(service, &decision);
+	service->due_ns = decision.look_again_ns;
+	if (decision.action == VALVE_WAKE_NOW) {
+		service->due_ns = NEVER; /* until the next hold, or the caller's answer */
+		if (!decision.hinted && must_ask(gate, service, now))
+			return;
+		if (service_wake(gate, index) == VALVE_WAKE_REFUSED) {
+			now = now_ns();
+			valve_wake_refused(&service->wake, &service->rule, now);
+			service->due_ns = service->wake.blocked_until_ns;
+		}
+	}
+	if (service->due_ns < now + FLOOR_NS)
+		service->due_ns = now + FLOOR_NS;
+}
+
+/* A service was just held by a ring. Unhinted, nothing can come of a look before the work is proven done and one cooldown
+ * has passed; a hinted request may be over in a moment. */
+void waking_held(struct valve_gate *gate, struct service *service, uint64_t now)
+{
+	const struct valve_wake_rule *rule = &service->rule;
+
+	if (!load_full(&service->permitted))
+		return;
+	service->due_ns = now + rule->look_least_ns;
+	if (!(load_relaxed(&service->said_reason) >> 16))
+		service->due_ns += rule->cooldown_ns;
+	if (service->due_ns < gate->look_ns)
+		gate->look_ns = service->due_ns;
+}
+
+/* Listener, inside its turn: all looks that are due. */
+void waking_turn(struct valve_gate *gate, uint64_t now)
+{
+	uint64_t next = NEVER;
+
+	swap(&gate->kicked, 0);
+	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
+		struct service *service = &gate->service[i];
+
+		/* Full order: either the caller, who takes it back, waits for this turn, or we see it taken. */
+		if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
+			continue;
+		if (service->due_ns <= now)
+			look(gate, i, now);
+		if (load_relaxed(&service->epoch) % 2 == 0 && service->due_ns < next)
+			next = service->due_ns;
+	}
+	gate->look_ns = next;
+}
+
+/* Listener, before it sleeps: the timer is set to the next look, unless it rings before that anyhow. */
+void waking_arm(struct valve_gate *gate)
+{
+	struct itimerspec at = {.it_value = timespec_of(gate->look_ns)};
+
+	if (gate->armed_ns == gate->look_ns || (gate->look_ns > gate->armed_ns && now_ns() < gate->armed_ns))
+		return;
+	gate->armed_ns = gate->look_ns;
+	if (gate->look_ns != NEVER)
+		timerfd_settime(gate->timer, TFD_TIMER_ABSTIME, &at, NULL);
+}
+
+static void kick(struct valve_gate *gate)
+{
+	uint64_t one = 1;
+
+	store_full(&gate->kicked, 1);
+	if (write(gate->wake, &one, sizeof one) < 0)
+		return; /* the counter is full: it has an edge that nobody has seen yet */
+}
+
+void waking_withdraw(struct valve_gate *gate, struct service *service)
+{
+	if (!load_relaxed(&service->permitted)) /* only the caller writes it */
+		return;
+	store_full(&service->permitted, 0);
+	listener_quiesce(gate);
+}
+
+/* From here on the listener alone changes the epoch of this service, until the permission is withdrawn. */
+void valve_service_permit(struct valve_gate *gate, int32_t index, const struct valve_wake_rule *rule)
+{
+	struct service *service = &gate->service[index];
+
+	waking_withdraw(gate, service);
+	if (!rule)
+		return;
+	service->rule = *rule;
+	service->due_ns = 0;
+	service_settle(service);
+	store_full(&service->permitted, 1); /* pairs with the load in waking_turn: the rule is whole */
+	if (load_full(&service->epoch) % 2 == 0)
+		kick(gate); /* a ring from here on sees the permission, and says when to look */
+}
+
+/* What was decided last. */
+void valve_service_look(struct valve_gate *gate, int32_t index, struct valve_look *out)
+{
+	const struct service *service = &gate->service[index];
+	uint32_t said = load_relaxed(&service->said_reason);
+
+	*out = (struct valve_look){
+	        .holds = load_acquire(&service->told_open) == 0,
+	        .reason = said & 0xFFu,
+	        .action = said >> 8 & 0xFFu,
+	        .hinted = said >> 16,
+	        .quiet_ns = load_relaxed(&service->said_quiet_ns),
+	        .leaked = load_relaxed(&service->said_leaked),
+	};
+}
+
+/* Stamps of ordinary edges wait until the caller asks for them; prompt: it wants each at once. */
+void valve_gate_prompt(struct valve_gate *gate, uint32_t prompt)
+{
+	store_full(&gate->stamps.prompt, prompt);
+}
+
+void valve_client_hints(struct valve_client *client, uint32_t on)
+{
+	store_release(&client->hints, on);
+}
