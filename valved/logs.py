@@ -6,7 +6,6 @@ those of one user who causes the same line again and again; the counts stand in 
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import sys
@@ -95,8 +94,8 @@ class Writer(logging.Handler):
             self._lines.append(line)
             self._changed.notify_all()
 
-    def part(self) -> None:
-        """What was logged last, if anybody reads it."""
+    def flush(self) -> None:
+        """What was logged last, if anybody reads it. Called as the process ends (logging.shutdown)."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines and not self._is_writing, PARTING_S)
 
@@ -127,7 +126,6 @@ def set_up(level: str) -> None:
     handler = Writer(sys.stderr)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(Limiter())
-    atexit.register(handler.part)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 import types
 
 from valved.config import Config
@@ -107,3 +109,22 @@ def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):
         assert manager.recv(100) == b"WATCHDOG=1"
     notify.alive()  # gone: not worth a word
     notify.close()
+
+
+END = """
+import asyncio, types
+from valved import logs
+from valved.node.upkeep import Upkeep
+logs.set_up("info")
+gate = types.SimpleNamespace(is_turning=lambda: False)
+brake = types.SimpleNamespace(hand_over=lambda: None)
+asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
+"""
+
+
+def test_a_daemon_that_nobody_finds_any_more_never_ends_without_its_last_word(tmp_path):
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", END], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+        assert done.returncode != 0
+        assert "the run folder was removed" in done.stderr

@@ -9,7 +9,7 @@ answer but that a proof is missing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from valved.machine.clock import Clock, TimerHandle
@@ -50,6 +50,7 @@ class _Client:
     proven: set[tuple[int, GpuIndex]] = field(default_factory=set)
     offers: deque[_Offer] = field(default_factory=deque)
     waiters: dict[tuple[int, int], _Waiter] = field(default_factory=dict)  # by channel
+    moved_ns: int = 0  # when it last offered a file, or one of them was judged
 
 
 class Possession:
@@ -73,6 +74,12 @@ class Possession:
         """Clients that have shown it: more than one only where a file was inherited or a number came again."""
         return list(self._owners.get(h_client, ()))
 
+    def are_quiet(self, clients: Iterable[ClientId], for_ns: int) -> bool:
+        """Nothing that they offered is still being judged, and nothing was offered or judged lately."""
+        before_ns = self._clock.now_ns() - for_ns
+        known = [self._clients[client] for client in clients if client in self._clients]
+        return all(not one.offers and one.moved_ns <= before_ns for one in known)
+
     def waiting(self, client: ClientId) -> int:
         known = self._clients.get(client)
         return len(known.waiters) if known is not None else 0
@@ -85,6 +92,7 @@ class Possession:
         if len(known.offers) >= OFFERS:
             self._prover.drop(fd)
             return
+        known.moved_ns = self._clock.now_ns()
         known.offers.append(_Offer(gpu=gpu, h_client=h_client, h_subdevice=h_subdevice, fd=fd, take=take))
         if len(known.offers) == 1:
             self._look(client, known)
@@ -148,6 +156,7 @@ class Possession:
                 self._prover.drop(fd)
             return
         offer = known.offers.popleft()
+        known.moved_ns = self._clock.now_ns()
         if is_own and len(known.proven) < self._most:
             known.proven.add((offer.h_client, offer.gpu.index))
             self._owners.setdefault(offer.h_client, set()).add(client)

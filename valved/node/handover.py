@@ -41,7 +41,7 @@ from valved.state.saved import (
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
-TELL_NS = 1_000_000_000  # a client that came back has told of its channels after this, or has none
+TELL_NS = 1_000_000_000  # a client that came back and shows nothing for so long has told of all its channels
 COUNTERS = (
     "gates",
     "wakes",
@@ -109,6 +109,7 @@ class Handover:
         self._took_ns = self._clock.now_ns() - began_ns
 
     def snapshot(self) -> SavedState:
+        self._gating.drain()
         counters = self._gating.counters
         leftovers = [
             SavedClient(
@@ -318,8 +319,7 @@ class Handover:
                 return True
             return patience_over and not self._gate.is_gated(channel.gpu)
 
-        due = self._register.channels.leftovers.take_where(is_due)
-        if due:
+        if due := self._register.channels.leftovers.take_where(is_due):
             known = self._gate.enable_foreign(due)
             self._journal.emit(
                 EventKind.ENABLED_LEFTOVER,
@@ -333,17 +333,17 @@ class Handover:
             self._settle_service(online, patience_over)
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
-        entry = self._books.services.get(online.id)
-        if entry is None:
+        if (entry := self._books.services.get(online.id)) is None:
             return
         online.away = {pid for pid in online.away if self._processes.start_time(pid) is not None}
-        has_told = self._clock.now_ns() - online.back_ns >= TELL_NS
+        members = [client.id for client in self._books.clients_of(online.id)]
+        has_told = self._register.channels.possession.are_quiet(members, TELL_NS)
+        has_told &= self._clock.now_ns() - online.back_ns >= TELL_NS
         if entry.kept_gpus and patience_over and has_told and not online.away:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
                 self._gating.set_gpus(online.id, entry.gpus)
                 self._register.channels.refresh_lease_flags()
-            self._gating.look_soon(online)
         if patience_over and not online.away:
             self._register.drop_if_empty(online.id)
 

@@ -69,6 +69,7 @@ class Upkeep:
         self._brake.hand_over()
         await settled(self._gate)
         log.error("failed", extra={"facts": {"error": "the run folder was removed"}})
+        logging.shutdown()  # else the last line stays in the queue
         os._exit(EXIT_FAILED)
 
 
