@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_gate import STOP_NS
 from node_world import MS, SECOND, World
@@ -465,6 +467,24 @@ def test_the_watcher_is_asked_at_the_ring_and_not_a_cooldown_later(world):
 
     world.run(cooldown_ms + 2)
 
+    assert not world.gate.off
+
+
+def test_a_new_cooldown_is_never_kept_from_a_service_that_does_not_hold(world):
+    """Its next hold may be over before anybody looks."""
+    world.offline()
+    online = world.online()
+    world.run(100)
+    assert not world.state(online).holding
+
+    world.gating.settings.cooldown = replace(world.gating.settings.cooldown, floor_ns=100 * MS, start_ns=100 * MS)
+    world.run(260)
+    world.work(online, ms=1)
+    world.run(90)
+    before = dict(world.gate.off)
+    world.run(20)
+
+    assert before
     assert not world.gate.off
 
 

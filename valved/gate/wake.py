@@ -62,6 +62,7 @@ class GateService:
         self.locks = LockState()  # what the stops told of the driver's locks
         self._askers: set[str] = set()
         self._waiting: set[str] = set()
+        self._cooldown = settings.cooldown  # that all permissions rest on
         self._tick: TimerHandle | None = None
         self._is_reading = False
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
@@ -363,6 +364,8 @@ class GateService:
         self._set_watch(online, obstacle is None)
         if online.holding:
             online.observe(self._views(online.id), now_ns, self.settings.cooldown)
+        else:
+            online.cooldown = read_cooldown(online.cooldown_state, self.settings.cooldown)
         if obstacle is None:
             self._permit(online)
             online.decision = decision_of(self._gate.look(online.id), before)
@@ -398,9 +401,10 @@ class GateService:
         """Read what happened, and look at who is busy."""
         self._tick = None
         self.drain()
+        is_new, self._cooldown = self._cooldown is not self.settings.cooldown, self.settings.cooldown
         permitted = [online for online in self.online.values() if online.rule is not None]
         for online in permitted:
-            if online.holding:
+            if online.holding or is_new:
                 self._look(online)
         if permitted and self._tick is None:
             self._tick = self._clock.call_at_ns(self._clock.now_ns() + TICK_NS, self._tick_over)
