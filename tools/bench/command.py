@@ -15,7 +15,19 @@ from rich.padding import Padding
 from valve_tools.bench.row import Row
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
-MODULES = ("hotpath", "gate", "daemon", "demo", "policies", "reclaim", "telemetry", "podstart", "failover", "cluster")
+MODULES = (
+    "hotpath",
+    "gate",
+    "daemon",
+    "demo",
+    "policies",
+    "granting",
+    "reclaim",
+    "telemetry",
+    "podstart",
+    "failover",
+    "cluster",
+)
 EXIT_OVER_BUDGET = 3
 EXIT_UNKNOWN = 2
 

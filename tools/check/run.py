@@ -20,6 +20,7 @@ PACKAGES = {
 # Laid out file by file, as installed: engines beside the core, and the one file that valved shares.
 HOOK = {
     ".": "patches/hook",
+    "policy": "patches/hook/policy",
     "vllm": "patches/vllm",
     "sglang": "patches/sglang",
     "tensorrt_llm": "patches/tensorrt_llm",

@@ -1,0 +1,66 @@
+"""What the granting policy costs a step of the engine: telling it of the step, and asking for a decision.
+
+Distribution over the steps of a service with 8, 64 and 512 requests that decode; one request ends and one begins now
+and then, so that no path is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+
+from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantSettings, Target
+from valve_hook.policy.misses import MissSettings
+from valve_tools.bench.row import Row, row_of
+
+STEPS = 6_000
+TURNOVER = 25
+"""Steps after which a request ends and another begins."""
+BUDGET_US = 50.0
+COST = GrantCost(stop_ms=0.1, wake_ms=0.1, bubble_ms=0.1, damage_ms=0.1)
+
+
+def bench_granting() -> Iterator[Row]:
+    for requests in (8, 64, 512):
+        telling, deciding, granted = _steps(requests)
+        note = f"{granted} of {STEPS} granted"
+        yield row_of("granting", f"decide-{requests}", "us", deciding, BUDGET_US, judged="p99", note=note)
+        yield row_of("granting", f"tell-{requests}", "us", telling, BUDGET_US, judged="p99")
+
+
+def _steps(requests: int) -> tuple[list[float], list[float], int]:
+    settings = GrantSettings(grants_per_s=1e9, least_worth=-1.0, misses=MissSettings(trial=0))
+    policy = GrantPolicy(Target(tpot_ms=20.0, gap_ms=100.0), COST, settings=settings)
+    names = count()
+    running = [next(names) for _ in range(requests)]
+    for request in running:
+        policy.arrived(request, -500.0 - 300.0 * (requests - request))
+        policy.first_token(request, 0.0)
+    facts = EngineFacts(
+        running=requests, context_tokens=1_000 * requests, kv_pool=10**8, kv_mapped=10**8, max_num_seqs=1_024
+    )
+    now_ms, telling, deciding, granted = 0.0, [], [], 0
+    for step in range(STEPS):
+        now_ms += 7.0
+        facts.context_tokens += requests
+        begun = time.perf_counter_ns()
+        policy.delivered(now_ms)
+        policy.stepped(requests, facts.context_tokens, 6.5, 0.5)
+        if step % TURNOVER == 0:
+            gone, new = running.pop(0), next(names)
+            running.append(new)
+            policy.finished(gone, now_ms)
+            policy.arrived(new, now_ms - 500.0)
+            policy.first_token(new, now_ms)
+            facts.context_tokens = 1_000 * requests
+        told = time.perf_counter_ns()
+        decision = policy.decide(now_ms, facts)
+        deciding.append((time.perf_counter_ns() - told) / 1e3)
+        telling.append((told - begun) / 1e3)
+        granted += decision.grant_ms > 0
+        now_ms += decision.grant_ms
+    return telling, deciding, granted
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"granting": bench_granting}

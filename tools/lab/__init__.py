@@ -1,0 +1,1 @@
+"""Experiments on the policies of granted time and finetuning, beside the replay lab."""

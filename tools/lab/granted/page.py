@@ -1,0 +1,256 @@
+"""docs/results/granted.md: claims, one table of all cells by load, charts, and what the rules refuse."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from valve_tools.lab.granted.sweep import ALONE_MISSES, CellResult
+from valve_tools.replay.svg import curves, grouped_bars
+from valve_tools.sim.metrics import Claim, at_least, at_most
+
+HEAD = """\
+`python -m valve_tools.lab.granted --traces DIR --out docs/results` makes this page; `--quick` a small form of it. The
+product's `GrantPolicy` runs in a simulated engine: 8B on an H100 beside an 8B batch job, the iteration times of
+`tools/sim/machine.py`, 2 % noise, log-normal host gaps. Solo TPOT = mean TPOT of the service alone on that trace. C
+falls in equal parts on stop, wake, exposed bubble and the next step. Up to C = 0.5 ms grants are unlimited (timeslice
+rung), above at most 20 a second (gate rung). Targets 1.5, 2, 3, 4 times solo TPOT; gaps as long as the target, 50,
+100, 200 ms; C 0.2, 0.5, 1, 2, 4, 8 ms. The first tenth of each trace is watched only and counted nowhere. One seed;
+no setting was fitted to any trace. Parts of the traces: `PARTS` in `tools/lab/granted/parts.py`.
+"""
+GAIN = """\
+Offline's share of time beyond idle mode, target 2x, gap 100 ms, C = 0.5 ms; beside it what the two formulas say at
+the full target. The formula for random clients takes arrivals for a Poisson stream within each minute. Requests that
+come in clumps share their steps at any pace, so it promises too much for them. The second takes the arrivals of the
+trace.
+"""
+
+
+def ours(cells: Iterable[CellResult]) -> list[CellResult]:
+    return [cell for cell in cells if cell.rule == "policy"]
+
+
+def claims(cells: Sequence[CellResult]) -> list[Claim]:
+    """P10 and its mark over every cell that the policy does not refuse, and the naive rule, which must fail."""
+    mine = ours(cells)
+    granted = [cell for cell in mine if not cell.is_refused]
+    near = [cell for cell in granted if cell.target <= 3.0]
+    far = [cell for cell in granted if cell.target > 3.0]
+    light = [cell for cell in granted if cell.misses_alone <= ALONE_MISSES]
+    rest = [cell for cell in granted if cell.misses_alone > ALONE_MISSES]
+    naive = [cell for cell in cells if cell.rule == "due time"]
+    random = [cell for cell in granted if cell.formula >= 0.005]
+    own = [cell for cell in granted if cell.formula_own >= 0.005]
+    return [
+        at_most("requests over target, where alone at most 0.3 %", "%", _most(light, "misses"), 1.0),
+        at_most(
+            "more requests over target elsewhere",
+            "points",
+            max((cell.misses - cell.misses_alone for cell in rest), default=0.0),
+            0.5,
+        ),
+        at_most("P99 TTFT, targets up to 3x", "%", _most(near, "ttft_more"), 5.0),
+        at_most("P99 TTFT, targets beyond", "%", _most(far, "ttft_more"), 10.0),
+        at_most(
+            "longest added pause over the stated gap",
+            "ratio",
+            max((cell.longest_ms / cell.gap_ms for cell in granted), default=0.0),
+            1.0,
+        ),
+        at_least("gain over idle mode, worst cell", "share", min((cell.gain for cell in mine), default=0.0), -0.005),
+        at_least("cells at the mark, formula for random clients", "share of cells", _share(random, "mark"), 1.0),
+        at_least("cells at the mark, formula for these clients", "share of cells", _share(own, "own_mark"), 1.0),
+        at_least(
+            "the naive rule misses P10",
+            "share of cells",
+            sum(not cell.p10 for cell in naive) / max(len(naive), 1),
+            1.0,
+            note="the ablation must fail",
+        ),
+    ]
+
+
+def _most(cells: Iterable[CellResult], name: str) -> float:
+    return max((float(getattr(cell, name)) for cell in cells), default=0.0)
+
+
+def _share(cells: Sequence[CellResult], name: str) -> float:
+    return sum(bool(getattr(cell, name)) for cell in cells) / max(len(cells), 1)
+
+
+def page(found: Mapping[str, Any], figures: str) -> dict[str, str]:
+    """File name to content: the page and its charts."""
+    cells: list[CellResult] = found["cells"]
+    tuning, held = found["tuning"], found["claims"]
+    loads = list(dict.fromkeys(cell.load for cell in cells))
+    claims_half = {name.split(".")[0] for name in held}
+    names = ", ".join(sorted(claims_half)) or "none"
+    rest = ", ".join(sorted(name.split(".")[0] for name in tuning)) or "none"
+    parts = [
+        "# Granted time over request traces\n",
+        HEAD,
+        f"Claims half of the traces, by file hash: {names}. The other half is for tuning: {rest}.\n",
+        _claims_table("Claims: loads of the claims half", claims([c for c in cells if _stem(c) in claims_half])),
+        _claims_table("The same over all loads", claims(cells)),
+        _loads_table(cells, loads, claims_half),
+        _refusals(cells, loads),
+        "## Gain\n",
+        GAIN,
+        "![gain over idle mode by load](granted-gain.svg)\n",
+        "![gain over the cost of a grant](granted-cost.svg)\n",
+        "![requests over target, ours and the naive rule](granted-naive.svg)\n",
+        *(_cells_table(cells, load) for load in loads),
+        f"Figures: `granted.json`, sha256 `{hashlib.sha256(figures.encode()).hexdigest()[:16]}`; policy and simulator: "
+        f"sha256 `{found['sources']}`. The command builds the figures, the tree does not keep them.\n",
+    ]
+    return {"granted.md": "\n".join(parts), **_charts(cells, loads)}
+
+
+def _stem(cell: CellResult) -> str:
+    return cell.load.split("/")[0]
+
+
+def _row(*values: object) -> str:
+    return "| " + " | ".join(str(value) for value in values) + " |"
+
+
+def _claims_table(title: str, found: Sequence[Claim]) -> str:
+    rows = [
+        _row(one.claim, one.pair, f"{one.value or 0.0:.3g}", f"{one.bound:g}", "holds" if one.ok else "**MISSED**")
+        for one in found
+    ]
+    return "\n".join([f"## {title}\n", _row("claim", "in", "worst", "bound", ""), "|---|---|---|---|---|", *rows, ""])
+
+
+def _loads_table(cells: Sequence[CellResult], loads: Sequence[str], claims_half: set[str]) -> str:
+    head = _row(
+        "load",
+        "half",
+        "busy alone",
+        "requests",
+        "cells",
+        "refused",
+        "P10 missed",
+        "below mark (random)",
+        "below mark (these clients)",
+        "most gained",
+    )
+    rows = []
+    for load in loads:
+        mine = [cell for cell in ours(cells) if cell.load == load]
+        granted = [cell for cell in mine if not cell.is_refused]
+        rows.append(
+            _row(
+                load,
+                "claims" if _stem(mine[0]) in claims_half else "tuning",
+                f"{mine[0].busy_alone:.2f}",
+                mine[0].requests,
+                len(mine),
+                len(mine) - len(granted),
+                sum(not cell.p10 for cell in granted),
+                sum(not cell.mark for cell in granted),
+                sum(not cell.own_mark for cell in granted),
+                f"{100 * max(cell.gain for cell in mine):.1f} points",
+            )
+        )
+    return "\n".join(["## Loads\n", head, "|" + "---|" * 10, *rows, ""])
+
+
+def _refusals(cells: Sequence[CellResult], loads: Sequence[str]) -> str:
+    rows = []
+    for load in loads:
+        refused = Counter(
+            cell.refused_by.lower() or "credit" for cell in ours(cells) if cell.load == load and cell.is_refused
+        )
+        if refused:
+            rows.append(_row(load, ", ".join(f"{name} {count}" for name, count in refused.most_common())))
+    note = (
+        "Refused: not one grant in the whole run; named is the rule that held the longest (`Reason` in the policy).\n"
+    )
+    return "\n".join(["## Cells that the policy refuses\n", note, _row("load", "by, cells"), "|---|---|", *rows, ""])
+
+
+def _cells_table(cells: Sequence[CellResult], load: str) -> str:
+    """Gap 100 ms alone: the rest is in the figures."""
+    head = _row(
+        "target",
+        "C ms",
+        "over target alone, granted %",
+        "P99 TTFT",
+        "P99 TPOT ms",
+        "P99 token gap ms",
+        "grants/s",
+        "idle mode",
+        "gain",
+        "formula random, these",
+        "",
+    )
+    rows = []
+    for cell in ours(cells):
+        if cell.load != load or cell.gap_ms != 100.0 or cell.is_gap_target:
+            continue
+        if cell.is_refused:
+            rows.append(
+                _row(f"{cell.target:g}x", f"{cell.cost_ms:g}", *[""] * 8, f"refused: {cell.refused_by.lower()}")
+            )
+            continue
+        misses = [] if cell.p10 else ["P10"]
+        misses += [] if cell.own_mark else ["mark"]
+        rows.append(
+            _row(
+                f"{cell.target:g}x",
+                f"{cell.cost_ms:g}",
+                f"{cell.misses_alone:.2f}, {cell.misses:.2f}",
+                f"{cell.ttft_more:+.1f} %",
+                f"{cell.tpot99_ms:.1f}",
+                f"{cell.interval99_ms:.0f}",
+                f"{cell.grants_per_s:.1f}",
+                f"{cell.idle_mode:.3f}",
+                f"{cell.gain:+.3f}",
+                f"{cell.formula:.3f}, {cell.formula_own:.3f}",
+                " ".join(misses) and f"**{' '.join(misses)}**",
+            )
+        )
+    return "\n".join([f"## {load}, gap 100 ms\n", head, "|" + "---|" * 11, *rows, ""])
+
+
+def _charts(cells: Sequence[CellResult], loads: Sequence[str]) -> dict[str, str]:
+    wide = {
+        (cell.rule, cell.load, cell.target, cell.cost_ms): cell
+        for cell in cells
+        if cell.gap_ms == 100.0 and not cell.is_gap_target
+    }
+    short = {load: _short(load) for load in loads}
+    shown = [load for load in loads if ("policy", load, 2.0, 0.5) in wide]
+    gain = {
+        name: [100 * float(getattr(wide["policy", load, 2.0, 0.5], field)) for load in shown]
+        for name, field in (("gain", "gain"), ("formula, random", "formula"), ("formula, these", "formula_own"))
+    }
+    costs = {
+        f"{short[load]} 2x": [
+            (cell.cost_ms, 100 * cell.gain)
+            for cell in ours(cells)
+            if cell.load == load and cell.target == 2.0 and cell.gap_ms == 100.0 and not cell.is_gap_target
+        ]
+        for load in shown
+    }
+    pairs = [load for load in shown if ("due time", load, 2.0, 0.5) in wide]
+    naive = {rule: [wide[rule, load, 2.0, 0.5].misses for load in pairs] for rule in ("policy", "due time")}
+    names = [short[load] for load in shown]
+    found = {"granted-gain.svg": grouped_bars(names, gain, unit="points of a GPU")} if shown else {}
+    if any(len(points) > 1 for points in costs.values()):
+        found["granted-cost.svg"] = curves(costs, x_unit="C in ms", y_unit="points of a GPU", log_x=True)
+    if pairs:
+        bars = grouped_bars([short[load] for load in pairs], naive, unit="% of requests over target", bound=1.0)
+        found["granted-naive.svg"] = bars
+    return {
+        name: svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n" for name, svg in found.items()
+    }
+
+
+def _short(load: str) -> str:
+    stem, _, thin = load.partition("/")
+    name = stem.replace("azure2023_", "").split("_")[0]
+    return f"{name}/{thin}" if thin else name
