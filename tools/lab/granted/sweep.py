@@ -130,7 +130,8 @@ def judged(load: Load) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def ttft(load: Load, outcome: Outcome) -> Floats:
-    return outcome.first_ms - np.array(load.arrive_ms)
+    found: Floats = outcome.first_ms - np.array(load.arrive_ms)
+    return found
 
 
 def tpot(load: Load, outcome: Outcome) -> Floats:
