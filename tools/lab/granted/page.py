@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from valve_tools.lab.granted.parts import PARTS
 from valve_tools.lab.granted.sweep import ALONE_MISSES, CellResult
 from valve_tools.replay.svg import curves, grouped_bars
 from valve_tools.sim.metrics import Claim, at_least, at_most
@@ -91,6 +92,7 @@ def page(found: Mapping[str, Any], figures: str) -> dict[str, str]:
     parts = [
         "# Granted time over request traces\n",
         HEAD,
+        _left_out(cells),
         f"Claims half of the traces, by file hash: {names}. The other half is for tuning: {rest}.\n",
         _claims_table("Claims: loads of the claims half", claims([c for c in cells if _stem(c) in claims_half])),
         _claims_table("The same over all loads", claims(cells)),
@@ -110,6 +112,15 @@ def page(found: Mapping[str, Any], figures: str) -> dict[str, str]:
 
 def _stem(cell: CellResult) -> str:
     return cell.load.split("/")[0]
+
+
+def _left_out(cells: Sequence[CellResult]) -> str:
+    """A run that was ended early says so."""
+    swept = {cell.load for cell in cells}
+    missing = [part.label for part in PARTS if part.label not in swept]
+    if not missing:
+        return ""
+    return f"This run does not hold: {', '.join(missing)}. The command without `--from` sweeps them, too.\n"
 
 
 def _row(*values: object) -> str:

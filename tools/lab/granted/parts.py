@@ -23,6 +23,10 @@ class Part:
     thin: int = 1
     seconds: float | None = None
 
+    @property
+    def label(self) -> str:
+        return self.trace if self.thin == 1 else f"{self.trace}/{self.thin}"
+
 
 PARTS = (
     Part(trace="azure2023_conv_first2100s", thin=16, seconds=900),
