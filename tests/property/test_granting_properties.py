@@ -16,11 +16,11 @@ from valve_hook.policy.granting import (
     EngineFacts,
     GrantCost,
     GrantPolicy,
+    GrantReason,
     GrantSettings,
-    Reason,
     Target,
 )
-from valve_hook.policy.misses import MissSettings, MissStop, Reserve
+from valve_hook.policy.misses import MissSettings, MissStop, TimeReserve
 
 STEP_MS = 6.0
 milliseconds = st.floats(0.05, 10.0)
@@ -55,20 +55,20 @@ def ahead(policy, tokens=20, request=1, *, streamed=True, arrived_ms=-2_000.0):
 
 
 REFUSING = {
-    Reason.NO_REQUESTS: {"running": 0},
-    Reason.PREFILL: {"prefilling": 1},
-    Reason.WAITING: {"waiting": 1},
-    Reason.RECLAIM: {"reclaim_pending": True},
-    Reason.KV: {"kv_used": 2_501},
-    Reason.SEQUENCES: {"running": 129},
-    Reason.OTHERS: {"others_busy": True},
+    GrantReason.NO_REQUESTS: {"running": 0},
+    GrantReason.PREFILL: {"prefilling": 1},
+    GrantReason.WAITING: {"waiting": 1},
+    GrantReason.RECLAIM: {"reclaim_pending": True},
+    GrantReason.KV: {"kv_used": 2_501},
+    GrantReason.SEQUENCES: {"running": 129},
+    GrantReason.OTHERS: {"others_busy": True},
 }
 
 
 def test_a_service_that_is_ahead_is_granted_time():
     policy = policy_of()
     now = ahead(policy)
-    assert policy.decide(now, facts_of()).reason is Reason.GRANTED
+    assert policy.decide(now, facts_of()).reason is GrantReason.GRANTED
 
 
 @pytest.mark.parametrize("reason", REFUSING)
@@ -136,14 +136,14 @@ def test_no_grant_where_a_chunk_step_is_longer_than_the_gap(gap_ms):
     policy.stepped(1, 100, gap_ms + 1.0, 0.5, prefill=True)
     policy.stepped(1, 100, STEP_MS, 0.5)
     now = ahead(policy, 200)
-    assert policy.decide(now, facts_of()).reason is Reason.CHUNK
+    assert policy.decide(now, facts_of()).reason is GrantReason.CHUNK
 
 
 @pytest.mark.parametrize("kind", [ClientKind.CLOSED_LOOP, ClientKind.BATCH])
 def test_no_grant_to_clients_for_whom_latency_is_throughput(kind):
     policy = policy_of(clients=ClientSettings(declared=kind))
     now = ahead(policy)
-    assert policy.decide(now, facts_of()).reason is Reason.CLIENTS
+    assert policy.decide(now, facts_of()).reason is GrantReason.CLIENTS
 
 
 @given(st.integers(2, 12), st.floats(0.0, 40.0))
@@ -201,13 +201,13 @@ def test_nothing_is_granted_before_the_service_alone_has_kept_its_target():
     for _ in range(8):
         policy.stepped(1, 100, STEP_MS, 0.5)
     now = ahead(policy, 100)
-    assert policy.decide(now, facts_of()).reason is Reason.MISSES
+    assert policy.decide(now, facts_of()).reason is GrantReason.MISSES
 
 
 @given(st.lists(st.one_of(st.floats(1.0, 1_000.0), st.booleans()), max_size=200))
 def test_the_reserve_stays_between_its_floor_and_its_ceiling(events):
     rules = MissSettings()
-    reserve = Reserve(rules)
+    reserve = TimeReserve(rules)
     for seen in events:
         if isinstance(seen, bool):
             before = reserve.ms
@@ -221,7 +221,7 @@ def test_the_reserve_stays_between_its_floor_and_its_ceiling(events):
 
 def test_in_balance_the_reserve_lets_the_allowed_share_miss():
     rules = MissSettings(factor=1.0, up_ms=1.0)
-    reserve = Reserve(rules)
+    reserve = TimeReserve(rules)
     for _ in range(16):
         reserve.burst(100.0)
     start = reserve.ms
@@ -260,14 +260,14 @@ def test_a_service_below_the_least_worth_is_not_asked():
     for _ in range(50):
         now += STEP_MS
         policy.delivered(now)
-    assert policy.decide(now, facts_of()).reason is Reason.WORTH
+    assert policy.decide(now, facts_of()).reason is GrantReason.WORTH
 
 
 def test_no_grant_where_ending_it_would_delay_first_tokens_too_much():
     dear = GrantCost(stop_ms=2.0, wake_ms=0.1, bubble_ms=1.0, damage_ms=1.0)
     policy = policy_of(Target(tpot_ms=12.0, gap_ms=200.0), dear)
     now = ahead(policy, 100, arrived_ms=0.0)
-    assert policy.decide(now, facts_of()).reason is Reason.TTFT
+    assert policy.decide(now, facts_of()).reason is GrantReason.TTFT
 
 
 tokens_of = st.lists(

@@ -15,7 +15,7 @@ from enum import Enum
 
 from .clients import ClientKind, Clients, ClientSettings
 from .credits import PACE, Credits, Served
-from .misses import MissSettings, MissStop, Reserve
+from .misses import MissSettings, MissStop, TimeReserve
 from .recent import Recent
 from .step_model import StepModel
 from .worth import busy_share, grants_per_ms, worth
@@ -32,7 +32,7 @@ REFRESH = 16
 """Decisions after which the credit that a grant needs is computed anew without any event."""
 
 
-class Reason(Enum):
+class GrantReason(Enum):
     """Why a decision fell as it did."""
 
     GRANTED = "granted"
@@ -121,11 +121,11 @@ class EngineFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     grant_ms: float
-    reason: Reason
+    reason: GrantReason
 
 
-REFUSALS = {reason: Decision(grant_ms=0.0, reason=reason) for reason in Reason}
-SHORT, LATE = REFUSALS[Reason.SHORT], REFUSALS[Reason.LATE]
+REFUSALS = {reason: Decision(grant_ms=0.0, reason=reason) for reason in GrantReason}
+SHORT, LATE = REFUSALS[GrantReason.SHORT], REFUSALS[GrantReason.LATE]
 
 
 class GrantPolicy:
@@ -139,7 +139,7 @@ class GrantPolicy:
         self.settings = settings or GrantSettings()
         self.model = model or StepModel()
         self.credits = Credits(target.tpot_ms)
-        self.reserve = Reserve(self.settings.misses)
+        self.reserve = TimeReserve(self.settings.misses)
         self.stop = MissStop(self.settings.misses)
         self.clients = Clients(self.settings.clients)
         self.load = ServiceLoad(self.settings.load_ms)
@@ -217,37 +217,37 @@ class GrantPolicy:
             refused = self._refused_by_service(now_ms, facts)
         return REFUSALS[refused] if refused is not None else self._measured_out(now_ms, credit_ms)
 
-    def _refused_by_facts(self, facts: EngineFacts) -> Reason | None:
+    def _refused_by_facts(self, facts: EngineFacts) -> GrantReason | None:
         if facts.running <= 0 or not len(self.credits):
-            return Reason.NO_REQUESTS
+            return GrantReason.NO_REQUESTS
         if facts.prefilling:
-            return Reason.PREFILL
+            return GrantReason.PREFILL
         if facts.waiting:
-            return Reason.WAITING
+            return GrantReason.WAITING
         if facts.reclaim_pending:
-            return Reason.RECLAIM
+            return GrantReason.RECLAIM
         if facts.kv_used > min(KV_SHARE * facts.kv_pool, facts.kv_mapped):
-            return Reason.KV
+            return GrantReason.KV
         if facts.running > SEQS_SHARE * facts.max_num_seqs:
-            return Reason.SEQUENCES
-        return Reason.OTHERS if facts.others_busy else None
+            return GrantReason.SEQUENCES
+        return GrantReason.OTHERS if facts.others_busy else None
 
-    def _refused_by_service(self, now_ms: float, facts: EngineFacts) -> Reason | None:
+    def _refused_by_service(self, now_ms: float, facts: EngineFacts) -> GrantReason | None:
         if not self.stop.is_open:
-            return Reason.MISSES
+            return GrantReason.MISSES
         if self.clients.kind is not ClientKind.OPEN:
-            return Reason.CLIENTS
+            return GrantReason.CLIENTS
         if self._chunks.value > self.target.gap_ms:
-            return Reason.CHUNK
+            return GrantReason.CHUNK
         if self._firsts.count and self.cost.stop_ms + self.cost.after_ms > self._ttft_bound_ms():
-            return Reason.TTFT
+            return GrantReason.TTFT
         if not self._is_worth:
-            return Reason.WORTH
+            return GrantReason.WORTH
         if now_ms - self._granted_ms < 1e3 / self.settings.grants_per_s:
-            return Reason.RATE
+            return GrantReason.RATE
         predicted = self.model.predict(facts.running, facts.context_tokens)
         self._step_hi_ms = predicted.ms + self.model.late_ms + self._gaps.value + self.cost.after_ms
-        return Reason.UNKNOWN_STEP if predicted.ms == float("inf") else None
+        return GrantReason.UNKNOWN_STEP if predicted.ms == float("inf") else None
 
     def _measured_out(self, now_ms: float, credit_ms: float) -> Decision:
         step_hi, cost = self._step_hi_ms, self.cost.total_ms
@@ -258,12 +258,12 @@ class GrantPolicy:
         if credit_ms < step_hi:
             return LATE
         if room_ms < least:
-            return REFUSALS[Reason.GAP]
+            return REFUSALS[GrantReason.GAP]
         length = min(credit_ms - step_hi - self.reserve.ms, room_ms)
         if length < least:
             return SHORT
         self._granted_ms = now_ms
-        return Decision(grant_ms=length, reason=Reason.GRANTED)
+        return Decision(grant_ms=length, reason=GrantReason.GRANTED)
 
     def _ttft_bound_ms(self) -> float:
         is_far = self.target.tpot_ms > FAR * self.load.interval_ms
@@ -278,7 +278,7 @@ class GrantPolicy:
             return float("inf")
         if room < LEAST_COSTS * cost:
             return 0.0
-        # Reserve and half a threshold are earned by each request and never spent.
+        # TimeReserve and half a threshold are earned by each request and never spent.
         length = max(LEAST_COSTS * cost, min(MOST_COSTS * cost, room))
         unspent = (self.reserve.ms + length / 2) / max(load.tokens, 1.0)
         paced = max(natural, PACE * self.target.tpot_ms - unspent)

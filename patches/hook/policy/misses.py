@@ -28,7 +28,7 @@ class MissSettings:
     """The same after too many misses: 1 / share."""
 
 
-class Reserve:
+class TimeReserve:
     """Time kept back for prompts that come while others are served. It tracks the (1 - share) quantile of need."""
 
     def __init__(self, settings: MissSettings) -> None:

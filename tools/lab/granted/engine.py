@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_hook.policy.granting import Decision, EngineFacts, GrantCost, Reason
+from valve_hook.policy.granting import Decision, EngineFacts, GrantCost, GrantReason
 from valve_tools.sim.machine import MODELS, Settings, Timing, pool_handles, timing
 from valve_tools.sim.traces import Trace
 
@@ -27,8 +27,16 @@ OBSERVED = 0.1
 """Of a load's time the first part is counted nowhere: a service is watched in idle mode before its owner consents."""
 WINDOW_MS = 60_000.0
 BOOKED_MS = 500.0
-RULES = frozenset(Reason) - {
-    *(Reason.GRANTED, Reason.SHORT, Reason.LATE, Reason.PREFILL, Reason.WAITING, Reason.RATE, Reason.NO_REQUESTS)
+RULES = frozenset(GrantReason) - {
+    *(
+        GrantReason.GRANTED,
+        GrantReason.SHORT,
+        GrantReason.LATE,
+        GrantReason.PREFILL,
+        GrantReason.WAITING,
+        GrantReason.RATE,
+        GrantReason.NO_REQUESTS,
+    )
 }
 """Refusals by a rule that holds for a while; of the others credit, a prompt or the grant before decides."""
 NOBODY: list[int] = []
@@ -110,7 +118,7 @@ class Outcome:
     preempted: int = 0
     intervals_ms: list[float] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
-    reason_ms: dict[Reason, float] = field(default_factory=dict)
+    reason_ms: dict[GrantReason, float] = field(default_factory=dict)
     """Time that ended with each decision."""
     refused_ms: Floats = field(default_factory=lambda: np.zeros(1))
     open_ms: Floats = field(default_factory=lambda: np.zeros(1))
@@ -244,7 +252,7 @@ class Engine:
             return 0.0
         return self._grant(decision.grant_ms)
 
-    def _book(self, reason: Reason) -> None:
+    def _book(self, reason: GrantReason) -> None:
         """Adds up the time since the last change of reason or window."""
         out, passed_ms = self.outcome, self._now - self._decided_ms
         self._decided_ms = self._now

@@ -177,9 +177,7 @@ def _refusals(cells: Sequence[CellResult], loads: Sequence[str]) -> str:
         )
         if refused:
             rows.append(_row(load, ", ".join(f"{name} {count}" for name, count in refused.most_common())))
-    note = (
-        "Refused: not one grant in the whole run; named is the rule that held the longest (`Reason` in the policy).\n"
-    )
+    note = "Refused: not one grant in the whole run; named is the rule that held the longest (`GrantReason`).\n"
     return "\n".join(["## Cells that the policy refuses\n", note, _row("load", "by, cells"), "|---|---|", *rows, ""])
 
 

@@ -16,8 +16,8 @@ from valve_hook.policy.granting import (
     EngineFacts,
     GrantCost,
     GrantPolicy,
+    GrantReason,
     GrantSettings,
-    Reason,
     Target,
 )
 from valve_hook.policy.worth import saved_share
@@ -99,8 +99,8 @@ class DueTime:
     def decide(self, now_ms: float, facts: EngineFacts) -> Decision:
         spare_ms = self._policy.credits.least_due_ms() - now_ms - self._step_ms
         if facts.prefilling or facts.waiting or spare_ms < self._least_ms:
-            return Decision(grant_ms=0.0, reason=Reason.SHORT)
-        return Decision(grant_ms=spare_ms, reason=Reason.GRANTED)
+            return Decision(grant_ms=0.0, reason=GrantReason.SHORT)
+        return Decision(grant_ms=spare_ms, reason=GrantReason.GRANTED)
 
 
 def cost_of(total_ms: float) -> GrantCost:
