@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+# CDI kinds of GPUs: of the device plugin, and of claims by NVIDIA's DRA driver.
+_GPU_KINDS: Final = ("nvidia.com/gpu=", "k8s.gpu.nvidia.com/")
 SANITIZERS: Final = ("libasan.", "liblsan.", "libtsan.", "libhwasan.", "libclang_rt.")
 
 
@@ -118,4 +120,4 @@ def holds_gpu(env: Sequence[str], cdi_devices: Sequence[str]) -> bool:
     visible = next((entry.partition("=")[2] for entry in env if entry.startswith("NVIDIA_VISIBLE_DEVICES=")), "")
     named = visible not in ("", "all", "void", "none")
 
-    return named or any(name.startswith("nvidia.com/gpu=") for name in cdi_devices)
+    return named or any(name.startswith(_GPU_KINDS) for name in cdi_devices)

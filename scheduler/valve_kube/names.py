@@ -30,6 +30,11 @@ EPOCH = f"{DOMAIN}/capacity-epoch"  # annotation, bumped so that kube-scheduler 
 
 RESOURCE = f"{DOMAIN}/harvested-gpu"
 ONLINE_RESOURCE = "nvidia.com/gpu"
+# By what names online pods hold GPUs: resources of a device plugin, renamed and shared ones too, and DRA drivers.
+# Set by the chart's `admission.online.resources`.
+ONLINE_RESOURCES = tuple(
+    os.environ.get("VALVE_ONLINE_RESOURCES", f"{ONLINE_RESOURCE},nvidia.com/gpu.shared,gpu.nvidia.com").split(",")
+)
 SCHEDULER = "valve-scheduler"
 PRIORITY_CLASS = "valve-offline"
 API_VERSION = f"{DOMAIN}/v1alpha1"

@@ -73,6 +73,17 @@ def annotation(pod: Object, key: str) -> str:
     return str(found)
 
 
+def names_gpus(container: Object) -> bool:
+    """Whether it asks for whole GPUs by a resource that online pods use."""
+    limits = (container.get("resources") or {}).get("limits") or {}
+    return any(str(limits.get(resource, "0")) != "0" for resource in names.ONLINE_RESOURCES)
+
+
+def asks_for_gpus(container: Object) -> bool:
+    """The same, or by a claim. What is claimed is not known before the scheduler has allocated it."""
+    return names_gpus(container) or bool((container.get("resources") or {}).get("claims"))
+
+
 def resource_count(pod: Object, resource: str) -> int:
     """How many of an extended resource the pod takes.
 

@@ -324,11 +324,17 @@ def test_with_the_policy_engine_no_server_stands_before_an_online_pod() -> None:
 
 
 def test_no_node_is_bought_for_offline_work() -> None:
-    (priority,) = of_kind("PriorityClass")
+    classes = list(of_kind("PriorityClass"))
 
-    assert priority["value"] < -10
-    assert priority["preemptionPolicy"] == "Never"
-    assert not priority["globalDefault"]
+    assert [one["metadata"]["name"] for one in sorted(classes, key=lambda one: one["value"])] == [
+        "valve-offline-low",
+        "valve-offline",
+        "valve-offline-high",
+    ]
+    for priority in classes:
+        assert priority["value"] < -10
+        assert priority["preemptionPolicy"] == "Never"
+        assert not priority["globalDefault"]
 
 
 def test_the_scheduler_is_configured_as_the_extender_expects() -> None:
@@ -437,3 +443,21 @@ def test_every_query_is_about_metrics_that_exist() -> None:
 
     assert asked
     assert asked <= known_metrics()
+
+
+def test_an_alert_pages_only_for_harm_to_online_work() -> None:
+    groups = yaml.safe_load((ROOT / "helm/valve/files/rules.yaml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    critical = {rule["alert"] for rule in rules if rule["labels"]["severity"] == "critical"}
+
+    assert critical == {"ValveOnlineDelayed", "ValveOfflineUngated"}
+
+
+def test_no_volume_hides_what_an_image_of_valve_may_hold() -> None:
+    """An image laid out under a clone's own path in /tmp was hidden by a volume there: its webhook never started."""
+    own = {"/etc/valve", "/etc/cdi", "/scratch", "/run/valve", "/var/lib/valve", "/var/run/cdi"}
+    for one in filter(None, yaml.safe_load_all(golden("default"))):
+        for container in one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
+            if "kube-scheduler" not in container["image"]:
+                mounted = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+                assert all(path in own or path.startswith("/var/lib/kubelet/") for path in mounted), mounted

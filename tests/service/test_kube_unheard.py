@@ -14,7 +14,7 @@ from valved.model.ids import Role
 async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unreported(tmp_path):
     async with kube_node(tmp_path) as node:
         await registered(node)
-        node.room.ungated.patience_s = 0.0
+        node.room.ungated.patience_s = node.room.ungated.settle_s = 0.0
         gpu = uuid_of(node.world, 0)
         node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", gpu, "Running"))
         info = node.world.gate.gpus()[0]

@@ -22,6 +22,7 @@ class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServ
         self.registered = []
         self.devices = {}
         self.streams_ended = 0
+        self.claimed = []  # (namespace, pod, container, driver, device)
         self.held = []  # (namespace, pod, container, resource, ids)
         self.lists = 0
         self._server = None
@@ -65,6 +66,10 @@ class FakeKubelet(rpc.RegistrationServicer, resources_rpc.PodResourcesListerServ
             entry = answer.pod_resources.add(namespace=namespace, name=pod).containers.add(name=container)
             for one in ids:  # the kubelet lists every device on its own
                 entry.devices.add(resource_name=resource, device_ids=[one])
+        for namespace, pod, container, driver, device in self.claimed:
+            entry = answer.pod_resources.add(namespace=namespace, name=pod).containers.add(name=container)
+            given = entry.dynamic_resources.add(claim_name="c").claim_resources.add()
+            given.driver_name, given.pool_name, given.device_name = driver, "node-1", device
         return answer
 
     async def _follow(self):

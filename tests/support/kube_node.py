@@ -63,6 +63,8 @@ class Api(FakeApi):
     def __init__(self):
         super().__init__()
         self.own = []
+        self.slices = []  # ResourceSlices
+        self.claims = {}  # ResourceClaims by name
         self.reports = []
         self.created = []
         self.is_away = False
@@ -83,11 +85,12 @@ class Api(FakeApi):
             self.own = [answer]
         elif verb == "GET" and "/namespaces/" in path:
             name = path.rpartition("/")[2]
-            answer = next((each for each in self.items if each["metadata"]["name"] == name), None)
+            known = {each["metadata"]["name"]: each for each in self.items}
+            answer = (self.claims if "/resourceclaims/" in path else known).get(name)
             if answer is None:
-                return await self._say(writer, 404, {"reason": "NotFound", "message": "no such pod"})
+                return await self._say(writer, 404, {"reason": "NotFound", "message": "no such object"})
         elif verb == "GET" and "watch=" not in head.start[1] and "/pods" not in path:
-            items = self.own if "gpuharvestnodes" in path else []  # no HarvestPolicy
+            items = {"gpuharvestnodes": self.own, "resourceslices": self.slices}.get(path.rpartition("/")[2], [])
             answer = {"metadata": {"resourceVersion": "1"}, "items": items}
         if answer is None:
             return await super()._answer(head, body, writer)

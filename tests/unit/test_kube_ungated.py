@@ -12,8 +12,8 @@ def stranger(pid=900, uid="u1"):
     return Stranger(name=f"process {pid}", gpu=GpuIndex(0), process=process, offline_uid=uid)
 
 
-def watch(strangers, seconds, *, obeys=True):
-    """One look a second."""
+def watch(strangers, seconds, *, obeys=True, settle_s=0.0, registered=lambda second: (), looks=None):
+    """One look a second, of a valved whose shims are all back."""
     frozen = []
 
     def freeze(process, name):
@@ -21,8 +21,10 @@ def watch(strangers, seconds, *, obeys=True):
         return obeys
 
     ungated = Ungated(freeze)
-    for second in range(seconds):
-        ungated.look(strangers(second), float(second))
+    ungated.settle_s = settle_s
+    for second in range(seconds) if looks is None else looks:
+        ungated.look(strangers(second), float(second), registered(second))
+        ungated.settle_s = 4.0
     return ungated, frozen
 
 
@@ -30,8 +32,8 @@ def test_a_process_that_stays_unregistered_is_frozen_and_its_time_counts():
     ungated, frozen = watch(lambda second: [stranger()], 10)
 
     assert frozen[0] == 900
-    assert ungated.seconds == 4.0, "up to the moment in which it stood still"
-    assert [(one.pod_uid, one.seconds) for one in ungated.facts({"u1"})] == [("u1", 4.0)]
+    assert ungated.seconds == 1.0, "from the look that found it to the next one, so it is found within two seconds"
+    assert [(one.pod_uid, one.seconds) for one in ungated.facts({"u1"})] == [("u1", 1.0)]
 
 
 def test_one_that_cannot_be_frozen_goes_on_counting():
@@ -41,9 +43,27 @@ def test_one_that_cannot_be_frozen_goes_on_counting():
 
 
 def test_shims_that_come_back_after_a_restart_are_never_frozen():
-    ungated, frozen = watch(lambda second: [stranger()] if second < 4 else [], 10)
+    ungated, frozen = watch(lambda second: [stranger()] if second < 4 else [], 10, settle_s=4.0)
 
     assert (frozen, ungated.seconds, ungated.facts({"u1"})) == ([], 0.0, ())
+
+
+def test_a_shim_that_lost_its_link_for_three_seconds_is_never_frozen():
+    """It was registered: it is on its way back."""
+    process = stranger().process
+    _, frozen = watch(
+        lambda second: [stranger()] if 2 <= second < 5 else [],
+        10,
+        registered=lambda second: () if 2 <= second < 5 else (process,),
+    )
+
+    assert not frozen
+
+
+def test_a_valved_that_stood_gives_shims_the_time_to_come_back():
+    _, frozen = watch(lambda second: [stranger()] if 6 <= second < 9 else [], 0, looks=[0, 1, 6, 7, 8, 9, 10])
+
+    assert not frozen
 
 
 def test_a_stranger_that_is_no_offline_pod_is_never_frozen():

@@ -12,6 +12,7 @@ from valved.clients.register import Register
 from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
+from valved.kube.claims import Claims, Device
 from valved.kube.levels import LevelBook, Standing
 from valved.kube.offline import Reading
 from valved.kube.podresources import Holding
@@ -25,8 +26,7 @@ from valved.node.kv import Kv
 from valved.policy.guard import Card, Holder, Stranger
 from valved.state.registry import Books
 
-# NVIDIA's device plugin, and its DRA driver.
-WHOLE_GPUS = (names.ONLINE_RESOURCE, "gpu.nvidia.com")
+MIG = "nvidia.com/mig-"
 _STRICTNESS = ("off", "observe", "harvest")
 
 
@@ -58,34 +58,44 @@ class Observer:
     book: PodBook
     register: Register
     processes: ProcessPort
+    claims: Claims
     kv: Kv | None = None
     has_shim: Callable[[Pod, str], bool] = lambda pod, container: False  # by a route that leaves no mark on the pod
     is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
     def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
+        """Whoever was given a GPU: by the kubelet's word, and by the allocations of claims, which some kubelets leave
+        out and which stand before a container does."""
         heard = self._heard_pods()
         found = []
         for holding in holdings:
-            if holding.resource not in WHOLE_GPUS and not holding.resource.startswith("nvidia.com/mig-"):
-                continue
-            pod = self.book.named(holding.namespace, holding.pod)
-            gpus, is_known = self._gpus_of(holding, pod)
-            found.append(
-                Holder(
-                    name=f"{holding.namespace}/{holding.pod}/{holding.container}",
-                    gpus=gpus,
-                    is_heard=is_known and pod is not None and pod.uid in heard,
-                    is_injected=pod is None or pod.is_injected or self.has_shim(pod, holding.container),
-                    mode=self._mode_of(holding.namespace, pod.mode if pod is not None else ""),
-                )
-            )
-        return found
+            holder = self.book.named(holding.namespace, holding.pod)
+            gpus, is_known = self._gpus_of(holding, holder)
+            name = f"{holding.namespace}/{holding.pod}/{holding.container}"
+            found.append(self._holder(name, holder, gpus, is_known, heard))
+        for pod in self.book.pods.values():
+            for claimed in self.claims.held_by(pod) if not pod.finished else ():
+                gpus, is_known = self._claimed(claimed.devices)
+                found.append(self._holder(f"{pod.key}/{claimed.container}", pod, gpus, is_known, heard))
+        return [one for one in found if one.gpus]
+
+    def _holder(self, name: str, pod: Pod | None, gpus: frozenset[GpuIndex], is_known: bool, heard: set[str]) -> Holder:
+        return Holder(
+            name=name,
+            gpus=gpus,
+            is_heard=is_known and pod is not None and pod.uid in heard,
+            is_injected=pod is None or pod.is_injected or self.has_shim(pod, name.rpartition("/")[2]),
+            mode=self._mode_of(name.partition("/")[0], pod.mode if pod is not None else ""),
+        )
 
     def _mode_of(self, namespace: str, own: str) -> str:
         """The strictest of what the pod and its namespace say."""
         said = (own, self.namespace_modes.get(namespace) or self.namespace_modes.get("*", ""))
         return min((mode for mode in said if mode in _STRICTNESS), key=_STRICTNESS.index, default="")
+
+    def registered(self) -> set[ProcessId]:
+        return {client.process for client in self.books.clients.values()}
 
     def strangers(self, cards: Mapping[bytes, CardUse]) -> list[Stranger]:
         """Processes that compute on a card and never registered; those on their way out do not count."""
@@ -215,17 +225,34 @@ class Observer:
         return {group.uid for group in groups if group is not None}
 
     def _gpus_of(self, holding: Holding, pod: Pod | None) -> tuple[frozenset[GpuIndex], bool]:
-        """The GPUs of a container, and whether they are known. Shared GPUs are listed as UUID::n. Devices of a claim
-        (DRA) have names of their own driver's: then the GPUs are those on which the pod has shown its channels. Until
-        it has on as many as it holds, it may be any of them, and is heard on none."""
-        by_name = {gpu.uuid_text: gpu.index for gpu in self.gpus}
-        found = [by_name.get(device.partition("::")[0]) for device in holding.ids]
-        named = frozenset(index for index in found if index is not None)
-        if None not in found and found:
-            return named, True
-        shown = named | (self._used_by(pod.uid) if pod is not None else frozenset())
+        """The GPUs of a container, and whether they are known; none where it holds no GPU. A device that is named as a
+        GPU of this node is one, whatever its resource is called; parts of a shared GPU are listed as UUID::n. Names
+        that say nothing may be any GPU, and are heard on none, until the pod has channels on as many as it holds."""
+        if holding.resource == names.RESOURCE:
+            return frozenset(), True
+        named = [self.claims.named(holding.resource, one) if holding.is_claimed else one for one in holding.ids]
+        found = [self._by_uuid().get(device.partition("::")[0]) for device in named]
+        known = frozenset(index for index in found if index is not None)
+        is_gpu = bool(known) or holding.resource in names.ONLINE_RESOURCES or holding.resource.startswith(MIG)
+        if not is_gpu or (None not in found and found):
+            return known, True
+        shown = known | (self._used_by(pod.uid) if pod is not None else frozenset())
         is_known = bool(shown) and len(shown) >= len(set(holding.ids))
-        return (shown, True) if is_known else (frozenset(by_name.values()), False)
+        return (shown, True) if is_known else (frozenset(self._by_uuid().values()), False)
+
+    def _claimed(self, devices: frozenset[Device] | None) -> tuple[frozenset[GpuIndex], bool]:
+        """The same for an allocation. One that cannot be told yet may be any GPU."""
+        gpus = [self._by_uuid().get(self.claims.uuid(device)) for device in self._of_gpu_drivers(devices)]
+        if devices is None or None in gpus:
+            return frozenset(self._by_uuid().values()), False
+        return frozenset(gpu for gpu in gpus if gpu is not None), True
+
+    @staticmethod
+    def _of_gpu_drivers(devices: frozenset[Device] | None) -> list[Device]:
+        return [device for device in devices or () if device.driver in names.ONLINE_RESOURCES]
+
+    def _by_uuid(self) -> dict[str, GpuIndex]:
+        return {gpu.uuid_text: gpu.index for gpu in self.gpus}
 
     def _used_by(self, uid: str) -> frozenset[GpuIndex]:
         """Where the online processes of a pod have channels."""

@@ -25,6 +25,7 @@ class Holding:
     container: str
     resource: str
     ids: tuple[str, ...]
+    is_claimed: bool = False  # by a ResourceClaim: the resource is a driver, the ids are POOL/DEVICE
 
 
 class Holdings(Protocol):
@@ -54,17 +55,18 @@ def _read(answer: pb.ListPodResourcesResponse) -> Iterator[Holding]:
     """One entry per container and resource: the kubelet lists each device of a resource on its own."""
     for pod in answer.pod_resources:
         for container in pod.containers:
-            ids: dict[str, list[str]] = {}
+            ids: dict[tuple[str, bool], list[str]] = {}
             for devices in container.devices:
-                ids.setdefault(devices.resource_name, []).extend(devices.device_ids)
+                ids.setdefault((devices.resource_name, False), []).extend(devices.device_ids)
             for claim in container.dynamic_resources:
                 for given in claim.claim_resources:
-                    ids.setdefault(given.driver_name, []).append(given.device_name)
-            for resource, held in ids.items():
+                    ids.setdefault((given.driver_name, True), []).append(f"{given.pool_name}/{given.device_name}")
+            for (resource, is_claimed), held in ids.items():
                 yield Holding(
                     namespace=pod.namespace,
                     pod=pod.name,
                     container=container.name,
                     resource=resource,
                     ids=tuple(sorted(held)),
+                    is_claimed=is_claimed,
                 )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from valve_kube import names
-from valve_kube.objects import annotation, owner_name
+from valve_kube.objects import annotation, asks_for_gpus, names_gpus, owner_name
 
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
 from valved.kube.cgroup import pod_of
@@ -30,7 +30,9 @@ class Pod:
     is_injected: bool = False  # so say the webhook or the policy
     mode: str = ""  # annotation mode: how far Valve may go with its GPUs
     gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
-    gpu_containers: frozenset[str] | None = None  # who asks for whole GPUs; None: nobody told us
+    gpu_containers: frozenset[str] | None = None  # who asks for GPUs, by a resource or a claim; None: nobody told us
+    claims: Mapping[str, frozenset[str]] = field(default_factory=dict)  # ResourceClaim -> containers that use it
+    asks_by_name: bool = False  # for whole GPUs, by a resource
     host_pid: bool = False
     is_running: bool = False
     finished: bool = False
@@ -100,7 +102,7 @@ class PodBook:
 
     def _read(self, item: Json) -> Pod:
         pod = read_pod(item)
-        if self._all_gpu_pods and pod.role is Role.NONE and pod.gpu_containers:
+        if self._all_gpu_pods and pod.role is Role.NONE and pod.asks_by_name:
             return replace(pod, role=Role.ONLINE)
         return pod
 
@@ -130,7 +132,7 @@ def read_pod(item: Json) -> Pod:
     metadata, spec = item["metadata"], item.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     phase = (item.get("status") or {}).get("phase")
-    asking = frozenset(container["name"] for container in containers if _asks(container))
+    asking = frozenset(container["name"] for container in containers if asks_for_gpus(container))
     return Pod(
         uid=(metadata.get("annotations") or {}).get(STATIC_UID) or metadata["uid"],
         namespace=metadata.get("namespace", ""),
@@ -142,6 +144,8 @@ def read_pod(item: Json) -> Pod:
         mode=annotation(item, names.MODE),
         gpus=_gpus(metadata),
         gpu_containers=asking,
+        claims=_claims(spec, item.get("status") or {}, containers),
+        asks_by_name=any(map(names_gpus, containers)),
         host_pid=bool(spec.get("hostPID")),
         is_running=phase == "Running",
         finished=phase in ("Succeeded", "Failed"),
@@ -152,9 +156,25 @@ def _role(item: Json) -> Role:
     return ROLES.get(annotation(item, names.ROLE), Role.NONE)
 
 
-def _asks(container: Json) -> bool:
-    limits = (container.get("resources") or {}).get("limits") or {}
-    return str(limits.get(names.ONLINE_RESOURCE, "0")) != "0"
+def _claims(spec: Json, status: Json, containers: Iterable[Json]) -> dict[str, frozenset[str]]:
+    """Which containers use which ResourceClaim. One made from a template, or for an extended resource that a
+    DeviceClass answers, is named in the pod's status."""
+    made = {each["name"]: each.get("resourceClaimName") for each in status.get("resourceClaimStatuses") or []}
+    users: dict[str, set[str]] = {}
+    for entry in spec.get("resourceClaims") or []:
+        claim = entry.get("resourceClaimName") or made.get(entry["name"])
+        if claim:
+            named = (c["name"] for c in containers if any(use.get("name") == entry["name"] for use in _uses(c)))
+            users.setdefault(claim, set()).update(named)
+    extended = status.get("extendedResourceClaimStatus") or {}
+    if extended.get("resourceClaimName"):
+        mapped = {each["containerName"] for each in extended.get("requestMappings") or [] if each.get("containerName")}
+        users.setdefault(extended["resourceClaimName"], set()).update(mapped)
+    return {claim: frozenset(found) for claim, found in users.items() if found}
+
+
+def _uses(container: Json) -> Iterable[Json]:
+    return (container.get("resources") or {}).get("claims") or []
 
 
 def _wish(metadata: Json) -> str:

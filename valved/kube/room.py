@@ -28,9 +28,11 @@ from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.kube import cdi, figures, seriesfile, shimfiles, status
 from valved.kube.apiserver import ApiServer, Json, access, now_text
+from valved.kube.claims import Claims
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
 from valved.kube.nri import Connection, Injector
+from valved.kube.observed import MOST_WAKES, Observed
 from valved.kube.observer import Gained, Observer
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holding, Holdings, KubeletHoldings
@@ -112,14 +114,18 @@ class Room:
         self.book = PodBook(all_gpu_pods=table.all_gpu_pods)
         self.book.changed = self._wake.set
         self.series = NodeSeries(len(self._gpus))
+        self.observed, self._wakes = Observed(self._gpus), host.journal.watch(("wake",), MOST_WAKES, lambda: None)
         self._series_path, self._boot = host.run_dir / seriesfile.FILE, boot_id()
         self._uuids = [gpu.uuid_text for gpu in self._gpus]
         why = seriesfile.read(self._series_path, self.series, self._boot, self._uuids, self._now_s())
         log.info("series", extra={"facts": {"taken_over": not why, "why_not": why}})
         self.offline = OfflineBook()
         self.ungated = Ungated(host.ladder.freeze_stranger)
+        client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
+        self.claims = Claims(client, table.node)
         self._observer = Observer(
             gpus=self._gpus,
+            claims=self.claims,
             books=host.books,
             gating=host.gating,
             book=self.book,
@@ -131,7 +137,6 @@ class Room:
         if host.kv is not None:
             host.kv.lender.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
         self._follower = Follower(host.brake, host.gating)
-        client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)
         self.api.found = self._own_object
         self._cards = CardReader()
@@ -166,8 +171,9 @@ class Room:
 
     async def run(self) -> None:
         """Until cancelled. Each part is begun again when it fails; none takes another with it."""
-        self._install_shim()
+        shimfiles.bring(Path(self._table.shim_folder), self._host.version)
         parts: list[Callable[[], Awaitable[None]]] = [self.api.run, self._beat, self._account, self._reconcile_always]
+        parts.append(self.claims.run)
         if self.nri is not None:
             parts.append(self.nri.run)
         tasks = [asyncio.ensure_future(_keep_going(part)) for part in parts]
@@ -179,6 +185,7 @@ class Room:
             await end(tasks)
             self._save_series(self.series.saved())
             self._host.journal.unwatch(self._watcher)
+            self._host.journal.unwatch(self._wakes)
             self._cards.close()
             self.api.close()
 
@@ -188,16 +195,6 @@ class Room:
             seriesfile.write(self._series_path, saved, self._boot, self._uuids)
         except OSError as error:
             log.warning("series not saved", extra={"facts": {"error": str(error)}})
-
-    def _install_shim(self) -> None:
-        """A full or read-only disk must not stop the rest: without the files nothing is injected, and that is safe."""
-        folder = Path(self._table.shim_folder)
-        try:
-            home = shimfiles.install(paths.preload_library().parent, folder, self._host.version)
-            old = shimfiles.remove_unused(folder)
-            log.info("shim installed", extra={"facts": {"folder": str(home), "removed": ",".join(old)}})
-        except OSError as error:
-            log.error("shim not installed", extra={"facts": {"folder": str(folder), "error": str(error)}})
 
     async def _first_reconciliation(self) -> None:
         """The pods first: identity comes from them. An API server that is away must not keep the node waiting."""
@@ -236,7 +233,9 @@ class Room:
             after = [_figures(account) for account in accounts]
             gained = [_gained(*pair) for pair in zip(before, after, strict=True)]
             seconds = [0.0 if self._is_standing(gpu.index) else (now_ns - seen_ns) / 1e9 for gpu in self._gpus]
-            self.series.book(now_ns / 1e9, seconds, [each.left_s for each in gained])
+            left = [each.left_s for each in gained]
+            self.series.book(now_ns / 1e9, seconds, left)
+            self.observed.book(seconds, left, self._wakes)
             self._give_receipts({gpu.index: each for gpu, each in zip(self._gpus, gained, strict=True)}, now_ns)
             seen_ns, before = now_ns, after
             self._memory.cards = await asyncio.to_thread(self._cards.look)
@@ -244,11 +243,13 @@ class Room:
                 use = self._memory.cards.get(gpu.uuid)
                 is_left = not self._host.gating.gpus[gpu.index].holders - STANDING
                 if use is not None and is_left and not self._is_standing(gpu.index):
+                    self.observed.offers[place].free_bytes = self._observer.free_bytes(use)
                     self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
             if now_ns >= save_ns:
                 save_ns = now_ns + SAVE_NS
                 await asyncio.to_thread(self._save_series, self.series.saved())
-            if self.ungated.look(self._observer.strangers(self._memory.cards), now_ns / 1e9):
+            strangers = self._observer.strangers(self._memory.cards)
+            if self.ungated.look(strangers, now_ns / 1e9, self._observer.registered()):
                 self._wake.set()  # its GPU is closed at once
             await self._report(now_ns)
 
@@ -300,6 +301,7 @@ class Room:
             log.info("kubelet does not answer", extra={"facts": {"error": str(error)}})
             if not memory.has_holdings:
                 return
+        await self.claims.read(pod for pod in self.book.pods.values() if not pod.finished)
         if not memory.cards:
             memory.cards = await asyncio.to_thread(self._cards.look)
         self._guard(
@@ -369,8 +371,7 @@ class Room:
         )
 
     def _named(self, uid: str) -> str:
-        pod = self.book.pods.get(uid)
-        return pod.key if pod is not None else uid
+        return self.book.pods[uid].key if uid in self.book.pods else uid
 
     async def _report(self, now_ns: int) -> None:
         memory = self._memory
@@ -416,6 +417,7 @@ class Room:
         resting = self._observer.resting(now_ns)
         yield from figures.leaving(self._host.brake.leaving.since_s(), self.ungated.seconds)
         yield from figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
+        yield from self.observed.families(self._host.books)
         known = ((gpu.index, cards.get(gpu.uuid)) for gpu in self._gpus)
         used = {gpu: use.total_bytes - self._observer.free_bytes(use) for gpu, use in known if use is not None}
         yield from figures.without_offline(self._gpus, used, self._observer.uses(now_ns, cards))

@@ -7,15 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from valved import paths
+
+log = logging.getLogger("valved.kube")
+
 CURRENT = "current"
 LIBRARIES = ("libvalve.so", "libvalve-cuda.so")
 LOADER_LIST = "ld.so.preload"  # for offline containers: what the loader preloads whatever their environment says
+
+
+def bring(folder: Path, version: str) -> None:
+    """Install this release's libraries and remove old ones. A full or read-only disk must not stop the rest: without
+    the files nothing is injected, and that is safe."""
+    try:
+        home = install(paths.preload_library().parent, folder, version)
+        old = remove_unused(folder)
+        log.info("shim installed", extra={"facts": {"folder": str(home), "removed": ",".join(old)}})
+    except OSError as error:
+        log.error("shim not installed", extra={"facts": {"folder": str(folder), "error": str(error)}})
 
 
 def install(source: Path, folder: Path, version: str) -> Path:

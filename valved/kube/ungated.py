@@ -1,18 +1,22 @@
 """Stops offline pods that use a GPU without the shim: frozen by signal, reported, evicted by the controller.
 
-Nothing else can stop such a process when a request comes. One look is not enough to judge: a process is in NVML's list
-for a moment before it is registered, and all of them are after a restart of valved until their shims are back.
+Nothing else can stop such a process when a request comes, so it is frozen at the second look that finds it: within two
+seconds. One look is not enough: a process may be in NVML's list for a moment before it is registered. A shim that has
+lost its link needs longer to be back: one that was registered before, and all of them after valved started or stood.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from valved.model.ids import ProcessId
 from valved.policy.guard import Stranger
 
-PATIENCE_S = 4.0  # longer than shims take to come back (link.come_back_s) and than two looks
+PATIENCE_S = 0.5  # between the look that finds a process and the one that freezes it; they are a second apart
+SETTLE_S = 4.0  # longer than shims take to come back (link.come_back_s)
+STOOD_S = 1.5  # a look so late says that valved stood, or the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +39,27 @@ class _Sighting:
 class Ungated:
     freeze: Callable[[ProcessId, str], bool]  # True: it stands still
     patience_s: float = PATIENCE_S
+    settle_s: float = SETTLE_S
     seconds: float = 0.0  # of all pods since the start
     _seen: dict[ProcessId, _Sighting] = field(default_factory=dict)
     _pods: dict[str, tuple[str, float]] = field(default_factory=dict)  # UID -> name, seconds
+    _registered: set[ProcessId] = field(default_factory=set)  # at some look
+    _looked_s: float = -math.inf
+    _settled_s: float = math.inf  # from then on shims have had the time to come back
 
-    def look(self, strangers: Iterable[Stranger], now_s: float) -> bool:
+    def look(self, strangers: Iterable[Stranger], now_s: float, registered: Iterable[ProcessId] = ()) -> bool:
         """Once a second, with everybody who uses a GPU and is not registered. True: a pod was not known."""
         known = set(self._pods)
+        if now_s - self._looked_s > STOOD_S:
+            self._settled_s = now_s + self.settle_s
+        self._looked_s = now_s
         here = {one.process: one for one in strangers if one.process is not None and one.offline_uid}
+        self._registered = set(registered) | (self._registered & here.keys())
         self._seen = {process: sighting for process, sighting in self._seen.items() if process in here}
         for process, one in here.items():
             sighting = self._seen.setdefault(process, _Sighting(since_s=now_s, charged_s=now_s))
-            if now_s - sighting.since_s < self.patience_s:
+            patience_s = self.settle_s if process in self._registered else self.patience_s
+            if now_s - sighting.since_s < patience_s or now_s < self._settled_s:
                 continue
             ran_s = 0.0 if sighting.is_frozen else now_s - sighting.charged_s
             sighting.charged_s = now_s

@@ -56,6 +56,7 @@ securityContext:
 
 {{- define "valve.environment" -}}
 - {name: VALVE_DOMAIN, value: {{ .Values.domain | quote }}}
+- {name: VALVE_ONLINE_RESOURCES, value: {{ join "," .Values.admission.online.resources | quote }}}
 - {name: OPENBLAS_NUM_THREADS, value: "1"}
 - name: POD_NAMESPACE
   valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
@@ -129,4 +130,18 @@ spec:
 {{- else if hasSuffix "Mi" $limit }}
 {{- printf "%dMiB" (mulf (float64 (trimSuffix "Mi" $limit)) 0.9 | int) }}
 {{- end }}
+{{- end }}
+
+{{/* CEL: the pod says that it is online work. */}}
+{{- define "valve.saysOnline" -}}
+{{- $role := printf "%s/role" .Values.domain | squote -}}
+((has(object.metadata.labels) && {{ $role }} in object.metadata.labels && object.metadata.labels[{{ $role }}] == 'online') || (has(object.metadata.annotations) && {{ $role }} in object.metadata.annotations && object.metadata.annotations[{{ $role }}] == 'online'))
+{{- end }}
+
+{{/* CEL: container c asks for GPUs as online pods do, by a resource or by a claim. What a claim is for is not known before it
+is allocated, so it counts for pods that say what they are; the shim does nothing in a process without CUDA. */}}
+{{- define "valve.asksForGpus" -}}
+{{- $names := list }}
+{{- range .Values.admission.online.resources }}{{- if contains "/" . }}{{- $names = append $names (squote .) }}{{- end }}{{- end -}}
+(has(c.resources) && ((has(c.resources.limits) && [{{ join ", " $names }}].exists(r, r in c.resources.limits)) || (has(c.resources.claims) && c.resources.claims.size() > 0{{ if .Values.admission.online.allGpuPods }} && {{ include "valve.saysOnline" . }}{{ end }})))
 {{- end }}

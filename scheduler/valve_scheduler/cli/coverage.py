@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from valve_kube import names
-from valve_kube.objects import Object, annotation, pod_place, resource_count
+from valve_kube.objects import Object, annotation, asks_for_gpus, pod_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def version(text: str) -> tuple[int, ...]:
 
 def _is_online(pod: Object) -> bool:
     place = pod_place(pod)
-    holds = resource_count(pod, names.ONLINE_RESOURCE) > 0
+    holds = any(map(asks_for_gpus, pod["spec"].get("containers") or []))
 
     return bool(place.node) and not place.finished and holds and annotation(pod, names.ROLE) == names.ONLINE
 

@@ -21,7 +21,7 @@ from valve_kube.injection import (
     inject,
     merge_preload,
 )
-from valve_kube.objects import annotation, gpus_wanted, resource_count, sla_of
+from valve_kube.objects import annotation, asks_for_gpus, gpus_wanted, resource_count, sla_of
 
 Pod = dict[str, Any]
 
@@ -99,7 +99,7 @@ def mutate_online(pod: Pod, settings: AdmissionSettings) -> Pod:
             volumes.append({"name": name, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
     wish = annotation(pod, names.INJECT)
     for container in _containers(changed):
-        if _limit(container, names.ONLINE_RESOURCE):
+        if asks_for_gpus(container):
             _inject(container, wish, settings)
     changed["metadata"].setdefault("labels", {})[names.ROLE] = names.ONLINE
 
@@ -129,8 +129,7 @@ def _is_low(spec: Pod) -> bool:
 
 def _refuse_offline(pod: Pod) -> None:
     spec, metadata = pod["spec"], pod["metadata"]
-    if resource_count(pod, names.ONLINE_RESOURCE):
-        raise Refused(f"an offline pod must not ask for {names.ONLINE_RESOURCE}; it runs on GPUs others hold")
+    _refuse_other_gpus(pod)
     told = [
         metadata[kind][names.ROLE] for kind in ("labels", "annotations") if names.ROLE in (metadata.get(kind) or {})
     ]
@@ -161,11 +160,19 @@ def _refuse_offline(pod: Pod) -> None:
         raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
 
 
+def _refuse_other_gpus(pod: Pod) -> None:
+    for resource in names.ONLINE_RESOURCES:
+        if resource_count(pod, resource):
+            raise Refused(f"an offline pod must not ask for {resource}; it runs on GPUs others hold")
+    if pod["spec"].get("resourceClaims"):
+        raise Refused("an offline pod must not bring resourceClaims: Valve cannot count the devices behind them")
+
+
 def _traits(pod: Pod) -> PodTraits:
     spec = pod["spec"]
     return PodTraits(
         wish=annotation(pod, names.INJECT),
-        has_gpu=any(_limit(container, names.ONLINE_RESOURCE) for container in _containers(pod)),
+        has_gpu=any(map(asks_for_gpus, _containers(pod))),
         host_pid=bool(spec.get("hostPID")),
         runtime=spec.get("runtimeClassName") or "",
         os=(spec.get("os") or {}).get("name", ""),

@@ -1,0 +1,84 @@
+"""Counts what the GPUs of this node would offer, in every mode: what `valve cluster report` is made from.
+
+All of it goes out as metrics, so a week of them is the week that Prometheus keeps: nothing here outlives the daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from valved.machine.ports import GpuInfo
+from valved.model.ids import ServiceId
+from valved.state.journal import Watcher
+from valved.state.registry import Books
+
+MOST_WAKES = 1 << 16  # between two looks, a second apart
+
+
+@dataclass(slots=True)
+class Offer:
+    """Of one GPU."""
+
+    seen_s: float = 0.0  # in which anybody could tell whether online work was busy
+    idle_s: float = 0.0
+    free_bytes: int = 0  # what offline work could have had, when online work last left the GPU
+
+
+@dataclass(slots=True)
+class Observed:
+    gpus: Sequence[GpuInfo]
+    offers: list[Offer] = field(default_factory=list)
+    _idles: dict[ServiceId, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.offers = [Offer() for _ in self.gpus]
+
+    def book(self, seen_s: Sequence[float], left_s: Sequence[float], wakes: Watcher) -> None:
+        """Once a second: as the node's series, and the services that dropped their hold since."""
+        for offer, seen, left in zip(self.offers, seen_s, left_s, strict=True):
+            offer.seen_s += seen
+            offer.idle_s += min(left, seen)
+        for event, _ in wakes.take():
+            service = ServiceId(event.service)
+            self._idles[service] = self._idles.get(service, 0) + 1
+
+    def families(self, books: Books) -> Iterator[Metric]:
+        labels = ["gpu", "uuid"]
+        seen = CounterMetricFamily(
+            "valve_gpu_observed_seconds", "Time in which it was known whether online work was busy", labels=labels
+        )
+        idle = CounterMetricFamily(
+            "valve_gpu_idle_seconds", "Part of it in which no online service held the GPU", labels=labels
+        )
+        free = GaugeMetricFamily(
+            "valve_gpu_offered_memory_bytes",
+            "Memory that offline work could have had when online work last left the GPU",
+            labels=labels,
+        )
+        total = GaugeMetricFamily("valve_gpu_memory_bytes", "Memory of the card", labels=labels)
+        for gpu, offer in zip(self.gpus, self.offers, strict=True):
+            key = [str(gpu.index), gpu.uuid_text]
+            seen.add_metric(key, offer.seen_s)
+            idle.add_metric(key, offer.idle_s)
+            free.add_metric(key, float(offer.free_bytes))
+            total.add_metric(key, float(gpu.total_bytes))
+        yield from (seen, idle, free, total, self._idle_families(books))
+
+    def _idle_families(self, books: Books) -> Metric:
+        times = CounterMetricFamily(
+            "valve_online_idles",
+            "Times the online pod let go of its GPUs: each can be followed by one preemption at most",
+            labels=["namespace", "pod"],
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for service, count in self._idles.items():
+            if service in books.services:
+                namespace, _, pod = books.services[service].name.partition("/")
+                counts[namespace, pod] = counts.get((namespace, pod), 0) + count
+        self._idles = {service: count for service, count in self._idles.items() if service in books.services}
+        for key, count in counts.items():
+            times.add_metric(key, count)
+        return times
