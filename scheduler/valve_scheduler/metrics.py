@@ -65,6 +65,24 @@ saved = Gauge(
     ["namespace"],
     registry=REGISTRY,
 )
+saved_total = Counter(
+    "valve_saved_gpu_seconds",
+    "GPU time that offline work would have cost on GPUs of its own, counted by the leader since it leads",
+    ["namespace"],
+    registry=REGISTRY,
+)
+promised_total = Counter(
+    "valve_promised_gpu_seconds",
+    "SLA x time with demand x GPUs of offline pods, counted when a window of the monitor closes",
+    ["namespace"],
+    registry=REGISTRY,
+)
+kept_total = Counter(
+    "valve_kept_gpu_seconds",
+    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds it is how far promises hold",
+    ["namespace"],
+    registry=REGISTRY,
+)
 admissions = Counter(
     "valve_webhook_admissions",
     "Pods seen by the webhook, by role and result: changed, unchanged, refused, skipped",

@@ -29,6 +29,8 @@ ALLOWED = [
     ("valve-daemon", "watch pods"),
     ("valve-daemon", "create valve.gpu/gpuharvestnodes"),
     ("valve-daemon", "patch valve.gpu/gpuharvestnodes/status"),
+    ("valve-daemon", "watch resource.k8s.io/resourceslices"),
+    ("valve-daemon", "get resource.k8s.io/resourceclaims"),
     ("valve-scheduler", "create pods/binding"),
     ("valve-scheduler", "watch valve.gpu/gpuharvestnodes"),
     ("valve-scheduler", "watch valve.gpu/offlineworkloads"),
@@ -57,6 +59,8 @@ DENIED = [
     ("valve-daemon", "create events.k8s.io/events"),
     ("valve-daemon", "create pods/binding"),
     ("valve-daemon", "get secrets"),
+    ("valve-daemon", "list resource.k8s.io/resourceclaims"),
+    ("valve-daemon", "patch resource.k8s.io/resourceclaims"),
     ("valve-daemon", "patch valve.gpu/offlineworkloads/status"),
     ("valve-scheduler", "create pods/eviction"),
     ("valve-scheduler", "patch nodes"),
@@ -149,7 +153,7 @@ def user(account: str) -> str:
 def may(plane: ControlPlane, account: str, right: str) -> bool:
     """`right` is VERB [GROUP/]RESOURCE[/SUBRESOURCE], and for the one of a name in Valve's own namespace, NAME."""
     verb, resource, *name = right.split()
-    groups = (names.DOMAIN, "events.k8s.io", "admissionregistration.k8s.io")
+    groups = (names.DOMAIN, "resource.k8s.io", "events.k8s.io", "admissionregistration.k8s.io")
     group = next((group for group in groups if resource.startswith(f"{group}/")), "")
     kind, _, subresource = resource.removeprefix(f"{group}/" if group else "").partition("/")
     attributes = {"verb": verb, "group": group, "resource": kind, "subresource": subresource}
@@ -181,6 +185,8 @@ def people(control_plane: ControlPlane) -> Iterator[None]:
         ("viewer", "view", "/namespaces/default"),
         ("editor", "edit", "/namespaces/default"),
         ("asker", "valve-explain", ""),
+        ("operator", "valve-operator", ""),
+        ("onlooker", "valve-viewer", ""),
     ):
         kind = "rolebindings" if room else "clusterrolebindings"
         subject = {"kind": "ServiceAccount", "name": name, "namespace": "valve-system"}
@@ -224,6 +230,27 @@ def test_the_role_for_it_is_enough_to_explain_a_pod_of_ones_own_namespace(contro
     assert wait_for("the answer", explained)["pod"] == "default/why"
     absent = subprocess.run([*command, "--namespace=valve-system"], capture_output=True, text=True, check=False)
     assert "404" in absent.stderr
+
+
+@pytest.mark.usefixtures("people")
+def test_an_operator_pauses_the_fleet_by_kubectl_and_an_onlooker_only_looks(control_plane: ControlPlane) -> None:
+    plugin = str(Path(sys.executable).parent / "kubectl-valve")
+
+    def run(account: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        access = control_plane.account_kubeconfig("valve-system", account)
+        command = [plugin, *arguments, f"--kubeconfig={access}"]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    wait_for("the operator's rights", lambda: run("operator", "pause", "--wait=0").returncode == 0)
+    try:
+        assert control_plane.api.get(f"{names.API_PATH}/harvestpolicies/valve-pause")["spec"]["paused"] is True
+        assert run("onlooker", "status", "--json").returncode == 0
+        refused = run("onlooker", "resume")
+        assert (refused.returncode, "kubectl valve: 403" in refused.stderr) == (1, True)
+        for account, right in (("operator", "delete pods"), ("operator", "patch valve.gpu/gpuharvestnodes/status")):
+            assert not may(control_plane, account, right)
+    finally:
+        assert run("operator", "resume").returncode == 0
 
 
 def test_the_check_of_the_chart_passes_with_the_controllers_rights(control_plane: ControlPlane) -> None:

@@ -20,6 +20,7 @@ from valve_kube.access import find
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import SchedulerError
 
+from valve_scheduler.cli import reporting
 from valve_scheduler.cli.coverage import coverage
 from valve_scheduler.cli.measuring import PATTERN, measure, profile_of
 from valve_scheduler.cli.overview import (
@@ -57,14 +58,14 @@ _EMPTY = {
 }
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], program: str = "valve cluster") -> int:
     own, command = _split(argv)
-    options = _parser().parse_args(own)
+    options = _parser(program).parse_args(own)
     options.workload = command
     try:
         shown = asyncio.run(_show(options))
     except SchedulerError as error:
-        print(f"valve cluster: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return OK
@@ -89,12 +90,12 @@ async def _show(options: argparse.Namespace) -> Json:
         return await _SHOW[options.command](client, options)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--kubeconfig", help="default: the service account, else your own")
     common.add_argument("--context", help="of the kubeconfig; default: its current one")
     common.add_argument("--json", action="store_true", help="one JSON document")
-    parser = argparse.ArgumentParser(prog="valve cluster", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, told: str) -> argparse.ArgumentParser:
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("resume", "lift the pause")
     usage = add("usage", "what each namespace harvested, saved, lost and lent; its owners, its services")
     usage.add_argument("--by", choices=["namespace", "owner", "service"], default="namespace")
+    reporting.add_options(add("report", "a week of observing as one page: what harvesting would save, and cost whom"))
     cover = add("coverage", "before an upgrade: online pods without a shim, or with one the new version does not serve")
     cover.add_argument("--oldest-shim", default="", metavar="VERSION", help="of the new release, from its notes")
     profile = add("profile", "bring a throughput curve by hand")
@@ -323,5 +325,6 @@ _SHOW: dict[str, Callable[[KubeClient, argparse.Namespace], Awaitable[Json]]] = 
     "usage": _usage,
     "coverage": _coverage,
     "profile": _profile,
+    "report": reporting.report,
     "measure": _measure,
 }

@@ -57,6 +57,8 @@ class Sample:
     tokens: float | None
     runnable_s: float | None = None  # time the gate was open
     is_movable: bool = True  # a controller makes it anew; a bare pod that is evicted is lost
+    namespace: str = ""
+    gpus: int = 1
     is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
 
 

@@ -60,6 +60,7 @@ from valve_scheduler.controller.shadows import is_news, standing
 from valve_scheduler.controller.shadows import status_of as shadow_status
 from valve_scheduler.controller.store import Store, key_of
 from valve_scheduler.controller.stuck import Stuck
+from valve_scheduler.controller.tally import SavedCounter, count
 from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
 from valve_scheduler.placement.rank import Job, PlacementSettings
 from valve_scheduler.placement.reach import Beyond, Reach
@@ -122,7 +123,7 @@ class Controller:
         self._retries = Retries(self._state)
         self._reach = Reach(self._state)
         self._afresh_at_s = 0.0
-        self._records = Records()
+        self._records, self._tally = Records(), SavedCounter()
         self._stuck = Stuck()
         self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
         self._told: dict[str, tuple[Json, float]] = {}
@@ -136,8 +137,7 @@ class Controller:
     def stand_down(self) -> None:
         """What only the leader knows is not told by another: an old figure of a former leader would stand for ever."""
         metrics.violations.set(0)
-        metrics.harvested.clear()
-        metrics.saved.clear()
+        self._tally.forget()
 
     # Retries
 
@@ -227,9 +227,7 @@ class Controller:
                 status = statuses[name] = charge(before, parts.get(name, []))
                 if status != before and (name in parts or before):
                     await self._write_account(namespace, name, held.get(name, {}), status)
-            offline = total_of(statuses.values())["offline"]
-            metrics.harvested.labels(namespace).set(offline.get("harvestSeconds", 0.0))
-            metrics.saved.labels(namespace).set(offline.get("savedSeconds", 0.0))
+            self._tally.show(namespace, total_of(statuses.values())["offline"])
 
     def _worth(self, pod: Json) -> Worth:
         """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
@@ -333,6 +331,7 @@ class Controller:
         self._tracks = {
             sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
         }
+        count(known, self._tracks)
         rules = self._rules()
         stored = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
         owners = self._records.merged(stored, now_s, rules)
@@ -405,6 +404,8 @@ class Controller:
         return Sample(
             pod_uid=place.uid,
             owner_uid=wish.owner_uid,
+            namespace=wish.namespace,
+            gpus=wish.gpus,
             node=place.node,
             sla=wish.sla,
             standalone_tokens_per_s=profile.standalone_tokens_per_s if profile else 0.0,
