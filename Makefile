@@ -81,7 +81,8 @@ demo: build ## an online service and an offline job share one emulated GPU
 demo-memory: build ## five minutes in which KV memory moves between the two
 	@$(BIN)/valve demo memory
 
-demo-cluster: build cluster-tools ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
+demo-cluster: ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
+	@$(MAKE) --no-print-directory -j2 build cluster-tools
 	@$(BIN)/valve demo cluster
 
 wheel: venv ## build the wheel into dist/

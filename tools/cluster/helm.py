@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from valve_kube import names
@@ -13,6 +14,7 @@ from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.fleet import offline_pod
 
 NAMESPACE = "valve-system"
+LOOK_S = 1.0
 
 
 class HelmError(Exception):
@@ -26,19 +28,27 @@ class Helm:
         self._plane = plane
         self.chart = chart
 
-    def run(self, *arguments: str) -> str:
+    def run(self, *arguments: str, meanwhile: Callable[[], None] = lambda: None) -> str:
+        """What helm prints. `meanwhile` is called about once a second; what it raises ends helm."""
         command = [str(self._plane.programs / "helm"), f"--kubeconfig={self._plane.kubeconfig}", *arguments]
         own = {f"HELM_{kind}_HOME": str(self._plane.folder / "helm") for kind in ("CACHE", "CONFIG", "DATA")}
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=self._plane.folder, env={**os.environ, **own}
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self._plane.folder,
+            env={**os.environ, **own},
         )
-        if done.returncode != 0:
-            raise HelmError(f"helm {arguments[0]}: {done.stderr.strip()}")
+        out, errors = _followed(process, meanwhile)
+        if process.returncode != 0:
+            raise HelmError(f"helm {arguments[0]}: {errors.strip()}")
 
-        return done.stdout
+        return out
 
-    def install(self, *flags: str) -> str:
-        told = self.run("install", "valve", str(self.chart), f"--namespace={NAMESPACE}", "--create-namespace", *flags)
+    def install(self, *flags: str, meanwhile: Callable[[], None] = lambda: None) -> str:
+        where = (f"--namespace={NAMESPACE}", "--create-namespace")
+        told = self.run("install", "valve", str(self.chart), *where, *flags, meanwhile=meanwhile)
         wait_for("the admission policies", self._are_enforced)
 
         return told
@@ -61,3 +71,16 @@ class Helm:
 
     def uninstall(self, *flags: str) -> str:
         return self.run("uninstall", "valve", f"--namespace={NAMESPACE}", "--wait", *flags)
+
+
+def _followed(process: subprocess.Popen[str], meanwhile: Callable[[], None]) -> tuple[str, str]:
+    try:
+        while True:
+            try:
+                return process.communicate(timeout=LOOK_S)
+            except subprocess.TimeoutExpired:
+                meanwhile()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()

@@ -22,6 +22,7 @@ from valve_tools.cluster import image, product
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.helm import NAMESPACE, Helm
 from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.demo.cluster_pods import PodWatch
 from valve_tools.demo.cluster_screen import Screen
 from valve_tools.demo.rounds import OFFLINE, ONLINE
 
@@ -175,9 +176,13 @@ def install(stage: Stage) -> float:
     runtime = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}}
     api.post("/apis/node.k8s.io/v1/runtimeclasses", runtime | {"handler": "nvidia"})
     begun = time.monotonic()
+    watch = PodWatch(api=api, screen=screen, logs=stage.node.folder / "logs", namespace=NAMESPACE)
     with screen.waiting("helm install valve helm/valve --set mode=harvest --wait"):
         stage.helm.install(
-            "--wait", "--timeout=10m", *(f"--set={key}={value}" for key, value in values(stage.node).items())
+            "--wait",
+            "--timeout=10m",
+            *(f"--set={key}={value}" for key, value in values(stage.node).items()),
+            meanwhile=watch.look,
         )
         api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: "enabled"}}})
         offline = stage.node.pod("dry", ["/box/sh"], annotations={names.ROLE: names.OFFLINE}, on_node=False)
