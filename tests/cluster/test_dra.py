@@ -67,6 +67,7 @@ def claiming_pod(name: str, count: int = 1, role: str = names.ONLINE) -> Json:
         "kind": "Pod",
         "metadata": {"name": name, "labels": {names.ROLE: role}},
         "spec": {
+            "automountServiceAccountToken": False,
             "containers": [work, {"name": "log", "image": "example.invalid/log:1"}],
             "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": f"gpus-{count}"}],
         },

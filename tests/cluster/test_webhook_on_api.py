@@ -106,20 +106,27 @@ def test_harvested_gpus_are_for_offline_work_alone(webhook: ControlPlane, role: 
     wait_refused(webhook, pod, "must say offline and nothing else")
 
 
-@pytest.mark.parametrize("resource", ["nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb", "nvidia.com/pgpu"])
-def test_an_offline_pod_takes_no_other_gpus(webhook: ControlPlane, resource: str) -> None:
+@pytest.mark.parametrize(
+    ("resource", "why"),
+    [
+        ("nvidia.com/gpu.shared", "must not ask for nvidia.com/gpu.shared"),  # the webhook, before the policy
+        ("nvidia.com/mig-1g.10gb", "may not take GPUs of nvidia.com"),
+        ("nvidia.com/pgpu", "may not take GPUs of nvidia.com"),
+    ],
+)
+def test_an_offline_pod_takes_no_other_gpus(webhook: ControlPlane, resource: str, why: str) -> None:
     pod = offline_pod("p0")
     sidecar = {"name": "more", "image": "example.invalid/more:1", "resources": {"limits": {resource: "1"}}}
     pod["spec"]["containers"].append(sidecar)
 
-    wait_refused(webhook, pod, "may not take GPUs of nvidia.com")
+    wait_refused(webhook, pod, why)
 
 
 def test_an_offline_pod_brings_no_devices_that_nobody_can_count(webhook: ControlPlane) -> None:
     pod = offline_pod("p0")
     pod["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "gpu"}]
 
-    wait_refused(webhook, pod, "or by resourceClaims")
+    wait_refused(webhook, pod, "must not bring resourceClaims")
 
 
 def test_a_network_card_of_the_same_vendor_is_nothing_to_refuse(webhook: ControlPlane) -> None:
