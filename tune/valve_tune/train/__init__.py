@@ -1,0 +1,1 @@
+"""The training loop over tiles: job, optimizer, checkpoints, data."""

@@ -1,0 +1,66 @@
+"""What a trainer and whoever watches it say to each other: events out, orders in, an outcome at the end."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEvent:
+    """One optimizer step (kind "step"), or something worth a line: "resumed", "checkpoint", "paused", "lost", "warning"."""
+
+    kind: str
+    step: int
+    message: str = ""
+    loss: float | None = None
+    tokens: int = 0
+    labels: int = 0
+    seconds: float = 0.0
+    lr: float | None = None
+    grad_norm: float | None = None
+
+
+class Answer(enum.Enum):
+    GO = "go"
+    PAUSE = "pause"
+    STOP = "stop"
+
+
+class Control(Protocol):
+    """Asked between any two tiles, so it must be cheap."""
+
+    def answer(self) -> Answer: ...
+
+    def wait(self) -> None:
+        """Return when the answer may no longer be PAUSE."""
+        ...
+
+
+class Going:
+    """A control that never interrupts."""
+
+    def answer(self) -> Answer:
+        return Answer.GO
+
+    def wait(self) -> None:
+        return
+
+
+class End(enum.Enum):
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. A failed run names its cause; the newest checkpoint is whole in every case."""
+
+    end: End
+    step: int
+    message: str = ""
+    adapter: Path | None = None
+    checkpoint: Path | None = None
