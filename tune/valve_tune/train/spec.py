@@ -1,0 +1,172 @@
+"""What one finetuning job is: a frozen value with bounded fields, equal in job file, command line and HTTP.
+
+Fields are named as TRL and peft name them. The grid of tiles (`span`, `layers_per_tile`) is part of a job, so that the
+same job gives the same bytes however often it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+DTYPES = ("float32", "bfloat16")
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What people ask for that a plain adapter cannot be: refused by name, with the way round.
+REFUSED = {
+    "use_dora": "vLLM rejects DoRA adapters; train plain LoRA with a larger lora_r",
+    "use_rslora": "SGLang ignores rsLoRA; multiply lora_alpha by sqrt(lora_r) for the same scale",
+    "rank_pattern": "SGLang ignores rank patterns; one lora_r holds for all targets",
+    "alpha_pattern": "SGLang ignores alpha patterns; one lora_alpha holds for all targets",
+    "modules_to_save": "vLLM rejects modules_to_save; only LoRA on linear layers is served",
+    "load_in_4bit": "QLoRA is not offered; run your own trainer: valve run --offline -- trl sft --load_in_4bit ...",
+    "load_in_8bit": "8-bit bases are not offered; run your own trainer: valve run --offline -- trl sft ...",
+    "fsdp": "one process trains one job; run your own trainer: valve run --offline -- accelerate launch ...",
+    "deepspeed": "one process trains one job; run your own trainer: valve run --offline -- deepspeed ...",
+    "ddp": "one process trains one job; run your own trainer: valve run --offline -- torchrun ...",
+    "bias": "biases are not trained; SGLang ignores them",
+}
+
+
+class SpecError(ValueError):
+    """A job that makes no sense: names the field."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.field = name
+
+
+def number(low: float, high: float, help: str, **more: Any) -> Any:
+    return field(metadata={"low": low, "high": high, "help": help}, **more)
+
+
+def text(help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
+    return field(metadata={"choices": choices, "help": help}, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One job. Every field is checked when the value is made."""
+
+    model: str = text("folder of the base model (config.json, *.safetensors, tokenizer)")
+    data: str = text("jsonl file: messages, prompt/completion, text, or input_ids/labels")
+    out: str = text("folder of the adapter, its checkpoints and its metrics")
+    seed: int = number(0, 2**31 - 1, "seed of data order, adapter and dropout", default=0)
+    max_steps: int = number(1, 10_000_000, "optimizer steps")
+    learning_rate: float = number(1e-9, 10.0, "peak learning rate", default=2e-4)
+    lr_scheduler_type: str = text("course of the learning rate", SCHEDULES, default="cosine")
+    warmup_steps: int = number(0, 10_000_000, "steps until the peak learning rate", default=0)
+    weight_decay: float = number(0.0, 1.0, "AdamW weight decay", default=0.0)
+    adam_beta1: float = number(0.0, 0.999999, "AdamW beta1", default=0.9)
+    adam_beta2: float = number(0.0, 0.999999, "AdamW beta2", default=0.999)
+    adam_epsilon: float = number(1e-12, 1e-2, "AdamW epsilon", default=1e-8)
+    max_grad_norm: float = number(0.0, 1e6, "clip the gradient's norm here; 0: never", default=1.0)
+    lora_r: int = number(1, 512, "rank of the adapter", default=16)
+    lora_alpha: float = number(1e-3, 1e5, "the adapter's scale is lora_alpha / lora_r", default=32.0)
+    lora_dropout: float = number(0.0, 0.9, "dropout before the adapter", default=0.0)
+    target_modules: tuple[str, ...] = text("linear layers that get an adapter", default=ALL_LINEAR)
+    per_device_train_batch_size: int = number(1, 4096, "rows of a micro-batch", default=1)
+    gradient_accumulation_steps: int = number(1, 65536, "micro-batches of a step", default=1)
+    max_length: int = number(2, 1 << 20, "tokens of a row; longer examples are cut, and said so", default=1024)
+    packing: bool = text("several examples in one row, each blind to the others", default=True)
+    assistant_only_loss: bool = text("loss on what the assistant says, not on prompts", default=True)
+    dtype: str = text("base weights and activations; adapters and sums are float32", DTYPES, default="float32")
+    save_steps: int = number(1, 10_000_000, "steps from one checkpoint to the next", default=50)
+    save_total_limit: int = number(1, 10_000, "checkpoints kept", default=3)
+    span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
+    layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
+    deterministic: bool = text("deterministic algorithms: the same job gives the same bytes", default=True)
+    threads: int = number(0, 1024, "CPU threads; 0: torch chooses, bytes may differ between machines", default=1)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, checked(each.name, getattr(self, each.name)))
+        if self.warmup_steps > self.max_steps:
+            raise SpecError("warmup_steps", f"{self.warmup_steps} is more than max_steps ({self.max_steps})")
+        if self.span and self.max_length % self.span:
+            raise SpecError("span", f"{self.span} does not divide max_length ({self.max_length})")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, document: str) -> JobSpec:
+        try:
+            values = json.loads(document)
+        except ValueError as error:
+            raise SpecError("job file", f"no JSON: {error}") from None
+        return cls.from_values(values)
+
+    @classmethod
+    def from_values(cls, values: object) -> JobSpec:
+        if not isinstance(values, Mapping):
+            raise SpecError("job file", "must be one JSON object")
+        known = {each.name: each for each in fields(cls)}
+        for name in values:
+            if name in REFUSED:
+                raise SpecError(str(name), REFUSED[name])
+            if name not in known:
+                raise SpecError(str(name), "is no field of a job")
+        for name, each in known.items():
+            if name not in values and each.default is MISSING:
+                raise SpecError(name, "is missing")
+        return cls(**dict(values))
+
+    def differs(self, other: JobSpec) -> dict[str, tuple[Any, Any]]:
+        """Fields in which two jobs differ: (here, there)."""
+        pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@cache
+def _plan() -> dict[str, tuple[type, Mapping[str, Any]]]:
+    """Type and bounds of each field by its name."""
+    hints = get_type_hints(JobSpec)
+    return {each.name: (hints[each.name], each.metadata) for each in fields(JobSpec)}
+
+
+def checked(name: str, value: object) -> Any:
+    """The value in its field's own type, or SpecError."""
+    kind, bounds = _plan()[name]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise SpecError(name, f"must be true or false, not {value!r}")
+        return value
+    if get_args(kind):
+        return _names(name, value)
+    if kind is str:
+        return _word(name, value, bounds["choices"])
+    return _number(name, value, kind, bounds)
+
+
+def _number(name: str, value: object, kind: type, bounds: Mapping[str, Any]) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(name, f"must be a number, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(name, f"must be finite, not {value}")
+    if kind is int and value != int(value):
+        raise SpecError(name, f"must be a whole number, not {value}")
+    if not bounds["low"] <= value <= bounds["high"]:
+        raise SpecError(name, f"must be from {bounds['low']:g} to {bounds['high']:g}, not {value}")
+    return kind(value)
+
+
+def _word(name: str, value: object, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise SpecError(name, f"must be text, not {value!r}")
+    if choices and value not in choices:
+        raise SpecError(name, f"must be one of {', '.join(choices)}, not {value!r}")
+    return value
+
+
+def _names(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple) or not 1 <= len(value) <= 64:
+        raise SpecError(name, "must be a list of 1 to 64 names")
+    names = tuple(_word(name, each, ()) for each in value)
+    if len(set(names)) != len(names):
+        raise SpecError(name, "names one module twice")
+    return names
