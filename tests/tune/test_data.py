@@ -1,0 +1,178 @@
+"""From jsonl to micro-batches: what is learnt from, what is refused, and that it is the same at every start."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from valve_tune.train.batch import IGNORED, PADDING
+from valve_tune.train.data import load
+from valve_tune.train.lines import DataError
+from valve_tune.train.packing import best_fit
+from valve_tune.train.spec import JobSpec
+
+USER, ASSISTANT = {"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 64}')
+
+    def made(lines, template=tiny.TEMPLATE, **fields):
+        data = tmp_path / "train.jsonl"
+        body = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
+        data.write_bytes(b"\n".join(body))
+        values = {"max_steps": 1, "max_length": 32, **fields}
+        spec = JobSpec(model=str(tmp_path), data=str(data), out=str(tmp_path / "out"), **values)
+        return load(spec, tiny.tokenizer(template))
+
+    return made
+
+
+def learnt(batch) -> str:
+    return tiny.tokenizer().decode(batch.labels[batch.labels != IGNORED])
+
+
+@pytest.mark.parametrize("template", [tiny.TEMPLATE, tiny.MARKED], ids=["difference", "marks"])
+def test_only_what_the_assistant_says_is_learnt(make, template):
+    more = {"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}
+    (batch,) = make([{"messages": [USER, ASSISTANT, *more]}], template).step(0)
+    assert learnt(batch) == "w3 w4 <|end|> w6 <|end|>"
+
+
+def test_loss_on_everything_when_asked(make):
+    (batch,) = make([{"messages": [USER, ASSISTANT]}], assistant_only_loss=False).step(0)
+    assert batch.label_count == batch.tokens - 1
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_and_never_learnt_wrongly(make):
+    with pytest.raises(DataError, match=r"line 1, messages\[1\]: .*generation"):
+        make([{"messages": [USER, ASSISTANT, USER, ASSISTANT]}], tiny.FORGETFUL)
+    (batch,) = make([{"messages": [USER, ASSISTANT]}], tiny.FORGETFUL).step(0)
+    assert learnt(batch) == "w3 w4 <|end|>"
+
+
+def test_a_missing_chat_template_is_said_so(make):
+    with pytest.raises(DataError, match="chat template"):
+        make([{"messages": [USER, ASSISTANT]}], None)
+
+
+@pytest.mark.parametrize("template", [tiny.TEMPLATE, tiny.MARKED], ids=["difference", "marks"])
+def test_prompt_and_completion(make, template):
+    lines = [{"prompt": "w1 w2 ", "completion": "w3"}, {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}]
+    rows = make(lines, template, packing=False, per_device_train_batch_size=2)
+    (batch,) = rows.step(0)
+    said = sorted(tiny.tokenizer().decode(row[row != IGNORED]) for row in batch.labels)
+    assert said == ["w3 <|end|>", "w3 w4 <|end|>"]
+
+
+def test_text_and_tokens(make):
+    (batch,) = make([{"text": "w1 w2 w3"}]).step(0)
+    assert learnt(batch) == "w2 w3 <|end|>"
+    (batch,) = make([{"input_ids": [6, 7, 8], "labels": [-100, 7, -100]}]).step(0)
+    assert batch.labels.tolist() == [[IGNORED, 7, IGNORED]]
+
+
+BAD = {
+    b"{": "JSON",
+    b'{"messages": "x"}': "messages",
+    b'{"messages": []}': "messages",
+    b'{"messages": [{"role": "boss", "content": "w1"}]}': r"messages\[0\].role",
+    b'{"messages": [{"role": "user", "content": 3}]}': r"messages\[0\].content",
+    b'{"messages": [{"role": "user", "content": "w1"}]}': "messages",
+    b'{"prompt": "w1"}': "completion",
+    b'{"prompt": "w1", "completion": ""}': "completion",
+    b'{"text": ""}': "text",
+    b'{"input_ids": [1, 64]}': "input_ids",
+    b'{"input_ids": [1, -1]}': "input_ids",
+    b'{"input_ids": [1, true]}': r"input_ids\[1\]",
+    b'{"input_ids": [1, 2], "labels": [1]}': "labels",
+    b'{"input_ids": [1, 2], "labels": [1, 99]}': "labels",
+    b'{"question": "w1"}': "fields",
+    b"[1]": "JSON",
+    b'{"text": "\xff"}': "encoding",
+    b"[" * 100_000: "JSON",
+}
+
+
+@pytest.mark.parametrize("line", list(BAD), ids=range(len(BAD)))
+def test_a_bad_line_is_named_by_number_and_field_before_anything_runs(make, line):
+    with pytest.raises(DataError, match=f"line 3, {BAD[line]}: ") as error:
+        make([{"text": "w1 w2"}, b"", line, {"text": "w1 w2"}])
+    assert [each.line for each in error.value.lines] == [3]
+
+
+def test_all_bad_lines_are_named_at_once_and_many_are_counted(make):
+    with pytest.raises(DataError, match="and 5 more bad lines") as error:
+        make([b"{"] * 25)
+    assert len(error.value.lines) == 25
+
+
+def test_nothing_to_read_and_nothing_to_learn_are_clear_ends(make, tmp_path):
+    with pytest.raises(DataError, match="is empty"):
+        make([])
+    with pytest.raises(DataError, match="anything to learn within 2 tokens"):
+        make([{"messages": [USER, ASSISTANT]}], max_length=2)
+    spec = JobSpec(model=str(tmp_path), data=str(tmp_path / "none"), out="o", max_steps=1)
+    with pytest.raises(DataError, match="cannot be read"):
+        load(spec, tiny.tokenizer())
+    with pytest.raises(DataError, match="no base model"):
+        load(JobSpec(model=str(tmp_path / "none"), data="d", out="o", max_steps=1), tiny.tokenizer())
+
+
+def test_what_is_cut_is_said(make):
+    rows = make([{"text": " ".join(["w1"] * 50)}, {"text": "w1 w2"}])
+    assert rows.notes == ("1 examples have more than 32 tokens and were cut",)
+    assert max(batch.input_ids.shape[1] for batch in rows.step(0)) <= 32
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 90))
+def test_packing_loses_nothing_and_overfills_no_row(lengths, capacity):
+    rows = best_fit(lengths, capacity)
+    assert sorted(each for row in rows for each in row) == list(range(len(lengths)))
+    fill = [sum(lengths[each] for each in row) for row in rows]
+    assert all(each <= capacity for each in fill)
+    assert sum(each * 2 <= capacity for each in fill) <= 1  # two such rows would have been one
+
+
+def test_packed_rows_keep_their_examples_apart(make):
+    lines = [{"input_ids": [6 + number] * (3 + number % 4)} for number in range(12)]
+    rows = make(lines, per_device_train_batch_size=2)
+    for step in range(rows.steps_per_pass):
+        for batch in rows.step(step):
+            for ids, labels, segments, positions in zip(*batch.arrays().values(), strict=True):
+                for segment in range(1, segments.max() + 1):
+                    own = segments == segment
+                    assert len(set(ids[own])) == 1
+                    assert positions[own].tolist() == list(range(own.sum()))
+                    assert labels[own][0] == IGNORED
+                assert (labels[segments == PADDING] == IGNORED).all()
+
+
+def test_rows_are_whole_spans(make):
+    rows = make([{"input_ids": [6] * 5}], span=8)
+    assert rows.step(0)[0].input_ids.shape == (1, 8)
+
+
+def test_the_same_job_gets_the_same_batches_at_every_start_and_another_seed_others(make):
+    lines = [{"input_ids": [6 + number] * 20} for number in range(16)]
+
+    def steps(rows, which):
+        return [np.concatenate([each.input_ids.ravel() for each in rows.step(step)]).tolist() for step in which]
+
+    fields = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+    whole = steps(make(lines, **fields), range(9))
+    assert steps(make(lines, **fields), [8, 3, 4]) == [whole[8], whole[3], whole[4]]  # resumed anywhere
+    assert steps(make(lines, seed=1, **fields), range(9)) != whole
+    assert make(lines).digest == make(lines).digest != make(lines[1:]).digest
+
+
+def test_each_pass_sees_every_row_once(make):
+    rows = make([{"input_ids": [6 + number] * 20} for number in range(12)], per_device_train_batch_size=4)
+    for turn in range(3):
+        seen = [ids[0] for step in range(3) for batch in rows.step(3 * turn + step) for ids in batch.input_ids]
+        assert sorted(seen) == list(range(6, 18))
