@@ -16,6 +16,7 @@ PACKAGES = {
     "valve_tools": "tools",
     "valve_kube": "scheduler/valve_kube",
     "valve_scheduler": "scheduler/valve_scheduler",
+    "valve_tune": "tune/valve_tune",
 }
 # Laid out file by file, as installed: engines beside the core, and the one file that valved shares.
 HOOK = {
@@ -73,6 +74,7 @@ def imports() -> list[str]:
         check=False,
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tune")},  # a wheel of its own, not installed here
     )
     lines = [line for line in done.stdout.splitlines() if line.strip() and not set(line) & set("╔╚║")]
     return lines + done.stderr.splitlines() if done.returncode else []
