@@ -1,0 +1,123 @@
+"""Other decoders by autograd in tiles: the gradients of plain peft, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, GraniteConfig, Olmo2Config, Phi3Config
+from valve_tune.base.own import LoadedModel
+from valve_tune.model.adapter import Adapter
+from valve_tune.model.autograd import AutogradModel, BadModel
+from valve_tune.model.dropout import Draw
+from valve_tune.model.names import BadTarget
+from valve_tune.tiles.grid import Grid, TileShape
+from valve_tune.tiles.orders import whole
+from valve_tune.train.batch import IGNORED, MicroBatch
+
+W = oracle.WIDTHS
+CONFIGS: dict[str, Any] = {
+    "gemma2": Gemma2Config(**W, head_dim=16, sliding_window=8, final_logit_softcapping=3.0),
+    "phi3": Phi3Config(**W, pad_token_id=0),
+    "olmo2": Olmo2Config(**W),
+    "granite": GraniteConfig(**W, logits_scaling=2.0, residual_multiplier=0.5),
+}
+
+
+def loaded(name: str) -> Any:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return model.requires_grad_(False)
+
+
+def made(model: Any, targets: tuple[str, ...] = ("all-linear",)) -> AutogradModel:
+    cut = copy.deepcopy(model)
+
+    def adapter(sites: dict[str, tuple[int, int]]) -> Adapter:
+        return oracle.randomised(Adapter(sites, rank=4, alpha=8))
+
+    return AutogradModel(cut, LoadedModel(cut.state_dict()), targets, adapter)
+
+
+def trained(model: AutogradModel, batch: MicroBatch, layers: int) -> tuple[float, dict[str, torch.Tensor]]:
+    shape = TileShape(layers=layers)
+    grid = Grid(layers=model.layers, tokens=batch.input_ids.shape[1], forward=shape, backward=shape)
+    draw = Draw(seed=0, step=0, sequence=0)
+    work = model.start(batch, scale=1 / max(1, batch.label_count), draw=draw, grid=grid)
+    for tile in whole(grid):
+        work.run(tile)
+    loss, gradients = work.gradients()
+    return loss, {name: each.detach() for name, each in oracle.flat(gradients).items()}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 0])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_decoder_gives_the_gradients_of_peft(name: str, layers: int) -> None:
+    model, batch = loaded(name), oracle.batch_of()
+    cut = made(model)
+    loss, gradients = trained(cut, batch, layers)
+    wrapped, parameters = oracle.with_peft(model, cut.adapter)
+    out = wrapped(input_ids=torch.from_numpy(batch.input_ids), labels=torch.from_numpy(batch.labels))
+    out.loss.backward()
+    assert loss == pytest.approx(float(out.loss), rel=1e-5)
+    assert oracle.farthest(gradients, {name: each.grad for name, each in parameters.items()}) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["olmo2", "phi3", "granite", "gemma2"])
+def test_packed_examples_are_blind_to_each_other(name: str) -> None:
+    cut = made(loaded(name))
+    batch = oracle.batch_of(rows=1, packed=True, seed=4)
+    loss, gradients = trained(cut, batch, 1)
+    alone, total = 0.0, None
+    for segment in sorted(set(batch.segments[0].tolist()) - {0}):
+        where = batch.segments[0] == segment
+        parts = {name: array[:, where] for name, array in batch.arrays().items()}
+        part = MicroBatch(**parts)
+        if (part.labels[:, 1:] == IGNORED).all():
+            continue
+        weight = part.label_count / batch.label_count
+        part_loss, part_gradients = trained(cut, part, 1)
+        alone += part_loss * weight
+        scaled = {name: each * weight for name, each in part_gradients.items()}
+        total = scaled if total is None else {name: total[name] + scaled[name] for name in total}
+    assert loss == pytest.approx(alone, rel=1e-5)
+    assert total is not None
+    assert oracle.farthest(gradients, total) <= 1e-5
+
+
+def test_a_model_whose_layers_share_more_than_hidden_states_is_refused() -> None:
+    model = loaded("olmo2")
+    seen: list[torch.Tensor] = []
+
+    def remember(module: Any, given: Any, out: torch.Tensor) -> None:
+        seen[:] = [out]
+
+    model.model.layers[0].register_forward_hook(remember)
+    model.model.layers[2].register_forward_hook(lambda module, given, out: out + seen[0])
+    cut = model
+    with pytest.raises(BadModel, match="another gradient"):
+        AutogradModel(
+            cut,
+            LoadedModel(cut.state_dict()),
+            ("all-linear",),
+            lambda sites: oracle.randomised(Adapter(sites, rank=4, alpha=8)),
+        )
+
+
+def test_a_target_that_is_not_there_is_answered_with_those_that_are() -> None:
+    with pytest.raises(BadTarget, match="gate_up_proj"):
+        made(loaded("phi3"), ("c_attn",))
+
+
+def test_a_model_without_one_list_of_layers_is_refused() -> None:
+    model = torch.nn.Module()
+    model.config = GPTNeoXConfig(num_hidden_layers=2)
+    with pytest.raises(BadModel, match="0 lists"):
+        AutogradModel(model, LoadedModel({}), ("all-linear",), lambda sites: Adapter(sites, rank=1, alpha=1))

@@ -1,0 +1,50 @@
+"""The frozen weights as an own copy in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from valve_tune.base.weights import Tensors, digest_of, read_folder, split
+from valve_tune.tiles.grid import Phase
+
+
+class OwnCopy:
+    """All layers resident all the time."""
+
+    def __init__(self, tensors: Tensors, layers: int, device: torch.device | str = "cpu") -> None:
+        self.digest = digest_of(tensors)
+        moved = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
+        outer, self._layers = split(moved, layers)
+        self.outer: Tensors = outer
+
+    @classmethod
+    def read(cls, folder: Path, layers: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> OwnCopy:
+        return cls(read_folder(folder, dtype), layers, device)
+
+    def enter(self, layer: int, phase: Phase) -> Tensors:
+        return self._layers[layer]
+
+    def leave(self, layer: int, phase: Phase) -> None:
+        """Nothing moves."""
+
+    def check(self) -> None:
+        """Nobody else holds this copy."""
+
+
+class LoadedModel:
+    """Weights that live in the modules of a loaded model; nobody asks for them one layer at a time."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.digest = digest_of(tensors)
+        self.outer: Tensors = {}
+
+    def enter(self, layer: int, phase: Phase) -> Tensors:
+        return {}
+
+    def leave(self, layer: int, phase: Phase) -> None:
+        """Nothing moves."""
+
+    def check(self) -> None:
+        """Nobody else holds this copy."""

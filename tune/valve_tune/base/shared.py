@@ -1,0 +1,115 @@
+"""Frozen weights in shared memory on CPU: one copy for an engine and its trainer, mapped read-only by the trainer.
+
+Stands for the engines' weight daemons where there is no card. Tensors may be fused as engines fuse them; the trainer's
+are views of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from valve_tune.base.weights import BadBase, BaseChanged, Tensors, digest_of, split
+from valve_tune.tiles.decoder import DecoderShape
+from valve_tune.tiles.grid import Phase
+
+MAGIC = b"VALVEWTS"
+ALIGNED = 64
+TYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+def publish(tensors: Tensors, path: Path) -> str:
+    """Lay the tensors out in one file, for example under /dev/shm, and return the checksum of their bytes."""
+    entries: dict[str, tuple[str, list[int], int, int]] = {}
+    end = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        length = tensor.numel() * tensor.element_size()
+        entries[name] = (str(tensor.dtype), list(tensor.shape), end, length)
+        end = -(-(end + length) // ALIGNED) * ALIGNED
+    body = bytearray(end)
+    for name, (_, _, start, length) in entries.items():
+        body[start : start + length] = tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    checksum = hashlib.sha256(body).hexdigest()
+    header = json.dumps({"tensors": entries, "checksum": checksum}).encode()
+    header += b" " * (-(len(MAGIC) + 8 + len(header)) % ALIGNED)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_bytes(MAGIC + struct.pack("<Q", len(header)) + header + body)
+    os.replace(aside, path)
+    return checksum
+
+
+class SharedCopy:
+    """A mapping of what an engine published. The kernel refuses writes; a checksum shows writes of others."""
+
+    def __init__(self, path: Path, shape: DecoderShape) -> None:
+        self._path = path
+        with open(path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        header, self._start = self._header()
+        self._checksum = str(header["checksum"])
+        self.check()
+        views = unfused({name: self._view(*entry) for name, entry in header["tensors"].items()}, shape)
+        self.digest = digest_of(views)
+        outer, self._layers = split(views, shape.layers)
+        self.outer: Tensors = outer
+
+    def _header(self) -> tuple[dict[str, dict[str, tuple[str, list[int], int, int]]], int]:
+        if self._map[: len(MAGIC)] != MAGIC:
+            raise BadBase(f"{self._path}: no shared weights")
+        (length,) = struct.unpack_from("<Q", self._map, len(MAGIC))
+        start = len(MAGIC) + 8
+        try:
+            return json.loads(self._map[start : start + length]), start + length
+        except ValueError as error:
+            raise BadBase(f"{self._path}: {error}") from error
+
+    def _view(self, kind: str, size: list[int], start: int, length: int) -> torch.Tensor:
+        dtype = TYPES[kind]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the buffer cannot be written is the point
+            flat = torch.frombuffer(self._map, dtype=dtype, offset=self._start + start, count=length // dtype.itemsize)
+        return flat.view(size)
+
+    def enter(self, layer: int, phase: Phase) -> Tensors:
+        return self._layers[layer]
+
+    def leave(self, layer: int, phase: Phase) -> None:
+        """Nothing moves."""
+
+    def check(self) -> None:
+        with memoryview(self._map) as whole:
+            now = hashlib.sha256(whole[self._start :]).hexdigest()
+        if now != self._checksum:
+            raise BaseChanged(f"{self._path}: the shared weights changed while the job ran")
+
+
+def unfused(tensors: Mapping[str, torch.Tensor], shape: DecoderShape) -> dict[str, torch.Tensor]:
+    """Engines keep q, k, v in one matrix, gate and up in another, and pad the vocabulary: slice rows, copy nothing."""
+    found: dict[str, torch.Tensor] = {}
+    parts = {
+        "qkv_proj": (("q_proj", shape.q_width), ("k_proj", shape.kv_width), ("v_proj", shape.kv_width)),
+        "gate_up_proj": (("gate_proj", shape.mlp), ("up_proj", shape.mlp)),
+    }
+    for name, tensor in tensors.items():
+        name = name.replace(".base_layer.", ".")
+        fused = next((key for key in parts if f".{key}." in name), None)
+        if fused is None:
+            padded = name in ("model.embed_tokens.weight", "lm_head.weight")
+            found[name] = tensor[: shape.vocabulary] if padded else tensor
+            continue
+        start = 0
+        for part, rows in parts[fused]:
+            found[name.replace(fused, part)] = tensor[start : start + rows]
+            start += rows
+        if start != tensor.shape[0]:
+            raise BadBase(f"{name} has {tensor.shape[0]} rows, {start} were expected: tensor parallel or quantized?")
+    return found
