@@ -32,8 +32,9 @@ def test_no_number_outside_its_bounds_makes_a_job(each):
 def test_whatever_the_values_are_the_error_names_a_field_or_the_job_is_whole(values):
     try:
         spec = JobSpec.from_values({**GOOD, **values})
-    except SpecError as error:
-        assert error.field
+    except SpecError as refused:
+        name = refused.field
+        assert name
     else:
         assert JobSpec.from_json(spec.to_json()) == spec
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 WORDS = [f"w{number}" for number in range(40)]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
@@ -15,7 +12,8 @@ TEMPLATE = (
 )
 MARKED = (
     "{% for message in messages %}<|{{ message['role'] }}|> {% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] }} <|end|> {% endgeneration %}{% else %}{{ message['content'] }} <|end|> {% endif %}{% endfor %}"
+    "{{ message['content'] }} <|end|> {% endgeneration %}{% else %}{{ message['content'] }} <|end|> {% endif %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
 FORGETFUL = (  # shows what the assistant said only in the last turn
@@ -26,7 +24,10 @@ FORGETFUL = (  # shows what the assistant said only in the last turn
 SPECIALS = ["<pad>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<unk>"]
 
 
-def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer(template: str | None = TEMPLATE):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {word: number for number, word in enumerate([*SPECIALS, *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -43,6 +44,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 def base(folder: Path, *, layers: int = 2, hidden: int = 32, template: str | None = TEMPLATE) -> Path:
     import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(

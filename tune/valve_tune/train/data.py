@@ -26,8 +26,8 @@ def load(spec: JobSpec, tokenizer: Any) -> Rows:
     for source in read(spec.data, bad):
         try:
             whole = encoder.encode(source)
-        except Unfit as why:
-            bad.append(BadLine(source.line, why.field, str(why)))
+        except Unfit as unfit:
+            bad.append(BadLine(source.line, unfit.field, str(unfit)))
             continue
         example = whole.cut(spec.max_length)
         cut += example is not whole
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        return sum(map(len, self._examples))
+        return sum(len(each) for each in self._examples)
 
     @property
     def steps_per_pass(self) -> int:

@@ -105,8 +105,8 @@ class Encoder:
         return ids, [any(low <= begin < high for low, high in spans) for begin, _ in encoded["offset_mapping"]]
 
     def _marks(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
-        """The text and what the template marks in it. Marks are read here as characters: the library's own mask of tokens
-        runs to the end of the text where a mark ends in a blank.
+        """The text and what the template marks in it. Marks are read here as characters: the library's own mask of
+        tokens runs to the end of the text where a mark ends in a blank.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 

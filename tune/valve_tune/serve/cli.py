@@ -1,0 +1,105 @@
+"""`valve tune`: train an adapter as offline work, look after it, and hand it to a running service."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from valve_tune.serve import flags, jobs
+from valve_tune.serve.folder import FolderError
+from valve_tune.train.lines import DataError
+from valve_tune.train.spec import SpecError
+
+USAGE = 2  # as in valved.cli.exits: the arguments make no sense
+ABOUT_A_JOB = {
+    "watch": (jobs.watch, "show the steps of a job until it ends"),
+    "pause": (jobs.pause, "stop a job between two tiles; it keeps its place"),
+    "resume": (jobs.resume, "let a paused job go on, or take up one whose process is gone"),
+    "cancel": (jobs.cancel, "end a job; its last checkpoint stays"),
+    "checkpoints": (jobs.checkpoints, "show what a job has saved"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="valve tune", description=__doc__)
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="train an adapter; the same command with the same --out resumes")
+    flags.add(run)
+    run.set_defaults(run=jobs.run)
+    commands.add_parser("ls", help="show jobs").set_defaults(run=jobs.ls)
+    for name, (action, text) in ABOUT_A_JOB.items():
+        one = commands.add_parser(name, help=text)
+        one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
+        one.set_defaults(run=action)
+    add_publish(commands)
+    add_serve(commands)
+    commands.add_parser("doctor", help="check what training and publishing need").set_defaults(run=doctor)
+    return root
+
+
+def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = commands.add_parser("publish", help="hand an adapter to a running vLLM or SGLang under a new version")
+    one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
+    one.add_argument(
+        "--to", default="", metavar="URL", help="the service; without it only the version's folder is made"
+    )
+    one.add_argument(
+        "--name", default="", help="versions are called NAME-v1, NAME-v2, ... (default: the folder's name)"
+    )
+    one.add_argument(
+        "--checkpoint", type=int, default=None, metavar="STEP", help="this checkpoint, not the newest adapter"
+    )
+    one.add_argument("--keep", type=int, default=2, metavar="N", help="versions that stay loaded (default: 2)")
+    one.add_argument(
+        "--no-probe", action="store_true", help="do not measure the gap in decoding with a request of its own"
+    )
+    one.set_defaults(run=publish)
+
+
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = commands.add_parser("serve", help="an HTTP service in the shape of OpenAI's fine-tuning API")
+    one.add_argument("--model", action="append", required=True, metavar="NAME=DIR", help="a base that jobs may name")
+    one.add_argument("--folder", required=True, metavar="DIR", help="database, files and adapters")
+    one.add_argument("--host", default="127.0.0.1")
+    one.add_argument("--port", type=int, default=8090, help="0: any free one (default: 8090)")
+    one.add_argument(
+        "--token-file", default="", metavar="FILE", help="bearer token; needed where --host is not loopback"
+    )
+    one.add_argument("--publish-to", default="", metavar="URL", help="hand each finished adapter to this service")
+    one.set_defaults(run=serve)
+
+
+def publish(options: argparse.Namespace) -> int:
+    from valve_tune.serve.publish import command
+
+    return command(options)
+
+
+def serve(options: argparse.Namespace) -> int:
+    from valve_tune.serve.server import command
+
+    return command(options)
+
+
+def doctor(_: argparse.Namespace) -> int:
+    from valve_tune.serve.doctor import command
+
+    return command()
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = parser().parse_args(argv)
+        return int(options.run(options))
+    except (SpecError, DataError, FolderError) as error:
+        print(f"valve tune: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return jobs.INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return USAGE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

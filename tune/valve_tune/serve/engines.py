@@ -1,0 +1,74 @@
+"""A running vLLM or SGLang over HTTP, as far as publishing needs it: load, unload, answer, and a stream to watch."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+ANSWER_S = 300.0  # a large adapter from slow storage takes its time
+PROMPT = [1, 2, 3]  # token ids: no tokenizer need know a word
+RUNTIME = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, SGLang with --enable-lora"
+
+
+class EngineError(Exception):
+    """What the engine answered, or that it did not."""
+
+
+class RunningEngine:
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise EngineError(f"{url}: must begin with http:// or https://")
+        bases = [entry for entry in self._models() if not entry.get("parent")]
+        if not bases:
+            raise EngineError(f"{url}: names no model")
+        self.base = str(bases[0]["id"])
+        self.kind = "sglang" if bases[0].get("owned_by") == "sglang" else "vllm"
+        self._prefix = "" if self.kind == "sglang" else "/v1"
+
+    def _models(self) -> list[dict[str, Any]]:
+        return list(json.loads(self._ask("/v1/models")).get("data", []))
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        try:
+            return urllib.request.urlopen(request, timeout=ANSWER_S)
+        except urllib.error.HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            more = f"; {RUNTIME}" if error.code == 404 else ""
+            raise EngineError(f"{self.url}{path}: {error.code} {said}{more}") from None
+        except OSError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from None
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+        with self._open(path, body) as answer:
+            return str(answer.read().decode(errors="replace"))
+
+    def load(self, name: str, path: str) -> None:
+        said = self._ask(f"{self._prefix}/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        if self.kind == "sglang" and json.loads(said).get("success") is False:
+            raise EngineError(f"{self.url}: {said}")
+
+    def unload(self, name: str) -> None:
+        self._ask(f"{self._prefix}/unload_lora_adapter", {"lora_name": name})
+
+    def loaded(self) -> set[str]:
+        return {str(entry["id"]) for entry in self._models() if entry.get("parent") or entry["id"] != self.base}
+
+    def answer(self, model: str) -> str:
+        """One token from this version; the name that the answer gives."""
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+        return str(json.loads(self._ask("/v1/completions", body)).get("model"))
+
+    def stream(self, tokens: int) -> Iterator[float]:
+        """When each piece of one answer of the base came."""
+        body = {"model": self.base, "prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        with self._open("/v1/completions", body) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield time.monotonic()

@@ -1,0 +1,151 @@
+"""The folder of a job (`--out`): job file, who works on it, what is wanted of it. Whole after a crash at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from valve_tune.train.spec import JobSpec, SpecError
+
+JOB, STATUS, LOCK, WANTED = "job.json", "status.json", "lock", "wanted"
+METRICS, PAGE, DATA = "metrics.jsonl", "training.html", "data.sha256"
+GO, PAUSE, STOP = b"g", b"p", b"s"
+
+
+class FolderError(Exception):
+    """Why this folder cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """What the last one who worked here said. `state` is new, running, paused, stopped,
+    succeeded, failed or cancelled.
+    """
+
+    state: str
+    step: int = 0
+    message: str = ""
+    pid: int = 0
+    updated: float = 0.0
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Old or new, never half: a full disk leaves the old one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class JobFolder:
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def page(self) -> Path:
+        return self.path / PAGE
+
+    def exists(self) -> bool:
+        return (self.path / JOB).is_file()
+
+    def spec(self) -> JobSpec:
+        try:
+            document = (self.path / JOB).read_text(encoding="utf-8")
+        except OSError as error:
+            raise FolderError(f"{self.path}: no job is here ({error.strerror})") from None
+        try:
+            return JobSpec.from_json(document)
+        except SpecError as error:
+            raise FolderError(f"{self.path / JOB}: {error}") from None
+
+    @contextlib.contextmanager
+    def claimed(self, spec: JobSpec) -> Iterator[None]:
+        """This process alone works here, on this very job. The lock ends with the process, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK).open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FolderError(f"{self.path}: process {self.status().pid} works on this job") from None
+            self._same(spec)
+            yield
+
+    def _same(self, spec: JobSpec) -> None:
+        if not self.exists():
+            strange = sorted(each.name for each in self.path.iterdir() if each.name not in (LOCK, WANTED))
+            if "adapter_config.json" in strange:
+                raise FolderError(f"{self.path}: holds an adapter of somebody else; choose another --out")
+            replace_file(self.path / JOB, spec.to_json())
+            return
+        differing = {name: pair for name, pair in spec.differs(self.spec()).items() if name != "out"}
+        if differing:
+            said = ", ".join(f"{name} ({there!r} there, {here!r} here)" for name, (here, there) in differing.items())
+            raise FolderError(f"{self.path}: holds another job; it differs in {said}")
+
+    def same_data(self, digest: str) -> None:
+        """A resumed job must see the batches it began with."""
+        path = self.path / DATA
+        if not path.exists():
+            replace_file(path, digest + "\n")
+        elif path.read_text(encoding="utf-8").strip() != digest:
+            raise FolderError(
+                f"{self.path}: the data or its tokenizer changed since this job began; choose another --out"
+            )
+
+    def status(self) -> JobStatus:
+        try:
+            return JobStatus(**json.loads((self.path / STATUS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return JobStatus(state="new")
+
+    def say(self, state: str, step: int, message: str = "") -> None:
+        status = JobStatus(state=state, step=step, message=message, pid=os.getpid(), updated=time.time())
+        replace_file(self.path / STATUS, json.dumps(asdict(status)) + "\n")
+
+    def is_worked_on(self) -> bool:
+        """Whether a process holds the lock at this moment."""
+        try:
+            with (self.path / LOCK).open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def want(self, word: bytes) -> None:
+        """One byte, read by the trainer from a shared mapping between any two tiles."""
+        descriptor = os.open(self.path / WANTED, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(descriptor, word, 0)
+        finally:
+            os.close(descriptor)
+
+    def wanted(self) -> bytes:
+        try:
+            return (self.path / WANTED).read_bytes()[:1] or GO
+        except OSError:
+            return GO
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        found = []
+        for path in self.path.glob("checkpoint-*"):
+            number = path.name.removeprefix("checkpoint-")
+            if number.isdigit() and (path / "adapter_model.safetensors").is_file():
+                found.append((int(number), path))
+        return sorted(found)

@@ -1,0 +1,73 @@
+"""How long decoding stood still: one stream of our own at the service, watched before, during and after something."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from types import TracebackType
+
+from valve_tune.serve.engines import EngineError, RunningEngine
+
+TOKENS = 192  # of one request; the next begins where it ends
+PIECES = 30  # watched before and after, so that both sides have a longest gap of their own
+WAIT_S = 60.0
+
+
+class GapProbe:
+    """`with` it around what may disturb. Gaps are between pieces of one answer, never between two requests."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+        self._pieces: list[list[float]] = [[]]
+        self._count = threading.Condition()
+        self._is_over = False
+        self.error = ""
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._span = (0.0, 0.0)
+
+    def __enter__(self) -> GapProbe:
+        self._thread.start()
+        self._see(PIECES)
+        self._span = (time.monotonic(), float("inf"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._span = (self._span[0], time.monotonic())
+        if kind is None:
+            self._see(PIECES)
+        self._is_over = True
+        self._thread.join(WAIT_S)
+
+    def _watch(self) -> None:
+        try:
+            while not self._is_over:
+                for when in self._engine.stream(TOKENS):
+                    with self._count:
+                        self._pieces[-1].append(when)
+                        self._count.notify_all()
+                    if self._is_over:
+                        break
+                self._pieces.append([])
+        except (EngineError, OSError, ValueError) as error:
+            self.error = str(error)
+        with self._count:
+            self._is_over = True
+            self._count.notify_all()
+
+    def _see(self, more: int) -> None:
+        with self._count:
+            wanted = sum(map(len, self._pieces)) + more
+            self._count.wait_for(lambda: self._is_over or sum(map(len, self._pieces)) >= wanted, WAIT_S)
+
+    def gaps_ms(self) -> tuple[float, float]:
+        """Longest gap without and with the disturbance; one that touches it counts as with."""
+        calm, disturbed = 0.0, 0.0
+        for answer in self._pieces:
+            for begin, end in itertools.pairwise(answer):
+                gap = (end - begin) * 1e3
+                if end > self._span[0] and begin < self._span[1]:
+                    disturbed = max(disturbed, gap)
+                else:
+                    calm = max(calm, gap)
+        return calm, disturbed

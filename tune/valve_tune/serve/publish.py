@@ -1,0 +1,133 @@
+"""Hand an adapter to a running service: each version under a new path and a new name, old ones retired.
+
+A path that was loaded once never changes: engines keep what they computed with an adapter under its name or path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from valve_tune.serve import registry
+from valve_tune.serve.engines import EngineError, RunningEngine
+from valve_tune.serve.folder import FolderError, JobFolder
+from valve_tune.serve.gap import GapProbe
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+# vLLM and SGLang serve nothing else alike; what a config holds beyond it is refused before an engine sees it.
+PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "modules_to_save": None, "rank_pattern": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    name: str
+    path: Path
+    retired: tuple[str, ...] = ()
+    calm_ms: float | None = None
+    gap_ms: float | None = None
+
+
+def adapter_of(folder: JobFolder, step: int | None) -> Path:
+    source = folder.path if step is None else folder.path / f"checkpoint-{step}"
+    if step is None and not (source / FILES[1]).is_file():
+        saved = folder.checkpoints()
+        raise FolderError(
+            f"{folder.path}: the adapter is not done"
+            + (f"; --checkpoint {saved[-1][0]} publishes what it has" if saved else "")
+        )
+    if not all((source / name).is_file() for name in FILES):
+        raise FolderError(f"{source}: holds no adapter")
+    check_plain(source)
+    return source
+
+
+def check_plain(source: Path) -> None:
+    try:
+        config = json.loads((source / FILES[0]).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FolderError(f"{source / FILES[0]}: {error}") from None
+    for name, plain in PLAIN.items():
+        if config.get(name) not in (plain, None, [], {}):
+            raise FolderError(f"{source / FILES[0]}: {name} = {config[name]!r}: the engines do not serve it alike")
+
+
+def new_version(folder: JobFolder, name: str, source: Path) -> Path:
+    """A whole copy under the next number, or nothing."""
+    if not NAME.fullmatch(name):
+        raise FolderError(f"{name}: a name has up to 100 letters, digits, ., - and _")
+    home = folder.path / "published"
+    home.mkdir(exist_ok=True)
+    taken = [number_of(path.name, name) for path in home.iterdir()]
+    target = home / f"{name}-v{max(taken, default=0) + 1}"
+    beside = home / f".{target.name}.{os.getpid()}"
+    try:
+        beside.mkdir()
+        for each in FILES:
+            shutil.copyfile(source / each, beside / each)
+            with (beside / each).open("rb+") as file:
+                os.fsync(file.fileno())
+        beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return target
+
+
+def number_of(version: str, name: str) -> int:
+    """0 for what is no version of this name."""
+    found = re.fullmatch(re.escape(name) + r"-v([1-9][0-9]{0,8})", version)
+    return int(found[1]) if found else 0
+
+
+def hand_over(engine: RunningEngine, version: Path, name: str, keep: int, *, probe: bool) -> Published:
+    """Load, ask once, retire. What is older than the `keep` newest versions is unloaded; running answers end first."""
+    if probe:
+        with GapProbe(engine) as gap:
+            retired = _switch(engine, version, name, keep)
+        if not gap.error:
+            calm, worst = gap.gaps_ms()
+            return Published(name=version.name, path=version, retired=retired, calm_ms=calm, gap_ms=worst)
+        print(f"valve tune: the gap was not measured: {gap.error}", file=sys.stderr)
+    else:
+        retired = _switch(engine, version, name, keep)
+    return Published(name=version.name, path=version, retired=retired)
+
+
+def _switch(engine: RunningEngine, version: Path, name: str, keep: int) -> tuple[str, ...]:
+    engine.load(version.name, str(version))
+    said = engine.answer(version.name)
+    if said != version.name:
+        raise EngineError(f"{engine.url}: answered as {said}, not as {version.name}")
+    versions = sorted(
+        (each for each in engine.loaded() if number_of(each, name)), key=lambda each: number_of(each, name)
+    )
+    retired = tuple(versions[: max(0, len(versions) - max(1, keep))])
+    for each in retired:
+        engine.unload(each)
+    return retired
+
+
+def command(options: argparse.Namespace) -> int:
+    folder = registry.find(options.job)
+    name = options.name or folder.path.name
+    source = adapter_of(folder, options.checkpoint)
+    try:
+        engine = RunningEngine(options.to) if options.to else None
+        version = new_version(folder, name, source)
+        print(f"version: {version.name}  {version}")
+        if engine is None:
+            return 0
+        done = hand_over(engine, version, name, options.keep, probe=not options.no_probe)
+    except EngineError as error:
+        print(f"valve tune: {error}", file=sys.stderr)
+        return 1
+    print(f"{engine.kind} at {engine.url} answers as {done.name}; retired: {', '.join(done.retired) or 'none'}")
+    if done.gap_ms is not None:
+        print(f"longest gap in decoding: {done.gap_ms:.1f} ms while publishing, {done.calm_ms:.1f} ms before and after")
+    return 0
