@@ -1,0 +1,108 @@
+"""Publishing: new path and name each time, old versions retired, the gap in decoding seen, refusals lose nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import Command
+from fake_engine import FakeEngine
+from valve_tune.serve.engines import RunningEngine
+from valve_tune.serve.folder import JobFolder
+from valve_tune.serve.gap import GapProbe
+from valve_tune.train.spec import JobSpec
+
+
+@pytest.fixture
+def engine(request):
+    made = FakeEngine(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A finished job with one checkpoint."""
+    folder = JobFolder(tmp_path / "mine")
+    for place in (folder.path, folder.path / "checkpoint-5"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "adapter_model.safetensors").write_bytes(place.name.encode())
+        (place / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, "bias": "none"}))
+    (folder.path / "job.json").write_text(JobSpec(model="m", data="d", out=str(folder.path), max_steps=5).to_json())
+    return Command(tmp_path), folder
+
+
+@pytest.mark.parametrize("engine", [{"kind": "vllm"}, {"kind": "sglang"}], ids=lambda each: each["kind"], indirect=True)
+def test_each_version_has_a_new_path_and_name_and_old_ones_are_retired(engine, job):
+    command, folder = job
+    for number in range(1, 5):
+        said = command.run("publish", folder.path, "--to", engine.url, "--keep", "2")
+        assert f"{engine.kind} at {engine.url} answers as mine-v{number}" in said
+        assert "longest gap in decoding" in said
+    assert sorted(engine.adapters) == ["mine-v3", "mine-v4"]
+    assert len(set(engine.seen_paths)) == 4
+    assert engine.adapters["mine-v4"] == str(folder.path / "published" / "mine-v4")
+
+
+def test_what_was_published_never_changes_with_the_adapter(engine, job):
+    command, folder = job
+    command.run("publish", folder.path, "--to", engine.url, "--no-probe")
+    (folder.path / "adapter_model.safetensors").write_bytes(b"other")
+    command.run("publish", folder.path, "--checkpoint", "5")
+    home = folder.path / "published"
+    assert (home / "mine-v1" / "adapter_model.safetensors").read_bytes() == b"mine"
+    assert (home / "mine-v2" / "adapter_model.safetensors").read_bytes() == b"checkpoint-5"
+
+
+@pytest.mark.parametrize("engine", [{"load_s": 0.3}], indirect=True)
+def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine):
+    running = RunningEngine(engine.url)
+    with GapProbe(running) as gap:
+        running.load("x-v1", "/x")
+    calm, disturbed = gap.gaps_ms()
+    assert disturbed >= 300
+    assert calm > 0
+
+
+def test_versions_of_another_adapter_are_never_retired(engine, job):
+    command, folder = job
+    engine.adapters.update({"mine-v1x": "/a", "other-v1": "/b", "mine": "/c"})
+    command.run("publish", folder.path, "--to", engine.url, "--keep", "1", "--no-probe")
+    assert sorted(engine.adapters) == ["mine", "mine-v1", "mine-v1x", "other-v1"]
+
+
+@pytest.mark.parametrize("engine", [{"updating": False}], indirect=True)
+def test_a_service_without_updating_says_how_to_start_it(engine, job):
+    command, folder = job
+    said = command.run("publish", folder.path, "--to", engine.url, "--no-probe", code=1)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in said
+
+
+def test_an_answer_under_another_name_is_a_failure_and_the_old_version_stays(engine, job):
+    command, folder = job
+    command.run("publish", folder.path, "--to", engine.url, "--no-probe")
+    engine.lies = True
+    assert "answered as base" in command.run(
+        "publish", folder.path, "--to", engine.url, "--keep", "1", "--no-probe", code=1
+    )
+    assert "mine-v1" in engine.adapters
+
+
+def test_a_service_that_is_not_there_or_an_adapter_that_is_not_done_are_clear_ends(job):
+    command, folder = job
+    assert "127.0.0.1:1" in command.run("publish", folder.path, "--to", "http://127.0.0.1:1", code=1)
+    assert not (folder.path / "published").exists()
+    (folder.path / "adapter_model.safetensors").unlink()
+    assert "--checkpoint 5 publishes" in command.run("publish", folder.path, code=2)
+
+
+@pytest.mark.parametrize("name", ["use_dora", "modules_to_save", "rank_pattern"])
+def test_what_the_engines_serve_unlike_is_refused_before_one_sees_it(job, name):
+    command, folder = job
+    (folder.path / "adapter_config.json").write_text(json.dumps({"r": 8, name: ["x"]}))
+    assert name in command.run("publish", folder.path, code=2)
+
+
+def test_a_name_that_leaves_the_folder_is_refused(job):
+    command, folder = job
+    assert "a name has" in command.run("publish", folder.path, "--name", "../x", code=2)
