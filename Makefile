@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv attack test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster gpu wheel clean
+.PHONY: help venv attack test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -84,6 +84,25 @@ demo-memory: build ## five minutes in which KV memory moves between the two
 demo-cluster: ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
 	@$(MAKE) --no-print-directory -j2 build cluster-tools
 	@$(BIN)/valve demo cluster
+
+TUNE := .venv-tune
+TUNE_SOURCES := $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null)
+$(TUNE)/.ready: tune/pyproject.toml
+	@began=$$(date +%s); test -x $(TUNE)/bin/python || $(PYTHON) -m venv $(TUNE); \
+	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=70' && \
+	$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation './tune[test]' && \
+	echo "set up $(TUNE) in $$(($$(date +%s) - began)) s"
+	@touch $@
+
+$(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
+	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
+	@touch $@
+
+test-tune: $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch)
+	@$(TUNE)/bin/python -m pytest -q -p no:cacheprovider tests/tune $(PYTEST_ARGS)
+
+demo-tune: build $(TUNE)/.installed ## train a tiny model beside a service on the emulated GPU; pause, kill, resume
+	@$(BIN)/valve demo tune --python $(TUNE)/bin/python $(DEMO_ARGS)
 
 wheel: venv ## build the wheel into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .

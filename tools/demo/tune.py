@@ -1,0 +1,144 @@
+"""`valve demo tune`: a tiny model is trained in the idle time of an online service on the emulated GPU, paused, killed
+with SIGKILL, resumed; its adapter is compared with that of an undisturbed run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.demo.rounds import ONLINE
+
+PROGRAM = Path(__file__).resolve().parent / "tune_program.py"
+SPIN_US = 4000  # of each tile, on the emulated GPU
+PAUSED_S = 3.0
+ADAPTER = "adapter_model.safetensors"
+Line = dict[str, Any]
+
+
+class TuneDemo:
+    """One node, one service, one job."""
+
+    def __init__(self, node: EmulatedNode, folder: Path, python: str, steps: int) -> None:
+        self.node, self.folder, self.python, self.steps = node, folder, python, steps
+        self.out = folder / "adapter"
+        self._count = 0
+
+    def steps_done(self) -> list[Line]:
+        """The last line of each step: a resumed job repeats some."""
+        try:
+            lines = [
+                json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines() if line[-1:] == "}"
+            ]
+        except OSError:
+            return []
+        return list({line["step"]: line for line in lines if line["kind"] == "step"}.values())
+
+    def start(self) -> subprocess.Popen[bytes]:
+        self._count += 1
+        argv = [self.python, PROGRAM, "train", self.folder, self.out, self.steps, SPIN_US]
+        log = self.folder / f"training-{self._count}.log"
+        env = {"XDG_STATE_HOME": str(self.folder / "state")}
+        return self.node.run("offline", [str(part) for part in argv], name="valve-tune", env=env, out=log)
+
+    def until_step(self, step: int, child: subprocess.Popen[bytes]) -> None:
+        def look() -> bool:
+            if child.poll() not in (None, 0):
+                raise RuntimeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
+            return len(self.steps_done()) >= step
+
+        self.node.wait_for(look, f"step {step}")
+
+    def tell(self, command: str) -> None:
+        argv = [self.python, "-m", "valve_tune.serve", command, str(self.out)]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=self.node.environment())
+
+    def play(self) -> None:
+        child = self.start()
+        self.until_step(self.steps // 4, child)
+        say(f"step {len(self.steps_done())}: paused between two tiles")
+        self.tell("pause")
+        self.node.wait_for(lambda: '"paused"' in (self.out / "status.json").read_text(), "paused")
+        before = len(self.steps_done())
+        time.sleep(PAUSED_S)
+        say(f"{len(self.steps_done()) - before} steps in {PAUSED_S:g} s; resumed")
+        self.tell("resume")
+        self.until_step(self.steps // 2, child)
+        say(f"step {len(self.steps_done())}: killed with SIGKILL")
+        child.kill()
+        child.wait()
+        child = self.start()
+        self.until_step(self.steps, child)
+        child.wait()
+        if child.returncode:
+            raise RuntimeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
+        resumed = [line for line in (self.folder / "training-2.log").read_text().splitlines() if "resumed" in line]
+        say(f"{resumed[0] if resumed else 'began anew'}; done at step {self.steps}")
+
+    def undisturbed(self) -> Path:
+        """The same job without service, pause or kill."""
+        out = self.folder / "undisturbed"
+        argv = [self.python, str(PROGRAM), "train", str(self.folder), str(out), str(self.steps)]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=self.node.environment())
+        return out
+
+
+def say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
+    parser.add_argument("--python", default=".venv-tune/bin/python", help="of the environment that can train")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
+    options = parser.parse_args(argv)
+    python = str(Path(options.python).absolute())
+    if not Path(python).exists():
+        print(f"valve demo tune: no {options.python}: make demo-tune sets it up", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="valve-demo-tune-") as scratch:
+        folder = options.keep.resolve() if options.keep else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        return perform(folder, python, options.steps)
+
+
+def perform(folder: Path, python: str, steps: int) -> int:
+    subprocess.run([python, str(PROGRAM), "make", str(folder)], check=True)
+    print(
+        "a Llama of four layers with random weights is the base; training runs on the CPU, each of its tiles behind a"
+    )
+    print("kernel on the emulated GPU, as offline work beside an online service")
+    with EmulatedNode(folder) as node:
+        node.start_valved()
+        service = [str(ONLINE), "--duration", "3600", "--rate", "1", "--out-tokens", "20", "--quiet"]
+        node.run("online", service, name="chat", out=folder / "chat.log")
+        demo = TuneDemo(node, folder, python, steps)
+        began = time.monotonic()
+        demo.play()
+        took = time.monotonic() - began
+        chat = next(each for each in node.status().services if each.name == "chat")
+        print(f"the service stopped the job {chat.preemptions} times in {took:.0f} s")
+        return report(demo, demo.undisturbed())
+
+
+def report(demo: TuneDemo, undisturbed: Path) -> int:
+    losses = [line["loss"] for line in sorted(demo.steps_done(), key=lambda line: int(line["step"]))]
+    few = max(1, len(losses) // 10)
+    first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
+    harvested = [line["harvested"] for line in demo.steps_done() if "harvested" in line][-1]
+    ours, theirs = ((folder / ADAPTER).read_bytes() for folder in (demo.out, undisturbed))
+    is_same, falls = ours == theirs, last < first
+    print(f"loss: {first:.3f} in the first {few} steps, {last:.3f} in the last {few}")
+    print(f"harvested since the restart: {harvested:.0%} of the time (the rest: stopped for the service)")
+    print(f"adapter: {len(ours)} bytes, sha256 {hashlib.sha256(ours).hexdigest()[:16]}")
+    print(f"the undisturbed run's adapter is {'the same, byte for byte' if is_same else 'ANOTHER ONE'}")
+    return 0 if is_same and falls else 1

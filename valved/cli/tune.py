@@ -1,0 +1,51 @@
+"""`valve tune`: finetuning lives in a wheel and an environment of its own, as torch is large; this finds it.
+
+Where valved answers, training is started as offline work by `valve run`, unless it is that already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from valved.cli import run
+from valved.cli.client import is_running
+from valved.cli.exits import NOT_FOUND, CliError
+from valved.paths import ENV_ROLE, run_dir
+
+ENV_PYTHON = "VALVE_TUNE_PYTHON"
+FOLDER = ".venv-tune"
+NEEDED = ("torch", "valve_tune")
+TRAINS = ("run", "resume", "serve")
+ROOM = "valve_tune.serve"
+
+
+def interpreter() -> str:
+    """Who can train: what the environment names, this one, or an environment beside us or where we stand."""
+    named = os.environ.get(ENV_PYTHON)
+    if named:
+        return named
+    if all(importlib.util.find_spec(name) for name in NEEDED):
+        return sys.executable
+    for place in (Path.cwd(), Path(sys.prefix).parent):
+        python = place / FOLDER / "bin" / "python"
+        if python.exists():
+            return str(python)
+    raise CliError(
+        "valve tune needs torch and valve-tune, which this environment does not have",
+        NOT_FOUND,
+        f"set one up in the checkout: make {FOLDER}/.installed (or name one: {ENV_PYTHON}=/path/to/python)",
+    )
+
+
+def main(argv: list[str]) -> int:
+    command = [interpreter(), "-m", ROOM, *argv]
+    trains = bool(argv) and argv[0] in TRAINS and not {"-h", "--help"} & set(argv)
+    if trains and ENV_ROLE not in os.environ:
+        if is_running(run_dir()):
+            return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", ungated=False))
+        print("valve tune: no valved answers here, so nothing stops this job for a service", file=sys.stderr)
+    return run.become(command, dict(os.environ))
