@@ -64,6 +64,12 @@ def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine):
     assert calm > 0
 
 
+def test_a_name_that_another_jobs_folder_published_goes_on_counting(engine, job):
+    command, folder = job
+    engine.adapters["mine-v7"] = "/elsewhere"
+    assert "answers as mine-v8" in command.run("publish", folder.path, "--to", engine.url, "--no-probe")
+
+
 def test_versions_of_another_adapter_are_never_retired(engine, job):
     command, folder = job
     engine.adapters.update({"mine-v1x": "/a", "other-v1": "/b", "mine": "/c"})

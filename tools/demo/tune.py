@@ -20,6 +20,7 @@ from valve_tools.demo.rounds import ONLINE
 PROGRAM = Path(__file__).resolve().parent / "tune_program.py"
 SPIN_US = 4000  # of each tile, on the emulated GPU
 PAUSED_S = 3.0
+PATIENCE_S = 3600.0  # only ends a hung demo
 ADAPTER = "adapter_model.safetensors"
 Line = dict[str, Any]
 
@@ -55,7 +56,7 @@ class TuneDemo:
                 raise RuntimeError((self.folder / f"training-{self._count}.log").read_text()[-2000:])
             return len(self.steps_done()) >= step
 
-        self.node.wait_for(look, f"step {step}")
+        self.node.wait_for(look, f"step {step}", PATIENCE_S)
 
     def tell(self, command: str) -> None:
         argv = [self.python, "-m", "valve_tune.serve", command, str(self.out)]
@@ -98,7 +99,7 @@ def say(text: str) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
     parser.add_argument("--python", default=".venv-tune/bin/python", help="of the environment that can train")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--keep", type=Path, help="leave everything in this folder")
     options = parser.parse_args(argv)
     python = str(Path(options.python).absolute())

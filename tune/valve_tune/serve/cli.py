@@ -65,7 +65,6 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.add_argument(
         "--token-file", default="", metavar="FILE", help="bearer token; needed where --host is not loopback"
     )
-    one.add_argument("--publish-to", default="", metavar="URL", help="hand each finished adapter to this service")
     one.set_defaults(run=serve)
 
 

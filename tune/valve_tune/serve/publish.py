@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +59,13 @@ def check_plain(source: Path) -> None:
             raise FolderError(f"{source / FILES[0]}: {name} = {config[name]!r}: the engines do not serve it alike")
 
 
-def new_version(folder: JobFolder, name: str, source: Path) -> Path:
-    """A whole copy under the next number, or nothing."""
+def new_version(folder: JobFolder, name: str, source: Path, loaded: Iterable[str] = ()) -> Path:
+    """A whole copy under the next number, or nothing. What the service has `loaded` may be of another job's folder."""
     if not NAME.fullmatch(name):
         raise FolderError(f"{name}: a name has up to 100 letters, digits, ., - and _")
     home = folder.path / "published"
     home.mkdir(exist_ok=True)
-    taken = [number_of(path.name, name) for path in home.iterdir()]
+    taken = [number_of(version, name) for version in (*(path.name for path in home.iterdir()), *loaded)]
     target = home / f"{name}-v{max(taken, default=0) + 1}"
     beside = home / f".{target.name}.{os.getpid()}"
     try:
@@ -119,7 +120,7 @@ def command(options: argparse.Namespace) -> int:
     source = adapter_of(folder, options.checkpoint)
     try:
         engine = RunningEngine(options.to) if options.to else None
-        version = new_version(folder, name, source)
+        version = new_version(folder, name, source, engine.loaded() if engine else ())
         print(f"version: {version.name}  {version}")
         if engine is None:
             return 0

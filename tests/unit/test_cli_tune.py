@@ -1,0 +1,72 @@
+"""`valve tune` finds the environment that can train, and starts training as offline work where valved answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from valved.cli import main as cli
+from valved.cli import run, tune
+from valved.cli.exits import NOT_FOUND, CliError
+
+
+@pytest.fixture
+def became(monkeypatch, tmp_path):
+    """What the command would have become; nothing here can train unless the test says so."""
+    seen = []
+    monkeypatch.delenv(tune.ENV_PYTHON, raising=False)
+    monkeypatch.delenv(tune.ENV_ROLE, raising=False)
+    monkeypatch.setattr(tune, "NEEDED", ("no_such_module",))
+    monkeypatch.setattr(tune.sys, "prefix", str(tmp_path / "elsewhere" / ".venv"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "become", lambda argv, env: seen.append(("plain", argv)) or 0)
+    monkeypatch.setattr(run, "run", lambda options: seen.append(("offline", options.argv)) or 0)
+    monkeypatch.setattr(tune, "is_running", lambda folder: False)
+    return seen
+
+
+def environment(folder):
+    python = folder / ".venv-tune" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    return str(python)
+
+
+def test_without_an_environment_the_one_command_that_makes_it_is_said(became):
+    with pytest.raises(CliError) as error:
+        tune.main(["ls"])
+    assert error.value.code == NOT_FOUND
+    assert "make .venv-tune/.installed" in error.value.next_step
+    assert not became
+
+
+@pytest.mark.parametrize("place", ["here", "beside", "named"])
+def test_the_environment_is_found(became, monkeypatch, tmp_path, place):
+    python = environment({"here": tmp_path, "beside": tmp_path / "elsewhere", "named": tmp_path / "other"}[place])
+    if place == "named":
+        monkeypatch.setenv(tune.ENV_PYTHON, python)
+    assert cli.main(["tune", "ls"]) == 0
+    assert became == [("plain", [python, "-m", "valve_tune.serve", "ls"])]
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "serve"])
+def test_training_beside_valved_is_never_started_as_anything_but_offline_work(became, monkeypatch, tmp_path, command):
+    python = environment(tmp_path)
+    monkeypatch.setattr(tune, "is_running", lambda folder: True)
+    tune.main([command, "--x"])
+    assert became == [("offline", [python, "-m", "valve_tune.serve", command, "--x"])]
+
+
+def test_what_does_not_train_or_is_offline_work_already_is_not_started_twice(became, monkeypatch, tmp_path):
+    environment(tmp_path)
+    monkeypatch.setattr(tune, "is_running", lambda folder: True)
+    tune.main(["ls"])
+    tune.main(["run", "--help"])
+    monkeypatch.setenv(tune.ENV_ROLE, "offline")
+    tune.main(["run", "--x"])
+    assert [how for how, _ in became] == ["plain"] * 3
+
+
+def test_where_nothing_stops_the_job_it_says_so(became, tmp_path, capsys):
+    environment(tmp_path)
+    tune.main(["run", "--x"])
+    assert "nothing stops this job" in capsys.readouterr().err
