@@ -23,9 +23,9 @@ BINARY = (Kind.ATTEND, Kind.MULTIPLY, Kind.ADD, Kind.SOFTMAX, Kind.MIX)
 
 @st.composite
 def small_graphs(draw) -> ForwardGraph:
-    """Up to eight operators, each reading earlier tensors, and a loss over the last."""
+    """Up to six operators, each reading earlier tensors, and a loss over the last."""
     tensors, operators, size = ["ids"], [], {}
-    for number in range(draw(st.integers(1, 8))):
+    for number in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(UNARY + (BINARY if len(tensors) > 2 else ())))
         sources = st.sampled_from(tensors)
         reads = (draw(sources), draw(sources)) if kind in BINARY else (draw(sources),)

@@ -21,14 +21,14 @@ class BadAdapter(ValueError):
 
 
 @dataclass(slots=True)
-class Pair:
+class LoraPair:
     """y += scale * (x A^T) B^T"""
 
     a: torch.Tensor  # [rank, inputs]
     b: torch.Tensor  # [outputs, rank]
 
 
-Gradients = dict[str, Pair]
+Gradients = dict[str, LoraPair]
 
 
 class Adapter:
@@ -36,13 +36,13 @@ class Adapter:
 
     def __init__(self, sites: Mapping[str, tuple[int, int]], *, rank: int, alpha: float, seed: int = 0) -> None:
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, LoraPair] = {}
         for path in sorted(sites):
             inputs, outputs = sites[path]
             generator = torch.Generator().manual_seed(_seed(seed, path))
             bound = 1 / math.sqrt(inputs)
             a = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
-            self.pairs[path] = Pair(a, torch.zeros(outputs, rank))
+            self.pairs[path] = LoraPair(a, torch.zeros(outputs, rank))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Adapter:
         for pair in self.pairs.values():
@@ -55,7 +55,7 @@ class Adapter:
             yield f"{path}.lora_B.weight", pair.b
 
     def zeros(self) -> Gradients:
-        return {path: Pair(torch.zeros_like(p.a), torch.zeros_like(p.b)) for path, p in self.pairs.items()}
+        return {path: LoraPair(torch.zeros_like(p.a), torch.zeros_like(p.b)) for path, p in self.pairs.items()}
 
     def to_bytes(self) -> bytes:
         values = {PEFT + name: tensor.detach().float().cpu().contiguous() for name, tensor in self.tensors()}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from valve_tune.base.weights import BadBase, FrozenWeights
-from valve_tune.model.adapter import Adapter, Gradients, Pair
+from valve_tune.model.adapter import Adapter, Gradients, LoraPair
 from valve_tune.model.dropout import Draw
 from valve_tune.model.loss import targets_of
 from valve_tune.model.maths import wide
@@ -220,7 +220,7 @@ class AutogradPass:
         self.stash.drop(tile.layer)
 
     @staticmethod
-    def _add(total: Pair, a: torch.Tensor | None, b: torch.Tensor | None) -> None:
+    def _add(total: LoraPair, a: torch.Tensor | None, b: torch.Tensor | None) -> None:
         if a is not None and b is not None:  # a linear the model did not use for these tokens
             total.a += a
             total.b += b

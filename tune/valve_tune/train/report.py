@@ -10,7 +10,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEvent:
-    """One optimizer step (kind "step"), or something worth a line: "resumed", "checkpoint", "paused", "lost", "warning"."""
+    """One optimizer step (kind "step"), or something worth a line ("resumed", "checkpoint", "paused", "lost")."""
 
     kind: str
     step: int
@@ -23,10 +23,13 @@ class TrainEvent:
     grad_norm: float | None = None
 
 
-class Answer(enum.Enum):
+class ControlAnswer(enum.Enum):
     GO = "go"
     PAUSE = "pause"
     STOP = "stop"
+
+
+Answer = ControlAnswer
 
 
 class Control(Protocol):

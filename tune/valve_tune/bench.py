@@ -1,0 +1,197 @@
+"""`python -m valve_tune.bench`: the written-out path against peft + transformers on this CPU, paired, as a table.
+
+Speed against peft with gradient checkpointing at equal batch; activation bytes against peft without; what it costs to
+suspend after every layer. Each figure is a median of ratios of runs taken in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from valve_tune.base.own import OwnCopy
+from valve_tune.model.adapter import Adapter
+from valve_tune.model.dropout import Draw
+from valve_tune.model.explicit import ExplicitModel, ExplicitPass, adapter_sites
+from valve_tune.model.names import short_targets
+from valve_tune.tiles.grid import Grid, Phase, TileShape
+from valve_tune.tiles.orders import layer_major
+from valve_tune.train.batch import MicroBatch
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Bench:
+    """One model of random weights in two hands."""
+
+    def __init__(self, hidden: int, layers: int, tokens: int, rows: int, targets: list[str]) -> None:
+        torch.manual_seed(0)
+        self.config = LlamaConfig(
+            vocab_size=2048,
+            hidden_size=hidden,
+            intermediate_size=hidden * 7 // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=max(1, hidden // 256),
+            max_position_embeddings=tokens,
+        )
+        base = AutoModelForCausalLM.from_config(self.config, attn_implementation="sdpa").requires_grad_(False)
+        adapter = Adapter(adapter_sites(self.config, short_targets(targets)), rank=8, alpha=16)
+        self.ours = ExplicitModel(self.config, OwnCopy(base.state_dict(), layers), adapter)
+        self.kept_mlp = ExplicitModel(self.config, self.ours.weights, adapter, again_mlp=False)
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+        self.peft = get_peft_model(copy.deepcopy(base), lora)
+        self.checkpointed = get_peft_model(copy.deepcopy(base), lora)
+        self.checkpointed.enable_input_require_grads()
+        self.checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+        self.checkpointed.train()
+        ids = np.random.default_rng(0).integers(0, 2048, (rows, tokens))
+        one, where = np.ones_like(ids), np.tile(np.arange(tokens), (rows, 1))
+        self.batch = MicroBatch(input_ids=ids, labels=ids, segments=one, positions=where)
+        self.grid = Grid(layers=layers, tokens=tokens)
+
+    def begin(self, model: ExplicitModel, grid: Grid | None = None) -> ExplicitPass:
+        scale, draw = 1 / self.batch.label_count, Draw(seed=0, step=0, sequence=0)
+        return model.start(self.batch, scale=scale, draw=draw, grid=grid or self.grid)
+
+    def explicit(self, model: ExplicitModel) -> ExplicitPass:
+        work = self.begin(model)
+        for phase in Phase:
+            for tile in layer_major(self.grid, phase):
+                work.run(tile)
+        work.gradients()
+        return work
+
+    def autograd(self, model: Any) -> None:
+        ids = torch.from_numpy(self.batch.input_ids)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    def autograd_bytes(self) -> int:
+        """Distinct bytes that plain autograd holds when its forward ends, without weights."""
+        weights = {each.untyped_storage().data_ptr() for each in (*self.peft.parameters(), *self.peft.buffers())}
+        held: dict[int, int] = {}
+        alive: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+                alive.append(tensor)  # so that no address is used twice
+            return tensor
+
+        ids = torch.from_numpy(self.batch.input_ids)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.peft(input_ids=ids, labels=ids, use_cache=False)
+        return sum(held.values())
+
+    def backward_seconds(self, suspended: bool) -> float:
+        """From the first tile of backward to the last; suspended: another thread lets it go on after each layer."""
+        layers = 1 if suspended else 0
+        grid = Grid(
+            layers=self.grid.layers, tokens=self.grid.tokens, forward=TileShape(), backward=TileShape(layers=layers)
+        )
+        work = self.begin(self.ours, grid)
+        for tile in layer_major(grid, Phase.FORWARD):
+            work.run(tile)
+        turns = Suspender() if suspended else None
+        began = time.thread_time()
+        for tile in layer_major(grid, Phase.BACKWARD):
+            if turns:
+                turns.suspend()
+            work.run(tile)
+        took = time.thread_time() - began
+        if turns:
+            turns.close()
+        return took
+
+
+class Suspender:
+    """A thread that answers each suspension: what a pause of no length costs."""
+
+    def __init__(self) -> None:
+        self._asked, self._go, self._over = threading.Semaphore(0), threading.Semaphore(0), False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self._asked.acquire()
+            if self._over:
+                return
+            self._go.release()
+
+    def suspend(self) -> None:
+        self._asked.release()
+        self._go.acquire()
+
+    def close(self) -> None:
+        self._over = True
+        self._asked.release()
+        self._thread.join()
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU time of this process: others on the machine do not count, threads of torch do."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def paired(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[float, float]:
+    """(median of first / second, median of second). In turn, the order swapped each round; one round to warm up."""
+    ratios, bases = [], []
+    for number in range(rounds + 1):
+        if number % 2:
+            one, other = first(), second()
+        else:
+            other, one = second(), first()
+        if number:
+            ratios.append(one / other)
+            bases.append(other)
+    return statistics.median(ratios), statistics.median(bases)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args(argv)
+    torch.set_num_threads(chosen.threads)
+    failed = False
+    for label, targets in (("all linears", MODULES), ("q and v", ["q_proj", "v_proj"])):
+        bench = Bench(chosen.hidden, chosen.layers, chosen.tokens, chosen.rows, targets)
+        speed, base = paired(
+            lambda bench=bench: cpu_seconds(lambda: bench.explicit(bench.ours)),  # type: ignore[misc]
+            lambda bench=bench: cpu_seconds(lambda: bench.autograd(bench.checkpointed)),  # type: ignore[misc]
+            chosen.rounds,
+        )
+        bytes_ = bench.autograd_bytes()
+        lean = bench.explicit(bench.ours)
+        full = bench.explicit(bench.kept_mlp)
+        held = (lean.stash.peak_bytes + lean.flow.nbytes) / bytes_
+        print(f"{label}: CPU time / peft with checkpointing {speed:.3f} (budget 1; peft {base:.2f} s)")
+        print(f"{label}: kept bytes / plain autograd {held:.3f} (budget 0.30; autograd {bytes_ / 1e6:.1f} MB)")
+        print(f"{label}: the same with gate and up kept {(full.stash.peak_bytes + full.flow.nbytes) / bytes_:.3f}")
+        failed |= speed > 1 or held > 0.30
+    cost, whole = paired(lambda: bench.backward_seconds(True), lambda: bench.backward_seconds(False), chosen.rounds)
+    print(f"suspending after every layer: CPU time x {cost:.4f} (budget 1.005; unsplit backward {whole:.2f} s)")
+    return int(failed or cost > 1.005)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""From a job to its model: written-out tiles where the family is known, autograd inside tiles elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from valve_tune.base.own import LoadedModel, OwnCopy
+from valve_tune.base.weights import BadBase, FrozenWeights
+from valve_tune.model.adapter import Adapter
+from valve_tune.model.autograd import AutogradModel
+from valve_tune.model.explicit import ExplicitModel, adapter_sites
+from valve_tune.model.family import obstacle
+from valve_tune.model.interface import TileModel
+from valve_tune.model.names import short_targets
+from valve_tune.model.stash import StashMemory
+from valve_tune.train.spec import JobSpec
+
+
+def open_model(spec: JobSpec, *, weights: FrozenWeights | None = None, memory: StashMemory | None = None) -> TileModel:
+    """`weights` is a base that is there already: shared with an engine, or a window over a host copy."""
+    folder, dtype = Path(spec.model), getattr(torch, spec.dtype)
+    config = _config(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def make(sites: dict[str, tuple[int, int]]) -> Adapter:
+        return Adapter(sites, rank=spec.lora_r, alpha=spec.lora_alpha, seed=spec.seed).to(device)
+
+    if obstacle(config, spec.max_length):
+        if weights is not None:
+            raise BadBase(f"{folder}: {obstacle(config, spec.max_length)}, so it needs an own copy of its weights")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
+        return AutogradModel(model, LoadedModel(model.state_dict()), spec.target_modules, make, memory)
+    base = weights or OwnCopy.read(folder, config.num_hidden_layers, dtype, device)
+    adapter = make(adapter_sites(config, short_targets(spec.target_modules)))
+    return ExplicitModel(config, base, adapter, memory=memory)
+
+
+def _config(folder: Path) -> Any:
+    try:
+        json.loads((folder / "config.json").read_text())
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadBase(f"{folder / 'config.json'}: {error}") from error

@@ -1,0 +1,206 @@
+"""The trainer: walks a job tile by tile, asks between any two whether it may go on, and can be killed anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from valve_tune.base.weights import BadBase
+from valve_tune.model.adapter import BadAdapter, Gradients
+from valve_tune.model.dropout import Draw
+from valve_tune.model.interface import TileModel
+from valve_tune.model.names import BadTarget
+from valve_tune.model.stash import StashLost
+from valve_tune.tiles.cursor import ForeignCursor
+from valve_tune.tiles.grid import Grid, Tile, TileShape
+from valve_tune.tiles.orders import whole
+from valve_tune.train.batch import Dataset, MicroBatch
+from valve_tune.train.build import open_model
+from valve_tune.train.report import Answer, Control, End, Going, Outcome, TrainEvent
+from valve_tune.train.spec import JobSpec
+from valve_tune.train.state import JobState, StepSums, job_digest
+
+
+class Stopped(Exception):
+    """The control said stop, between two tiles."""
+
+
+class Hopeless(Exception):
+    """The job cannot go on; what is on disk is whole."""
+
+
+class Trainer:
+    """One job. The same spec, data and base give the same bytes, however often it was paused, stopped or killed."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        dataset: Dataset,
+        *,
+        events: Callable[[TrainEvent], None] = lambda event: None,
+        control: Control | None = None,
+        make_model: Callable[[JobSpec], TileModel] = open_model,
+    ) -> None:
+        self.spec, self.dataset, self.events = spec, dataset, events
+        self.control = control or Going()
+        self._make_model = make_model
+        self._waited = 0.0
+
+    def run(self) -> Outcome:
+        """Until done, stopped or failed. Run again with the same `out` it takes up the newest whole checkpoint."""
+        _settle(self.spec)
+        try:
+            self.model = self._make_model(self.spec)
+            job = job_digest(self.spec, self.dataset.digest)
+            self.state = JobState(self.spec, self.model.adapter, base=self.model.weights.digest, job=job)
+            self._resume()
+        except (BadBase, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
+            return Outcome(end=End.FAILED, step=0, message=_said(error))
+        return self._guarded()
+
+    def _guarded(self) -> Outcome:
+        try:
+            while self.state.cursor.step < self.spec.max_steps:
+                self._step()
+            self._save()
+            adapter = self.state.finish()
+        except Stopped:
+            return self._ended(End.STOPPED, "stopped")
+        except Hopeless as error:
+            return self._ended(End.FAILED, str(error))
+        except torch.OutOfMemoryError as error:
+            return self._ended(End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size")
+        except (OSError, BadBase) as error:
+            return self._outcome(End.FAILED, _said(error))
+        return self._outcome(End.DONE, "", adapter)
+
+    def _ended(self, end: End, message: str) -> Outcome:
+        """Keep what is done, then leave."""
+        try:
+            self._save()
+        except (OSError, BadBase) as error:
+            return self._outcome(End.FAILED, _said(error))
+        return self._outcome(end, message)
+
+    def _outcome(self, end: End, message: str, adapter: Path | None = None) -> Outcome:
+        last = getattr(self, "_checkpoint", None)
+        return Outcome(end=end, step=self.state.cursor.step, message=message, adapter=adapter, checkpoint=last)
+
+    def _resume(self) -> None:
+        self._checkpoint, faults = self.state.resume()
+        for fault in faults:
+            self._say("lost", f"{fault}; taking an older checkpoint")
+        if self._checkpoint:
+            self._say("resumed", self._checkpoint.name)
+
+    def _step(self) -> None:
+        """One optimizer step. Its loss is divided by all labels of the step, whatever micro-batch they are in."""
+        step, began, waited = self.state.cursor.step, time.monotonic(), self._waited
+        batches = self.dataset.step(step)
+        labels = sum(batch.label_count for batch in batches)
+        if not labels:
+            raise Hopeless(f"step {step + 1} has no label: nothing to learn from")
+        for sequence in range(self.state.cursor.sequence, len(batches)):
+            self._micro_batch(batches[sequence], sequence, 1 / labels)
+        loss, norm, rate = self._update(step)
+        self.events(
+            TrainEvent(
+                kind="step",
+                step=step + 1,
+                loss=loss,
+                tokens=sum(batch.tokens for batch in batches),
+                labels=labels,
+                seconds=time.monotonic() - began - (self._waited - waited),
+                lr=rate,
+                grad_norm=norm,
+            )
+        )
+        if (step + 1) % self.spec.save_steps == 0 and step + 1 < self.spec.max_steps:
+            self._save()
+
+    def _update(self, step: int) -> tuple[float, float, float]:
+        sums = self.state.sums
+        norm = self.state.optimizer.norm(sums.gradients)
+        if not (sums.is_finite and math.isfinite(norm)):
+            self._begin(step)
+            raise Hopeless(
+                f"loss {sums.loss:g}, gradient norm {norm:g} at step {step + 1}: "
+                f"the adapter is kept as it was after step {step}; try a lower learning_rate"
+            )
+        rate = self.state.optimizer.step(step)
+        self._begin(step + 1)
+        return sums.loss, norm, rate
+
+    def _begin(self, step: int) -> None:
+        self.state.sums = StepSums(self.model.adapter.zeros())
+        self.state.cursor = dataclasses.replace(self.state.cursor, step=step, sequence=0)
+
+    def _micro_batch(self, batch: MicroBatch, sequence: int, scale: float) -> None:
+        """Its sums are added with its last tile and after the memory was found whole: never twice, never in part."""
+        while True:
+            try:
+                loss, gradients = self._tiles(batch, sequence, scale)
+            except StashLost as error:
+                self._say("lost", f"micro-batch {sequence + 1}: {error}; it is done again")
+                continue
+            self.state.sums.add(loss, gradients)
+            self.state.cursor = dataclasses.replace(self.state.cursor, sequence=sequence + 1)
+            return
+
+    def _tiles(self, batch: MicroBatch, sequence: int, scale: float) -> tuple[float, Gradients]:
+        grid = grid_of(self.spec, self.model, batch.input_ids.shape[1])
+        draw = Draw(seed=self.spec.seed, step=self.state.cursor.step, sequence=sequence, share=self.spec.lora_dropout)
+        work = self.model.start(batch, scale=scale, draw=draw, grid=grid)
+        for tile in whole(grid):
+            self._ask(tile)
+            work.run(tile)
+        return work.gradients()
+
+    def _ask(self, tile: Tile) -> None:
+        answer = self.control.answer()
+        if answer is Answer.GO:
+            return
+        if answer is Answer.PAUSE:
+            self._say("paused", f"before {tile.phase.name.lower()} of layer {tile.layer}, token {tile.token}")
+            began = time.monotonic()
+            while answer is Answer.PAUSE:
+                self.control.wait()
+                answer = self.control.answer()
+            self._waited += time.monotonic() - began
+        if answer is Answer.STOP:
+            raise Stopped
+
+    def _save(self) -> None:
+        self.model.weights.check()
+        self._checkpoint = self.state.save()
+        self._say("checkpoint", self._checkpoint.name)
+
+    def _say(self, kind: str, message: str) -> None:
+        self.events(TrainEvent(kind=kind, step=self.state.cursor.step, message=message))
+
+
+def grid_of(spec: JobSpec, model: TileModel, tokens: int) -> Grid:
+    if spec.span and not model.spans:
+        raise Hopeless("span: this model's tiles are whole sequences; leave span at 0")
+    shape = TileShape(layers=spec.layers_per_tile, span=spec.span)
+    return Grid(layers=model.layers, tokens=tokens, forward=shape, backward=shape)
+
+
+def _settle(spec: JobSpec) -> None:
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    torch.use_deterministic_algorithms(spec.deterministic)
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full: {error.filename or 'the folder of the adapter'}; free some space and run again"
+    return str(error)
