@@ -15,7 +15,7 @@ import pytest
 import tiny
 from command import Command, until
 from valve_tune.serve.folder import JobFolder
-from valve_tune.serve.store import Store
+from valve_tune.serve.store import TuneStore
 
 
 class Service:
@@ -164,7 +164,7 @@ def test_jobs_of_one_base_take_turns_by_weight_in_one_process(service):
     assert len(service.workers()) == 1
 
     def counts():
-        store = Store(service.folder)
+        store = TuneStore(service.folder)
         both = store.job(light)["step"], store.job(heavy)["step"]
         store.close()
         return both

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from valve_tune.serve.turns import Turns
+from valve_tune.serve.turns import StepTurns
 
 NEVER = bool
 
@@ -17,7 +17,7 @@ class Steps:
     def __init__(self, weights: dict[str, float], whole: int) -> None:
         self.now, self.whole, self.weights = 0.0, whole, weights
         self.order: list[str] = []
-        self.turns = Turns(lambda: self.now)
+        self.turns = StepTurns(lambda: self.now)
         self.inside = 0
 
     def work(self, job: str) -> None:
@@ -56,7 +56,7 @@ def test_each_gets_its_share_and_never_two_at_once(weights):
 
 def test_one_that_was_away_is_never_owed_arrears():
     clock = [0.0]
-    turns = Turns(lambda: clock[0])
+    turns = StepTurns(lambda: clock[0])
     assert turns.enter("a", NEVER)
     turns.leave("a")
     assert turns.enter("b", NEVER)
@@ -76,7 +76,7 @@ def test_one_that_was_away_is_never_owed_arrears():
 
 
 def test_whoever_does_not_want_its_turn_any_more_waits_no_longer():
-    turns = Turns()
+    turns = StepTurns()
     assert turns.enter("a", NEVER)
     assert not turns.enter("b", lambda: True)
     turns.leave("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import json
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ from aiohttp import BodyPartReader, web
 
 from valve_tune.serve import shape
 from valve_tune.serve.shape import BadRequest
-from valve_tune.serve.store import ENDED, Row, Store, new_id
+from valve_tune.serve.store import ENDED, Row, TuneStore, new_id
 
 LARGEST_FILE = 2 << 30
 LARGEST_BODY = 1 << 20  # of what is no file
@@ -22,14 +23,18 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Api:
+class TuneApi:
     """`changed` is called when there may be work for a worker."""
 
-    def __init__(self, store: Store, bases: dict[str, str], *, token: str = "", changed: Callable[[], None]) -> None:
+    def __init__(
+        self, store: TuneStore, bases: dict[str, str], *, token: str = "", changed: Callable[[], None]
+    ) -> None:
         self._store, self._bases, self._token, self._changed = store, bases, token, changed
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._checked], client_max_size=LARGEST_BODY)
+        app = web.Application(
+            middlewares=[web.middleware(functools.partial(self._checked))], client_max_size=LARGEST_BODY
+        )
         jobs = "/v1/fine_tuning/jobs"
         app.add_routes(
             [
@@ -50,7 +55,6 @@ class Api:
         )
         return app
 
-    @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Who may ask, and every refusal in the shape clients read."""
         try:

@@ -26,7 +26,7 @@ class MakesTrainer(Protocol):
     ) -> Runs: ...
 
 
-class Watcher(Protocol):
+class JobListener(Protocol):
     """What hears a job's events and its state."""
 
     step: int
@@ -70,7 +70,7 @@ def carry_out(
     spec: JobSpec,
     rows: Rows,
     control: Control,
-    watcher: Watcher,
+    watcher: JobListener,
     make: MakesTrainer = real_trainer,
 ) -> Outcome:
     """Run or resume the job in its folder, which the caller has claimed. Every end is said in the folder."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from aiohttp import web
 
-from valve_tune.serve.api import Api
+from valve_tune.serve.api import TuneApi
 from valve_tune.serve.folder import FolderError
-from valve_tune.serve.store import Store
+from valve_tune.serve.store import TuneStore
 
 AGAIN_S = 1.0  # until a worker that died is started again
 LOOK_S = 0.5
@@ -27,7 +27,7 @@ SHORTEST_TOKEN = 16
 class Workers:
     """Keeps one process per base alive while it has jobs that have not ended."""
 
-    def __init__(self, store: Store, bases: dict[str, str]) -> None:
+    def __init__(self, store: TuneStore, bases: dict[str, str]) -> None:
         self._store, self._bases = store, bases
         self._changed = asyncio.Event()
         self._running: dict[str, asyncio.subprocess.Process] = {}
@@ -95,9 +95,9 @@ def token_of(host: str, path: str) -> str:
     return token
 
 
-async def serve(store: Store, bases: dict[str, str], host: str, port: int, token: str) -> None:
+async def serve(store: TuneStore, bases: dict[str, str], host: str, port: int, token: str) -> None:
     workers = Workers(store, bases)
-    runner = web.AppRunner(Api(store, bases, token=token, changed=workers.changed).application(), access_log=None)
+    runner = web.AppRunner(TuneApi(store, bases, token=token, changed=workers.changed).application(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()
@@ -128,7 +128,7 @@ def command(options: argparse.Namespace) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FolderError(f"--folder {folder}: another service works here") from None
-        store = Store(folder)
+        store = TuneStore(folder)
         store.sweep_files()
         try:
             asyncio.run(serve(store, bases, options.host, options.port, token))

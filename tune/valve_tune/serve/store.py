@@ -43,7 +43,7 @@ def new_id(kind: str) -> str:
     return f"{kind}{'' if kind.endswith('-') else '_'}{secrets.token_hex(12)}"
 
 
-class Store:
+class TuneStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("files", "jobs", "workers"):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 
-class Turns:
+class StepTurns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = 0.0

@@ -25,8 +25,8 @@ from typing import Any
 from valve_tune.serve.folder import GO, JobFolder
 from valve_tune.serve.recorder import Recorder
 from valve_tune.serve.runner import MakesTrainer, Runs, carry_out, rows_of
-from valve_tune.serve.store import Row, Store
-from valve_tune.serve.turns import Turns
+from valve_tune.serve.store import Row, TuneStore
+from valve_tune.serve.turns import StepTurns
 from valve_tune.train.batch import Dataset
 from valve_tune.train.report import Answer, Control, End, Outcome, TrainEvent
 from valve_tune.train.spec import JobSpec
@@ -41,7 +41,7 @@ PR_SET_PDEATHSIG = 1
 class TurnControl:
     """Answers a trainer: its owner's wish first, then whether it is its turn (by waiting for it)."""
 
-    def __init__(self, job: str, turns: Turns, weight: float) -> None:
+    def __init__(self, job: str, turns: StepTurns, weight: float) -> None:
         self.wanted = "go"
         self.is_leaving = False  # the process ends; the job does not
         self._job, self._turns, self._weight = job, turns, weight
@@ -69,7 +69,7 @@ class TurnControl:
 class JobWatcher:
     """Writes what a trainer says into the job's folder and into the database."""
 
-    def __init__(self, store: Store, job: str, recorder: Recorder, control: TurnControl) -> None:
+    def __init__(self, store: TuneStore, job: str, recorder: Recorder, control: TurnControl) -> None:
         self._store, self._job, self._recorder, self._control = store, job, recorder, control
         self._loss: float | None = None
         self.step = recorder.step
@@ -133,10 +133,10 @@ class Bases:
 
 
 class BaseWorker:
-    def __init__(self, store: Store, base: str, model: str, make: MakesTrainer | None = None) -> None:
+    def __init__(self, store: TuneStore, base: str, model: str, make: MakesTrainer | None = None) -> None:
         self._store, self._base, self._model = store, base, model
         self._make = Bases().trainer if make is None else make
-        self._turns = Turns()
+        self._turns = StepTurns()
         self._threads: dict[str, threading.Thread] = {}
         self._controls: dict[str, TurnControl] = {}
         self._leaving = threading.Event()
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent(options.parent)
     try:
         with alone(options.folder, options.base):
-            store = Store(options.folder)
+            store = TuneStore(options.folder)
             worker = BaseWorker(store, options.base, options.model)
             signal.signal(signal.SIGTERM, lambda *_: worker.leave())
             worker.run()
