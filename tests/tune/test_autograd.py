@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
+import jobs
 import oracle
 import pytest
 import torch
@@ -17,6 +20,7 @@ from valve_tune.model.names import BadTarget
 from valve_tune.tiles.grid import Grid, TileShape
 from valve_tune.tiles.orders import whole
 from valve_tune.train.batch import IGNORED, MicroBatch
+from valve_tune.train.report import End
 
 W = oracle.WIDTHS
 CONFIGS: dict[str, Any] = {
@@ -121,3 +125,15 @@ def test_a_model_without_one_list_of_layers_is_refused() -> None:
     model.config = GPTNeoXConfig(num_hidden_layers=2)
     with pytest.raises(BadModel, match="0 lists"):
         AutogradModel(model, LoadedModel({}), ("all-linear",), lambda sites: Adapter(sites, rank=1, alpha=1))
+
+
+def test_a_job_over_such_a_model_survives_a_kill_and_refuses_spans_by_name(tmp_path: Path) -> None:
+    loaded("olmo2").save_pretrained(tmp_path / "base")
+    right = jobs.finished(jobs.job(tmp_path / "base", tmp_path / "whole", span=0))
+    spec = jobs.job(tmp_path / "base", tmp_path / "killed", span=0)
+    status = jobs.in_child(lambda: jobs.train(spec, jobs.At(21, jobs.kill)))
+    assert os.WIFSIGNALED(status)
+    assert jobs.finished(spec) == right
+    outcome = jobs.train(jobs.job(tmp_path / "base", tmp_path / "spans", span=4))
+    assert outcome.end is End.FAILED
+    assert outcome.message.startswith("span: ")
