@@ -89,7 +89,7 @@ TUNE := .venv-tune
 TUNE_SOURCES := $(shell git ls-files -co --exclude-standard -- tune 2>/dev/null)
 $(TUNE)/.ready: tune/pyproject.toml
 	@began=$$(date +%s); test -x $(TUNE)/bin/python || $(PYTHON) -m venv $(TUNE); \
-	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=70' && \
+	$(TUNE)/bin/pip install -q --disable-pip-version-check --upgrade 'pip>=23.2' 'setuptools>=77' && \
 	$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation './tune[test]' && \
 	echo "set up $(TUNE) in $$(($$(date +%s) - began)) s"
 	@touch $@
