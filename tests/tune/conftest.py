@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 missing = [name for name in ("torch", "transformers", "valve_tune") if importlib.util.find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if missing else []
+sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and jobs.py beside the tests
