@@ -21,7 +21,7 @@ def packages() -> Iterator[Finding]:
         try:
             yield True, f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
-            yield False, f"{name} is missing: make .venv-tune/.ready, or pip install valve-tune"
+            yield False, f"{name} is missing: make .venv-tune/.installed, or install the wheel of tune/"
     for name, use in WELCOME.items():
         try:
             yield True, f"{name} {importlib.metadata.version(name)}"
