@@ -3,15 +3,20 @@
 An engine's own tables say how things are now. After a loss one has to know how they were when a step was launched,
 which may be two steps and a preemption ago; so each step in flight is kept until its output has been believed, and the
 blocks of a request that leaves meanwhile are kept with it.
+
+An engine that keeps one list of blocks per request, which only grows while the request runs, hands over that list
+(`follow`). Its numbers are read when a loss asks for them, and a few requests in each step for the book (`tend`): so a
+step costs the same whether one request took a block or all of them did.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +24,7 @@ from valve_hook.losses import NOTHING_WRITTEN, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
+TENDED = 8  # requests whose rows are brought up to date in one step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +33,8 @@ class Held:
 
     request: str
     blocks: array[int]
-    row: int  # in the book; -1: there was no room
+    row: int  # in the book; -1: there was no room, or it is closed
+    source: Sequence[Any] | None = None  # the engine's own list of its blocks, of which `blocks` is a beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,63 +68,59 @@ class Ledger:
     slack_tokens: int = 0  # drafts that may have been rejected: a later step starts that much earlier than announced
     held: dict[str, Held] = field(default_factory=dict)
     steps: deque[Step] = field(default_factory=deque)
+    kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
+    current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     book: Book | None = None
     _free_rows: list[int] = field(default_factory=list)
+    _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
         self.book = book
         self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
-        for held in self.held.values():
+        for held in (*self.held.values(), *self.kept.values()):
             self._open_row(held)
 
     def admit(self, request: str, blocks: Iterable[int]) -> None:
         """The request starts with these blocks, or starts again."""
-        if request in self.held:
-            self.dismiss(request)
-        held = Held(request=request, blocks=array("I", blocks), row=-1)
-        self.held[request] = held
+        self.dismiss(request)
+        held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1)
         self._open_row(held)
 
-    def grow(self, request: str, blocks: Sequence[int]) -> None:
-        held = self.held.get(request)
-        if held is None:
-            self.admit(request, blocks)
-            return
-        start = len(held.blocks)
-        held.blocks.extend(blocks)
-        if self.book is not None and held.row >= 0:
-            self.book.extend_row(held.row, start, blocks)
+    def follow(self, request: str, source: Sequence[Any]) -> None:
+        """`admit`, with the engine's own list: what is appended to it is the request's, too."""
+        self.admit(request, [block.block_id for block in source])
+        self.held[request].source = source
 
-    def grow_all(self, grown: Iterable[tuple[str, tuple[Sequence[int], ...]]]) -> None:
-        """`grow` for many, of which most take one block: the one loop here that runs in every step of a large batch."""
-        book, held_of = self.book, self.held
-        if book is None:
-            for request, groups in grown:
-                self.grow(request, groups[0])
-            return
-        cells, heads, width = book.cells, book.heads, book.row_blocks
-        for request, groups in grown:
-            held, blocks = held_of.get(request), groups[0]
-            if held is None or held.row < 0 or len(blocks) != 1 or len(held.blocks) >= width:
-                self.grow(request, blocks)
-                continue
-            place, row = len(held.blocks), held.row
-            held.blocks.append(blocks[0])
-            cells[row * width + place] = blocks[0]
-            heads[4 * row + 2] = place + 1
+    def tend(self, most: int = TENDED) -> None:
+        """Bring the rows of a few requests up to date, round and round."""
+        if not self._tour:
+            self._tour = list(self.held.values())
+        tour = self._tour
+        for _ in range(min(most, len(tour))):
+            held = tour.pop()
+            if held.source is not None and len(held.source) != len(held.blocks):
+                self._catch_up(held)
 
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
+        kept = self.kept.pop(request, None)
+        if kept is not None:
+            self._close_row(kept)
         held = self.held.pop(request, None)
         if held is None:
             return
+        self._catch_up(held)
         for step in self.steps:
             if request in step.requests:
                 step.left.setdefault(request, held)
-        if self.book is not None and held.row >= 0:
-            self.book.close_row(held.row)
-            self._free_rows.append(held.row)
+        self._close_row(held)
+
+    def keep(self, request: str, blocks: Iterable[int]) -> None:
+        """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
+        self.dismiss(request)
+        held = self.kept[request] = Held(request=request, blocks=array("I", blocks), row=-1)
+        self._open_row(held)
 
     def launch(self, step: Step) -> None:
         if len(self.steps) >= MOST_STEPS:
@@ -131,6 +134,7 @@ class Ledger:
                 pass
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
+        self._refresh()
         holders, present = self.holders()
         tables = [held.blocks for held in holders]
         verdict = spread(lost, tables, lambda index: self.first_written(holders[index]), self.copies(), blocks)
@@ -162,10 +166,39 @@ class Ledger:
         for step in self.steps:
             yield from step.copies
 
+    def _refresh(self) -> None:
+        """All that everybody holds now. Who has left since the last step keeps the list that he had."""
+        current = self.current or {}.get
+        for held in self.held.values():
+            source = held.source
+            if source is None:
+                continue
+            now = current(held.request)
+            if now is not source and now is not None:
+                raise RuntimeError("a request has other blocks than those it started with")
+            if len(source) != len(held.blocks):
+                self._catch_up(held)
+
+    def _catch_up(self, held: Held) -> None:
+        if held.source is not None:
+            self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
+
+    def _extend(self, held: Held, blocks: Sequence[int]) -> None:
+        start = len(held.blocks)
+        held.blocks.extend(blocks)
+        if blocks and self.book is not None and held.row >= 0:
+            self.book.extend_row(held.row, start, blocks)
+
     def _open_row(self, held: Held) -> None:
         held.row = self._free_rows.pop() if self._free_rows else -1
         if self.book is not None and held.row >= 0:
             self.book.open_row(held.row, hash(held.request) & 0xFFFFFFFFFFFFFFFF or 1, held.blocks)
+
+    def _close_row(self, held: Held) -> None:
+        if self.book is not None and held.row >= 0:
+            self.book.close_row(held.row)
+            self._free_rows.append(held.row)
+        held.row = -1
 
 
 def _sound(table: array[int], bad: NDArray[np.bool_]) -> int:

@@ -39,15 +39,14 @@ def spread(
     bad = np.zeros(blocks + 1, dtype=bool)
     bad[lost[lost < blocks]] = True
     edges = np.array([pair for pair in copies if max(pair) < blocks], dtype=np.int64).reshape(-1, 2)
-    kept = [index for index, table in enumerate(tables) if table]
-    flat = np.minimum(np.frombuffer(b"".join(tables), dtype=np.uint32), nobody)
-    lengths = np.array([len(tables[index]) for index in kept], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
+    flat = np.frombuffer(b"".join(tables), dtype=np.uint32).astype(np.intp)
+    ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
     hit: set[int] = set()
     before = -1
     while before != (before := int(np.count_nonzero(bad))):
         bad[edges[bad[edges[:, 0]], 1]] = True
-        now = {kept[place] for place in np.flatnonzero(np.logical_or.reduceat(bad[flat], starts))} if kept else set()
+        places = np.flatnonzero(bad.take(flat, mode="clip"))
+        now = set(np.searchsorted(ends, places, side="right").tolist())
         for index in now - hit:
             first = first_written(index)
             if first != NOTHING_WRITTEN:

@@ -10,7 +10,7 @@ withheld.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,10 @@ Mask = NDArray[np.bool_]
 class Engine(Protocol):
     """What the hook asks of an engine, in the engine's own terms."""
 
-    def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
-        """Send requests back to waiting, newest first, their output in flight dropped; {request: tokens computed}."""
+    def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
+        """Send requests back to waiting, newest first, their output in flight dropped. `running`: how many blocks of
+        each are sound. Who was sent back, and which of its sound blocks are kept until it comes back.
+        """
 
     def forget(self, blocks: Blocks) -> int:
         """Drop them from the prefix cache; how many of them held something."""
@@ -92,6 +94,7 @@ class Reconciler:
     session: Session | None = None
     steps: int = 0
     _asked: int = 0
+    _told: tuple[int, ...] = ()  # receipts, in this session's book
     _backed: int = 0
     _column_blocks: list[Blocks] = field(default_factory=list)
 
@@ -138,31 +141,32 @@ class Reconciler:
         judgement = self.ledger.judge(lost, self.blocks)
         return judgement.left.union(judgement.running)
 
-    def publish(self) -> None:
-        """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some."""
+    def publish(self) -> bool:
+        """After a step was scheduled: gauges and receipts into the book; ask for blocks, or offer some. Whether some
+        were offered.
+        """
         self.steps += 1
         session = self.session
         if session is None:
-            return
+            return False
         used, wanted, running, waiting = self.engine.gauges()
         session.book.write_gauges(self.told_mode, used, wanted, self.steps)
-        receipts = self.receipts
-        session.book.write_receipts(
-            receipts.lost_blocks,
-            receipts.hit_requests,
-            receipts.lost_tokens,
-            receipts.dropped_tokens,
-            receipts.failures,
-            running,
-            waiting,
+        sums = self.receipts
+        receipts = (
+            *(sums.lost_blocks, sums.hit_requests, sums.lost_tokens, sums.dropped_tokens, sums.failures),
+            *(running, waiting),
         )
+        if receipts != self._told:
+            session.book.write_receipts(*receipts)
+            self._told = receipts
         if self.told_mode is Mode.NONE or session.table.is_detached:
-            return
+            return False
         if self._backed > session.table.target_blocks:
-            self._offer(session)
-        elif wanted > self._backed and wanted > self._asked:
+            return self._offer(session)
+        if wanted > self._backed and wanted > self._asked:
             self._asked = wanted
             self.link.need(wanted)
+        return False
 
     def give_up(self, why: str) -> None:
         """The engine began what the hook cannot follow: nothing is reclaimed from it any more."""
@@ -210,7 +214,7 @@ class Reconciler:
             self.fail("attaching failed")
             self.mode = Mode.NONE
         had = ~(self.withheld & ~self.offered)
-        self.offered[:] = False
+        self.offered[:], self._told = False, ()
         self._safely(session, session.table.begin(had))
         self.session = session
 
@@ -275,16 +279,17 @@ class Reconciler:
 
     def _discard(self, lost: Blocks) -> None:
         judgement = self.ledger.judge(lost, self.blocks)
-        computed = self.engine.discard(judgement.running.keys(), judgement.left)
+        discarded = self.engine.discard(judgement.running, judgement.left)
         self.receipts.lost_blocks += self.engine.forget(judgement.bad)
-        self.receipts.hit_requests += len(computed)
-        for request, tokens in computed.items():  # what has to be computed again: everything behind the first bad block
+        self.receipts.hit_requests += len(discarded)
+        for request, kept in discarded.items():
             self.ledger.dismiss(request)
-            self.receipts.lost_tokens += max(0, tokens - judgement.running[request] * self.ledger.block_tokens)
+            if kept:
+                self.ledger.keep(request, kept)
 
     # ---- parts of publish ----
 
-    def _offer(self, session: Session) -> None:
+    def _offer(self, session: Session) -> bool:
         """Whole free columns until what is left fits the target. Nobody is preempted for it."""
         given: list[int] = []
         for column in self.engine.free_columns():
@@ -293,13 +298,14 @@ class Reconciler:
             blocks = self._column_blocks[column]
             given += [int(block) for block in blocks if not self.withheld[block]]
         if not given:
-            return
+            return False
         blocks = np.array(given, dtype=np.uint32)
         self.engine.withhold(blocks)
         self.withheld[blocks] = self.offered[blocks] = True
         self._backed -= len(given)
         session.book.offer(given, True)
         self.link.need(0)
+        return True
 
     def _unoffer(self, changed: Blocks) -> None:
         settled = changed[self.offered[changed]]

@@ -77,7 +77,7 @@ class SchedulerHook:
     def after_choose(self, batch: Any) -> None:
         if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
             self.reconciler.give_up("a request asks for beam search")
-        self.engine.launch(batch)
+        self.reconciler.receipts.lost_tokens += self.engine.launch(batch)
 
     def before_result(self, batch: Any, result: Any) -> Callable[[], None]:
         """Believe nothing of a step that was hit; returns what is to be called when the output has been processed."""

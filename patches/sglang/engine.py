@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -62,13 +62,15 @@ class SglangEngine:
 
     # ---- what the reconciler asks ----
 
-    def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
+    def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
         names, found = {*running, *left}, self._holding()
         hit = [found[name] for name in found if name in names]
-        computed = {each.rid: each.kv.kv_committed_len for each in hit if each.rid in running}
+        hit_running = [each for each in hit if each.rid in running]
+        for each in hit_running:
+            each._valve_computed = each.kv.kv_committed_len
         self.ledger.settle(names)
         self._retract(hit)
-        return computed
+        return {each.rid: () for each in hit_running}
 
     def forget(self, blocks: Blocks) -> int:
         """Evict each cached path with a spoilt page. Who held one has been retracted: what is not free is cached."""
@@ -162,8 +164,16 @@ class SglangEngine:
 
     # ---- what a step says ----
 
-    def launch(self, batch: Any) -> None:
-        self.ledger.begin_step(launched(batch))
+    def launch(self, batch: Any) -> int:
+        """How many tokens are computed a second time in it, by requests that were sent back."""
+        step = launched(batch)
+        self.ledger.begin_step(step)
+        if step.starts is None:
+            return 0
+        return sum(
+            max(0, each.__dict__.pop("_valve_computed", 0) - start)
+            for each, start in zip(step.requests, step.starts, strict=True)
+        )
 
     def wait(self, result: Any) -> None:
         """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only

@@ -21,6 +21,7 @@ from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0  # once, before the first step: so that an elastic engine starts with what it may use
+IDLE_ROUNDS = 8  # of offers in one look at an idle engine: a request that comes meanwhile waits for them
 UNHEEDED = "_valve_unheeded"  # on a step's output: why nobody heeds valved's table for it; empty where somebody does
 
 
@@ -33,7 +34,9 @@ class SchedulerHook:
         self.engine = VllmEngine(scheduler, is_offline=link.is_offline)
         blocks = int(self.engine.pool.num_gpu_blocks)
         self.ledger = Ledger(
-            block_tokens=self.engine.block_tokens, slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0)
+            block_tokens=self.engine.block_tokens,
+            slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0),
+            current=self.engine.tables.get,
         )
         self.reconciler = Reconciler(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
@@ -87,8 +90,9 @@ class SchedulerHook:
     def before_schedule(self) -> None:
         if not self._has_waited:
             self.settle()
-        with self.engine.lock:
-            self._is_idle = False
+        if self._is_idle:  # written by this thread alone
+            with self.engine.lock:
+                self._is_idle = False
         if self.reconciler.sync():
             self._dropping = len(self.ledger.steps)
         self.aside.before_schedule()
@@ -105,12 +109,14 @@ class SchedulerHook:
         if self.link.session is not None and not self._has_said:
             self._say()
         self.reconciler.sync()
-        self.reconciler.publish()
+        for _ in range(IDLE_ROUNDS):
+            if not self.reconciler.publish():
+                break
         if self._between_steps is not None and self.reconciler.session is not None:  # before, it would wait for one
             self._between_steps()
 
     def after_schedule(self, output: Any) -> None:
-        self.engine.record(self.ledger, output)
+        self.reconciler.receipts.lost_tokens += self.engine.record(self.ledger, output)
         if any(self.scheduler.requests[new.req_id].resumable for new in output.scheduled_new_reqs):
             self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
         self.reconciler.publish()
@@ -119,6 +125,8 @@ class SchedulerHook:
 
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
+        if not self._is_idle and self.scheduler.requests:
+            return
         with self.engine.lock:
             self._is_idle = not self.scheduler.requests and not self.ledger.steps
 

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
-from itertools import compress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from valve_hook.ledger import Ledger, Step
 from valve_hook.shared import Blocks
 from valve_hook.vllm.free_blocks import ColumnQueue
+from valve_hook.vllm.prefixes import Prefixes
 
-LOOK_AT_BLOCKS = 512  # in one step, for whole free columns to give back
+LOOK_AT_BLOCKS = 128  # in one step, for whole free columns to give back
+OFFER_BLOCKS = 256  # in one step, or one column
 LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 
 
@@ -35,28 +37,36 @@ class VllmEngine:
         self.is_offline = is_offline  # others keep vLLM's own order: their prefix cache is somebody's waiting time
         self.manager = scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
+        self.tables = self.manager.coordinator.single_type_managers[0].req_to_blocks  # one group, or it was refused
         self.block_tokens = int(scheduler.block_size)
+        self.prefixes = Prefixes(backed=lambda: self.pool.num_gpu_blocks - 1 - len(self.withheld))
         self.withheld: set[int] = set()
         self.has_abandoned = False
         self.lock = threading.RLock()  # the engine's thread beside the one that looks while it is idle
         self._columns: ColumnQueue | None = None
         self._members: list[list[int]] = []  # blocks of each column, where the order is vLLM's own
         self._cursor = 0
+        self._waiting_seen, self._waiting_need = (0, 0), 0  # the queue's length and its first, and what its first need
         self._reset_prefix_cache = self.pool.reset_prefix_cache
         self.pool.reset_prefix_cache = self.reset_prefix_cache
 
     # ---- what the reconciler asks ----
 
-    def discard(self, running: Collection[str], left: Collection[str]) -> dict[str, int]:
+    def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
         scheduler, now = self.scheduler, time.monotonic()
-        computed: dict[str, int] = {}
-        for request in reversed([each for each in scheduler.running if each.request_id in running]):
-            computed[request.request_id] = request.num_computed_tokens
-            scheduler.running.remove(request)
-            scheduler._preempt_request(request, now, drop_stale_output=True)
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._drop_stale({*left, *running} - computed.keys())
-        return computed
+        kept: dict[str, Sequence[int]] = {}
+        hit = [each for each in scheduler.running if each.request_id in running]
+        try:
+            for request in reversed(hit):
+                name, computed = request.request_id, request.num_computed_tokens
+                sound, kept[name] = self.tables.get(name, [])[: running[name]], ()
+                scheduler._preempt_request(request, now, drop_stale_output=True)
+                scheduler.prev_step_scheduled_req_ids.discard(name)
+                kept[name] = [block.block_id for block in self.prefixes.keep(name, sound, computed)]
+        finally:
+            scheduler.running[:] = [each for each in scheduler.running if each.request_id not in kept]
+        self._drop_stale({*left, *running} - kept.keys())
+        return kept
 
     def _drop_stale(self, names: Iterable[str]) -> None:
         """They were preempted before: vLLM would deliver what is in flight of them."""
@@ -81,9 +91,9 @@ class VllmEngine:
         self.manager.evict_blocks(new)
         if not self.has_abandoned:
             self._refuse_held(new, "lost")
-        for block in sorted(new):
-            self.pool.touch([self.pool.blocks[block]])
-            self.withheld.add(block)
+        blocks = self.pool.blocks
+        self.pool.touch([blocks[block] for block in sorted(new)])
+        self.withheld |= new
 
     def _refuse_held(self, blocks: Iterable[int], what: str) -> None:
         pool_blocks, withheld = self.pool.blocks, self.withheld
@@ -100,6 +110,9 @@ class VllmEngine:
     def reset(self) -> int:
         """Whoever was preempted before has no blocks, and may have output in flight."""
         running = len(self.scheduler.running)
+        self.prefixes.clear()
+        for each in self.scheduler.running:
+            self.prefixes.computed[each.request_id] = each.num_computed_tokens
         self._drop_stale(list(self.scheduler.requests))
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         return running
@@ -112,7 +125,7 @@ class VllmEngine:
         holding = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens > 0}
         self.scheduler.grammar_compile_error_reqs |= holding
         try:
-            self.discard(holding, set(self.scheduler.requests))
+            self.discard(dict.fromkeys(holding, 0), set(self.scheduler.requests))
         finally:
             self.pool.evict_blocks({block.block_id for block in self.pool.blocks if not block.is_null})
         return len(holding)
@@ -126,11 +139,12 @@ class VllmEngine:
             return
         free = self.pool.free_block_queue.get_all_free_blocks()
         self._columns = self.pool.free_block_queue = ColumnQueue(column_of.tolist(), free)
+        self.prefixes.use(self._columns)
 
     def free_columns(self) -> Sequence[int]:
         """From the last column to the first."""
         if self._columns is not None:
-            return sorted(self._columns.whole, reverse=True)
+            return self._columns.last_whole(OFFER_BLOCKS)
         return self._scan()
 
     def _scan(self) -> list[int]:
@@ -153,13 +167,16 @@ class VllmEngine:
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler, pool = self.scheduler, self.pool
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - len(self.withheld)
-        waiting = len(scheduler.waiting)
-        wanted = used
-        if waiting:
-            first = getattr(scheduler.waiting, "_heap", scheduler.waiting)  # a priority queue is copied to be walked
-            for _, request in zip(range(LOOK_AT_WAITING), first, strict=False):
-                wanted += -(-request.num_tokens // self.block_tokens)
-        return used, wanted, len(scheduler.running), waiting
+        waiting = scheduler.waiting
+        if not waiting:
+            return used, used, len(scheduler.running), 0
+        first = getattr(waiting, "_heap", waiting)  # a priority queue is copied to be walked
+        seen = len(waiting), id(first[0])
+        if seen != self._waiting_seen:
+            tokens = self.block_tokens
+            needs = [-(-request.num_tokens // tokens) for request in islice(first, LOOK_AT_WAITING)]
+            self._waiting_seen, self._waiting_need = seen, sum(needs)
+        return used, used + self._waiting_need, len(scheduler.running), seen[0]
 
     # ---- for the user ----
 
@@ -176,25 +193,36 @@ class VllmEngine:
 
     # ---- what a step says ----
 
-    def record(self, ledger: Ledger, output: Any) -> None:
-        """Take a scheduled step into the ledger. Work is done for requests that come, go or grow, not for all."""
+    def record(self, ledger: Ledger, output: Any) -> int:
+        """Take a scheduled step into the ledger. Work is done for requests that come and go, not for all. Returns how
+        many tokens are computed a second time by those who come back.
+        """
         for name in output.finished_req_ids:
             ledger.dismiss(name)
+            self.prefixes.end(name)
         for name in output.preempted_req_ids or ():
-            ledger.dismiss(name)
+            if name in ledger.held:
+                ledger.dismiss(name)
+        again = 0
         for new in output.scheduled_new_reqs:
-            ledger.admit(new.req_id, new.block_ids[0])
+            ledger.follow(new.req_id, self._table(new.req_id))
         cached = output.scheduled_cached_reqs
-        grown = cached.new_block_ids
-        pairs = zip(compress(cached.req_ids, grown), filter(None, grown), strict=True)
-        if not cached.resumed_req_ids:
-            ledger.grow_all(pairs)
-        else:
-            for name, groups in pairs:
-                take = ledger.admit if name in cached.resumed_req_ids else ledger.grow
-                take(name, groups[0])
+        if cached.resumed_req_ids:
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if name in cached.resumed_req_ids:
+                    ledger.follow(name, self._table(name))
+                    again += self.prefixes.resume(name, computed)
         if output.num_scheduled_tokens:
             ledger.launch(step_of(output))
+        ledger.tend()
+        return again
+
+    def _table(self, request: str) -> Sequence[Any]:
+        """The list itself; asking for one that is not there would make it."""
+        table = self.tables.get(request)
+        if table is None:
+            raise KeyError(f"request {request} was scheduled and has no blocks")
+        return table  # type: ignore[no-any-return]
 
 
 def step_of(output: Any) -> Step:

@@ -50,7 +50,7 @@ class Progress:
             drafts, row_of = output.scheduled_spec_decode_tokens, result.req_id_to_index
             wasted = sum(len(sampled[row_of[name]]) for name in dropped)
             unread = sum(len(sampled[row_of[name]]) for name in late if name not in dropped)
-            tokens = sum(map(len, sampled)) if drafts else len(sampled) - sampled.count([])
+            tokens = sum(map(len, sampled)) if drafts or not all(sampled) else len(sampled)
             self.useful_tokens += tokens - wasted - unread
         pooled = getattr(result, "pooler_output", None)
         if pooled:

@@ -40,7 +40,11 @@ def story(core):
         value = torch.cat((known, slots[name]))
         tree.insert(InsertParams(key=RadixKey(array("q", prompt)), value=value, prev_prefix_len=len(known)))
     scheduler = SimpleNamespace(
-        token_to_kv_pool_allocator=allocator, tree_cache=tree, req_to_token_pool=pool, max_total_num_tokens=64
+        token_to_kv_pool_allocator=allocator,
+        tree_cache=tree,
+        req_to_token_pool=pool,
+        max_total_num_tokens=64,
+        batch_result_processor=SimpleNamespace(enable_overlap=False),
     )
     engine = SglangEngine(scheduler)
     lost = np.array([int(slots["b"][2])], dtype=np.uint32)

@@ -148,8 +148,11 @@ class ToyScheduler:
         self.block_size, self.max_num_running_reqs, self.budget = block_size, max_seqs, budget
         self.max_model_len, self.caching = 400, caching
         self.pool = Pool(blocks)
+        self.req_to_blocks: dict[str, list[Block]] = {}
+        tables = SimpleNamespace(req_to_blocks=self.req_to_blocks)
         self.kv_cache_manager = SimpleNamespace(
             block_pool=self.pool,
+            coordinator=SimpleNamespace(single_type_managers=[tables]),
             evict_blocks=self.pool.evict_blocks,
             kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
         )
@@ -161,7 +164,6 @@ class ToyScheduler:
         self.finished_req_ids: set[str] = set()
         self.reset_preempted_req_ids: set[str] = set()
         self.prev_step_scheduled_req_ids: set[str] = set()
-        self.req_to_blocks: dict[str, list[Block]] = {}
         self.grammar_compile_error_reqs: set[str] = set()
         self.failed: set[str] = set()  # ended with an error
         self.memory = [[0] * block_size for _ in range(blocks)]  # what the blocks hold

@@ -14,14 +14,18 @@ from valve_hook.reconciler import Reconciler
 from valve_hook.shared import Book, Table
 from valve_hook.vllm.calls import SchedulerHook
 from valve_hook.vllm.engine import VllmEngine
+from valve_hook.vllm.free_blocks import ColumnQueue
+from valve_hook.vllm.prefixes import Prefixes
 from valve_hook.vllm.progress import Progress
 from valve_hook.wire import Mode
 
 CALLED = {
     SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle", "_dropped"],
     Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
-    Ledger: ["admit", "grow", "grow_all", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
+    Ledger: ["admit", "follow", "tend", "keep", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
     VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
+    Prefixes: ["use", "keep", "drop", "end", "resume", "clear"],
+    ColumnQueue: ["keep", "let_go", "last_whole"],
     Table: ["begin", "read", "accept"],
     Book: ["open_row", "extend_row", "close_row", "write_gauges", "write_receipts", "acknowledge", "offer"],
     Progress: ["after_schedule", "count"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from toy_engine import Block, Pool
@@ -72,7 +73,13 @@ def test_more_than_there_is_is_an_error():
 def test_any_order_of_calls_keeps_the_books(seed):
     chance, pool = random.Random(seed), queue_of(64, 8)
     held: list[Block] = []
+    kept: list[list[Block]] = []
     for _ in range(2000):
+        if chance.random() < 0.3:
+            kept.append(chance.sample(pool.blocks[1:], 5))
+            pool.free_block_queue.keep(kept[-1])
+        elif kept and chance.random() < 0.4:
+            pool.free_block_queue.let_go(kept.pop(chance.randrange(len(kept))))
         if held and chance.random() < 0.5:
             back = chance.sample(held, chance.randrange(1, len(held) + 1))
             for block in back:
@@ -86,12 +93,44 @@ def test_any_order_of_calls_keeps_the_books(seed):
             block = chance.choice(free)
             pool.touch([block])
             held.append(block)
-        ids = [block.block_id for block in [*pool.free_block_queue.get_all_free_blocks(), *held]]
+        free = pool.free_block_queue.get_all_free_blocks()
 
-        assert sorted(ids) == list(range(1, 64))
-        counts = pool.free_block_queue.free_counts()
-        assert sum(counts) == pool.get_num_free_blocks()
-        assert pool.free_block_queue.whole == {column for column, count in enumerate(counts) if count == 8}
+        assert sorted(block.block_id for block in [*free, *held]) == list(range(1, 64))
+        assert len(free) == pool.get_num_free_blocks()
+        kept_free = pool.free_block_queue._kept_free
+        whole = Counter(block.block_id // 8 for block in free if block.block_id not in kept_free)
+        expected = {column for column, count in whole.items() if count == 8}
+        assert pool.free_block_queue.whole == expected
+        assert pool.free_block_queue.last_whole(8 * 8) == sorted(expected, reverse=True)
+
+
+def test_what_is_kept_for_somebody_is_given_up_last_and_counts_as_free():
+    pool = queue_of(blocks=32, columns=4)
+    taken = pool.get_new_blocks(31)
+    for number, block in enumerate(taken):
+        block.block_hash = number
+    pool.free_blocks(taken)
+    kept = taken[:5]
+    pool.free_block_queue.keep(kept)
+
+    assert pool.get_num_free_blocks() == 31
+    assert not set(pool.free_block_queue.popleft_n(26)) & set(kept)
+    assert pool.free_block_queue.popleft_n(5) == kept
+
+
+def test_what_is_kept_by_two_stays_until_both_let_go():
+    pool = queue_of(blocks=32, columns=4)
+    taken = pool.get_new_blocks(31)
+    for number, block in enumerate(taken):
+        block.block_hash = number
+    pool.free_blocks(taken)
+    pool.free_block_queue.keep(taken[:5])
+    pool.free_block_queue.keep(taken[:5])
+    pool.free_block_queue.let_go(taken[:5])
+
+    assert not set(pool.free_block_queue.popleft_n(26)) & set(taken[:5])
+    pool.free_block_queue.let_go(taken[:5])
+    assert len(pool.free_block_queue.popleft_n(5)) == 5
 
 
 def test_no_cached_block_is_given_up_while_a_fresh_one_is_left():
