@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv attack test-engines demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu wheel clean
+.PHONY: help venv attack test-engines test-all demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,6 +48,9 @@ test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run 
 	@$(PYTHON) tests/engines/install.py $(ENGINES) --sglang $(if $(MATRIX),--matrix) $(if $(QUICK),--quick)
 	@VALVE_ENGINES=$(ENGINES) $(BIN)/pytest -q -p no:cacheprovider -p no:randomly --durations=0 \
 		-m 'engine$(if $(QUICK), and quick)' tests/engines $(PYTEST_ARGS)
+
+test-all: test ## make test, and every test with real engines; 2,000 requests under faults among them
+	@$(MAKE) test-engines MATRIX=1
 
 demo-vllm: build ## a real vLLM online and another offline on one emulated GPU (after make test-engines)
 	@$(BIN)/python -m valve_tools.engines.demo --engines $(ENGINES) $(DEMO_ARGS)

@@ -116,7 +116,7 @@ class Ledger:
                 step.left.setdefault(request, held)
         self._close_row(held)
 
-    def keep(self, request: str, blocks: Iterable[int]) -> None:
+    def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
         self.dismiss(request)
         held = self.kept[request] = Held(request=request, blocks=array("I", blocks), row=-1)
@@ -168,12 +168,11 @@ class Ledger:
 
     def _refresh(self) -> None:
         """All that everybody holds now. Who has left since the last step keeps the list that he had."""
-        current = self.current or {}.get
         for held in self.held.values():
             source = held.source
             if source is None:
                 continue
-            now = current(held.request)
+            now = self.current(held.request) if self.current is not None else None
             if now is not source and now is not None:
                 raise RuntimeError("a request has other blocks than those it started with")
             if len(source) != len(held.blocks):

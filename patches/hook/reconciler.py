@@ -285,7 +285,7 @@ class Reconciler:
         for request, kept in discarded.items():
             self.ledger.dismiss(request)
             if kept:
-                self.ledger.keep(request, kept)
+                self.ledger.retain(request, kept)
 
     # ---- parts of publish ----
 

@@ -22,7 +22,7 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
-from valve_hook.sglang.steps import Launched, StepLedger, launched, look_up, on_device
+from valve_hook.sglang.steps import Launched, StepLedger, launched, look_up, note_computed, on_device
 from valve_hook.shared import Blocks
 
 WHY_ENDED = "its KV memory was taken, and what it held could not be computed again"
@@ -65,12 +65,10 @@ class SglangEngine:
     def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
         names, found = {*running, *left}, self._holding()
         hit = [found[name] for name in found if name in names]
-        hit_running = [each for each in hit if each.rid in running]
-        for each in hit_running:
-            each._valve_computed = each.kv.kv_committed_len
+        note_computed(each for each in hit if each.rid in running)
         self.ledger.settle(names)
         self._retract(hit)
-        return {each.rid: () for each in hit_running}
+        return {each.rid: () for each in hit if each.rid in running}
 
     def forget(self, blocks: Blocks) -> int:
         """Evict each cached path with a spoilt page. Who held one has been retracted: what is not free is cached."""
@@ -165,15 +163,7 @@ class SglangEngine:
     # ---- what a step says ----
 
     def launch(self, batch: Any) -> int:
-        """How many tokens are computed a second time in it, by requests that were sent back."""
-        step = launched(batch)
-        self.ledger.begin_step(step)
-        if step.starts is None:
-            return 0
-        return sum(
-            max(0, each.__dict__.pop("_valve_computed", 0) - start)
-            for each, start in zip(step.requests, step.starts, strict=True)
-        )
+        return self.ledger.begin_step(launched(batch))
 
     def wait(self, result: Any) -> None:
         """Until the step is over: what could have reached it is in the table then. Without overlap SGLang waits only

@@ -7,7 +7,7 @@ the pool. So a step keeps only which rows it uses, and a row is copied when it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,18 @@ def launched(batch: Any) -> Launched:
         lengths=batch.seq_lens_cpu.numpy()[: len(requests)],
         starts=list(batch.prefix_lens) if batch.forward_mode.is_extend() else None,
     )
+
+
+def note_computed(requests: Iterable[Any]) -> None:
+    """They are sent back, and have computed so much; the note goes with the request, however it ends."""
+    for each in requests:
+        each._valve_computed = each.kv.kv_committed_len
+
+
+def computed_again(step: Launched) -> int:
+    """By requests that were sent back and begin anew in this step: what they had, less what the cache still holds."""
+    starts = zip(step.requests, step.starts or (), strict=False)
+    return sum(max(0, vars(each).pop("_valve_computed", 0) - start) for each, start in starts)
 
 
 def on_device(table: Any, mask: Mask) -> Any:
@@ -97,9 +109,12 @@ class StepLedger(Ledger):
     _is_blind: bool = False
     _last: tuple[Blocks, Judgement] | None = None  # valid until a row or the steps in flight change
 
-    def begin_step(self, step: Launched) -> None:
-        """Two are in flight at most; should one's output never come, it is not kept for ever."""
+    def begin_step(self, step: Launched) -> int:
+        """Two are in flight at most; should one's output never come, it is not kept for ever. Returns how many tokens
+        are computed a second time in it.
+        """
         self.flying, self._last = [*self.flying[-3:], step], None
+        return computed_again(step)
 
     def end_steps(self) -> None:
         """Those whose output has come in and was judged."""

@@ -112,6 +112,8 @@ def refuse_configuration(config: Any, cache: Any) -> None:
         "an encoder-cache connector": getattr(config, "ec_transfer_config", None) is not None,
         "an encoder-decoder model": getattr(model, "is_encoder_decoder", False) is True,
         "a diffusion language model": getattr(model, "is_diffusion", False) is True,
+        "LoRA": getattr(config, "lora_config", None) is not None,
+        "a model that takes images, sound or video": getattr(model, "is_multimodal_model", False) is True,
         "sleep mode": any(getattr(model, name, False) is True for name in SLEEP_MODES),
         f"speculative decoding by {drafts_of(config)}": drafts_of(config) not in DRAFTS,
     }

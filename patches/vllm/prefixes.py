@@ -26,7 +26,9 @@ class Prefixes:
     backed: Callable[[], int]  # blocks that have memory
     queue: ColumnQueue | None = None  # None: vLLM's own order, in which nothing is kept
     computed: dict[str, int] = field(default_factory=dict)  # request: tokens it had, until it comes back
-    _kept: dict[str, list[Block]] = field(default_factory=dict)  # request: its beginning; who was sent back first, first
+    _kept: dict[str, list[Block]] = field(
+        default_factory=dict
+    )  # request: its beginning; who was sent back first, first
     _blocks: int = 0
 
     def use(self, queue: ColumnQueue) -> None:

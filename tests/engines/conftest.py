@@ -23,6 +23,7 @@ class Engines:
         self.folder, self.work = folder, work
         self.python = folder / "bin" / "python"
         self.hook = export(work / "hook")
+        self.tools = ROOT / "tools" / "engines"
 
     @cached_property
     def model(self) -> Path:

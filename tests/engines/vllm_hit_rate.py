@@ -1,8 +1,8 @@
 """Token hit rate of vLLM's own scheduler with the hook's order of blocks, as shares of the stock order's.
 
-`vllm_hit_rate.py MODEL COLUMN... [--reclaim]`, inside the engines' environment: one JSON line, {column: {workload: share}}.
-With --reclaim a column is taken every few steps, from both in the same steps, and given back some steps later; the stock
-scheduler loses as many blocks by a reference that is held on them.
+`vllm_hit_rate.py MODEL COLUMN... [--reclaim]`, inside the engines' environment: one JSON line, {column: {workload:
+share}}. With --reclaim a column is taken every few steps, from both in the same steps, and given back some steps later;
+the stock scheduler, which cannot lose what it uses, loses what of it is free.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class Desk:
     is_offline, said, region = True, "", None
 
     def __init__(self) -> None:
-        self.sessions, self.session, self.on_tick = Sessions(), None, None
+        self.sessions = Sessions()
+        self.session: Session | None = None
+        self.on_tick: Any = None
 
     def propose(self, wanted: Any) -> None:
         """The table is made by `begin`, when it is known where the columns lie."""
@@ -219,4 +221,3 @@ class Engine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-

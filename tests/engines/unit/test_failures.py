@@ -22,7 +22,7 @@ from valve_hook.wire import Mode
 CALLED = {
     SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle", "_dropped"],
     Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
-    Ledger: ["admit", "follow", "tend", "keep", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
+    Ledger: ["admit", "follow", "tend", "retain", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
     VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
     Prefixes: ["use", "keep", "drop", "end", "resume", "clear"],
     ColumnQueue: ["keep", "let_go", "last_whole"],

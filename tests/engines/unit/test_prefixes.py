@@ -1,13 +1,16 @@
-"""What a request had computed soundly is kept until it comes back, within a bound; and what it computes again is told."""
+"""What a request had computed soundly is kept until it comes back, within a bound; what it computes again is told."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from kv_node import KvNode
 from toy_engine import Pool, ToyScheduler
 from toy_world import close, hooked, run
+from valve_hook.sglang.steps import Launched, computed_again, note_computed
 from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_hook.vllm.prefixes import Prefixes
 
@@ -153,3 +156,14 @@ def test_what_is_computed_again_is_never_told_wrong(tmp_path, caching, depth):
     assert got == expected
     assert node.book()["hit_requests"] > 8
     assert node.book()["lost_tokens"] == together - alone
+
+
+def test_sglang_never_tells_what_its_cache_still_held_as_computed_again():
+    """Ten tokens of a were in the cache when it came back, none of b; c was never sent back."""
+    kv = {"a": 30, "b": 20, "c": 50}
+    requests = [SimpleNamespace(rid=name, kv=SimpleNamespace(kv_committed_len=tokens)) for name, tokens in kv.items()]
+    note_computed(requests[:2])
+    step = Launched(requests=requests, rows=np.arange(3), lengths=np.arange(3), starts=[10, 0, 0])
+
+    assert computed_again(step) == 20 + 20
+    assert computed_again(step) == 0

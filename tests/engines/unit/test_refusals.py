@@ -64,6 +64,8 @@ def test_full_attention_is_taken(spec):
         ({"ec_transfer_config": object()}, "encoder-cache"),
         ({"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model": {"is_diffusion": True}}, "diffusion"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"model": {"is_multimodal_model": True}}, "images"),
         ({"model": {"enable_sleep_mode": True}}, "sleep mode"),
         ({"model": {"enable_cumem_allocator": True}}, "sleep mode"),
         *[
