@@ -54,9 +54,8 @@ def test_no_fault_of_link_daemon_or_hook_ever_makes_an_answer_wrong_or_lost(engi
     assert sum(trial["errors"] for trial in trials) < 300
 
 
-@pytest.mark.parametrize("handling", ["detached_is_deaf", "failure_keeps_full"])
-def test_the_faults_of_old_make_answers_wrong_here(engines, tmp_path, handling):
-    """The control run: a loss in a table that valved left is not heeded; a failure leaves the ledger believed."""
-    trials = faults(engines, tmp_path, {"async": True, "handling": handling, "seeds": list(range(10))})
+def test_a_loss_in_a_table_that_valved_left_makes_answers_wrong_where_nobody_heeds_it(engines, tmp_path):
+    """The control run: the campaign sees this old fault."""
+    trials = faults(engines, tmp_path, {"async": True, "handling": "detached_is_deaf", "seeds": [0, 1, 2]})
 
-    assert sum(trial["wrong"] for trial in trials) > 0 or any(trial["crash"] for trial in trials)
+    assert sum(trial["wrong"] for trial in trials) > 0

@@ -123,9 +123,11 @@ class Faults:
 
 
 def lose_now(injector: Any) -> None:
-    """As in the middle of a step, between two."""
+    """And back at once, empty: a later table calls these blocks backed, so only this one tells the loss."""
     if injector.armed:
+        held, injector.held = injector.held, 0
         injector._take()
+        injector.held = held
 
 
 def mend(hook: Any) -> None:
@@ -134,15 +136,6 @@ def mend(hook: Any) -> None:
 
     hook.reconciler.is_sure, hook.reconciler.lends, hook.reconciler.mode = True, True, Mode.FULL
     hook.engine.has_abandoned = False
-
-
-def failure_keeps_full(hook: Any) -> None:
-    from valve_hook.reconciler import Reconciler
-
-    def fail(reconciler: Any, what: str) -> None:
-        reconciler.receipts.failures += 1
-
-    Reconciler.fail = fail
 
 
 def detached_is_deaf(hook: Any) -> None:
@@ -157,7 +150,7 @@ def detached_is_deaf(hook: Any) -> None:
     Reconciler._heed = deaf
 
 
-HANDLING = {"full": lambda hook: None, "failure_keeps_full": failure_keeps_full, "detached_is_deaf": detached_is_deaf}
+HANDLING = {"full": lambda hook: None, "detached_is_deaf": detached_is_deaf}
 
 
 def generate(campaign: Campaign, seed: int, count: int, tokens: int, between: Callable[[], None]) -> dict[int, Any]:
