@@ -123,10 +123,7 @@ def build(
     )
     ladder.changed = handover.save_soon
     handover.frozen, handover.let_go = ladder.frozen, ladder.release
-    bystanders = None
-    if config.guard_bystanders and not config.kube.node:
-        owners = register.channels.leftovers.owners
-        bystanders = Bystanders(books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, owners)
+    bystanders = _bystanders(config, gate, books, gating, register, processes, journal, ladder)
     reporter = Reporter(
         gate,
         books,
@@ -161,6 +158,23 @@ def build(
         bystanders=bystanders,
         stop=stop,
     )
+
+
+def _bystanders(
+    config: Config,
+    gate: GatePort,
+    books: Books,
+    gating: GateService,
+    register: Register,
+    processes: ProcessPort,
+    journal: Journal,
+    ladder: Ladder,
+) -> Bystanders | None:
+    """On a Kubernetes node valved/kube looks, with pods."""
+    if config.kube.node or not config.guard_bystanders:
+        return None
+    owners = register.channels.leftovers.owners
+    return Bystanders(books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, owners)
 
 
 def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from valve_tune.train.batch import IGNORED, IntArray
-from valve_tune.train.lines import Source, Unfit
+from valve_tune.train.lines import RawExample, Unfit
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters of the rendered text
@@ -47,7 +47,7 @@ class Encoder:
             "text": self._text,
         }
 
-    def encode(self, source: Source) -> Example:
+    def encode(self, source: RawExample) -> Example:
         """Unfit, if the line has nothing to learn from or does not suit tokenizer and model."""
         if source.kind == "input_ids":
             ids = source.values["input_ids"]

@@ -44,7 +44,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RawExample:
     """One example as it stands in the file, of known shape."""
 
     line: int
@@ -52,7 +52,7 @@ class Source:
     values: Mapping[str, Any]
 
 
-def read(path: str, bad: list[BadLine]) -> Iterator[Source]:
+def read(path: str, bad: list[BadLine]) -> Iterator[RawExample]:
     """Good lines in order; bad ones are added to `bad`. Blank lines are passed over."""
     try:
         with Path(path).open("rb") as file:
@@ -60,7 +60,7 @@ def read(path: str, bad: list[BadLine]) -> Iterator[Source]:
                 if not raw.strip():
                     continue
                 try:
-                    yield Source(number, *checked_line(raw))
+                    yield RawExample(number, *checked_line(raw))
                 except Unfit as why:
                     bad.append(BadLine(number, why.field, str(why)))
     except OSError as error:
