@@ -121,7 +121,7 @@ def decide(
     if is_pressure(memory, settings):
         return _grow(state, memory, now_ns, settings)
     state = state if spends else _lower(_shorten_tau(state, now_ns, settings), now_ns, settings)
-    return _give_back(state, memory, settings)
+    return _give_back(state, memory, now_ns, settings)
 
 
 def is_pressure(memory: OnlineMemory, settings: ReservationSettings) -> bool:
@@ -140,7 +140,9 @@ def next_wake_ns(state: ReservationState, settings: ReservationSettings) -> int:
     if settings.rule is ReservationRule.BUDGET:
         rate = settings.step_handles * settings.spend_share * settings.target_per_hour / HOUR_NS
         lowers_ns = state.looked_ns + math.ceil((state.exact_handles - math.floor(state.exact_handles) + 1e-9) / rate)
-        return min([lowers_ns, *(_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1])])
+        forgotten_ns = [_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1]]
+        calm_ns = state.quiet_since_ns + state.tau_ns
+        return min([lowers_ns, *forgotten_ns, *([calm_ns] if calm_ns > state.looked_ns else [])])
     lowers_ns, adjusts_ns = state.quiet_since_ns + state.tau_ns, state.adjusted_ns + settings.adjust_every_ns
     return min(lowers_ns, adjusts_ns, *(_forgotten_ns(since_ns, state.tau_ns) for since_ns, _ in state.peaks[:-1]))
 
@@ -236,9 +238,11 @@ def _lower(state: ReservationState, now_ns: int, settings: ReservationSettings) 
 
 
 def _give_back(
-    state: ReservationState, memory: OnlineMemory, settings: ReservationSettings
+    state: ReservationState, memory: OnlineMemory, now_ns: int, settings: ReservationSettings
 ) -> tuple[ReservationState, ReservationDecision]:
     hold = ReservationAction.HOLD
+    if settings.rule is ReservationRule.BUDGET and now_ns - state.quiet_since_ns < state.tau_ns:
+        return state, _decision(state, memory, settings, hold, 0, "memory was taken within tau")
     if _is_spent(state, settings):
         return state, _decision(state, memory, settings, hold, 0, "reclaims in the window use up the target")
     peak = max(most for _, most in state.peaks)
