@@ -136,9 +136,10 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pool_mib: MibOrNone = 0  # most KV memory on one GPU; 0: what the card has, less spare_mib
     spare_mib: MibOrNone = 1024  # device memory that the pool leaves to everything else
     size_rule_mib: MibOrNone = 0  # allocations from this size on are KV memory; 0: only those that an engine brackets
-    remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: cooperative until hardware has shown what is safe
+    remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: sparse after a trial in that process, else asked
     target_per_hour: Rate = 30.0  # reclaims an hour and GPU that the operator accepts
     pressure_ratio: Ratio = 1.0  # pressure when used >= this share of what is mapped
+    cooperative_ratio: Ratio = 0.8  # the same where memory comes only between two offline steps: ahead of need
     headroom_min_mib: MibOrNone = 128  # at least this much beyond what is used stays mapped for online
     headroom_max_mib: Mib = 8192  # the reserve doubles at pressure up to here
     reservation: ReservationRule = ReservationRule.BUDGET  # how the reserve follows the load; miad: as published
@@ -155,7 +156,8 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_ps_per_pair: Nanoseconds = 1_300  # and its attention to each earlier one
     order_s: Patience = 1.0  # a mapping order under a closed gate that takes longer has hung
     step_s: Patience = 30.0  # the same for one that waits for the next step of the engine
-    let_ms: MsOrNone = 500.0  # for memory that a request waits for offline work runs so long beside it, to end its step
+    offline_step_ms: MsOrNone = 30.0  # engines whose memory is taken between two steps are asked for steps so short
+    let_ms: MsOrNone = 100.0  # one such step may run so long beside a request that waits for its memory; 0: never
     one_domain: bool = False  # all users and namespaces of this node trust each other: handles move between them
     attach_s: Patience = (
         60.0  # an offline engine that steps without a hook waits so long, then is backed whole or ended

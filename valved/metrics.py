@@ -208,10 +208,15 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
         "valve_kv_returned_bytes": ("KV memory that online services gave back", memory.returned_bytes),
         "valve_kv_late_orders": ("Mapping orders that did not come back in time", memory.late_orders),
         "valve_kv_demotions": ("Processes from which memory cannot be taken as set", memory.demotions),
+        "valve_kv_lets": ("Offline steps let end beside a request that waited for their memory", memory.lets),
+        "valve_kv_lets_again": ("Of those, for a reclaim that had been let before", memory.lets_again),
+        "valve_kv_let_seconds": ("Time that offline work ran beside such requests", memory.let_ns / 1e9),
         "valve_kv_lost_tokens": ("Tokens that offline engines computed again for it", memory.lost_tokens),
     }
     for name, (text, value) in totals.items():
         yield _counter(name, text, {(): value})
+    trials = {("passed",): memory.trials_passed, ("failed",): memory.trials_failed}
+    yield _counter("valve_kv_trials", "Processes tried for having memory taken from outside", trials, ["outcome"])
     phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Time of a reclaim, by phase", labels=["phase"])
     for phase in memory.phases:
         phases.add_metric([phase.name], _buckets(phase.latency), phase.latency.sum_us / 1e6)

@@ -129,6 +129,11 @@ class Reconciler:
             self.mode = Mode.NONE
             self._abandon()
 
+    @property
+    def step_tokens(self) -> int:
+        """The most that valved asks this engine to schedule in one step; 0: no limit."""
+        return 0 if self.session is None or self.session.table.is_detached else self.session.table.step_tokens
+
     def peek(self) -> Blocks:
         """What was lost that the next `sync` will act on."""
         session = self.session

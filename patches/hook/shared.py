@@ -58,7 +58,7 @@ class Table:
         if self.blocks and int(self.column_of.max()) >= max(1, self.columns):
             raise Foreign(f"table: a block in column {int(self.column_of.max())} of {self.columns}")
         self._epoch = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
-        self._slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_DETACHED + 4].cast("I")
+        self._slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_STEP_TOKENS + 4].cast("I")
         self.seen_epoch = -1
         self.seen = np.zeros(self.blocks, dtype=np.uint32)
 
@@ -82,6 +82,11 @@ class Table:
     @property
     def is_detached(self) -> bool:
         return bool(self._slow[2])
+
+    @property
+    def step_tokens(self) -> int:
+        """The most that valved asks this engine to schedule in one step; 0: no limit."""
+        return self._slow[3]
 
     def begin(self, had: NDArray[np.bool_]) -> Change:
         """The first look. `had`: blocks that had memory as far as the engine knows.

@@ -15,6 +15,7 @@ from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
+from valve_hook.sglang.step_limit import step_limit
 from valve_hook.sglang.steps import Launched
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.wire import Mode
@@ -39,6 +40,7 @@ class SchedulerHook:
         self._is_well = True
         self._blind_steps = 0  # one after another, of which nothing was believed because the hook failed
         self._between_steps = shim_call("valve_kv_step")
+        self._step_limit = step_limit(scheduler, ranks.size)
         self._layout = layout_of(engine.allocator.get_kvcache(), engine.pages, engine.page_tokens)
 
     def attach(self, version: str) -> None:
@@ -68,6 +70,7 @@ class SchedulerHook:
         self._has_looked = False
         if not self.guard(self.reconciler.sync) and self.ranks.size == 1:
             self.reconciler.recover()
+        self.guard(lambda: self._step_limit.heed(self.reconciler.step_tokens))
         self._settle()
         self.engine.ledger.end_steps()
         self.reconciler.publish()

@@ -17,6 +17,7 @@ from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.vllm.progress import Progress
+from valve_hook.vllm.step_limit import step_limit
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 
 log = logging.getLogger("valve")
@@ -41,6 +42,7 @@ class SchedulerHook:
         self.reconciler = Reconciler(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
         self.aside = Aside(scheduler, self.engine)
+        self.step_limit = step_limit(scheduler)
         self._between_steps = shim_call("valve_kv_step")
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._has_waited = self._has_said = False
@@ -95,6 +97,7 @@ class SchedulerHook:
                 self._is_idle = False
         if self.reconciler.sync():
             self._dropping = len(self.ledger.steps)
+        self.step_limit.heed(self.reconciler.step_tokens)
         self.aside.before_schedule()
 
     def while_idle(self) -> None:

@@ -71,7 +71,8 @@ struct valve_kv_table {
 	uint32_t
 	        target_blocks; /* valved asks the engine to offer whole columns until no more than this are in use */
 	uint32_t detached; /* 1: valved has let go of this engine for good: every block stays as it is */
-	uint8_t pad1[36];
+	uint32_t step_tokens; /* the engine is asked to schedule no more tokens in one step; 0: as many as it likes */
+	uint8_t pad1[32];
 };
 
 /*
@@ -188,6 +189,7 @@ VALVE_KV_AT(valve_kv_table, epoch, 64);
 VALVE_KV_AT(valve_kv_table, backed_blocks, 80);
 VALVE_KV_AT(valve_kv_table, target_blocks, 84);
 VALVE_KV_AT(valve_kv_table, detached, 88);
+VALVE_KV_AT(valve_kv_table, step_tokens, 92);
 VALVE_KV_AT(valve_kv_book, epoch_seen, 64);
 VALVE_KV_AT(valve_kv_book, mode, 72);
 VALVE_KV_AT(valve_kv_book, used_blocks, 76);

@@ -43,14 +43,16 @@ def test_online_gets_what_it_needs_and_offline_answers_as_if_nothing_had_happene
 
 
 def test_between_its_steps_an_engine_gives_what_is_asked_of_it(make_node):
-    engines = Engines(make_node(config=config(remap="auto")))
+    engines = Engines(make_node(config=config(remap="cooperative")))
     engines.start_offline()
     engines.start_online(BURST)
 
     check_online(engines.summary(engines.online, "online"))
     check_offline(engines.stop_offline())
 
-    assert engines.node.status().memory.remap == "cooperative"
+    memory = engines.node.status().memory
+    assert (memory.remap, list(memory.trials), memory.late_orders) == ("cooperative", [], 0)
+    assert memory.reclaims >= 1
     engines.nothing_is_left()
 
 

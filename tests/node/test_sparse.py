@@ -76,7 +76,7 @@ def test_whoever_is_killed_while_memory_is_made_sparse_the_others_go_on(engines,
 def test_a_card_that_says_yes_and_does_nothing_is_found_out(engines):
     engines.node.emulator.fault("on sparse always: silent")
     engines.start_offline()
-    why = "helper: what was taken did not read as zero"
+    why = "cooperative: what was taken did not read as zero"
     engines.node.wait_for(lambda: engines.engine("offline").state == why, "the trial has failed")
     engines.start_online(BURST)
 
@@ -84,5 +84,39 @@ def test_a_card_that_says_yes_and_does_nothing_is_found_out(engines):
     check_offline(engines.stop_offline())
 
     assert engines.node.status().memory.demotions == 1
-    assert ways(engines) <= {"helper"}
+    assert ways(engines) <= {"cooperative"}
+    engines.nothing_is_left()
+
+
+AUTO = [
+    ("", "passed", "sparse"),
+    ("on sparse 1: status 0x1f", "refused", "cooperative"),
+    ("on sparse 1: silent", "wrong bytes", "cooperative"),
+    ("on sparse 1: hang 3s", "hung", "cooperative"),
+]
+
+
+@pytest.mark.parametrize(("rule", "outcome", "rung"), AUTO, ids=[f"{one[1]} {one[0]}".strip() for one in AUTO])
+def test_auto_never_takes_memory_from_outside_a_process_that_has_not_passed(make_node, rule, outcome, rung):
+    """The default on a node: every outcome of the trial is seen, answers stay right, and nothing is left behind."""
+    engines = Engines(make_node(config=config(remap="auto").replace("order_s = 20.0", "order_s = 2.0")))
+    node = engines.node
+    if rule:
+        node.emulator.fault(rule)
+    engines.start_offline()
+
+    def trial():
+        found = [one for one in node.status().memory.trials if one.outcome != "not tried yet"]
+        return found[0] if found else None
+
+    seen = node.wait_for(trial, "the trial is over")
+    assert (seen.outcome, seen.rung) == (outcome, rung)
+    memory = node.status().memory
+    assert (memory.trials_passed, memory.trials_failed) == ((1, 0) if outcome == "passed" else (0, 1))
+    engines.start_online(BURST)
+    check_online(engines.summary(engines.online, "online"))
+    check_offline(engines.stop_offline())
+
+    assert ways(engines) <= {rung}
+    assert node.status().memory.late_orders == 0
     engines.nothing_is_left()

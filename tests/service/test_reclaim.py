@@ -467,6 +467,7 @@ def keep_asking(world, online, ms):
 
 def test_a_step_that_the_gate_stopped_is_let_end_for_a_request_that_waits_for_its_memory(tmp_path):
     world, _, online = waiting_world(tmp_path)
+    before = world.node.status().memory
 
     online.want(used=4, wanted=32)
     world.run(30)
@@ -475,6 +476,10 @@ def test_a_step_that_the_gate_stopped_is_let_end_for_a_request_that_waits_for_it
     assert world.gate.off  # and offline work stands again
     [*_, reclaim] = reclaims(world)
     assert 0 < reclaim.detail["let_ns"] < 30e6
+    assert reclaim.detail["lets"] == 1
+    memory = world.node.status().memory
+    assert (memory.lets - before.lets, memory.lets_again) == (1, 0)
+    assert memory.let_ns - before.let_ns == reclaim.detail["let_ns"]
     assert max(world.gating.online[online.shim.entry.service].request_figures()[1:2]) >= 1  # the request was hit by it
     world.check()
 
@@ -504,8 +509,9 @@ def test_a_reserve_that_nobody_waits_for_is_not_worth_running_beside_online(tmp_
     world.check()
 
 
-def test_offline_work_is_let_run_for_a_bounded_time_and_rests_as_long(tmp_path):
+def test_a_step_that_does_not_end_is_never_let_for_longer_than_the_bound_in_a_second(tmp_path):
     world, offline, online = waiting_world(tmp_path, let_ms=100.0, step_s=2.0)
+    before = world.node.status().memory
     offline.shim.steps = False  # it never comes to the end of its step
     on = 0
 
@@ -515,7 +521,12 @@ def test_offline_work_is_let_run_for_a_bounded_time_and_rests_as_long(tmp_path):
         world.gate.hint(online.client, started=1, ended=0)
         on += not world.gate.off
 
-    assert 90 <= on <= 110
+    assert 18 <= on <= 24  # twice a tenth of a second, in two seconds
+    world.run(200)
+    [*_, reclaim] = [one for one in reclaims(world) if one.detail.get("lets")]
+    assert (reclaim.detail["lets"], reclaim.detail["let_ns"]) == (2, 200e6)
+    memory = world.node.status().memory
+    assert (memory.lets - before.lets, memory.lets_again, memory.let_ns - before.let_ns) == (2, 1, 200e6)
     world.check()
 
 

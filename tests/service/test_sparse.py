@@ -9,6 +9,7 @@ import pytest
 from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, MIB, Hook, KvWorld, Shim
+from msgspec.structs import replace
 
 from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
 from valved.abi.link import LinkType, Malformed
@@ -91,32 +92,85 @@ def test_memory_comes_back_between_two_steps(world):
     ],
     ids=["refused", "no such call", "does nothing", "hangs"],
 )
-def test_who_fails_the_trial_is_treated_the_next_best_way(world, fail, words):
+def test_who_fails_the_trial_is_asked_between_its_steps_and_holds_nothing_for_it(world, fail, words):
     fail(world)
     offline, online = under_pressure(world)
     world.outside.go_on()
     world.run(200)
 
+    memory = world.node.status().memory
     assert words in demotions(world)[0]
     assert words in state_of(world, offline)
-    assert state_of(world, offline).startswith("helper: ")
-    assert world.node.status().memory.demotions == 1
-    assert {event.detail["how"] for event in reclaims(world)} == {"helper"}
+    assert state_of(world, offline).startswith("cooperative: ")
+    assert (memory.demotions, memory.trials_passed, memory.trials_failed) == (1, 0, 1)
+    assert [(one.rung, words in one.reason) for one in memory.trials] == [("cooperative", True)]
+    assert {event.detail["how"] for event in reclaims(world)} == {"cooperative"}
     assert len(online.backed()) >= 40
+    assert not world.outside.open_fds
 
 
-def test_who_fails_both_trials_is_asked_between_its_steps(world):
-    world.outside.fails.append(0x1F)
+@pytest.mark.parametrize(
+    ("status", "outcome", "words"),
+    [
+        (errno.EBADMSG, "wrong bytes", "the bytes did not come back when mapped again"),
+        (errno.EFAULT, "wrong bytes", "memory beside it changed"),
+        (errno.EIO, "refused", "the trial ended with error 5"),
+    ],
+)
+def test_what_the_process_finds_in_its_trial_counts(world, status, outcome, words):
     shim = world.shim("offline")
-    shim.trials[KvHow.AT_ONCE] = errno.EBADMSG
+    shim.trials[KvHow.OUTSIDE] = status
     shim.offer_scratch(0)
     world.run(100)
 
-    assert demotions(world) == [
-        "making memory sparse was refused with status 0x1f; its own thread: the bytes did not come back when "
-        "mapped again: cooperative from now on"
-    ]
+    [trial] = world.node.status().memory.trials
+    assert (trial.rung, trial.outcome, trial.reason) == ("cooperative", outcome, words)
+    assert trial.pid == shim.entry.process.pid
+    assert not world.outside.open_fds
     shim.die()
+
+
+def test_a_process_that_never_answers_its_trial_never_keeps_its_memory_untaken(world):
+    shim = world.shim("offline")
+    shim.answers = False
+    shim.offer_scratch(0)
+    world.run(20_000)
+    assert [trial.outcome for trial in world.node.status().memory.trials] == ["not tried yet"]
+    world.run(20_000)
+
+    [trial] = world.node.status().memory.trials
+    assert (trial.rung, trial.outcome) == ("cooperative", "hung")
+    assert not world.outside.open_fds
+    shim.die()
+
+
+def test_a_trial_that_waits_for_a_busy_service_is_no_trial_that_hangs(world):
+    shim = world.shim("offline")
+    shim.answers = False
+    shim.offer_scratch(0)
+    world.run(100)
+    world.gating.set_pause(frozenset({0}))
+    world.run(120_000)
+    assert [trial.outcome for trial in world.node.status().memory.trials] == ["not tried yet"]
+
+    world.gating.set_pause(frozenset())
+    shim.catch_up()
+    world.run(1000)
+
+    assert [trial.outcome for trial in world.node.status().memory.trials] == ["passed"]
+    shim.die()
+
+
+def test_auto_takes_memory_from_outside_after_the_trial_and_helper_is_never_chosen_for_anybody(tmp_path):
+    auto = KvWorld(tmp_path, config=Config(memory=replace(MEMORY, remap=Remap.AUTO)), handles=20)
+    auto.is_new = True
+    _, online = under_pressure(auto)
+    auto.run(100)
+
+    assert {event.detail["how"] for event in reclaims(auto)} == {"sparse"}
+    assert len(online.backed()) >= 40
+    assert (auto.node.status().memory.remap, auto.node.status().memory.trials_passed) == ("auto", 1)
+    auto.check()
 
 
 def test_a_shim_that_passes_nothing_is_asked_between_its_steps(world, monkeypatch):

@@ -286,3 +286,31 @@ def test_an_order_that_no_valved_would_send_ends_the_link(begun):
 
     until(client.gone.is_set, "gone")
     assert tagged(engine, address) == list(range(8))
+
+
+def test_a_trial_that_harms_the_memory_beside_it_fails(begun):
+    pool, engine, client, _, address, outside, scratch = begun
+    outside.sparse(scratch.base, scratch.bytes + H)
+
+    assert attempt(pool, client, scratch) == errno.EFAULT
+    assert tagged(engine, address) == list(range(8))
+
+
+def test_a_trial_that_is_refused_halfway_costs_nothing_but_the_trial(begun, emulated_gpus):
+    """Nothing else of the process changes, it goes on by the other way, and leaves nothing behind."""
+    pool, engine, client, number, address, outside, scratch = begun
+    used = emulated_gpus.state().used_bytes()
+    outside.sparse(scratch.base, scratch.bytes)
+    emulated_gpus.fault("on map 1: status 0x1f")
+
+    assert attempt(pool, client, scratch) == errno.EIO
+    emulated_gpus.clear_faults()
+    assert tagged(engine, address) == list(range(8))
+    assert emulated_gpus.state().used_bytes() == used
+    assert pool.order(client, QUARANTINE, number, [Entry(1)]).done == 1
+    assert tagged(engine, address) == [0, 2, 3, 4, 5, 6, 7]
+    engine.kill()
+    scratch.close()
+    outside.process.call("close", fd=outside.fd)
+    pool.close()
+    assert emulated_gpus.wait(lambda state: state.used_bytes() == 0, "all of it is free")

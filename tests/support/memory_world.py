@@ -100,7 +100,7 @@ class Shim:
         self._heard = len(self.connection.sent)
         self.connection.on_send = self._hear
         self.is_alive = True
-        is_sparse = world.config.memory.remap is Remap.SPARSE
+        is_sparse = world.passes_scratch
         self.has_stepped = not is_sparse  # kernels may be running whenever its channels are on
         self.steps = is_sparse  # it makes steps of its own
 
@@ -453,6 +453,10 @@ class Hook:
 class KvWorld(World):
     """A node on which engines share memory."""
 
+    is_new = False
+    passes_scratch = property(lambda world: world.config.memory.remap is Remap.SPARSE or world.is_new)
+    """Offline shims pass their uvm descriptor and scratch memory, and make steps of their own."""
+
     def __init__(self, folder, *, handles=64, **more):
         super().__init__(folder, **more)
         self.card = Card(self.clock, handles)
@@ -472,7 +476,7 @@ class KvWorld(World):
         """A process with one range per layer and GPU, and its hook, attached. Block 0 is the null block. None: its KV
         cache is not valved's memory."""
         shim = self.shim(role, gpus=gpus, **m)
-        if role == "offline" and self.config.memory.remap is Remap.SPARSE:
+        if role == "offline" and self.passes_scratch:
             for gpu in gpus:
                 shim.offer_scratch(gpu)
         size = self.config.memory.handle_mib * MIB

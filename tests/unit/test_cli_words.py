@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import client, doctor, explain, policy, record, run, systemd, top, up, words
+from valved.cli import client, doctor, explain, policy, record, remap, run, systemd, top, up, words
 from valved.cli.exits import REFUSED, USAGE, CliError
 from valved.cli.tables import FittingTable
 from valved.paths import API_SOCKET
@@ -337,3 +337,36 @@ def test_a_run_folder_in_the_file_is_never_beaten_by_a_default(tmp_path, monkeyp
     assert "--run-dir" not in systemd.unit(options)
     monkeypatch.setenv("VALVE_RUN_DIR", "/elsewhere")
     assert str(up.folder_of(file)) == "/elsewhere"
+
+
+PASSED = {"pid": 7, "gpu": 0, "rung": "sparse", "outcome": "passed", "took_ns": 24_000}
+HUNG = {"pid": 8, "gpu": 1, "rung": "cooperative", "outcome": "hung", "reason": "it took longer than 1 s"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "trials", "verdict", "words"),
+    [
+        ("auto", [], doctor.Verdict.FINE, "no offline process has been tried yet"),
+        ("auto", [PASSED], doctor.Verdict.FINE, "1 processes passed the trial of sparse, the slowest call took 24 us"),
+        ("auto", [PASSED, HUNG], doctor.Verdict.NOTE, "pid 8 on GPU 1: trial hung (it took longer than 1 s)"),
+        ("helper", [], doctor.Verdict.FINE, "memory.remap = helper: nothing is tried"),
+    ],
+)
+def test_doctor_says_what_trials_have_shown(setting, trials, verdict, words):
+    memory = node_pb2.Memory(remap=setting, trials=[node_pb2.Trial(**one) for one in trials])
+
+    finding = doctor.judge_remap(memory)
+
+    assert finding.verdict is verdict
+    assert words in finding.what
+
+
+def test_status_says_how_memory_is_taken_from_each_process_and_what_was_let_run():
+    trials = [node_pb2.Trial(**one) for one in (PASSED, HUNG)]
+    memory = node_pb2.Memory(remap="auto", trials=trials, lets=3, lets_again=1, let_ns=90_000_000)
+
+    assert remap.lines(memory) == [
+        "taken by: cooperative from 1, sparse from 1",
+        "GPU 1, pid 8, cooperative: trial hung (it took longer than 1 s)",
+        "offline steps let end beside a waiting request: 3, in 90 ms, 1 of them once more for the same need",
+    ]

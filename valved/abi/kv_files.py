@@ -96,6 +96,9 @@ class KvTable:
     def set_target(self, blocks: int) -> None:
         self._head["target_blocks"] = blocks
 
+    def set_step_tokens(self, tokens: int) -> None:
+        self._head["step_tokens"] = tokens
+
     def detach(self) -> None:
         self._head["detached"] = 1
 

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import words
+from valved.cli import remap, words
 from valved.cli.client import is_running, status_of
 from valved.cli.exits import FINDINGS, OK
 from valved.paths import preload_library, run_dir
@@ -285,6 +285,26 @@ def judge_lock(driver: Any, widths: list[int]) -> Finding:
     )
 
 
+def check_remap() -> Finding:
+    """Can memory be taken from the offline processes here while online work waits for it?"""
+    answer = status_of(run_dir())
+    if answer is None:
+        return Finding(check="KV memory", verdict=Verdict.UNKNOWN, what="valved tries it, and none answers here")
+    return judge_remap(answer.memory)
+
+
+def judge_remap(memory: Any) -> Finding:
+    failed = remap.failed(memory)
+    if not failed:
+        return fine("KV memory", remap.passed(memory))
+    return Finding(
+        check="KV memory",
+        verdict=Verdict.NOTE,
+        what=f"asked for between two steps of the engine, and a request may wait for one: {'; '.join(failed)}",
+        fix="a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
+    )
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_driver,
     check_nodes,
@@ -296,6 +316,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_privileges,
     check_daemon,
     check_lock,
+    check_remap,
 )
 MARKS = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red", Verdict.UNKNOWN: "magenta"}
 

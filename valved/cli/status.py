@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from valve.v1 import node_pb2
 
-from valved.cli import words
+from valved.cli import remap, words
 from valved.cli.client import node
 from valved.cli.exits import OK
 from valved.cli.tables import FittingTable
@@ -150,6 +150,8 @@ def memory(answer: Any) -> list[RenderableType]:
     if totals is not None and sum(totals.count):
         found = [words.at_most(words.quantile_us(totals, q)) for q in (0.5, 0.99)]
         line.append(f"a reclaim took p50 {found[0]}, p99 {found[1]}\n")
+    for one in remap.lines(kv):
+        line.append(f"{one}\n")
     return [line, pools, engines]
 
 

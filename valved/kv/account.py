@@ -30,7 +30,8 @@ class Reclaim:
     told_ns: int = 0
     taken_ns: int = 0
     given_ns: int = 0
-    let_ns: int = 0  # offline work ran beside online for it
+    lets: int = 0  # times that an offline step was let end beside a waiting request, for this
+    let_ns: int = 0
     victims: list[Victims] = field(default_factory=list)
     freed: int = 0
     late: int = 0
@@ -64,6 +65,7 @@ class Reclaim:
             "total_ns": self.given_ns - self.began_ns,
             "heard_ns": self.began_ns - min(need.rung_ns for need in self.needs),
             **{f"{name}_ns": spent_ns for name, spent_ns in self.phases().items()},
+            **({"lets": self.lets} if self.lets else {}),
         }
 
 

@@ -12,6 +12,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
 from valved.kv.reserve import Reserve
+from valved.kv.rungs import Rungs
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import WorkPort
@@ -26,6 +27,7 @@ class Looks:
         self,
         books: KvBooks,
         supply: Supply,
+        rungs: Rungs,
         reserve: Reserve,
         lender: Lender,
         clock: Clock,
@@ -34,6 +36,7 @@ class Looks:
     ) -> None:
         self._books = books
         self._supply = supply
+        self._rungs = rungs
         self._reserve = reserve
         self._lender = lender
         self._clock = clock
@@ -51,6 +54,7 @@ class Looks:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
+        self._rungs.heed()
         for engine in self._books.engines_with(Role.ONLINE):
             self._reserve.serve(engine)
         for engine in self._books.engines_with(Role.OFFLINE):

@@ -1,8 +1,8 @@
 """Takes KV memory from outside its process: which processes may be treated so, the trial, and the reclaim.
 
 A shim that is asked (VALVE_FEATURE_SPARSE) passes a descriptor of its uvm file and some scratch memory. Nothing is
-relied upon before it was tried there, on that very process, with its GPU stopped as a reclaim would stop it. Who fails
-is treated the next best way, which is tried as well; the reason is in the status, the journal and the audit file.
+relied upon before it was tried there, on that very process (kv/trial.py). Who fails is asked between its steps; the
+reason is in the status, the journal and the audit file.
 
 A reclaim tells the shim first and makes the memory sparse then. The shim only corrects its books, whenever it
 comes to it; a valved that dies in between leaves a process that thinks its memory gone. Backing such slots again is
@@ -11,7 +11,6 @@ ordinary mapping work between two steps of the engine.
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,22 +18,23 @@ import numpy as np
 from valved.abi.kv_link import KvHow, KvOp, KvScratch
 from valved.config import MemoryTable
 from valved.kv.engines import Engine
-from valved.kv.journey import Pause, start, until
+from valved.kv.journey import start
 from valved.kv.orders import Order, Orders
 from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
+from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
 from valved.machine.ports import Door, OutsidePort, SparseResult
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, GpuIndex, Remap
+from valved.model.ids import ClientId, GpuIndex, Remap, TrialOutcome
+from valved.model.states import TrialState
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 from valved.state.stats import MemoryCounters
 
 UNHEARD = 512  # orders of one client that it has not heard of yet; it keeps room for twice as many
-UNTRIED = "not tried yet"
+UNTRIED = TrialResult(outcome=TrialOutcome.UNTRIED, reason="not tried yet")
 RETRY_NS = 5_000_000_000
-NOT_STOPPED = "its GPU could not be stopped for the trial"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Way:
     door: Door
     scratch: KvRangeBook  # stands for the shim's scratch memory, and is in no book of the pool
     best: Remap = Remap.COOPERATIVE
-    reason: str = UNTRIED
+    result: TrialResult = UNTRIED
     is_open: bool = True
 
 
@@ -61,13 +61,12 @@ class Outside:
         settings: MemoryTable,
         counters: MemoryCounters,
     ) -> None:
-        self._turn = turn
         self._counters = counters
         self._orders = orders
         self._journal = journal
         self._clock = clock
         self._port = port
-        self._order_ns = round(settings.order_s * 1e9)
+        self._trials = Trials(orders, turn, clock, settings)
         self._ways: dict[tuple[ClientId, GpuIndex], Way] = {}
 
     # Who may be treated so
@@ -95,8 +94,9 @@ class Outside:
             self._close(self._ways.pop(key))
 
     def _close(self, way: Way) -> None:
-        way.is_open = False
-        way.door.close()
+        if way.is_open:
+            way.is_open = False
+            way.door.close()
 
     def best(self, client: ClientId, gpu: GpuIndex) -> Remap:
         way = self._ways.get((client, gpu))
@@ -111,70 +111,43 @@ class Outside:
         way = self._ways.get((client, gpu))
         if way is None:
             return "its shim passed no uvm descriptor"
-        return "" if way.best is Remap.SPARSE else way.reason
+        return "" if way.best is Remap.SPARSE else way.result.reason
+
+    def trials(self) -> tuple[TrialState, ...]:
+        """Of every process that has passed a descriptor and has a link."""
+        return tuple(
+            TrialState(
+                service=way.entry.service,
+                pid=way.entry.process.pid,
+                gpu=way.gpu,
+                rung=way.best.value,
+                outcome=way.result.outcome.value,
+                reason=way.result.reason,
+                took_ns=way.result.took_ns,
+            )
+            for way in self._ways.values()
+        )
 
     # The trial
 
     async def _try(self, way: Way) -> None:
-        why, best = await self._try_sparse(way), Remap.SPARSE
-        if why and why != NOT_STOPPED and way.is_open:
-            worse = await self._try_helper(way)
-            best = Remap.COOPERATIVE if worse else Remap.HELPER
-            why += f"; its own thread: {worse}" if worse else ""
-        if not way.is_open or way.reason not in (UNTRIED, NOT_STOPPED):
+        result = await self._trials.attempt(way.door, way.scratch, lambda: way.is_open)
+        if not way.is_open:
             return
-        if why == NOT_STOPPED:  # a brake is on, or the gate failed: that says nothing about this way
-            way.reason = why
+        way.result = result
+        if result is NOT_STOPPED:  # a brake is on, or the gate failed: that says nothing about this way
             self._clock.call_at_ns(self._clock.now_ns() + RETRY_NS, lambda: start(self._retry(way)))
-            return
-        way.best, way.reason = best, why
-        if way.reason:
-            self._note_demotion(way)
+        elif result.outcome is TrialOutcome.PASSED:
+            self._counters.trials_passed += 1
+            way.best = Remap.SPARSE
+            self._note(way, EventKind.NOTED, f"its memory can be taken from outside: {result.took_ns / 1e3:.0f} us")
         else:
-            self._note(way, EventKind.NOTED, "its memory can be taken from outside")
+            self._counters.trials_failed += 1
+            self._demote(way)
 
     async def _retry(self, way: Way) -> None:
         if way.is_open:
             await self._try(way)
-
-    async def _try_sparse(self, way: Way) -> str:
-        """Empty if it works. The driver is called under a closed gate; looking at the outcome needs an open one."""
-        ended = Pause()
-        results: list[SparseResult] = []
-
-        def then(result: SparseResult) -> None:
-            results.append(result)
-            ended.set()
-
-        try:
-            if not await self._turn.stop_for(way.gpu):
-                return NOT_STOPPED
-            if way.is_open:
-                way.door.make_sparse([(way.scratch.base, way.scratch.handle_bytes)], then)
-                await until(ended, self._clock, self._clock.now_ns() + self._order_ns)
-        finally:
-            self._turn.open()
-        if not way.is_open:
-            return "it has left"
-        if not results:
-            return f"making memory sparse took longer than {self._order_ns / 1e9:g} s"
-        if results[0].status:
-            return f"making memory sparse was refused with status {results[0].status:#x}"
-        trial = self._orders.trial(way.scratch, KvHow.OUTSIDE)
-        await trial.settled
-        return words_of(trial)
-
-    async def _try_helper(self, way: Way) -> str:
-        try:
-            if not await self._turn.stop_for(way.gpu):
-                return NOT_STOPPED
-            trial = self._orders.trial(way.scratch, KvHow.AT_ONCE)
-            fence = self._orders.fence(way.scratch)
-            in_time = await until(fence.settled, self._clock, self._clock.now_ns() + self._order_ns)
-        finally:
-            self._turn.open()
-        await trial.settled
-        return words_of(trial) if in_time else f"mapping took longer than {self._order_ns / 1e9:g} s"
 
     # At work
 
@@ -194,16 +167,20 @@ class Outside:
                 self._orders.taken(order)
             return
         if way.is_open:
-            way.best, way.reason = Remap.COOPERATIVE, f"the driver refused with status {result.status:#x}"
-            self._note_demotion(way)
+            why = f"the driver refused with status {result.status:#x}"
+            way.result = TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=result.took_ns)
+            self._demote(way)
         for order in orders:
             if not order.settled.is_set:  # else its client has left
                 [instead] = self._orders.take_away(KvOp.QUARANTINE, order.book, order.slots, KvHow.AT_STEP)
                 self._orders.refused(order, instead)
 
-    def _note_demotion(self, way: Way) -> None:
+    def _demote(self, way: Way) -> None:
+        """It is asked between its steps from now on, and nothing of it is held that only this way needs."""
+        way.best = Remap.COOPERATIVE
+        self._close(way)
         self._counters.demotions += 1
-        self._note(way, EventKind.REMAP_UNSAFE, f"{way.reason}: {way.best.value} from now on")
+        self._note(way, EventKind.REMAP_UNSAFE, f"{way.result.reason}: {way.best.value} from now on")
 
     def _note(self, way: Way, kind: EventKind, reason: str) -> None:
         self._journal.emit(
@@ -219,15 +196,6 @@ class Outside:
         for way in self._ways.values():
             self._close(way)
         self._ways.clear()
-
-
-def words_of(trial: Order) -> str:
-    """What the shim says of a trial; empty if all is well."""
-    names = {
-        errno.ENODATA: "what was taken did not read as zero",
-        errno.EBADMSG: "the bytes did not come back when mapped again",
-    }
-    return names.get(trial.status, f"the trial ended with error {trial.status}") if trial.status else ""
 
 
 def runs_of(book: KvRangeBook, slots: Ints) -> list[tuple[int, int]]:

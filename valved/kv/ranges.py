@@ -15,7 +15,7 @@ from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, Rang
 from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey
 from valved.kv.unheeded import Unheeded
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, GpuIndex, Remap
+from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex
 from valved.state.journal import Journal
 from valved.state.registry import ClientEntry
 
@@ -119,7 +119,7 @@ class Ranges:
         if body.offset + body.bytes > book.slots * book.handle_bytes or not body.bytes:
             raise Malformed(f"a pin of {body.bytes} bytes at {body.offset} lies outside range {body.range}")
         first, last = body.offset // book.handle_bytes, (body.offset + body.bytes - 1) // book.handle_bytes
-        if self._books.settings.remap is Remap.SPARSE:
+        if self._books.settings.remap in TRIED_FIRST:
             is_going = self._books.orders.is_unheard(book, first, last)
             self._books.ack(entry.id, seq, errno.EBUSY if is_going else 0)
             if is_going:

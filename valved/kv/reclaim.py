@@ -182,7 +182,7 @@ class Reclaimer:
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(reclaim.how)
         gpus = frozenset().union(*(victims.engine.gpus for victims in reclaim.victims))
         settled = all_of([order.settled for order in orders])
-        reclaim.let_ns = await self._beside.until_settled(
+        reclaim.lets, reclaim.let_ns = await self._beside.until_settled(
             settled, gpus, lambda: any(need.is_waited_for() for need in reclaim.needs), deadline_ns
         )
         await self._turn.while_turning()  # offline work stands again before anybody maps

@@ -8,6 +8,7 @@ from valved.config import MemoryTable
 from valved.kv.account import ReclaimLog
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
+from valved.kv.outside import Outside
 from valved.kv.reserve import Reserve
 from valved.kv.ways import Ways
 from valved.model.events import Event
@@ -23,10 +24,18 @@ PICKS = 8  # columns named in an explanation
 
 class MemoryReport:
     def __init__(
-        self, books: KvBooks, ways: Ways, reserve: Reserve, log: ReclaimLog, journal: Journal, gpus: list[GpuIndex]
+        self,
+        books: KvBooks,
+        ways: Ways,
+        outside: Outside,
+        reserve: Reserve,
+        log: ReclaimLog,
+        journal: Journal,
+        gpus: list[GpuIndex],
     ) -> None:
         self._books = books
         self._ways = ways
+        self._outside = outside
         self._reserve = reserve
         self._log = log
         self._journal = journal
@@ -39,7 +48,7 @@ class MemoryReport:
         return MemoryState(
             managed=True,
             handle_bytes=pool.handle_bytes,
-            remap=self._ways.usual.value,
+            remap=settings.remap.value,
             target_per_hour=settings.target_per_hour,
             gpus=tuple(self._gpu(gpu) for gpu in self._gpus),
             engines=tuple(self._engine(engine) for engine in self._books.engines.values()),
@@ -51,6 +60,12 @@ class MemoryReport:
             returned_bytes=counters.returned_handles * pool.handle_bytes,
             late_orders=counters.late_orders,
             demotions=counters.demotions,
+            trials_passed=counters.trials_passed,
+            trials_failed=counters.trials_failed,
+            lets=counters.lets,
+            lets_again=counters.lets_again,
+            let_ns=counters.let_ns,
+            trials=self._outside.trials(),
             lost_tokens=total(
                 [counters.lost_tokens, *(one.view().lost_tokens for one in self._books.engines.values())]
             ),

@@ -18,6 +18,7 @@ from valved.kv.grow import Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
 from valved.kv.pool import Ints
+from valved.kv.rungs import Rungs
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
@@ -50,6 +51,7 @@ class Reserve:
         supply: Supply,
         growth: Growth,
         lending: Lending,
+        rungs: Rungs,
         journal: Journal,
         clock: Clock,
         config: Config,
@@ -63,6 +65,7 @@ class Reserve:
         self._supply = supply
         self._growth = growth
         self._lending = lending
+        self._rungs = rungs
         self._journal = journal
         self._clock = clock
         self._config = config
@@ -85,7 +88,7 @@ class Reserve:
             return
         reclaims_ns = self.budget.seen_by(engine.gpus, now_ns - online.settings.window_ns)
         state = replace(online.state, reclaims_ns=reclaims_ns)
-        online.state, decision = decide(state, memory, now_ns, online.settings)
+        online.state, decision = decide(state, memory, now_ns, self._rungs.settings(engine, online.settings))
         if decision.is_reclaim:
             self.budget.note(engine.gpus, now_ns)
         if decision.action is ReservationAction.TAKE:

@@ -51,7 +51,7 @@ from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, OutsidePort
 from valved.model.figures import total
-from valved.model.ids import Remap, Role
+from valved.model.ids import TRIED_FIRST, Role
 from valved.state.registry import ClientEntry
 
 FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED})
@@ -108,7 +108,7 @@ class KvService:
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
         always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE
-        return always | Feature.SPARSE if self._books.settings.remap is Remap.SPARSE else always
+        return always | Feature.SPARSE if self._books.settings.remap in TRIED_FIRST else always
 
     # Messages
 

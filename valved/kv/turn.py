@@ -66,6 +66,10 @@ class GateTurn:
         await self.mine()
         return self._supply.is_allowed and await self.stop(frozenset({gpu}))
 
+    def is_stopped(self, gpu: GpuIndex) -> bool:
+        """Whether offline work stands there, for whatever reason."""
+        return self._gating.is_stopped(gpu)
+
     def when_still(self, call: Callable[[], None]) -> None:
         """At once, or when no mapping is being changed under the gate any more."""
         if self._turn is None:

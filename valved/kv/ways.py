@@ -10,7 +10,7 @@ from valved.kv.outside import Outside
 from valved.kv.pool import KvRangeBook
 from valved.machine.ports import GatePort
 from valved.model.events import EventKind
-from valved.model.ids import ClientId, Reach, Remap
+from valved.model.ids import TRIED_FIRST, ClientId, Reach, Remap
 from valved.state.journal import Journal
 
 HUNG = "a mapping order has not come back"
@@ -30,7 +30,7 @@ class Ways:
     def usual(self) -> Remap:
         """The way where nothing speaks against it."""
         setting = self._books.settings.remap
-        return setting if setting in (Remap.SPARSE, Remap.HELPER) else Remap.COOPERATIVE
+        return Remap.SPARSE if setting in TRIED_FIRST else setting
 
     def way_of(self, engines: list[Engine]) -> Remap:
         """One for all of these: they are stopped, or asked, together."""

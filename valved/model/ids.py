@@ -31,10 +31,24 @@ class Mode(enum.Enum):
 class Remap(enum.Enum):
     """How memory is taken from an offline process."""
 
-    AUTO = "auto"  # cooperative, until experiments on hardware say that helper is safe there
+    AUTO = "auto"  # sparse in a process that has passed its trial, else cooperative
     SPARSE = "sparse"  # channels off, valved makes the memory sparse itself, channels on
     HELPER = "helper"  # channels off, a thread of the shim maps, channels on
     COOPERATIVE = "cooperative"  # between two steps of the engine, channels on
+
+
+TRIED_FIRST = frozenset({Remap.AUTO, Remap.SPARSE})
+"""Settings under which each offline process is tried before its memory is taken from outside."""
+
+
+class TrialOutcome(enum.Enum):
+    """What a process's trial has shown (valved/kv/trial.py)."""
+
+    UNTRIED = "not tried yet"
+    PASSED = "passed"
+    REFUSED = "refused"  # by the driver, or by the process when it looked
+    WRONG = "wrong bytes"
+    HUNG = "hung"
 
 
 class Reach(enum.Enum):

@@ -142,6 +142,19 @@ class PhaseState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialState:
+    """How memory is taken from one process on one GPU, and what its trial has shown."""
+
+    service: int
+    pid: int
+    gpu: int
+    rung: str
+    outcome: str
+    reason: str  # empty where it passed
+    took_ns: int  # of the driver call that was tried; 0: it has not come back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryState:
     managed: bool = False
     handle_bytes: int = 0
@@ -157,6 +170,12 @@ class MemoryState:
     returned_bytes: int = 0
     late_orders: int = 0
     demotions: int = 0
+    trials_passed: int = 0
+    trials_failed: int = 0
+    lets: int = 0
+    lets_again: int = 0
+    let_ns: int = 0
+    trials: tuple[TrialState, ...] = ()
     lost_tokens: int = 0
 
 

@@ -22,6 +22,7 @@ from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
 from valved.kv.report import MemoryReport
 from valved.kv.reserve import Reserve
+from valved.kv.rungs import Rungs
 from valved.kv.service import KvService
 from valved.kv.supply import Supply
 from valved.kv.tables import Tables
@@ -110,16 +111,16 @@ def put_together(
     outside = Outside(books.orders, turn, journal, clock, outside_port, settings, counters)
     ways = Ways(books, outside, gate, journal)
     moves = Moves(books, supply, ways, outside, clock, counters)
-    beside = Beside(gating, clock, round(settings.let_ms * 1e6))
+    beside = Beside(gating, clock, round(settings.let_ms * 1e6), counters)
     reclaimer = Reclaimer(books, supply, turn, ways, moves, beside, journal, clock, costs, log)
     growth = Growth(books, supply, turn, moves, reclaimer)
     whole = WholeRanges(books, supply, turn, moves, reclaimer, ranges, unheeded, clock)
     lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
-
-    reserve = Reserve(books, supply, growth, lending, journal, clock, config, uuids, changes)
+    rungs = Rungs(books, ways, settings)
+    reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
     lender = Lender(books, supply, lending, clock, changes)
-    looks = Looks(books, supply, reserve, lender, clock, costs, work)
-    report = MemoryReport(books, ways, reserve, log, journal, sorted(uuids))
+    looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
+    report = MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids))
     service = KvService(
         books=books,
         ranges=ranges,

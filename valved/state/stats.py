@@ -90,6 +90,11 @@ class MemoryCounters:
     late_orders: int = 0
     demotions: int = 0  # processes whose memory is not taken in the way that the setting names
     lost_tokens: int = 0  # told by engines that have left
+    trials_passed: int = 0  # processes whose memory may be taken from outside
+    trials_failed: int = 0
+    lets: int = 0  # times an offline step was let end beside a waiting request
+    lets_again: int = 0  # of those, for a reclaim that had been let before: its step was not as short as asked
+    let_ns: int = 0
 
 
 @dataclass(slots=True)

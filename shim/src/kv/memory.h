@@ -63,9 +63,10 @@ extern struct valve_kv_calls valve_cu; /* filled by valve_place_here, before any
 
 enum valve_scratch_state {
 	SCRATCH_NONE,
-	SCRATCH_RESTS, /* maps its own handle, with the pattern */
-	SCRATCH_ZERO,  /* tried: it must read zero */
-	SCRATCH_OWN,   /* mapped again: it must read the pattern */
+	SCRATCH_RESTS,  /* maps its own handle, with the pattern */
+	SCRATCH_ZERO,   /* tried: it must read zero */
+	SCRATCH_OWN,    /* mapped again: it must read the pattern */
+	SCRATCH_MENDED, /* a trial has failed, and the pattern is being written for the next one */
 };
 
 struct valve_kv_order {
@@ -82,9 +83,14 @@ struct valve_scratch {
 	uint32_t generation; /* of the link by which it was told */
 	CUdeviceptr at;
 	uint64_t handle;
+	CUdeviceptr beside; /* right behind it: memory that a trial must leave as it is */
+	uint64_t beside_handle;
+	uint64_t beside_bytes;
 	uint32_t *seen; /* pinned host memory: what was read */
 	CUevent event;
 	struct valve_kv_order order; /* the trial */
+	uint32_t failed;             /* errno value and driver's result of one that is being mended */
+	CUresult cu_result;
 };
 
 /* A context in which ranges were made. Lives as long as the context. */

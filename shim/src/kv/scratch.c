@@ -2,7 +2,7 @@
  * scratch.c - memory of our own, one handle in each context with ranges, on which valved tries what it means to do to KV
  * memory from outside before it relies on it. In the flow: the first range of a context -> scratch, with a pattern ->
  * KV_SCRATCH with the uvm descriptor -> valved makes it sparse -> order TRY -> here: it must read zero, take a write
- * without harm, and after unmap + map + set access have its bytes back.
+ * without harm, and after unmap + map + set access have its bytes back; the memory behind it must never change.
  *
  * It is made on the application's thread (places.c says why) and looked at on the memory thread, which never waits for
  * the copies: they need channels that are on.
@@ -14,7 +14,9 @@
 
 #define PATTERN 0x7a11feedu
 #define OTHER   0xdeadbeefu
-#define SAMPLE  65536u /* at either end; sparse pages are that large */
+#define SAMPLE  65536u /* at either end, and beside it; sparse pages are that large */
+#define BESIDE  2u     /* the sample behind the two of the scratch memory */
+#define SAMPLES 3u
 
 /* X(name, parameters): beyond VALVE_KV_CALLS. A driver without them has no trial, and is not relied upon */
 #define SCRATCH_CALLS(X)                        \
@@ -51,12 +53,17 @@ bool valve_scratch_is_wanted(void)
 
 /* ---- making it ---- */
 
-static CUresult show(const struct valve_place *place, uint64_t handle)
+static CUresult show_at(const struct valve_place *place, CUdeviceptr at, uint64_t bytes, uint64_t handle)
 {
 	const CUmemAccessDesc access = {{CU_MEM_LOCATION_DEVICE, place->device}, CU_ACCESS_READWRITE};
-	CUresult result = valve_cu.cuMemMap(place->scratch.at, place->handle_bytes, 0, handle, 0);
+	CUresult result = valve_cu.cuMemMap(at, bytes, 0, handle, 0);
 
-	return result ? result : valve_cu.cuMemSetAccess(place->scratch.at, place->handle_bytes, &access, 1);
+	return result ? result : valve_cu.cuMemSetAccess(at, bytes, &access, 1);
+}
+
+static CUresult show(const struct valve_place *place, uint64_t handle)
+{
+	return show_at(place, place->scratch.at, place->handle_bytes, handle);
 }
 
 static CUresult show_instead(const struct valve_place *place, uint64_t handle)
@@ -71,14 +78,34 @@ static CUresult fill(const struct valve_place *place, uint32_t word)
 	return valve_cu.cuMemsetD32Async(place->scratch.at, word, place->handle_bytes / 4, place->stream);
 }
 
+/* The least that the driver maps, filled with the pattern as well. */
+static CUresult make_beside(struct valve_place *place, const CUmemAllocationProp *prop)
+{
+	struct valve_scratch *scratch = &place->scratch;
+	CUresult result = valve_cu.cuMemCreate(&scratch->beside_handle, scratch->beside_bytes, prop, 0);
+
+	if (!result)
+		result = show_at(place, scratch->beside, scratch->beside_bytes, scratch->beside_handle);
+	if (!result)
+		result = valve_cu.cuMemsetD32Async(scratch->beside, PATTERN, scratch->beside_bytes / 4,
+		                                   place->stream);
+	return result;
+}
+
 static CUresult make(struct valve_place *place)
 {
 	const CUmemAllocationProp prop = {.type = CU_MEM_TYPE_PINNED,
 	                                  .location = {CU_MEM_LOCATION_DEVICE, place->device}};
 	struct valve_scratch *scratch = &place->scratch;
 	void *seen = NULL;
-	CUresult result = valve_cu.cuMemAddressReserve(&scratch->at, place->handle_bytes, 0, 0, 0);
+	size_t least = 0;
+	CUresult result = valve_cu.cuMemGetAllocationGranularity(&least, &prop, 0);
 
+	scratch->beside_bytes = least < SAMPLE ? SAMPLE : least;
+	if (!result)
+		result = valve_cu.cuMemAddressReserve(&scratch->at,
+		                                      place->handle_bytes + scratch->beside_bytes, 0, 0, 0);
+	scratch->beside = scratch->at + place->handle_bytes;
 	if (!result)
 		result = valve_cu.cuMemCreate(&scratch->handle, place->handle_bytes, &prop, 0);
 	if (!result)
@@ -86,9 +113,11 @@ static CUresult make(struct valve_place *place)
 	if (!result)
 		result = fill(place, PATTERN);
 	if (!result)
+		result = make_beside(place, &prop);
+	if (!result)
 		result = valve_cu.cuStreamSynchronize(place->stream);
 	if (!result)
-		result = call.cuMemAllocHost_v2(&seen, 2 * SAMPLE);
+		result = call.cuMemAllocHost_v2(&seen, SAMPLES * SAMPLE);
 	scratch->seen = seen;
 	if (!result)
 		result = valve_cu.cuEventCreate(&scratch->event, CU_EVENT_DISABLE_TIMING);
@@ -105,9 +134,13 @@ static void unmake(struct valve_place *place)
 		valve_cu.cuMemUnmap(scratch->at, place->handle_bytes);
 		valve_cu.cuMemRelease(scratch->handle);
 	}
+	if (scratch->beside_handle) {
+		valve_cu.cuMemUnmap(scratch->beside, scratch->beside_bytes);
+		valve_cu.cuMemRelease(scratch->beside_handle);
+	}
 	if (scratch->at &&
 	    !scratch->generation) /* else valved knows the address: it never means something else */
-		valve_cu.cuMemAddressFree(scratch->at, place->handle_bytes);
+		valve_cu.cuMemAddressFree(scratch->at, place->handle_bytes + scratch->beside_bytes);
 	*scratch = (struct valve_scratch){.state = SCRATCH_NONE};
 }
 
@@ -186,6 +219,9 @@ static CUresult read_back(const struct valve_place *place)
 		result = call.cuMemcpyDtoHAsync_v2((char *)scratch->seen + SAMPLE,
 		                                   scratch->at + place->handle_bytes - SAMPLE, SAMPLE,
 		                                   place->stream);
+	if (!result)
+		result = call.cuMemcpyDtoHAsync_v2((char *)scratch->seen + BESIDE * SAMPLE, scratch->beside,
+		                                   SAMPLE, place->stream);
 	return result;
 }
 
@@ -194,23 +230,43 @@ static CUresult mark(const struct valve_place *place)
 	return valve_cu.cuEventRecord(place->scratch.event, place->stream);
 }
 
-static bool reads(const struct valve_place *place, uint32_t word)
+static bool all_are(const uint32_t *seen, size_t bytes, uint32_t word)
 {
-	for (size_t i = 0; i < 2 * SAMPLE / sizeof(word); i++)
-		if (place->scratch.seen[i] != word)
+	for (size_t i = 0; i < bytes / sizeof(word); i++)
+		if (seen[i] != word)
 			return false;
 	return true;
 }
 
-static void end(struct valve_place *place, uint32_t status, CUresult result)
+static bool reads(const struct valve_place *place, uint32_t word)
 {
-	struct valve_outcome out = {.status = result ? EIO : status, .cu_result = result};
+	return all_are(place->scratch.seen, BESIDE * SAMPLE, word);
+}
 
-	/* What failed may work at the next try: it begins with the pattern in place, or fails again. */
-	if (out.status && !show_instead(place, place->scratch.handle))
-		fill(place, PATTERN);
+static bool is_untouched_beside(const struct valve_place *place)
+{
+	return all_are(place->scratch.seen + BESIDE * SAMPLE / sizeof(uint32_t), SAMPLE, PATTERN);
+}
+
+static void answer(struct valve_place *place, uint32_t status, CUresult result)
+{
+	struct valve_outcome out = {.status = status, .cu_result = result};
+
 	store_release(&place->scratch.state, (uint32_t)SCRATCH_RESTS);
 	valve_orders_report(&place->scratch.order, &out);
+}
+
+/* What failed may work at the next try: it begins with the pattern in place, or fails again. */
+static void end(struct valve_place *place, uint32_t status, CUresult result)
+{
+	struct valve_scratch *scratch = &place->scratch;
+
+	scratch->failed = result ? EIO : status;
+	scratch->cu_result = result;
+	if (scratch->failed && !show_instead(place, scratch->handle) && !fill(place, PATTERN) && !mark(place))
+		store_release(&scratch->state, (uint32_t)SCRATCH_MENDED);
+	else
+		answer(place, scratch->failed, result);
 }
 
 static void begin(struct valve_place *place, const struct valve_kv_order *order)
@@ -255,12 +311,18 @@ static bool go_on(struct valve_place *place)
 		result = valve_cu.cuEventQuery(place->scratch.event);
 	if (result == CUDA_ERROR_NOT_READY)
 		return false;
-	if (result || place->scratch.state == SCRATCH_OWN) {
-		end(place, reads(place, PATTERN) ? 0 : EBADMSG, result);
+	if (place->scratch.state == SCRATCH_MENDED) {
+		answer(place, place->scratch.failed, place->scratch.cu_result);
 		return true;
 	}
-	if (!reads(place, 0)) {
-		end(place, ENODATA, CUDA_SUCCESS);
+	if (result || place->scratch.state == SCRATCH_OWN) {
+		bool is_back = reads(place, PATTERN) && is_untouched_beside(place);
+
+		end(place, is_back ? 0 : EBADMSG, result);
+		return true;
+	}
+	if (!reads(place, 0) || !is_untouched_beside(place)) {
+		end(place, is_untouched_beside(place) ? ENODATA : EFAULT, CUDA_SUCCESS);
 		return true;
 	}
 	result = show_instead(place, place->scratch.handle);
