@@ -16,7 +16,8 @@ from typing import Any
 
 from valve_hook.link import Layout, Tensor
 from valve_hook.sglang.check import Refused, refuse, refuse_pool
-from valve_hook.shim import shim_call
+from valve_hook.shim import kv_ranges, shim_call
+from valve_hook.torch_pool import ORDINARY, own_pool
 from valve_hook.wire import KV_ELASTIC
 
 log = logging.getLogger("valve")
@@ -52,10 +53,16 @@ def around_create(original: Callable[..., Any], pool: Any) -> Any:
         if str(pool.device).startswith("cuda"):
             import torch
 
-            stack.enter_context(torch.cuda.use_mem_pool(torch.cuda.MemPool()))
+            if not own_pool(torch, stack):
+                return original(pool)
+        before = kv_ranges() or 0
         begin(ctypes.c_uint32(flags))
         stack.callback(end)
-        return original(pool)
+        made = original(pool)
+        after = kv_ranges()
+        if after is not None and after <= before:  # a shim that cannot say is taken to have done it
+            log.warning("valve: %s: it was not allocated by cuMemAlloc (another allocator here?)", ORDINARY)
+        return made
 
 
 def layout_of(pool: Any, pages: int, page_tokens: int) -> Layout:

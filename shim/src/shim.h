@@ -44,6 +44,7 @@ struct valve_tls {
 	uint32_t inside;           /* > 0: a hook of ours runs on this thread, nested ones pass through */
 	uint32_t kv_depth;         /* > 0: between valve_kv_begin and valve_kv_end */
 	uint32_t kv_flags;         /* of the ranges made there */
+	uint32_t kv_asked;         /* allocations there, of any size */
 };
 _Static_assert(offsetof(struct valve_tls, fenced) == 8, "trampoline.S");
 extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));

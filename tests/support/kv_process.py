@@ -9,6 +9,8 @@ import threading
 from ctypes import byref, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 
 from cuda_driver import Cuda, CudaError
+from cuda_memory import PAGE as VMM_PAGE
+from cuda_memory import backed
 
 PAGE = 4096
 
@@ -138,6 +140,17 @@ class Commands:
         code = ctypes.CFUNCTYPE(c_int, c_void_p, c_size_t)(pointer.value)(ctypes.addressof(out), size)
         self.own.valve_kv_end()
         return [code, out.value]
+
+    def other_alloc(self, how, size, flags=0):
+        """In a bracket, as torch's other allocators make memory: from a stream's pool, or mapped by itself."""
+        out = c_uint64()
+        self.own.valve_kv_begin(c_uint32(flags))
+        if how == "async":
+            self.cuda.cuMemAllocAsync(byref(out), size, None)
+        else:
+            out.value = backed(self.cuda, size // VMM_PAGE)
+        self.own.valve_kv_end()
+        return out.value
 
     def linked_alloc(self, size, flags=0):
         """Through the global scope, as a directly linked program's reference is bound."""

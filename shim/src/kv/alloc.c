@@ -25,14 +25,24 @@ VALVE_EXPORT void valve_kv_end(void);
 /* Brackets nest; the outermost says what kind of ranges. */
 void valve_kv_begin(uint32_t flags)
 {
-	if (!valve_tls.kv_depth++)
+	if (!valve_tls.kv_depth++) {
 		valve_tls.kv_flags = flags & VALVE_KV_ELASTIC;
+		valve_tls.kv_asked = 0;
+	}
+}
+
+static bool is_managed(void)
+{
+	return load_acquire(&valve_shim.state) == VALVE_STATE_LINKED &&
+	       (valve_shim.daemon_features & VALVE_FEATURE_MEMORY);
 }
 
 void valve_kv_end(void)
 {
-	if (valve_tls.kv_depth)
-		valve_tls.kv_depth--;
+	if (valve_tls.kv_depth && !--valve_tls.kv_depth && !valve_tls.kv_asked && is_managed())
+		valve_say(
+		        "the KV cache is ordinary memory, nothing is shared of it: no cuMemAlloc made it "
+		        "(backend:cudaMallocAsync or expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF?)");
 }
 
 /* ---- making a range ---- */
@@ -45,9 +55,7 @@ static uint64_t wanted_handle(size_t bytes, uint32_t *flags)
 	bool is_ruled = rule && bytes >= rule;
 
 	*flags = valve_tls.kv_depth ? valve_tls.kv_flags : 0;
-	if (!handle_bytes || bytes < handle_bytes || valve_tls.inside ||
-	    load_acquire(&valve_shim.state) != VALVE_STATE_LINKED ||
-	    !(valve_shim.daemon_features & VALVE_FEATURE_MEMORY) ||
+	if (!handle_bytes || bytes < handle_bytes || valve_tls.inside || !is_managed() ||
 	    load_relaxed(&silent_generation) == load_relaxed(&valve_shim.link_generation))
 		return 0;
 	return valve_tls.kv_depth || is_ruled ? handle_bytes : 0;
@@ -172,6 +180,7 @@ CUresult valve_on_cuMemAlloc(uintptr_t out, uintptr_t bytes, uintptr_t a2, uintp
 	uint32_t flags;
 	uint64_t handle_bytes = out ? wanted_handle(bytes, &flags) : 0;
 
+	valve_tls.kv_asked += valve_tls.kv_depth && !valve_tls.inside;
 	if (handle_bytes) {
 		int mode = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import sys
@@ -483,6 +484,33 @@ def test_buffers_are_made_between_begin_and_end(monkeypatch):
     memory.around_create(lambda pool: said.append(pool.device), SimpleNamespace(device="cpu"))
 
     assert said == [1, "cpu", "end"]
+
+
+@pytest.mark.parametrize("has_pools", [True, False])
+def test_a_buffer_past_the_bracket_never_ends_sglang_and_is_said_to_be_ordinary(monkeypatch, caplog, has_pools):
+    """backend:cudaMallocAsync has no pools; with one, an allocator may still not ask by cuMemAlloc."""
+    made = []
+
+    def pool():
+        if not has_pools:
+            raise RuntimeError("cudaMallocAsync does not yet support createOrIncrefPool")
+
+    cuda = SimpleNamespace(
+        MemPool=pool,
+        use_mem_pool=lambda _: contextlib.nullcontext(),
+        memory=SimpleNamespace(_snapshot=lambda: {"allocator_settings": {}}),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    names = {"valve_kv_begin": lambda flags: made.append("begin"), "valve_kv_end": lambda: made.append("end")}
+    monkeypatch.setattr(memory, "shim_call", names.get)
+    monkeypatch.setattr(memory, "range_flags", lambda pool: 1)
+    monkeypatch.setattr(memory, "kv_ranges", lambda: 0)
+
+    memory.around_create(lambda pool: made.append(pool.device), SimpleNamespace(device="cuda:0"))
+
+    assert made == (["begin", "cuda:0", "end"] if has_pools else ["cuda:0"])
+    (line,) = caplog.messages
+    assert "ordinary memory" in line
 
 
 def test_a_tree_without_the_walk_is_handled_the_coarse_way():

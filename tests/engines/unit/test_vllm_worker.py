@@ -7,8 +7,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from valve_hook.torch_pool import is_expandable, switched_off
 from valve_hook.vllm import calls, check, placement, worker
-from valve_hook.vllm.placement import Placement, bracket, is_expandable, switched_off
+from valve_hook.vllm.placement import Placement, bracket
 from valve_hook.wire import KV_ELASTIC
 
 
