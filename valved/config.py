@@ -139,7 +139,9 @@ class MemoryTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     remap: Remap = Remap.AUTO  # sparse, helper, cooperative, or auto: sparse after a trial in that process, else asked
     target_per_hour: Rate = 30.0  # reclaims an hour and GPU that the operator accepts
     pressure_ratio: Ratio = 1.0  # pressure when used >= this share of what is mapped
-    cooperative_ratio: Ratio = 0.8  # the same where memory comes only between two offline steps: ahead of need
+    cooperative_ratio: Ratio = (
+        0.9  # the same where memory comes only between two offline steps [replayed: docs/memory.md]
+    )
     headroom_min_mib: MibOrNone = 128  # at least this much beyond what is used stays mapped for online
     headroom_max_mib: Mib = 8192  # the reserve doubles at pressure up to here
     reservation: ReservationRule = ReservationRule.BUDGET  # how the reserve follows the load; miad: as published

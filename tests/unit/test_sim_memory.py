@@ -173,3 +173,17 @@ def test_a_fixed_headroom_serves_a_burst_within_it_and_returns_the_rest_within_a
 
     assert (len(wide.reclaim_at_ns), len(narrow.reclaim_at_ns) > 0) == (0, True)
     assert narrow.totals["memory_wait_ns"] > wide.totals["memory_wait_ns"] == 0
+
+
+def test_memory_that_waits_for_an_offline_step_costs_no_more_than_the_step_beside_online_work():
+    gated, waiting = sharing(OurMemory()), sharing(OurMemory(step_ns=100 * MS))
+    later_ms = (waiting.ttft_ms - gated.ttft_ms).max()
+
+    assert 5.0 < later_ms < 2 * 100.0 * len(waiting.reclaim_at_ns)
+
+
+def test_headroom_that_covers_the_burst_makes_the_wait_for_a_step_free():
+    roomy = ReservationSettings(headroom_min_handles=24)
+    result = sharing(OurMemory(settings=roomy, step_ns=100 * MS))
+
+    assert result.totals["memory_wait_ns"] == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import machine, pairs, rerender, sensitivity, tp8, validate, whatif
+from valve_tools.replay import early, machine, pairs, rerender, sensitivity, tp8, validate, whatif
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
@@ -109,6 +109,10 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
     return whatif.run(question, seeds_of(options), progress, workers_of(options))
 
 
+def _early(options: argparse.Namespace, progress: Progress) -> Report:
+    return early.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+
+
 def _validate(options: argparse.Namespace, progress: Progress) -> Report:
     return validate.run_validation(options.seconds, seeds_of(options), progress)
 
@@ -126,7 +130,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "fleet": _fleet,
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine}
+EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
 UNTIMED = ("validate", "machine")
 """Experiments that replay no load, so that hours of it mean nothing."""
 HELP = {
@@ -136,11 +140,12 @@ HELP = {
     "cluster": "a week of 8,000 GPUs under five schedulers",
     "sensitivity": "one setting of a node at a time, as tornado charts",
     "fleet": "theta and the rules for SLAs on a small fleet, as tornado charts",
+    "early": "how early to take memory that comes between two offline steps",
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
     "machine": "the machine model against tables of measured layer times, and a refit",
     "render": "the pages of finished experiments again, from their JSON",
-    "all": "every experiment but validate and whatif; machine where the folder has its tables",
+    "all": "every experiment but validate, whatif and early; machine where the folder has its tables",
 }
 
 

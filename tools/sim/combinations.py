@@ -50,6 +50,8 @@ class Tuning:
     stop: Stop = CHANNEL_STOP
     serial_gate: bool = True
     gate_on_hint: bool = True
+    offline_step_ns: int = 0
+    """Memory is taken between two offline steps so long; 0: under the gate."""
 
 
 PRODUCT = Tuning()
@@ -98,7 +100,7 @@ def _static(context: Context) -> MemoryPolicy:
 
 
 def _ours(context: Context) -> MemoryPolicy:
-    return OurMemory(settings=context.tuning.reservation)
+    return OurMemory(settings=context.tuning.reservation, step_ns=context.tuning.offline_step_ns)
 
 
 def _oracle(context: Context) -> MemoryPolicy:

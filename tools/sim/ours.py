@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -31,13 +32,15 @@ def _columns(columns: int, per_column: int, block_tokens: int) -> ColumnMap:
     return uniform_columns(columns, per_column, block_tokens)
 
 
-def take(memory: Memory, handles: int) -> int:
-    """Free handles first, then offline's columns in the order of the product's selective eviction."""
+def take(memory: Memory, handles: int, wait_ns: int = 0) -> int:
+    """Free handles first, then offline's columns in the order of the product's selective eviction, after a wait."""
     if handles <= 0:
         return 0
     taken = memory.take_free(handles)
     if taken == handles:
         return taken
+    if wait_ns:
+        memory.delay(wait_ns)
     return taken + memory.take_columns(_victims(memory, handles - taken))
 
 
@@ -78,14 +81,19 @@ class OurMemory(MemoryPolicy):
     """Reservation decides how much, selective eviction decides which."""
 
     settings: ReservationSettings = field(default_factory=ReservationSettings)
+    step_ns: int = 0
+    """Of the offline engine, where memory comes between two of its steps; 0: taken under the gate. What is left of a
+    step at that moment is any part of it, and takes twice as long while it runs beside online work."""
     _memory: Memory = field(init=False)
     _state: ReservationState = field(init=False)
+    _chance: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.pressure_ratio = self.settings.pressure_ratio
 
     def begin(self, memory: Memory) -> None:
         self._memory = memory
+        self._chance = random.Random(memory.world.seed)
         self._state = reservation.start(0, self.settings)
         memory.take_free(self.settings.headroom_min_handles)
         memory.back_offline(memory.handles)
@@ -114,7 +122,7 @@ class OurMemory(MemoryPolicy):
         )
         self._state, decision = reservation.decide(self._state, online, now_ns, self.settings)
         if decision.action is ReservationAction.TAKE:
-            take(memory, decision.handles)
+            take(memory, decision.handles, round(self._chance.random() * 2 * self.step_ns))
         elif decision.action is ReservationAction.GIVE:
             memory.give(decision.handles)
             memory.back_offline(memory.handles)

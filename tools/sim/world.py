@@ -225,6 +225,10 @@ class Memory:
     def take_columns(self, columns: list[int]) -> int:
         return int(self._lib.sim_take_columns(self._sim, len(columns), self._ffi.new("int32_t[]", columns)))
 
+    def delay(self, wait_ns: int) -> None:
+        """What is taken from offline work next waits so long first."""
+        self._lib.sim_delay_mappings(self._sim, wait_ns)
+
     def give(self, handles: int) -> int:
         return int(self._lib.sim_give(self._sim, handles))
 

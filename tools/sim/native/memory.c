@@ -118,6 +118,12 @@ int32_t sim_back_offline(struct sim *s, int32_t n)
 	return backed;
 }
 
+/* Whatever is mapped from here on waits so long first: for the end of an offline step. */
+void sim_delay_mappings(struct sim *s, int64_t wait_ns)
+{
+	next_mapping(s, wait_ns);
+}
+
 /* The job dies with everything it has not finished; a restart begins every request anew. */
 void sim_kill_offline(struct sim *s, int64_t back_at_ns, int64_t took_ns)
 {

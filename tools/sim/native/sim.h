@@ -145,6 +145,7 @@ int32_t sim_take_peak(struct sim *s);
 int32_t sim_give(struct sim *s, int32_t n);
 int32_t sim_back_offline(struct sim *s, int32_t n);
 void sim_kill_offline(struct sim *s, int64_t back_at_ns, int64_t took_ns);
+void sim_delay_mappings(struct sim *s, int64_t wait_ns);
 void sim_set_tick(struct sim *s, int64_t at_ns);
 void sim_set_cooldown(struct sim *s, int64_t cooldown_ns, int64_t floor_ns);
 double sim_iteration_ns(const struct sim_timing *t, int64_t seqs, int64_t context, int64_t prefill,
