@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from valve_tools.gpu.errors import LabError
 from valve_tools.gpu.experiment import Batch, Experiment
-from valve_tools.gpu.steps import calls, contact, edges, memory, pause, product, rivals
+from valve_tools.gpu.steps import bracket, calls, contact, edges, memory, pause, product, rivals
 
 BATCHES: tuple[Batch, ...] = (
     contact.BATCH,
@@ -16,6 +16,7 @@ BATCHES: tuple[Batch, ...] = (
     edges.BATCH,
     rivals.BATCH,
     product.BATCH,
+    bracket.BATCH,
     edges.LAST,
 )
 BATCH_LIMIT_S = 540  # a call to a lent machine may end after ten minutes; building and starting take some of it
