@@ -215,7 +215,7 @@ def _memory(memory: MemoryState) -> Iterator[Metric]:
     }
     for name, (text, value) in totals.items():
         yield _counter(name, text, {(): value})
-    trials = {("passed",): memory.trials_passed, ("failed",): memory.trials_failed}
+    trials: dict[tuple[str, ...], float] = {("passed",): memory.trials_passed, ("failed",): memory.trials_failed}
     yield _counter("valve_kv_trials", "Processes tried for having memory taken from outside", trials, ["outcome"])
     phases = HistogramMetricFamily("valve_kv_reclaim_seconds", "Time of a reclaim, by phase", labels=["phase"])
     for phase in memory.phases:

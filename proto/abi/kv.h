@@ -71,7 +71,8 @@ struct valve_kv_table {
 	uint32_t
 	        target_blocks; /* valved asks the engine to offer whole columns until no more than this are in use */
 	uint32_t detached; /* 1: valved has let go of this engine for good: every block stays as it is */
-	uint32_t step_tokens; /* the engine is asked to schedule no more tokens in one step; 0: as many as it likes */
+	uint32_t
+	        step_tokens; /* the engine is asked to schedule no more tokens in one step; 0: as many as it likes */
 	uint8_t pad1[32];
 };
 

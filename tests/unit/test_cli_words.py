@@ -369,4 +369,14 @@ def test_status_says_how_memory_is_taken_from_each_process_and_what_was_let_run(
         "taken by: cooperative from 1, sparse from 1",
         "GPU 1, pid 8, cooperative: trial hung (it took longer than 1 s)",
         "offline steps let end beside a waiting request: 3, in 90 ms, 1 of them once more for the same need",
+        remap.price("cooperative"),
+        remap.price("sparse"),
     ]
+
+
+def test_the_prices_that_status_shows_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    for rung, prices in remap.PRICES.items():
+        cells = " | ".join(f"{at:+.1f} % ({low:+.1f} to {high:+.1f})" for at, low, high in prices)
+
+        assert f"| `{rung}` | {cells} |" in page

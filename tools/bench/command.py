@@ -21,6 +21,7 @@ MODULES = (
 )
 EXIT_OVER_BUDGET = 3
 EXIT_UNKNOWN = 2
+OPT_IN = ("rungs",)  # modules that run for half an hour: only when named
 
 Bench = Callable[[], Iterable[Row]]
 
@@ -28,7 +29,7 @@ Bench = Callable[[], Iterable[Row]]
 def registry() -> dict[str, Bench]:
     """Every benchmark by name. A module that cannot be imported is an error, not a shorter list."""
     found: dict[str, Bench] = {}
-    for module in MODULES:
+    for module in (*MODULES, *OPT_IN):
         found.update(importlib.import_module(f"valve_tools.bench.{module}").BENCHES)
     return found
 
@@ -72,7 +73,7 @@ def verdict(row: Row) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all when none is named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all but rungs when none is named")
     parser.add_argument("--json", action="store_true", help="one JSON object per figure and line")
     parser.add_argument("--list", action="store_true", help="only name the benchmarks")
     options = parser.parse_args(argv)
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
         return EXIT_UNKNOWN
     rows: list[Row] = []
     where, what = machine(), commit()
-    for name in options.names or benches:
+    for name in options.names or [name for name in benches if name not in OPT_IN]:
         for row in benches[name]():
             rows.append(row)
             if options.json:

@@ -8,9 +8,9 @@
     give      who asked maps the handles (kv/grow.py), zeroes them, and reads in its own table that they are there
     open      the hold is dropped
 
-A cooperative reclaim has no gate: the same orders wait for the next step of the engine, channels on; if a service
-waits, they are on although it holds the GPU (kv/beside.py). Where it was tried (kv/outside.py) valved makes
-the memory sparse itself instead of asking for it.
+Where it was tried (kv/outside.py) valved makes the memory sparse itself instead of asking for it. A cooperative reclaim
+has no gate: the same orders wait for the next step of the engine, channels on; if a service waits, they are on once
+although it holds the GPU (kv/beside.py).
 
 An order that does not come back in time: its columns stay lost, its process launches nothing more until the order has
 come back after all (a half-done mapping must meet no kernel), the GPUs open so that it can, and that client is asked

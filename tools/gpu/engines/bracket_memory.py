@@ -69,7 +69,8 @@ class TorchMemory:
     def replay(self) -> Pages:
         self.graph.replay()
         self.torch.cuda.synchronize()
-        return self.found.cpu().numpy().astype(np.int64)
+        found: Pages = self.found.cpu().numpy().astype(np.int64)
+        return found
 
     def read(self) -> Pages:
         """Past the graph: every byte by way of the host."""
@@ -127,7 +128,7 @@ class DriverMemory:
     def replay(self) -> Pages:
         self._call("cuGraphLaunch", self.exec, self.stream)
         self._call("cuStreamSynchronize", self.stream)
-        words = np.frombuffer((ctypes.c_char * self.bytes).from_address(self.host), np.int32)
+        words = np.ctypeslib.as_array((ctypes.c_int32 * (self.bytes // 4)).from_address(self.host))
         return extremes(words.reshape(self.shape))
 
     def read(self) -> Pages:
