@@ -66,6 +66,19 @@ def test_a_valved_that_stood_gives_shims_the_time_to_come_back():
     assert not frozen
 
 
+def test_slow_looks_never_switch_freezing_off():
+    """NVML may need a second for each look, for ever."""
+    _, frozen = watch(lambda second: [stranger()], 0, settle_s=4.0, looks=[2 * look for look in range(8)])
+
+    assert frozen
+
+
+def test_one_long_stand_of_valved_never_counts_as_time_to_come_back():
+    _, frozen = watch(lambda second: [stranger()] if 1 <= second < 63 else [], 0, looks=[0, 1, 60, 61, 62, 63, 64])
+
+    assert not frozen
+
+
 def test_a_stranger_that_is_no_offline_pod_is_never_frozen():
     _, frozen = watch(lambda second: [stranger(uid="")], 10)
 

@@ -32,6 +32,7 @@ class UngatedFacts:
 class _Sighting:
     since_s: float
     charged_s: float  # up to here its time is counted
+    unheard_s: float = 0.0  # for which it could have come back
     is_frozen: bool = False
 
 
@@ -50,16 +51,22 @@ class Ungated:
     def look(self, strangers: Iterable[Stranger], now_s: float, registered: Iterable[ProcessId] = ()) -> bool:
         """Once a second, with everybody who uses a GPU and is not registered. True: a pod was not known."""
         known = set(self._pods)
-        if now_s - self._looked_s > STOOD_S:
+        gap_s = now_s - self._looked_s
+        if gap_s > STOOD_S:
             self._settled_s = now_s + self.settle_s
         self._looked_s = now_s
         here = {one.process: one for one in strangers if one.process is not None and one.offline_uid}
         self._registered = set(registered) | (self._registered & here.keys())
         self._seen = {process: sighting for process, sighting in self._seen.items() if process in here}
         for process, one in here.items():
-            sighting = self._seen.setdefault(process, _Sighting(since_s=now_s, charged_s=now_s))
+            sighting = self._seen.get(process)
+            if sighting is None:
+                sighting = self._seen[process] = _Sighting(since_s=now_s, charged_s=now_s)
+            else:
+                sighting.unheard_s += min(gap_s, STOOD_S)  # no more: valved may have stood for the rest
             patience_s = self.settle_s if process in self._registered else self.patience_s
-            if now_s - sighting.since_s < patience_s or now_s < self._settled_s:
+            is_settled = now_s >= self._settled_s or sighting.unheard_s >= self.settle_s  # looks may be late for ever
+            if now_s - sighting.since_s < patience_s or not is_settled:
                 continue
             ran_s = 0.0 if sighting.is_frozen else now_s - sighting.charged_s
             sighting.charged_s = now_s
