@@ -120,7 +120,9 @@ def held(plane: ControlPlane, *pods: Json) -> dict[str, set[str]]:
         try:
             await asyncio.wait_for(claims.slices.wait_synced(), 100)
             read = [read_pod(pod) for pod in pods]
-            await claims.read(read)
+            claims.want(read)
+            while claims.unread():
+                await asyncio.sleep(0.05)
             return {
                 f"{pod.name}/{one.container}": {claims.uuid(device) for device in one.devices or ()}
                 for pod in read

@@ -6,7 +6,7 @@ import pytest
 from fakeapi import until
 from kube_node import ONLINE_UID, WHOLE, group, kube_node, pod, registered, scenario, uuid_of
 
-from valved.kube.claims import Device, allocated, read_slice
+from valved.kube.claims import Allocation, Device, allocated, read_slice
 from valved.kube.pods import read_pod
 from valved.model.ids import Role
 
@@ -113,6 +113,64 @@ async def test_a_claim_of_something_else_guards_nothing(tmp_path):
 
 
 @scenario
+async def test_a_refused_claim_never_counts_as_one_of_nothing(tmp_path):
+    async with kube_node(tmp_path, prepare=played(claims={})) as node:
+        await registered(node)
+        node.room.claims._again_s = 0.01
+        node.put(claiming_pod())
+        await until(lambda: len(node.api.claims_asked) > 2)
+        await until(lambda: node.guarded() == [0, 1])
+
+        node.api.claims["chat-0-gpu"] = claim("gpu-1")
+
+        await until(lambda: node.guarded() == [1])
+
+
+@scenario
+async def test_a_claim_that_nobody_answers_for_never_delays_the_guard_of_the_node(tmp_path):
+    async with kube_node(tmp_path, prepare=played(claims={"chat-0-gpu": claim("gpu-1")})) as node:
+        await registered(node)
+        node.room.claims._client._timeout_s = 1000.0
+        node.api.is_silent = True
+        node.put(claiming_pod())
+        node.put(claiming_pod("chat-1", "90000000-0000-4000-8000-000000000000"))
+
+        await until(lambda: len(node.api.claims_asked) == 2)  # at once, not one after another
+        await until(lambda: node.guarded() == [0, 1])
+
+        assert node.room.claims.unread()
+
+
+@scenario
+async def test_the_claim_of_a_pod_that_went_is_never_asked_for_again(tmp_path):
+    async with kube_node(tmp_path, prepare=played(claims={})) as node:
+        await registered(node)
+        node.put(claiming_pod())
+        await until(node.room.claims.unread)
+        (task,) = node.room.claims._reads.values()
+
+        node.room.book.drop(claiming_pod())
+
+        await until(task.cancelled)
+        await until(lambda: node.guarded() == [])
+
+
+@scenario
+async def test_a_gpu_that_a_pod_only_watches_never_counts_as_held_by_the_kubelets_word(tmp_path):
+    claims = {"chat-0-gpu": claim("gpu-1", adminAccess=True)}
+    async with kube_node(tmp_path, prepare=played(claims=claims)) as node:
+        await registered(node)
+        node.put(claiming_pod())
+        node.kubelet.claimed.append(("default", "chat-0", "work", DRIVER, "gpu-1"))
+        node.kubelet.held.append(("default", "chat-0", "two", WHOLE, [uuid_of(node.world, 0)]))
+
+        await until(lambda: node.room.claims._results)
+        node.room._wake.set()
+
+        await until(lambda: node.guarded() == [0])
+
+
+@scenario
 async def test_a_part_of_a_shared_or_renamed_gpu_makes_a_holder(tmp_path):
     async with kube_node(tmp_path) as node:
         await registered(node)
@@ -148,6 +206,10 @@ def named(name, uuid, key="uuid"):
         (named("gpu-0", "GPU-1"), "GPU-1"),
         (named("gpu-0", "GPU-1", f"{DRIVER}/uuid"), "GPU-1"),
         ({"name": "mig-0", "attributes": {"parentUUID": {"string": "GPU-2"}}}, "GPU-2"),
+        (
+            {"name": "mig-1", "attributes": {"uuid": {"string": "MIG-3"}, "parentUUID": {"string": "GPU-2"}}},
+            "GPU-2",
+        ),
     ],
 )
 def test_a_device_is_known_by_the_card_it_is_on(device, uuid):
@@ -158,7 +220,7 @@ def test_a_device_is_known_by_the_card_it_is_on(device, uuid):
 
 def test_a_claim_without_an_allocation_is_not_the_same_as_one_of_nothing():
     assert allocated({"status": {}}) is None
-    assert allocated({"status": {"allocation": {}}}) == frozenset()
+    assert allocated({"status": {"allocation": {}}}) == Allocation(held=frozenset(), watched=frozenset())
 
 
 def test_an_extended_resource_that_a_device_class_answers_names_its_claim_in_the_status():

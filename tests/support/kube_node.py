@@ -65,6 +65,8 @@ class Api(FakeApi):
         self.own = []
         self.slices = []  # ResourceSlices
         self.claims = {}  # ResourceClaims by name
+        self.claims_asked = []
+        self.is_silent = False  # nobody answers for a claim
         self.reports = []
         self.created = []
         self.is_away = False
@@ -74,6 +76,10 @@ class Api(FakeApi):
             return False
         verb, path = head.start[0], head.start[1].partition("?")[0]
         answer = None
+        if "/resourceclaims/" in path:
+            self.claims_asked.append(path.rpartition("/")[2])
+            if self.is_silent:
+                await asyncio.Event().wait()
         if verb == "PATCH" and path.endswith("/status"):
             if not self.own:
                 return await self._say(writer, 404, {"reason": "NotFound", "message": "no such node"})

@@ -1,31 +1,34 @@
 """Says which GPUs the pods of this node hold by ResourceClaims (DRA), from allocations and the driver's ResourceSlices.
 
 The scheduler writes an allocation before it binds the pod, and it stays as it is while a pod uses the claim; so each
-claim is read once per pod. A result names a driver, a pool and a device; the slices of this node give the UUID. What
-cannot be told is unknown, and whoever may hold it guards every GPU: a service must never run unheard because an
-answer is late.
+claim is read once per pod, and asked for again until the API server has told it. A result names a driver, a pool and a
+device; the slices of this node give the UUID. What cannot be told is unknown, and whoever may hold it guards every GPU:
+a service must never run unheard because an answer is late or refused. Nobody waits for a read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from valve_kube import names
 from valve_kube.client import ApiError, KubeClient, Unreachable
+from valve_kube.errors import SchedulerError
 from valve_kube.reflector import Reflector, Sink
 
 from valved.kube.pods import Pod
+from valved.node.upkeep import end
 
 log = logging.getLogger("valved.kube")
 
 Json = Mapping[str, Any]
 API = "/apis/resource.k8s.io/v1"  # Kubernetes 1.34 and newer
 ASK_AGAIN_S = 600.0  # whether an upgrade has brought the API
-UUIDS = ("uuid", "parentUUID")  # of a GPU; of a part of one (MIG)
+AGAIN_S, MOST_AGAIN_S = 1.0, 30.0  # after a claim that could not be told, twice as long each time
+UUIDS = ("parentUUID", "uuid")  # a part of a GPU (MIG) has both, and only its parent is a card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +48,22 @@ class Claimed:
     devices: frozenset[Device] | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What a claim got. What is only watched (adminAccess) nobody holds."""
+
+    held: frozenset[Device]
+    watched: frozenset[Device]
+
+
 class Claims:
-    def __init__(self, client: KubeClient, node: str) -> None:
+    changed: Callable[[], None] = staticmethod(lambda: None)  # a claim was told
+
+    def __init__(self, client: KubeClient, node: str, *, again_s: float = AGAIN_S) -> None:
         self._client = client
-        self._results: dict[tuple[str, str], frozenset[Device]] = {}  # (pod UID, claim)
+        self._again_s = again_s
+        self._results: dict[tuple[str, str], Allocation] = {}  # (pod UID, claim)
+        self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}  # those that are under way
         self._slices: dict[str, tuple[tuple[str, str, int], dict[Device, str]]] = {}  # by name: its pool, its devices
         self.slices = Reflector(
             client,
@@ -59,9 +74,13 @@ class Claims:
 
     async def run(self) -> None:
         """Follow the slices until cancelled. A cluster without the API has no claims."""
-        while not await self._is_served():
-            await asyncio.sleep(ASK_AGAIN_S)
-        await self.slices.run()
+        try:
+            while not await self._is_served():
+                await asyncio.sleep(ASK_AGAIN_S)
+            await self.slices.run()
+        finally:
+            reads, self._reads = self._reads, {}
+            await end(reads.values())
 
     async def _is_served(self) -> bool:
         while True:
@@ -75,32 +94,44 @@ class Claims:
                 log.info("ResourceSlices not read", extra={"facts": {"error": str(error)}})
             await asyncio.sleep(1.0)
 
-    async def read(self, pods: Iterable[Pod]) -> None:
-        """Have the allocation of every claim of these pods; forget those of pods that went."""
-        wanted = {(pod.uid, claim): pod for pod in pods for claim in pod.claims}
+    def want(self, pods: Iterable[Pod]) -> None:
+        """Have every claim of these pods read, each by a task of its own; forget those of pods that went."""
+        wanted = {(pod.uid, claim): pod.namespace for pod in pods for claim in pod.claims}
         self._results = {key: found for key, found in self._results.items() if key in wanted}
-        for (uid, claim), pod in wanted.items():
-            if (uid, claim) not in self._results:
-                found = await self._devices_of(pod.namespace, claim)
-                if found is not None:
-                    self._results[uid, claim] = found
+        for key in self._reads.keys() - wanted.keys():
+            self._reads.pop(key).cancel()
+        for key in wanted.keys() - self._results.keys() - self._reads.keys():
+            self._reads[key] = asyncio.ensure_future(self._read(key, wanted[key]))
 
-    async def _devices_of(self, namespace: str, claim: str) -> frozenset[Device] | None:
+    async def _read(self, key: tuple[str, str], namespace: str) -> None:
+        again_s = self._again_s
         try:
-            found = await self._client.request("GET", f"{API}/namespaces/{namespace}/resourceclaims/{claim}")
-        except Unreachable:
-            return None
-        except ApiError as error:
-            if error.status not in (403, 404):
-                return None
+            while (found := await self._allocation(namespace, key[1])) is None:
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, MOST_AGAIN_S)
+            self._results[key] = found
+            self.changed()
+        finally:
+            if self._reads.get(key) is asyncio.current_task():
+                del self._reads[key]
+
+    async def _allocation(self, namespace: str, claim: str) -> Allocation | None:
+        """None: unknown. A refusal says nothing about what the pod holds."""
+        try:
+            return allocated(await self._client.request("GET", f"{API}/namespaces/{namespace}/resourceclaims/{claim}"))
+        except SchedulerError as error:
             log.warning("ResourceClaim not read", extra={"facts": {"claim": claim, "error": str(error)}})
-            return frozenset()
-        return allocated(found)
+            return None
+
+    def unread(self) -> bool:
+        """A claim that is wanted could not be told yet."""
+        return bool(self._reads)
 
     def held_by(self, pod: Pod) -> Iterable[Claimed]:
         """Per container and claim, GPUs only."""
         for claim, containers in pod.claims.items():
-            devices = self._results.get((pod.uid, claim))
+            found = self._results.get((pod.uid, claim))
+            devices = found.held if found is not None else None
             if devices is None or any(device.driver in names.ONLINE_RESOURCES for device in devices):
                 for container in sorted(containers):
                     yield Claimed(container=container, devices=devices)
@@ -116,8 +147,13 @@ class Claims:
 
     def named(self, driver: str, text: str) -> str:
         """The same of POOL/DEVICE, as the kubelet says it."""
-        pool, _, name = text.rpartition("/")
-        return self.uuid(Device(driver=driver, pool=pool, name=name))
+        return self.uuid(_told(driver, text))
+
+    def is_watched(self, pod: Pod, driver: str, text: str) -> bool:
+        """The pod has this POOL/DEVICE by adminAccess alone: the kubelet lists it, and the pod does not hold it."""
+        results = [found for claim in pod.claims if (found := self._results.get((pod.uid, claim))) is not None]
+        device = _told(driver, text)
+        return any(device in one.watched for one in results) and not any(device in one.held for one in results)
 
     # From the API server's watch
 
@@ -131,6 +167,11 @@ class Claims:
 
     def _drop(self, item: Any) -> None:
         self._slices.pop(item["metadata"]["name"], None)
+
+
+def _told(driver: str, text: str) -> Device:
+    pool, _, name = text.rpartition("/")
+    return Device(driver=driver, pool=pool, name=name)
 
 
 def read_slice(spec: Json) -> tuple[tuple[str, str, int], dict[Device, str]]:
@@ -155,14 +196,17 @@ def _uuid_of(device: Json, driver: str) -> str:
     return ""
 
 
-def allocated(claim: Json) -> frozenset[Device] | None:
-    """The devices of an allocation; None while there is none. What is only watched (adminAccess) nobody holds."""
+def allocated(claim: Json) -> Allocation | None:
+    """What its allocation names; None while there is none."""
     allocation = (claim.get("status") or {}).get("allocation")
     if allocation is None:
         return None
     results = (allocation.get("devices") or {}).get("results") or []
-    return frozenset(
-        Device(driver=str(one.get("driver")), pool=str(one.get("pool")), name=str(one.get("device")))
-        for one in results
-        if not one.get("adminAccess")
+    return Allocation(
+        held=frozenset(_device(one) for one in results if not one.get("adminAccess")),
+        watched=frozenset(_device(one) for one in results if one.get("adminAccess")),
     )
+
+
+def _device(result: Json) -> Device:
+    return Device(driver=str(result.get("driver")), pool=str(result.get("pool")), name=str(result.get("device")))

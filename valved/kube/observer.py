@@ -228,17 +228,24 @@ class Observer:
         """The GPUs of a container, and whether they are known; none where it holds no GPU. A device that is named as a
         GPU of this node is one, whatever its resource is called; parts of a shared GPU are listed as UUID::n. Names
         that say nothing may be any GPU, and are heard on none, until the pod has channels on as many as it holds."""
-        if holding.resource == names.RESOURCE:
+        ids = self._held_ids(holding, pod)
+        if holding.resource == names.RESOURCE or (holding.ids and not ids):
             return frozenset(), True
-        named = [self.claims.named(holding.resource, one) if holding.is_claimed else one for one in holding.ids]
+        named = [self.claims.named(holding.resource, one) if holding.is_claimed else one for one in ids]
         found = [self._by_uuid().get(device.partition("::")[0]) for device in named]
         known = frozenset(index for index in found if index is not None)
         is_gpu = bool(known) or holding.resource in names.ONLINE_RESOURCES or holding.resource.startswith(MIG)
         if not is_gpu or (None not in found and found):
             return known, True
         shown = known | (self._used_by(pod.uid) if pod is not None else frozenset())
-        is_known = bool(shown) and len(shown) >= len(set(holding.ids))
+        is_known = bool(shown) and len(shown) >= len(set(ids))
         return (shown, True) if is_known else (frozenset(self._by_uuid().values()), False)
+
+    def _held_ids(self, holding: Holding, pod: Pod | None) -> list[str]:
+        """Without what a claim only watches."""
+        if pod is None or not holding.is_claimed:
+            return list(holding.ids)
+        return [one for one in holding.ids if not self.claims.is_watched(pod, holding.resource, one)]
 
     def _claimed(self, devices: frozenset[Device] | None) -> tuple[frozenset[GpuIndex], bool]:
         """The same for an allocation. One that cannot be told yet may be any GPU."""

@@ -123,6 +123,7 @@ class Room:
         self.ungated = Ungated(host.ladder.freeze_stranger)
         client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
         self.claims = Claims(client, table.node)
+        self.claims.changed = self._wake.set
         self._observer = Observer(
             gpus=self._gpus,
             claims=self.claims,
@@ -172,8 +173,8 @@ class Room:
     async def run(self) -> None:
         """Until cancelled. Each part is begun again when it fails; none takes another with it."""
         shimfiles.bring(Path(self._table.shim_folder), self._host.version)
-        parts: list[Callable[[], Awaitable[None]]] = [self.api.run, self._beat, self._account, self._reconcile_always]
-        parts.append(self.claims.run)
+        parts: list[Callable[[], Awaitable[None]]] = [self.api.run, self.claims.run, self._beat, self._account]
+        parts += [self._reconcile_always, self._report_always]
         if self.nri is not None:
             parts.append(self.nri.run)
         tasks = [asyncio.ensure_future(_keep_going(part)) for part in parts]
@@ -190,11 +191,7 @@ class Room:
             self.api.close()
 
     def _save_series(self, saved: Saved) -> None:
-        """A full disk must not stop the rest."""
-        try:
-            seriesfile.write(self._series_path, saved, self._boot, self._uuids)
-        except OSError as error:
-            log.warning("series not saved", extra={"facts": {"error": str(error)}})
+        seriesfile.keep(self._series_path, saved, self._boot, self._uuids)
 
     async def _first_reconciliation(self) -> None:
         """The pods first: identity comes from them. An API server that is away must not keep the node waiting."""
@@ -221,7 +218,7 @@ class Room:
             await asyncio.sleep(BEAT_S)
 
     async def _account(self) -> None:
-        """Once a second: time that was open, memory that was free, and whether a report is due."""
+        """Once a second: time that was open, memory that was free, and who uses a GPU without the shim."""
         accounts = _accounts(self._host.gating, self._gpus)
         seen_ns, before = self._host.clock.now_ns(), [_figures(account) for account in accounts]
         save_ns = seen_ns + SAVE_NS
@@ -251,7 +248,6 @@ class Room:
             strangers = self._observer.strangers(self._memory.cards)
             if self.ungated.look(strangers, now_ns / 1e9, self._observer.registered()):
                 self._wake.set()  # its GPU is closed at once
-            await self._report(now_ns)
 
     def _is_standing(self, gpu: GpuIndex) -> bool:
         """Nobody can say how idle online services are here: the brake keeps them from letting go (observing does not),
@@ -301,14 +297,11 @@ class Room:
             log.info("kubelet does not answer", extra={"facts": {"error": str(error)}})
             if not memory.has_holdings:
                 return
-        await self.claims.read(pod for pod in self.book.pods.values() if not pod.finished)
+        self.claims.want(pod for pod in self.book.pods.values() if not pod.finished)
         if not memory.cards:
             memory.cards = await asyncio.to_thread(self._cards.look)
-        self._guard(
-            self._observer.cards(memory.cards),
-            self._observer.holders(memory.holdings),
-            self._observer.strangers(memory.cards),
-        )
+        holders = self._observer.holders(memory.holdings)
+        self._guard(self._observer.cards(memory.cards), holders, self._observer.strangers(memory.cards))
         in_use = self._observer.slots_in_use(memory.holdings)
         self.slots.update(in_use, self._offered())
         if self._table.backend == "cdi":
@@ -372,6 +365,12 @@ class Room:
 
     def _named(self, uid: str) -> str:
         return self.book.pods[uid].key if uid in self.book.pods else uid
+
+    async def _report_always(self) -> None:
+        """Apart from the looks: a write may take as long as the API server likes."""
+        while True:
+            await asyncio.sleep(BOOK_S)
+            await self._report(self._host.clock.now_ns())
 
     async def _report(self, now_ns: int) -> None:
         memory = self._memory

@@ -6,6 +6,7 @@ a reason not to start: the series begins empty then.
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from valved.kube.series import NodeSeries, Saved
+
+log = logging.getLogger("valved.kube")
 
 FILE = "series.npz"
 
@@ -24,6 +27,14 @@ def write(path: Path, saved: Saved, boot: str, gpus: Sequence[str]) -> None:
     with fresh.open("wb") as file:
         np.savez_compressed(file, boot=np.array(boot), gpus=np.array(list(gpus)), **saved)  # type: ignore[arg-type]
     fresh.replace(path)
+
+
+def keep(path: Path, saved: Saved, boot: str, gpus: Sequence[str]) -> None:
+    """Write it if that goes: a full disk must not stop the rest."""
+    try:
+        write(path, saved, boot, gpus)
+    except OSError as error:
+        log.warning("series not saved", extra={"facts": {"error": str(error)}})
 
 
 def read(path: Path, series: NodeSeries, boot: str, gpus: Sequence[str], now_s: float) -> str:
