@@ -18,9 +18,9 @@ from valve_scheduler.report.worth import Findings, GpuHours, ServiceWeek, by_poo
 from valved.kube.observed import Observed
 from valved.machine.ports import GpuInfo
 from valved.model.events import Event, EventKind
-from valved.model.ids import GpuIndex
+from valved.model.ids import GpuIndex, Role, ServiceId
 from valved.state.journal import Watcher
-from valved.state.registry import Books
+from valved.state.registry import Books, ServiceEntry
 
 FULL_MIB = 80000.0
 
@@ -129,7 +129,7 @@ def gpu_info():
 
 
 def test_every_metric_that_the_report_asks_for_is_exported_by_a_daemon():
-    exported = {family.name for family in Observed([gpu_info()]).families(Books())}
+    exported = {family.name for family in Observed([gpu_info()]).families()}
     others = {"valve_online_busy_seconds", "valve_preemption_latency_seconds", "valve_online_uninjected"}
     queries = " ".join(value for key, value in vars(prometheus).items() if key.isupper() and isinstance(value, str))
 
@@ -141,12 +141,43 @@ def test_every_metric_that_the_report_asks_for_is_exported_by_a_daemon():
 
 def test_a_daemon_counts_what_it_saw_and_each_time_a_service_let_go():
     observed, wakes = Observed([gpu_info()]), Watcher(frozenset({"wake"}), 10, lambda: None)
+    books = books_of(7)
     for kind in (EventKind.WAKE, EventKind.HOLD, EventKind.WAKE):
         wakes.offer(Event(seq=1, t_ns=0, kind=kind, service=7))
-    observed.book([1.0], [0.25], wakes)
-    observed.book([1.0], [3.0], wakes)
+    observed.book([1.0], [0.25], wakes, books, set())
+    observed.book([1.0], [3.0], wakes, books, set())
 
-    assert (observed.offers[0].seen_s, observed.offers[0].idle_s, observed._idles) == (2.0, 1.25, {7: 2})
+    assert (observed.offers[0].seen_s, observed.offers[0].idle_s, idles(observed)) == (2.0, 1.25, {"chat-0": 2.0})
+
+
+def books_of(*services):
+    books = Books()
+    for service in services:
+        key = ServiceId(service)
+        books.services[key] = ServiceEntry(id=key, role=Role.ONLINE, name="serving/chat-0", root=None)
+    return books
+
+
+def idles(observed):
+    (family,) = [one for one in observed.families() if one.name == "valve_online_idles"]
+    return {sample.labels["pod"]: sample.value for sample in family.samples}
+
+
+def test_the_idles_of_a_pod_never_fall_when_one_of_its_services_leaves():
+    """Prometheus would take the smaller sum for a reset, and count the rest again."""
+    observed, wakes = Observed([gpu_info()]), Watcher(frozenset({"wake"}), 10, lambda: None)
+    for service in (7, 8, 8):
+        wakes.offer(Event(seq=1, t_ns=0, kind=EventKind.WAKE, service=service))
+    observed.book([1.0], [0.0], wakes, books_of(7, 8), {"serving/chat-0"})
+    wakes.offer(Event(seq=2, t_ns=0, kind=EventKind.WAKE, service=8))
+
+    observed.book([1.0], [0.0], wakes, books_of(7), {"serving/chat-0"})
+    assert idles(observed) == {"chat-0": 4.0}, "what it did before it left counts, too"
+    observed.book([1.0], [0.0], wakes, books_of(), {"serving/chat-0"})
+    assert idles(observed) == {"chat-0": 4.0}
+
+    observed.book([1.0], [0.0], wakes, books_of(), set())
+    assert idles(observed) == {}, "the pod is gone"
 
 
 class Played(BaseHTTPRequestHandler):

@@ -5,7 +5,7 @@ All of it goes out as metrics, so a week of them is the week that Prometheus kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,21 +31,31 @@ class Offer:
 class Observed:
     gpus: Sequence[GpuInfo]
     offers: list[Offer] = field(default_factory=list)
-    _idles: dict[ServiceId, int] = field(default_factory=dict)
+    _idles: dict[tuple[str, str], int] = field(default_factory=dict)  # namespace and pod
+    _pods: dict[ServiceId, tuple[str, str]] = field(default_factory=dict)  # at the last look
 
     def __post_init__(self) -> None:
         self.offers = [Offer() for _ in self.gpus]
 
-    def book(self, seen_s: Sequence[float], left_s: Sequence[float], wakes: Watcher) -> None:
-        """Once a second: as the node's series, and the services that dropped their hold since."""
+    def book(
+        self, seen_s: Sequence[float], left_s: Sequence[float], wakes: Watcher, books: Books, live: Set[str]
+    ) -> None:
+        """Once a second: as the node's series, and the services that dropped their hold since. A pod keeps its count
+        while it is one of the `live` ones, whichever of its services leave: a sum that falls reads as a reset."""
         for offer, seen, left in zip(self.offers, seen_s, left_s, strict=True):
             offer.seen_s += seen
             offer.idle_s += min(left, seen)
+        pods = {key: _pod(service.name) for key, service in books.services.items()}
+        known = self._pods | pods  # one that let go may have left since
+        self._pods = pods
         for event, _ in wakes.take():
-            service = ServiceId(event.service)
-            self._idles[service] = self._idles.get(service, 0) + 1
+            pod = known.get(ServiceId(event.service))
+            if pod is not None:
+                self._idles[pod] = self._idles.get(pod, 0) + 1
+        kept = {_pod(name) for name in live} | set(known.values())
+        self._idles = {pod: count for pod, count in self._idles.items() if pod in kept}
 
-    def families(self, books: Books) -> Iterator[Metric]:
+    def families(self) -> Iterator[Metric]:
         labels = ["gpu", "uuid"]
         seen = CounterMetricFamily(
             "valve_gpu_observed_seconds", "Time in which it was known whether online work was busy", labels=labels
@@ -65,20 +75,19 @@ class Observed:
             idle.add_metric(key, offer.idle_s)
             free.add_metric(key, float(offer.free_bytes))
             total.add_metric(key, float(gpu.total_bytes))
-        yield from (seen, idle, free, total, self._idle_families(books))
+        yield from (seen, idle, free, total, self._idle_families())
 
-    def _idle_families(self, books: Books) -> Metric:
+    def _idle_families(self) -> Metric:
         times = CounterMetricFamily(
             "valve_online_idles",
             "Times the online pod let go of its GPUs: each can be followed by one preemption at most",
             labels=["namespace", "pod"],
         )
-        counts: dict[tuple[str, str], int] = {}
-        for service, count in self._idles.items():
-            if service in books.services:
-                namespace, _, pod = books.services[service].name.partition("/")
-                counts[namespace, pod] = counts.get((namespace, pod), 0) + count
-        self._idles = {service: count for service, count in self._idles.items() if service in books.services}
-        for key, count in counts.items():
-            times.add_metric(key, count)
+        for pod, count in self._idles.items():
+            times.add_metric(pod, count)
         return times
+
+
+def _pod(name: str) -> tuple[str, str]:
+    namespace, _, pod = name.partition("/")
+    return namespace, pod

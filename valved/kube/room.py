@@ -232,7 +232,8 @@ class Room:
             seconds = [0.0 if self._is_standing(gpu.index) else (now_ns - seen_ns) / 1e9 for gpu in self._gpus]
             left = [each.left_s for each in gained]
             self.series.book(now_ns / 1e9, seconds, left)
-            self.observed.book(seconds, left, self._wakes)
+            live = {pod.key for pod in self.book.pods.values()}
+            self.observed.book(seconds, left, self._wakes, self._host.books, live)
             self._give_receipts({gpu.index: each for gpu, each in zip(self._gpus, gained, strict=True)}, now_ns)
             seen_ns, before = now_ns, after
             self._memory.cards = await asyncio.to_thread(self._cards.look)
@@ -416,7 +417,7 @@ class Room:
         resting = self._observer.resting(now_ns)
         yield from figures.leaving(self._host.brake.leaving.since_s(), self.ungated.seconds)
         yield from figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
-        yield from self.observed.families(self._host.books)
+        yield from self.observed.families()
         known = ((gpu.index, cards.get(gpu.uuid)) for gpu in self._gpus)
         used = {gpu: use.total_bytes - self._observer.free_bytes(use) for gpu, use in known if use is not None}
         yield from figures.without_offline(self._gpus, used, self._observer.uses(now_ns, cards))
