@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fakeapi import until
 from kube_node import GIB, OFFLINE_UID, ONLINE_UID, group, kube_node, pod, registered, scenario, uuid_of
 
@@ -29,6 +31,27 @@ async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unrep
         assert told["podUID"] == OFFLINE_UID
         (state,) = [one for one in node.api.reports[-1]["conditions"] if one["type"] == "OfflineUngated"]
         assert (state["status"], state["message"]) == ("True", "process 900 (bare) of default/batch-0")
+
+
+@scenario
+async def test_a_report_that_nobody_answers_never_delays_the_look_for_ungated_pods(tmp_path):
+    async with kube_node(tmp_path, start=False) as node:
+        node.start_room()
+        writing = asyncio.Event()
+
+        async def never(report):
+            writing.set()
+            await asyncio.Event().wait()
+
+        node.room.api.write = never
+        node.room.ungated.patience_s = node.room.ungated.settle_s = 0.0
+        await writing.wait()
+        node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
+        info = node.world.gate.gpus()[0]
+        node.world.processes.add(900, comm="bare", cgroup=group(OFFLINE_UID))
+        node.cards.uses[info.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=GIB, by_pid={900: GIB}, is_mig=False)
+
+        await until(lambda: (900, "SIGSTOP") in node.world.signals)
 
 
 @scenario
