@@ -14,8 +14,9 @@
 #include <string.h>
 #include <sys/timerfd.h>
 
-#define FLOOR_NS 100000u /* between two looks at one service, whatever a client claims */
-#define NEVER    UINT64_MAX
+#define FLOOR_NS    100000u /* between two looks at one service, whatever a client claims */
+#define NEVER       UINT64_MAX
+#define STOPPING_NS 1000000u /* a stop takes half of that */
 
 /* The client's totals of requests, for the stamps: what Python counts from them must be of this moment. */
 static bool hints(const struct valve_client *client)
@@ -147,6 +148,18 @@ static void publish(struct service *service, const struct valve_wake_decision *d
 	store_relaxed(&service->said_leaked, decision->leaked);
 }
 
+/* A stop of one of its GPUs is under way: its hold stays until the stop came back or the watchdog gave it up, or a stop that
+ * hangs would end unnoticed. */
+static bool is_stopping(const struct valve_gate *gate, const struct service *service)
+{
+	uint32_t mask = load_acquire(&service->mask);
+
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		if ((mask & 1u << i) && load_acquire(&gate->gpu[i].flight) % 4 == FLIGHT_OUT)
+			return true;
+	return false;
+}
+
 static void look(struct valve_gate *gate, uint32_t index, uint64_t now)
 {
 	struct service *service = &gate->service[index];
@@ -157,7 +170,9 @@ static void look(struct valve_gate *gate, uint32_t index, uint64_t now)
 	valve_wake_decide(&service->wake, &seen, &service->rule, now, &decision);
 	publish(service, &decision);
 	service->due_ns = decision.look_again_ns;
-	if (decision.action == VALVE_WAKE_NOW) {
+	if (decision.action == VALVE_WAKE_NOW && is_stopping(gate, service)) {
+		service->due_ns = now + STOPPING_NS;
+	} else if (decision.action == VALVE_WAKE_NOW) {
 		service->due_ns = NEVER; /* until the next hold, or the caller's answer */
 		if (!decision.hinted && must_ask(gate, service, now))
 			return;
