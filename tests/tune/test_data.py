@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from valve_tune.train.batch import IGNORED, PADDING
 from valve_tune.train.data import load
+from valve_tune.train import lines as lines_of
 from valve_tune.train.lines import DataError
 from valve_tune.train.packing import best_fit
 from valve_tune.train.spec import JobSpec
@@ -176,3 +177,31 @@ def test_each_pass_sees_every_row_once(make):
     for turn in range(3):
         seen = [ids[0] for step in range(3) for batch in rows.step(3 * turn + step) for ids in batch.input_ids]
         assert sorted(seen) == list(range(6, 18))
+
+
+def test_bad_lines_never_fill_the_memory_and_each_is_counted(make):
+    with pytest.raises(DataError, match="and 4980 more bad lines") as error:
+        make([b"x"] * 5000)
+    assert len(error.value.lines) == 1000
+    assert error.value.count == 5000
+
+
+def test_a_line_is_never_read_beyond_the_limit_and_the_next_keeps_its_number(make, monkeypatch):
+    monkeypatch.setattr(lines_of, "LONGEST_LINE", 64)
+    with pytest.raises(DataError) as error:
+        make([{"text": "w1"}, b"x" * 1000, b'{"text": "w1"' + b" " * 49 + b"}", {"text": 3}])
+    assert [(each.line, each.field) for each in error.value.lines] == [(2, "length"), (4, "text")]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ({"text": "\ud800"}, "text"),
+        ({"prompt": "w1", "completion": "w2 \udfff"}, "completion"),
+        ({"messages": [USER, {**ASSISTANT, "content": "\udc00\ud83d"}]}, r"messages\[1\].content"),
+        ({"messages": [USER, ASSISTANT], "tools": [{"name": "\ud800"}]}, r"tools\[0\].name"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_and_never_a_traceback(make, line, field):
+    with pytest.raises(DataError, match=f"line 2, {field}: holds half of a surrogate pair"):
+        make([{"text": "w1 \U0001f600"}, line])

@@ -12,7 +12,7 @@ import numpy as np
 
 from valve_tune.train.batch import IGNORED, PADDING, IntArray, MicroBatch
 from valve_tune.train.examples import Encoder, Example
-from valve_tune.train.lines import BadLine, DataError, Unfit, read
+from valve_tune.train.lines import BadLines, DataError, Unfit, read
 from valve_tune.train.packing import best_fit
 from valve_tune.train.spec import JobSpec
 
@@ -20,14 +20,14 @@ from valve_tune.train.spec import JobSpec
 def load(spec: JobSpec, tokenizer: Any) -> Rows:
     """Every line read, checked and encoded. DataError names all bad lines; nothing has run yet."""
     encoder = Encoder(tokenizer, assistant_only=spec.assistant_only_loss, vocabulary=vocabulary(spec.model))
-    bad: list[BadLine] = []
+    bad = BadLines()
     examples: list[Example] = []
     cut = empty = 0
     for source in read(spec.data, bad):
         try:
             whole = encoder.encode(source)
         except Unfit as unfit:
-            bad.append(BadLine(source.line, unfit.field, str(unfit)))
+            bad.add(source.line, unfit)
             continue
         example = whole.cut(spec.max_length)
         cut += example is not whole
@@ -35,8 +35,8 @@ def load(spec: JobSpec, tokenizer: Any) -> Rows:
             empty += 1
         else:
             examples.append(example)
-    if bad:
-        raise DataError(spec.data, sorted(bad, key=lambda each: each.line))
+    if bad.count:
+        raise DataError(spec.data, bad.kept, count=bad.count)
     if not examples:
         why = f"none of {empty} examples has anything to learn within {spec.max_length} tokens" if empty else "is empty"
         raise DataError(spec.data, [], why)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NAMED_AT_MOST = 20  # bad lines in one error
+KEPT_AT_MOST = 1000  # bad lines in memory; the rest are counted
+LONGEST_LINE = 16 << 20  # bytes
+SURROGATE = re.compile("[\ud800-\udfff]")
 KINDS = "messages, prompt and completion, text, or input_ids"
 
 
@@ -23,11 +27,25 @@ class BadLine:
         return f"line {self.line}, {self.field}: {self.message}"
 
 
-class DataError(ValueError):
-    """The data cannot be trained on. `lines` says where; nothing has run yet."""
+class BadLines:
+    """What is wrong with a file: the first lines in full, the rest as a number, so that no file fills the memory."""
 
-    def __init__(self, path: str, bad: list[BadLine], message: str = "") -> None:
-        more = len(bad) - NAMED_AT_MOST
+    def __init__(self) -> None:
+        self.kept: list[BadLine] = []
+        self.count = 0
+
+    def add(self, line: int, why: Unfit) -> None:
+        self.count += 1
+        if len(self.kept) < KEPT_AT_MOST:
+            self.kept.append(BadLine(line, why.field, str(why)))
+
+
+class DataError(ValueError):
+    """The data cannot be trained on. `lines` says where, `count` how often; nothing has run yet."""
+
+    def __init__(self, path: str, bad: list[BadLine], message: str = "", count: int = 0) -> None:
+        self.count = max(count, len(bad))
+        more = self.count - NAMED_AT_MOST
         said = [message] if message else []
         said += [str(each) for each in bad[:NAMED_AT_MOST]]
         said += [f"and {more} more bad lines"] if more > 0 else []
@@ -52,22 +70,35 @@ class RawExample:
     values: Mapping[str, Any]
 
 
-def read(path: str, bad: list[BadLine]) -> Iterator[RawExample]:
+def numbered(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines from 1 on. One that is longer than the limit comes as its beginning, a byte more than the limit."""
+    number = 0
+    while raw := file.readline(LONGEST_LINE + 1):
+        number += 1
+        rest = raw
+        while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE + 1)
+        yield number, raw
+
+
+def read(path: str, bad: BadLines) -> Iterator[RawExample]:
     """Good lines in order; bad ones are added to `bad`. Blank lines are passed over."""
     try:
         with Path(path).open("rb") as file:
-            for number, raw in enumerate(file, 1):
+            for number, raw in numbered(file):
                 if not raw.strip():
                     continue
                 try:
                     yield RawExample(number, *checked_line(raw))
                 except Unfit as why:
-                    bad.append(BadLine(number, why.field, str(why)))
+                    bad.add(number, why)
     except OSError as error:
         raise DataError(path, [], f"cannot be read: {error.strerror}") from None
 
 
 def checked_line(raw: bytes) -> tuple[str, Mapping[str, Any]]:
+    if len(raw) > LONGEST_LINE:
+        raise Unfit("length", f"has more than {LONGEST_LINE >> 20} MiB")
     try:
         values = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -79,8 +110,23 @@ def checked_line(raw: bytes) -> tuple[str, Mapping[str, Any]]:
     for kind, check in CHECKS.items():
         if kind in values:
             check(values)
+            if b"\\u" in raw:  # no other way leads to half a character: the decoder refuses its bytes
+                check_characters(values)
             return kind, values
     raise Unfit("fields", f"needs {KINDS}; has {', '.join(sorted(map(str, values))[:8]) or 'none'}")
+
+
+def check_characters(value: object, place: str = "") -> None:
+    """JSON can name half of a surrogate pair, which is no text: no tokenizer takes it."""
+    if isinstance(value, str) and SURROGATE.search(value):
+        raise Unfit(place or "fields", "holds half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            check_characters(name, place)
+            check_characters(each, f"{place}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            check_characters(each, f"{place}[{index}]")
 
 
 def check_messages(values: Mapping[str, Any], field: str = "messages") -> None:
