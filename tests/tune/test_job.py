@@ -16,6 +16,7 @@ import jobs
 import oracle
 import pytest
 import torch
+from valve_tune.model.stash import Stash, StashLost, TorchMemory
 from valve_tune.train import checkpoint
 from valve_tune.train.build import open_model
 from valve_tune.train.job import Trainer
@@ -252,6 +253,32 @@ def test_a_damaged_checkpoint_is_never_taken_up(model: Path, tmp_path: Path, und
 def test_only_so_many_checkpoints_stay(model: Path, tmp_path: Path) -> None:
     jobs.finished(jobs.job(model, tmp_path, max_steps=6, save_steps=1, save_total_limit=2))
     assert [step for step, _ in checkpoint.found(tmp_path)] == [6, 5]
+
+
+def test_a_save_never_deletes_itself_beside_a_damaged_newer_checkpoint(tmp_path: Path) -> None:
+    for step in (8, 9, 2):
+        (tmp_path / "checkpoint-9" / checkpoint.MANIFEST).unlink(missing_ok=True)
+        assert checkpoint.save(tmp_path, step, {"a": b"x"}, 1).is_dir()
+    (tmp_path / "checkpoint-9" / checkpoint.MANIFEST).write_text("{")
+    checkpoint.put_damaged_aside(tmp_path)
+    assert [step for step, _ in checkpoint.found(tmp_path)] == [2]
+    assert (tmp_path / "damaged-checkpoint-9" / "a").read_bytes() == b"x"
+    checkpoint.save(tmp_path, 3, {"a": b"y"}, 1)
+    assert [step for step, _ in checkpoint.found(tmp_path)] == [3]
+
+
+def test_a_reclaim_before_the_gpu_has_read_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory(TorchMemory):
+        reclaimed = 0
+
+        def generation(self) -> int:
+            return self.reclaimed
+
+    memory = Memory()
+    stash = Stash(memory, 1, 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(memory, "reclaimed", 1))
+    with pytest.raises(StashLost):
+        stash.check(torch.device("cuda"))
 
 
 def test_a_checkpoint_put_aside_while_it_was_replaced_is_taken_back(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ class AutogradPass:
     def gradients(self) -> tuple[float, Gradients]:
         if not self.frontier.is_complete:
             raise RuntimeError("the micro-batch is not done")
-        self.stash.check()
+        self.stash.check(self.targets.device)
         return self.loss, self.sums
 
 

@@ -162,5 +162,5 @@ class ExplicitPass:
         """(loss, adapter gradients), both times scale."""
         if not self.frontier.is_complete:
             raise RuntimeError("the micro-batch is not done")
-        self.stash.check()
+        self.stash.check(self.flow.device)
         return self.loss, self.sums.adapter

@@ -62,7 +62,10 @@ class Stash:
         for key in [key for key in self._kept if key[0] == layer and name in (None, key[1])]:
             self._memory.give(self._kept.pop(key))
 
-    def check(self) -> None:
+    def check(self, device: torch.device) -> None:
+        """Whether anything was reclaimed before the device read it: a GPU is only told what to do, so it ends first."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         if self._memory.generation() != self._generation:
             raise StashLost("memory of the stash was reclaimed")
 

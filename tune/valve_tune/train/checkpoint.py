@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = ".writing-"
+DAMAGED = "damaged-"
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -43,7 +45,7 @@ def _force_folder(path: Path) -> None:
 
 
 def save(out: Path, step: int, files: Mapping[str, bytes], limit: int) -> Path:
-    """Write checkpoint-`step` and remove all but the newest `limit`. An older one of that name is replaced."""
+    """Write checkpoint-`step` and remove all but the newest `limit` up to it. An older one of that name is replaced."""
     aside, target = out / f"{ASIDE}{step}", out / f"checkpoint-{step}"
     sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     everything = {**files, MANIFEST: json.dumps(sums, indent=1, sort_keys=True).encode()}
@@ -58,7 +60,8 @@ def save(out: Path, step: int, files: Mapping[str, bytes], limit: int) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     _force_folder(out)
-    for old, _ in found(out)[limit:]:
+    # Those of later steps are damaged, or of a run that went on elsewhere: they count for nothing here.
+    for old, _ in [each for each in found(out) if each[0] <= step][limit:]:
         shutil.rmtree(out / f"checkpoint-{old}", ignore_errors=True)
     return target
 
@@ -108,6 +111,17 @@ def newest(out: Path) -> tuple[Path | None, list[str]]:
             return folder, faults
         faults.append(f"{folder.name}: {wrong}")
     return None, faults
+
+
+def put_damaged_aside(out: Path) -> None:
+    """What is newer than the newest whole checkpoint gets a name that nothing reads; its owner may still look at it."""
+    for _, folder in found(out):
+        if not fault(folder):
+            return
+        target = folder.with_name(f"{DAMAGED}{folder.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(folder, target)
 
 
 def sweep(out: Path) -> None:

@@ -90,9 +90,11 @@ class JobState:
         folder, faults = checkpoint.newest(self.out)
         checkpoint.sweep(self.out)
         if folder is None:
+            checkpoint.put_damaged_aside(self.out)
             return None, faults
         cursor = Cursor.parse((folder / CURSOR).read_text())
         cursor.check(base=self.cursor.base, job=self.cursor.job)
+        checkpoint.put_damaged_aside(self.out)
         self.adapter.load((folder / ADAPTER).read_bytes())
         self.optimizer.load((folder / MOMENTS).read_bytes())
         self.cursor, self.sums = cursor, StepSums(self.adapter.zeros())
