@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -25,10 +26,10 @@ class Command:
         state = str(self.home / "state")
         return {**kept, "PYTHONPATH": ":".join(paths), "XDG_STATE_HOME": state, "HF_HUB_OFFLINE": "1", **more}
 
-    def start(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, errors: IO[str] | int = subprocess.PIPE, **more: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "valve_tune.serve", *map(str, arguments)]
         return subprocess.Popen(
-            argv, env=self.environment(**more), cwd=self.home, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            argv, env=self.environment(**more), cwd=self.home, text=True, stdout=subprocess.PIPE, stderr=errors
         )
 
     def run(self, *arguments: str, code: int = 0, **more: str) -> str:

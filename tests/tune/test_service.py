@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +17,7 @@ import openai
 import pytest
 import tiny
 from command import Command, until
+from valve_tune.serve import server, worker
 from valve_tune.serve.folder import JobFolder
 from valve_tune.serve.store import TuneStore
 
@@ -32,13 +36,16 @@ class Service:
 
     def start(self, *more: str, **variables: str) -> openai.OpenAI:
         models = ["--model", f"tiny={self.home / 'base'}", "--model", f"other={self.home / 'base'}"]
-        command = Command(self.home)
-        self.process = command.start(
-            "serve", *models, "--folder", self.folder, "--port", "0", *more, **{"PYTHONUNBUFFERED": "1", **variables}
-        )
+        command, said = Command(self.home), self.home / "service.err"
+        with said.open("a") as errors:  # a pipe that nobody reads would stop a service that says much
+            self.process = command.start(
+                *("serve", *models, "--folder", self.folder, "--port", "0", *more),
+                **{"PYTHONUNBUFFERED": "1", **variables},
+                errors=errors,
+            )
         line = self.process.stdout.readline()
         found = re.search(r"(http://\S+)", line)
-        assert found, self.process.stderr.read()
+        assert found, said.read_text()
         self.url = found[1]
         return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
 
@@ -161,7 +168,7 @@ def test_jobs_of_one_base_take_turns_by_weight_in_one_process(service):
     light = submit(client, service, valve={"max_steps": 2000, "weight": 1})
     heavy = submit(client, service, valve={"max_steps": 2000, "weight": 3})
     until(lambda: steps_of(client, heavy) and steps_of(client, light), "both")
-    assert len(service.workers()) == 1
+    until(lambda: len(service.workers()) == 1, "one worker")
 
     def counts():
         store = TuneStore(service.folder)
@@ -181,6 +188,88 @@ def test_a_job_that_kills_its_worker_fails_in_the_end_and_the_others_go_on(servi
     job = submit(client, service)
     done = ended(client, job)
     assert (done.status, done.error.message) == ("failed", "the worker died 5 times at step 0")
+
+
+def test_a_workers_death_is_never_charged_to_a_job_that_waited(tmp_path):
+    store = TuneStore(tmp_path)
+    held, waits = (store.add_job("tiny", "file-1", {}, 1.0)["id"] for _ in range(2))
+    for _ in range(5):
+        store.hold("tiny", waits)
+        store.hold("tiny", held)
+        assert store.died("tiny")
+        assert not store.died("tiny")  # nobody held the turn since
+    assert [store.job(job)["deaths"] for job in (held, waits)] == [5, 0]
+    store.hold("tiny", waits)
+    store.let_go("tiny", held)  # late: another has the turn
+    assert store.died("tiny")
+    store.close()
+
+
+def test_one_job_that_kills_its_workers_never_fails_the_others_of_its_base(service):
+    client = service.start(FAKE_DIES_WITH="7", FAKE_TILE_S="0.002")
+    jobs = [submit(client, service, seed=seed) for seed in (1, 7, 2)]
+    assert [ended(client, job).status for job in jobs] == ["succeeded", "failed", "succeeded"]
+
+
+def workers_of(tmp_path, monkeypatch):
+    store = TuneStore(tmp_path)
+    job = store.add_job("tiny", "file-1", {}, 1.0)["id"]
+    monkeypatch.setattr(server, "AGAIN_S", 0.0)
+    return store, job, server.Workers(store, {"tiny": "/nowhere"})
+
+
+def test_a_worker_that_never_starts_is_never_started_for_ever(tmp_path, monkeypatch):
+    store, job, workers = workers_of(tmp_path, monkeypatch)
+    monkeypatch.setattr(server.sys, "executable", "/bin/false")
+
+    async def all_of_them():
+        for _ in range(server.BARREN):
+            await workers._look()
+            await workers._running["tiny"].wait()
+        await workers._look()
+
+    asyncio.run(all_of_them())
+    assert store.job(job)["status"] == "failed"
+    assert "before it looked at its jobs" in store.job(job)["error"]
+    assert not workers._running
+    store.close()
+
+
+def test_a_database_that_cannot_be_written_never_ends_the_service(tmp_path, monkeypatch):
+    store, job, workers = workers_of(tmp_path, monkeypatch)
+    looks = []
+
+    async def look():
+        looks.append(1)
+        workers.changed()
+        if len(looks) == 3:
+            raise asyncio.CancelledError
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(workers, "_look", look)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(workers.keep(), 60))
+    assert len(looks) == 3
+    store.close()
+
+
+def test_a_job_whose_thread_lost_the_database_is_begun_again_and_never_failed(tmp_path, monkeypatch):
+    store = TuneStore(tmp_path)
+    job = store.add_job("tiny", "file-1", {}, 1.0)["id"]
+    monkeypatch.setattr(worker, "DATABASE_S", 0.0)
+    made = worker.BaseWorker(store, "tiny", "/nowhere", make=lambda *_, **__: None)
+    tried = []
+
+    def train(row, control):
+        tried.append(row["id"])
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(made, "_train", train)
+    until(lambda: made._look() and len(tried) >= 3, "three tries")
+    assert store.job(job)["status"] == "validating_files"
+    for thread in list(made._threads.values()):
+        thread.join()
+    store.close()
 
 
 def test_a_failure_says_why(service):

@@ -28,7 +28,7 @@ class Trainer:
         start = saved[-1][0] if saved else 0
         if start:
             self.events(TrainEvent(kind="resumed", step=start))
-        if os.environ.get("FAKE_DIES_AT") == str(start):
+        if str(start) == os.environ.get("FAKE_DIES_AT") or str(self.spec.seed) == os.environ.get("FAKE_DIES_WITH"):
             os.kill(os.getpid(), 9)
         for step in range(start + 1, self.spec.max_steps + 1):
             began, batches = time.monotonic(), self.dataset.step(step - 1)

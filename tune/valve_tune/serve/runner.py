@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sqlite3
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -80,6 +81,8 @@ def carry_out(
         outcome = make(spec, rows, events=watcher, control=control).run()
     except (SpecError, DataError, FolderError) as error:
         outcome = Outcome(end=End.FAILED, step=watcher.step, message=str(error))
+    except sqlite3.Error:  # of the service's database, and no fault of the job's
+        raise
     except MemoryError:
         outcome = Outcome(
             end=End.FAILED, step=watcher.step, message="out of memory; take a smaller max_length or batch"

@@ -9,16 +9,21 @@ import fcntl
 import ipaddress
 import os
 import signal
+import sqlite3
 import sys
+import time
 from pathlib import Path
 
 from aiohttp import web
 
 from valve_tune.serve.api import TuneApi
 from valve_tune.serve.folder import FolderError
-from valve_tune.serve.store import TuneStore
+from valve_tune.serve.store import Row, TuneStore
+from valve_tune.serve.worker import NO_DATABASE
 
 AGAIN_S = 1.0  # until a worker that died is started again
+LONGEST_S = 60.0  # each further death without a look doubles the time, up to this
+BARREN = 8  # starts of a worker that never looked at its jobs; then they fail
 LOOK_S = 0.5
 LEAVE_S = 30.0  # how long workers have to end their tile when the service is told to end
 SHORTEST_TOKEN = 16
@@ -31,13 +36,19 @@ class Workers:
         self._store, self._bases = store, bases
         self._changed = asyncio.Event()
         self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._barren: dict[str, int] = {}  # starts in a row that never looked
+        self._vain: dict[str, int] = {}  # deaths in a row that no job was charged with
+        self._due: dict[str, float] = {}
 
     def changed(self) -> None:
         self._changed.set()
 
     async def keep(self) -> None:
         while True:
-            await self._look()
+            try:
+                await self._look()
+            except (sqlite3.Error, OSError) as error:  # a full disk, a locked database, no process to be had: all pass
+                print(f"valve tune: workers: {error}", file=sys.stderr)
             self._changed.clear()
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S)
@@ -45,17 +56,34 @@ class Workers:
     async def _look(self) -> None:
         for base, process in list(self._running.items()):
             if process.returncode is not None:
+                self._ended(base, process.pid, process.returncode)
                 del self._running[base]
-                if process.returncode:
-                    self._store.died(base)
-                    print(f"valve tune: the worker of {base} ended with {process.returncode}", file=sys.stderr)
-                    await asyncio.sleep(AGAIN_S)
-        needed = {row["base"] for row in self._store.live() if row["status"] != "paused" or row["wanted"] != "pause"}
+        needed = {row["base"] for row in self._needed()}
         for base in needed & self._bases.keys() - self._running.keys():
+            if time.monotonic() < self._due.get(base, 0.0):
+                continue
             argv = ["--folder", str(self._store.folder), "--base", base, "--model", self._bases[base]]
             self._running[base] = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "valve_tune.serve.worker", *argv, "--parent", str(os.getpid())
             )
+
+    def _needed(self, base: str | None = None) -> list[Row]:
+        return [row for row in self._store.live(base) if row["status"] != "paused" or row["wanted"] != "pause"]
+
+    def _ended(self, base: str, pid: int, code: int) -> None:
+        if not code:
+            self._barren[base] = self._vain[base] = 0
+            return
+        is_barren = code != NO_DATABASE and not self._store.has_looked(base, pid)
+        if is_barren and self._barren.get(base, 0) + 1 >= BARREN:
+            for row in self._needed(base):
+                self._store.fail(row["id"], f"the worker of {base} ended {BARREN} times before it looked at its jobs")
+            self._barren[base] = 0
+            return
+        self._vain[base] = 0 if self._store.died(base) else self._vain.get(base, 0) + 1
+        self._barren[base] = self._barren.get(base, 0) + 1 if is_barren else 0
+        self._due[base] = time.monotonic() + min(LONGEST_S, AGAIN_S * 2 ** max(0, min(self._vain[base] - 1, 10)))
+        print(f"valve tune: the worker of {base} ended with {code}", file=sys.stderr)
 
     async def leave(self) -> None:
         for process in self._running.values():

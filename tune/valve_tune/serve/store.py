@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS jobs (
   status TEXT NOT NULL, wanted TEXT NOT NULL DEFAULT 'go', spec TEXT, step INTEGER NOT NULL DEFAULT 0,
   deaths INTEGER NOT NULL DEFAULT 0, deaths_at INTEGER NOT NULL DEFAULT -1, tokens INTEGER NOT NULL DEFAULT 0,
   error TEXT, adapter TEXT, result TEXT);
+CREATE TABLE IF NOT EXISTS turns (base TEXT PRIMARY KEY, job TEXT, looked INTEGER);
 CREATE TABLE IF NOT EXISTS events (
   number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, job TEXT NOT NULL, created INTEGER NOT NULL,
   level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT, step INTEGER);
@@ -144,13 +145,39 @@ class TuneStore:
         text = f"UPDATE jobs SET wanted = ? WHERE id = ? AND wanted != 'cancel' AND status IN ({marks})"
         return self._change(text, wanted, job, *LIVE)
 
-    def died(self, base: str) -> None:
-        """A worker died: each job that was in training there may be why. What got further since is not."""
+    def hold(self, base: str, job: str) -> None:
+        """Which job a base's worker works on: it alone is charged if the worker dies. Kept at the base, so that one
+        job takes it over from another at once.
+        """
+        text = "INSERT INTO turns (base, job) VALUES (?, ?) ON CONFLICT (base) DO UPDATE SET job = excluded.job"
+        self._change(text, base, job)
+
+    def let_go(self, base: str, job: str) -> None:
+        self._change("UPDATE turns SET job = NULL WHERE base = ? AND job = ?", base, job)
+
+    def looked(self, base: str, pid: int) -> None:
+        """A worker came so far that it looks at its jobs."""
+        text = "INSERT INTO turns (base, looked) VALUES (?, ?) ON CONFLICT (base) DO UPDATE SET looked = excluded.looked"
+        self._change(text, base, pid)
+
+    def has_looked(self, base: str, pid: int) -> bool:
+        return self._one("SELECT 1 FROM turns WHERE base = ? AND looked = ?", base, pid) is not None
+
+    def died(self, base: str) -> bool:
+        """A worker died: the job whose turn it was may be why. What got further since is not. Whether there was one."""
         text = (
             "UPDATE jobs SET deaths = CASE WHEN deaths_at = step THEN deaths + 1 ELSE 1 END, deaths_at = step "
-            "WHERE base = ? AND wanted = 'go' AND status IN ('validating_files', 'queued', 'running')"
+            "WHERE id = (SELECT job FROM turns WHERE base = ?) AND wanted != 'cancel' "
+            "AND status IN ('validating_files', 'queued', 'running', 'paused')"
         )
-        self._change(text, base)
+        charged = self._change(text, base)
+        self._change("UPDATE turns SET job = NULL WHERE base = ?", base)
+        return charged
+
+    def fail(self, job: str, message: str) -> None:
+        error = json.dumps({"code": "training_failed", "message": message, "param": None})
+        if self.move(job, "failed", error=error):
+            self.say(job, message, "error")
 
     def keep_result(self, job: str, file: str, metrics: Path) -> None:
         """The metrics of a finished job as a file that clients can fetch. Doing it twice changes nothing."""

@@ -12,8 +12,16 @@ from collections.abc import Callable
 
 
 class StepTurns:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    """`taken` and `left` hear of each change of the holder, in order."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        taken: Callable[[str], None] = lambda job: None,
+        left: Callable[[str], None] = lambda job: None,
+    ) -> None:
+        self._clock, self._taken, self._left = clock, taken, left
         self._since = 0.0
         self._is_at_border = False
         self._changed = threading.Condition()
@@ -41,6 +49,7 @@ class StepTurns:
                     if is_off():
                         return False
                     self._changed.wait(look_s)
+                self._taken(job)
                 self._holder, self._since = job, self._clock()
                 return True
             finally:
@@ -60,6 +69,8 @@ class StepTurns:
         return min(self._waiting, key=lambda each: (self._debts[each], each)) == job
 
     def _release(self) -> None:
+        if self._holder is not None:
+            self._left(self._holder)
         self._holder, self._is_at_border = None, False
         self._changed.notify_all()
 

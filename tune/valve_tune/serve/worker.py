@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ from valve_tune.train.spec import JobSpec
 LOOK_S = 0.1  # how soon a wish is heard
 IDLE_LOOKS = 50  # looks with nothing to do until the process ends
 DEATHS = 5  # of workers at one step of a job, which fails then: it may be what kills them
+DATABASE_S = 1.0  # until a job that could not write to the database is begun again
+NO_DATABASE = 75  # exit code (EX_TEMPFAIL): no job and no base is to blame
 AT_ONCE = 8  # jobs in training; the next wait in line
 PR_SET_PDEATHSIG = 1
 
@@ -136,7 +139,7 @@ class BaseWorker:
     def __init__(self, store: TuneStore, base: str, model: str, make: MakesTrainer | None = None) -> None:
         self._store, self._base, self._model = store, base, model
         self._make = Bases().trainer if make is None else make
-        self._turns = StepTurns()
+        self._turns = StepTurns(taken=self._took, left=self._let_go)
         self._threads: dict[str, threading.Thread] = {}
         self._controls: dict[str, TurnControl] = {}
         self._leaving = threading.Event()
@@ -144,11 +147,24 @@ class BaseWorker:
     def leave(self) -> None:
         self._leaving.set()
 
+    def _took(self, job: str) -> None:
+        self._store.hold(self._base, job)
+
+    def _let_go(self, job: str) -> None:
+        with contextlib.suppress(sqlite3.Error):  # the next holder is written over it; it must not cost the turn
+            self._store.let_go(self._base, job)
+
     def run(self) -> None:
         """Until told to leave, or until there was nothing to do for a while."""
-        idle = 0
+        idle, has_looked = 0, False
         while idle < IDLE_LOOKS and not self._leaving.is_set():
-            idle = 0 if self._look() else idle + 1
+            try:
+                idle = 0 if self._look() else idle + 1
+                if not has_looked:
+                    self._store.looked(self._base, os.getpid())
+                    has_looked = True
+            except sqlite3.Error as error:  # a full disk, a locked database: both pass
+                print(f"valve tune: {self._base}: the database: {error}", file=sys.stderr)
             self._leaving.wait(LOOK_S)
         for control in self._controls.values():
             control.is_leaving = True
@@ -157,9 +173,10 @@ class BaseWorker:
 
     def _look(self) -> bool:
         """Hear wishes, begin what waits. Whether there is anything to do."""
-        live = self._store.live(self._base)
+        # First: a row that is read while its thread still ends would begin the job that has just ended once more.
         for job in [job for job, thread in self._threads.items() if not thread.is_alive()]:
             del self._threads[job], self._controls[job]
+        live = self._store.live(self._base)
         for row in live:
             job = row["id"]
             if job in self._threads:
@@ -175,7 +192,7 @@ class BaseWorker:
     def _begin(self, row: Row) -> None:
         job = row["id"]
         if row["deaths"] >= DEATHS and row["deaths_at"] == row["step"]:
-            self._fail(job, f"the worker died {row['deaths']} times at step {row['step']}")
+            self._store.fail(job, f"the worker died {row['deaths']} times at step {row['step']}")
             return
         self._controls[job] = TurnControl(job, self._turns, row["weight"])
         self._threads[job] = threading.Thread(target=self._work, args=(row, self._controls[job]), name=job, daemon=True)
@@ -185,8 +202,12 @@ class BaseWorker:
         job = row["id"]
         try:
             self._train(row, control)
+        except sqlite3.Error as error:  # not the job's fault: the next look begins it at its last checkpoint
+            print(f"valve tune: {job}: the database: {error}", file=sys.stderr)
+            self._leaving.wait(DATABASE_S)
         except Exception as error:  # whatever is wrong with one job, the others go on
-            self._fail(job, str(error))
+            with contextlib.suppress(sqlite3.Error):  # the next look begins it again, and it fails again
+                self._store.fail(job, str(error))
         finally:
             self._turns.forget(job)
 
@@ -209,7 +230,7 @@ class BaseWorker:
 
     def _conclude(self, job: str, folder: JobFolder, outcome: Outcome, control: TurnControl) -> None:
         if outcome.end is End.FAILED:
-            self._fail(job, outcome.message)
+            self._store.fail(job, outcome.message)
         elif outcome.end is End.DONE:
             if folder.metrics.exists():
                 result = f"file-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
@@ -218,11 +239,6 @@ class BaseWorker:
             self._store.move(job, "succeeded", adapter=str(outcome.adapter or folder.path))
         elif control.wanted == "cancel" and self._store.move(job, "cancelled"):
             self._store.say(job, f"Cancelled at step {outcome.step}; its checkpoints stay.")
-
-    def _fail(self, job: str, message: str) -> None:
-        error = json.dumps({"code": "training_failed", "message": message, "param": None})
-        if self._store.move(job, "failed", error=error):
-            self._store.say(job, message, "error")
 
 
 def die_with_parent(parent: int) -> None:
@@ -257,6 +273,9 @@ def main(argv: list[str] | None = None) -> int:
             store.close()
     except BlockingIOError:
         return 0
+    except sqlite3.Error as error:
+        print(f"valve tune: {options.base}: the database: {error}", file=sys.stderr)
+        return NO_DATABASE
     return 0
 
 
