@@ -60,8 +60,8 @@ def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine):
     with GapProbe(running) as gap:
         running.load("x-v1", "/x")
     calm, disturbed = gap.gaps_ms()
-    assert disturbed >= 300
-    assert calm > 0
+    assert disturbed >= 200  # of 300, which the server begins before the client sees the last piece
+    assert 0 < calm < disturbed
 
 
 def test_a_name_that_another_jobs_folder_published_goes_on_counting(engine, job):
@@ -75,6 +75,14 @@ def test_versions_of_another_adapter_are_never_retired(engine, job):
     engine.adapters.update({"mine-v1x": "/a", "other-v1": "/b", "mine": "/c"})
     command.run("publish", folder.path, "--to", engine.url, "--keep", "1", "--no-probe")
     assert sorted(engine.adapters) == ["mine", "mine-v1", "mine-v1x", "other-v1"]
+
+
+def test_a_version_of_another_job_with_the_same_name_is_never_retired(engine, job):
+    command, folder = job
+    engine.adapters["mine-v7"] = "/elsewhere"
+    for _ in range(2):
+        command.run("publish", folder.path, "--to", engine.url, "--keep", "1", "--no-probe")
+    assert sorted(engine.adapters) == ["mine-v7", "mine-v9"]
 
 
 @pytest.mark.parametrize("engine", [{"updating": False}], indirect=True)
@@ -91,7 +99,7 @@ def test_an_answer_under_another_name_is_a_failure_and_the_old_version_stays(eng
     assert "answered as base" in command.run(
         "publish", folder.path, "--to", engine.url, "--keep", "1", "--no-probe", code=1
     )
-    assert "mine-v1" in engine.adapters
+    assert sorted(engine.adapters) == ["mine-v1"]  # the one that answered wrongly is unloaded
 
 
 def test_a_service_that_is_not_there_or_an_adapter_that_is_not_done_are_clear_ends(job):

@@ -6,6 +6,7 @@ A path that was loaded once never changes: engines keep what they computed with 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -102,12 +103,17 @@ def hand_over(engine: RunningEngine, version: Path, name: str, keep: int, *, pro
 
 def _switch(engine: RunningEngine, version: Path, name: str, keep: int) -> tuple[str, ...]:
     engine.load(version.name, str(version))
-    said = engine.answer(version.name)
-    if said != version.name:
-        raise EngineError(f"{engine.url}: answered as {said}, not as {version.name}")
-    versions = sorted(
-        (each for each in engine.loaded() if number_of(each, name)), key=lambda each: number_of(each, name)
-    )
+    try:
+        said = engine.answer(version.name)
+        if said != version.name:
+            raise EngineError(f"{engine.url}: answered as {said}, not as {version.name}")
+    except Exception:
+        with contextlib.suppress(EngineError):  # what failed first is what is said
+            engine.unload(version.name)
+        raise
+    # Another job may publish under the same name: what has no folder here is not ours to retire.
+    ours = [each for each in engine.loaded() if number_of(each, name) and (version.parent / each).is_dir()]
+    versions = sorted(ours, key=lambda each: number_of(each, name))
     retired = tuple(versions[: max(0, len(versions) - max(1, keep))])
     for each in retired:
         engine.unload(each)
