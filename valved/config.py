@@ -289,8 +289,8 @@ def check(config: Config) -> None:
         if isinstance(value, float) and not math.isfinite(value):  # TOML has nan
             raise ConfigError(f"{name} = {value}: must be a number", field=name, next_step=MANUAL)
     _check_order(config)
-    for group in (config.group, config.view_group):
-        group_id("" if group == EVERYBODY else group)
+    group_id(config.group)
+    group_id("" if config.view_group == EVERYBODY else config.view_group)
     tables = {
         "cooldown": config.cooldown_settings,
         "wake": config.wake_settings,

@@ -114,7 +114,7 @@ def build(
             fd_limit=raise_fd_limit(),
             outside_port=UvmDoors(loop),
             work=Worker(loop),
-            closer=closer,
+            closer=Closer(),  # of its own: descriptors of strangers may hang for ever, and memory must go back
         )
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
     brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)

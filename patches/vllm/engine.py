@@ -46,7 +46,8 @@ class VllmEngine:
         self._columns: ColumnQueue | None = None
         self._members: list[list[int]] = []  # blocks of each column, where the order is vLLM's own
         self._cursor = 0
-        self._waiting_seen, self._waiting_need = (0, 0), 0  # the queue's length and its first, and what its first need
+        self._waiting_seen: tuple[Any, ...] = ()  # the queue's length and its first
+        self._waiting_need = 0  # what its first need
         self._reset_prefix_cache = self.pool.reset_prefix_cache
         self.pool.reset_prefix_cache = self.reset_prefix_cache
 
@@ -169,14 +170,15 @@ class VllmEngine:
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - len(self.withheld)
         waiting = scheduler.waiting
         if not waiting:
+            self._waiting_seen = ()  # the next one may lie where the last one lay
             return used, used, len(scheduler.running), 0
         first = getattr(waiting, "_heap", waiting)  # a priority queue is copied to be walked
-        seen = len(waiting), id(first[0])
+        seen = len(waiting), first[0].request_id, first[0].num_tokens  # a preempted one comes back longer
         if seen != self._waiting_seen:
             tokens = self.block_tokens
             needs = [-(-request.num_tokens // tokens) for request in islice(first, LOOK_AT_WAITING)]
             self._waiting_seen, self._waiting_need = seen, sum(needs)
-        return used, used + self._waiting_need, len(scheduler.running), seen[0]
+        return used, used + self._waiting_need, len(scheduler.running), len(waiting)
 
     # ---- for the user ----
 

@@ -67,3 +67,14 @@ def test_an_offline_job_without_the_shim_never_runs_on(rig):
     assert rig.guarded() == []
     rig.look(601)
     assert (601, "SIGSTOP") in rig.world.signals
+
+
+def test_a_process_of_which_only_the_hook_is_connected_is_never_taken_for_one_that_can_be_heard(rig):
+    online = rig.world.online()
+    pid = rig.world.books.clients[online].process.pid
+    rig.world.hook(online)
+    rig.look(pid)
+    assert rig.guarded() == []
+    rig.world.register.leave(online, "its shim is gone")
+    rig.look(pid)
+    assert rig.guarded() == [0]

@@ -92,3 +92,19 @@ def test_an_offline_job_that_runs_ungated_is_never_claimed_as_online(tmp_path, m
     assert cli_run.run(SimpleNamespace(argv=["job"], online=False, name="", ungated=True)) == 0
 
     assert not list((tmp_path / "claims").iterdir())
+
+
+def test_a_link_or_a_pipe_among_the_claims_is_never_followed_and_never_waited_for(tmp_path):
+    """The folder may be a group's: whoever writes there could aim root at any file, or hang the daemon."""
+    pending.make_folder(tmp_path)
+    folder, victim = tmp_path / pending.FOLDER, tmp_path / "victim"
+    victim.write_text("untouched")
+    (folder / ".7-8").symlink_to(victim)
+    os.mkfifo(folder / "1-2")
+    (folder / "3-4").symlink_to(victim)
+
+    assert pending.leave(tmp_path, pending.PendingClaim(pid=7, start_time=8, name="chat"))
+    found = list(pending.take(tmp_path))
+
+    assert [claim.pid for claim in found] == [7]
+    assert victim.read_text() == "untouched"

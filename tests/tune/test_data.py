@@ -9,9 +9,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from valve_tune.train import lines as lines_of
 from valve_tune.train.batch import IGNORED, PADDING
 from valve_tune.train.data import load
-from valve_tune.train import lines as lines_of
 from valve_tune.train.lines import DataError
 from valve_tune.train.packing import best_fit
 from valve_tune.train.spec import JobSpec

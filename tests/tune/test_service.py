@@ -236,7 +236,7 @@ def test_a_worker_that_never_starts_is_never_started_for_ever(tmp_path, monkeypa
 
 
 def test_a_database_that_cannot_be_written_never_ends_the_service(tmp_path, monkeypatch):
-    store, job, workers = workers_of(tmp_path, monkeypatch)
+    store, _, workers = workers_of(tmp_path, monkeypatch)
     looks = []
 
     async def look():

@@ -99,7 +99,8 @@ class Observer:
 
     def strangers(self, cards: Mapping[bytes, CardUse]) -> list[Stranger]:
         """Processes that compute on a card and never registered; those on their way out do not count."""
-        known = {client.process.pid for client in self.books.clients.values()} | {os.getpid()}
+        shims = [client for client in self.books.clients.values() if client.role is not Role.HOOK]
+        known = {client.process.pid for client in shims} | {os.getpid()}  # a hook alone stops and hears nothing
         return [
             Stranger(
                 name=self._words(pid),

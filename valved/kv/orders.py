@@ -132,7 +132,7 @@ class Orders:
             return  # it has heard; what became of the memory is told by `taken`
         if order.op is KvOp.BACK:
             self._backed(order, fds)
-        else:
+        elif self.pool.ranges.get(order.book.key) is order.book:
             self.pool.lift(order.book, order.slots[: order.done])
         self._settle(order)
 

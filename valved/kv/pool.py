@@ -111,7 +111,9 @@ class Pool:
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
         book = self.ranges.pop(key)
-        self.free(book.at[book.at >= 0])
+        backed = book.at >= 0
+        self.free(book.at[backed])
+        book.at[backed] = NO_HANDLE  # an order that is still under way finds nothing to free again
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
         return [book for key, book in self.ranges.items() if key.client == client]

@@ -204,7 +204,8 @@ class Reclaimer:
 
     def _tell_and_take(self, reclaim: Reclaim, how: KvHow) -> list[Order]:
         reclaim.victims = [victims for victims in reclaim.victims if self._books.is_attached(victims.engine)]
-        for victims in reclaim.victims:
+        for victims in reclaim.victims:  # what was pinned since it was chosen stays
+            victims.columns = victims.columns[victims.engine.takeable()[victims.columns]]
             self._moves.lose(victims.engine, victims.columns)
         reclaim.told_ns = self._clock.now_ns()
         orders: list[Order] = []

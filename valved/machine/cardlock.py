@@ -59,11 +59,12 @@ class CardLock:
 
     def _owner(self, fd: int) -> int:
         """The pid that holds the lock of this file, from "1: FLOCK ADVISORY WRITE 4711 00:06:123 0 EOF"; 0: unknown."""
-        inode = os.fstat(fd).st_ino
+        node = os.fstat(fd)
+        wanted = f"{os.major(node.st_dev):02x}:{os.minor(node.st_dev):02x}:{node.st_ino}"
         with contextlib.suppress(OSError, ValueError, IndexError):
             for line in self._locks.read_text(encoding="ascii").splitlines():
                 words = line.split()
-                if "FLOCK" in words and "->" not in words and words[5].rpartition(":")[2] == str(inode):
+                if "FLOCK" in words and "->" not in words and words[5] == wanted:
                     return max(0, int(words[4]))
         return 0
 

@@ -64,7 +64,8 @@ class Bystanders:
 
     def look(self, cards: Mapping[bytes, CardUse]) -> None:
         """Close what somebody uses unheard, open what nobody does. A card that does not answer stays as it is."""
-        known = {client.process for client in self._books.clients.values()} | self._owners()
+        shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
+        known = {client.process for client in shims} | self._owners()  # a hook alone stops and hears nothing
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
             if gpu.uuid not in cards:

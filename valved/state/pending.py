@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def make_folder(run_dir: Path, group: int = -1) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         if group >= 0:
             os.chown(folder, -1, group)
-            folder.chmod(0o770)
+            folder.chmod(0o1770)  # each of the group removes its own alone
 
 
 def leave(run_dir: Path, claim: PendingClaim) -> bool:
@@ -39,7 +40,7 @@ def leave(run_dir: Path, claim: PendingClaim) -> bool:
     path = run_dir / FOLDER / f"{claim.pid}-{claim.start_time}"
     fresh = path.with_name(f".{path.name}")
     try:
-        fresh.write_bytes(msgspec.json.encode(claim))
+        _write_new(fresh, msgspec.json.encode(claim))
         fresh.replace(path)
     except OSError:
         return False
@@ -56,10 +57,27 @@ def take(run_dir: Path) -> Iterator[PendingClaim]:
     for name in names[:MOST_FILES]:
         path = run_dir / FOLDER / name
         try:
-            with path.open("rb") as file:
-                data = file.read(MOST_BYTES)
+            data = _read_plain(path)
             path.unlink()
             yield msgspec.json.decode(data, type=PendingClaim)
         except (OSError, msgspec.MsgspecError, ValueError):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Never through a link, nor into a file that somebody else put there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+
+
+def _read_plain(path: Path) -> bytes:
+    """Whoever may write there could leave a pipe or a link instead of a claim."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("no plain file")
+        return file.read(MOST_BYTES)

@@ -157,7 +157,9 @@ class TuneStore:
 
     def looked(self, base: str, pid: int) -> None:
         """A worker came so far that it looks at its jobs."""
-        text = "INSERT INTO turns (base, looked) VALUES (?, ?) ON CONFLICT (base) DO UPDATE SET looked = excluded.looked"
+        text = (
+            "INSERT INTO turns (base, looked) VALUES (?, ?) ON CONFLICT (base) DO UPDATE SET looked = excluded.looked"
+        )
         self._change(text, base, pid)
 
     def has_looked(self, base: str, pid: int) -> bool:
