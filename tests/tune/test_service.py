@@ -17,7 +17,7 @@ import openai
 import pytest
 import tiny
 from command import Command, until
-from valve_tune.serve import server, worker
+from valve_tune.serve import api, server, shape, worker
 from valve_tune.serve.folder import JobFolder
 from valve_tune.serve.store import TuneStore
 
@@ -286,6 +286,16 @@ def test_a_failure_says_why(service):
     ("fields", "param"),
     [
         ({"method": {"type": "dpo"}}, "method"),
+        ({"method": [1]}, "method"),
+        ({"method": {"type": ["supervised"]}}, "method"),
+        ({"method": {"supervised": [1]}}, "method.supervised"),
+        ({"method": {"supervised": {"hyperparameters": 3}}}, "hyperparameters"),
+        ({"suffix": ["x"]}, "suffix"),
+        ({"metadata": [1]}, "metadata"),
+        ({"seed": [1]}, "seed"),
+        ({"valve": [1]}, "valve"),
+        ({"valve": {"weight": []}}, "valve.weight"),
+        ({"valve": {"deterministic": "no"}}, "valve.deterministic"),
         ({"validation_file": "file-1"}, "validation_file"),
         ({"suffix": "a b/../c"}, "suffix"),
         ({"hyperparameters": {"batch_size": 0}}, "hyperparameters.batch_size"),
@@ -326,10 +336,69 @@ def test_a_page_of_another_host_name_is_never_answered_without_a_token(service_o
     assert error.value.code == 403
 
 
+@pytest.mark.parametrize("header", [("Origin", "http://localhost"), ("Sec-Fetch-Site", "cross-site")])
+def test_a_page_of_a_browser_is_never_answered_without_a_token(service_once, header):
+    client, _ = service_once
+    request = urllib.request.Request(f"{client.base_url}models", headers=dict([header]))
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request)
+    assert error.value.code == 403
+
+
+@pytest.mark.parametrize("parts", [("file", "file", "purpose"), ("file",), ("file", "wrong")])
+def test_an_upload_that_is_refused_never_leaves_a_file(service_once, parts):
+    client, _ = service_once
+    values = {"purpose": ("purpose", "fine-tune"), "wrong": ("purpose", "other"), "file": ("file", "x")}
+    body = ""
+    for part in parts:
+        name, value = values[part]
+        more = '; filename="a"' if name == "file" else ""
+        body += f'--b\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n{value}\r\n'
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    request = urllib.request.Request(f"{client.base_url}files", f"{body}--b--\r\n".encode(), headers)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request)
+    assert error.value.code == 400
+    home = Path(client.files_home)
+    assert not [path.name for path in home.iterdir() if path.stat().st_size == 1]
+
+
+def test_a_method_without_a_type_is_supervised_and_never_an_error_of_the_service():
+    body = {"method": {"supervised": {"hyperparameters": {"batch_size": 2}}}}
+    assert shape.wish_of(body)["spec"]["gradient_accumulation_steps"] == 2
+    assert shape.wish_of({"method": {"supervised": {}}})["method"] == "supervised"
+
+
+def test_all_files_together_never_pass_the_quota(service, monkeypatch):
+    store = TuneStore(service.folder)
+    monkeypatch.setattr(api, "LARGEST_TOTAL", 10)
+    tune = api.TuneApi(store, {}, changed=lambda: None)
+
+    class Part:
+        pieces = [b"12345678", b""]
+
+        async def read_chunk(self, size):
+            return self.pieces.pop(0)
+
+    store.file_path("file-1").write_bytes(b"123")
+    with pytest.raises(shape.BadRequest, match="delete some"):
+        asyncio.run(tune._receive(Part(), store.file_path("file-2")))
+    store.close()
+
+
+def test_deterministic_and_other_jobs_never_share_a_process(service):
+    client = service.start(FAKE_TILE_S="0.01")
+    submit(client, service, valve={"max_steps": 1000})
+    with pytest.raises(openai.ConflictError, match="has it otherwise"):
+        submit(client, service, valve={"deterministic": False})
+    submit(client, service, "other", valve={"deterministic": False})
+
+
 @pytest.fixture(scope="module")
 def service_once(tmp_path_factory):
     made = Service(tmp_path_factory.mktemp("once"))
     client = made.start()
+    client.files_home = str(made.folder / "files")
     file = client.files.create(file=made.data.open("rb"), purpose="fine-tune")
     yield client, file.id
     made.kill()

@@ -39,7 +39,9 @@ def test_two_daemons_never_manage_one_card(cards):
     other = held_by_another(cards / "nvidia3")
     with pytest.raises(AlreadyRunning, match=f"process {other.pid} manages .*nvidia3"):
         CardLock(cards).take()
-    held_by_another(cards / "nvidia0").kill()  # nothing stays locked behind a refusal
+    last = held_by_another(cards / "nvidia0")  # nothing stays locked behind a refusal
+    last.kill()
+    last.wait()
     other.communicate()
     CardLock(cards).take()
 

@@ -6,7 +6,9 @@ import pytest
 
 from valved.cli import main as cli
 from valved.cli import run, tune
-from valved.cli.exits import NOT_FOUND, CliError
+from valved.cli.exits import FAILED, NOT_FOUND, NOT_RUNNING, REFUSED, CliError
+
+RUN = run.run
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def became(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "become", lambda argv, env: seen.append(("plain", argv)) or 0)
     monkeypatch.setattr(run, "run", lambda options: seen.append(("offline", options.argv)) or 0)
-    monkeypatch.setattr(tune, "is_running", lambda folder: False)
+    monkeypatch.setattr(tune, "run_dir", lambda: tmp_path / "run")
     return seen
 
 
@@ -29,6 +31,11 @@ def environment(folder):
     python.parent.mkdir(parents=True)
     python.touch()
     return str(python)
+
+
+def has_socket(tmp_path, name="valved.sock"):
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / name).touch()
 
 
 def test_without_an_environment_the_one_command_that_makes_it_is_said(became):
@@ -51,14 +58,14 @@ def test_the_environment_is_found(became, monkeypatch, tmp_path, place):
 @pytest.mark.parametrize("command", ["run", "resume", "serve"])
 def test_training_beside_valved_is_never_started_as_anything_but_offline_work(became, monkeypatch, tmp_path, command):
     python = environment(tmp_path)
-    monkeypatch.setattr(tune, "is_running", lambda folder: True)
+    has_socket(tmp_path)
     tune.main([command, "--x"])
     assert became == [("offline", [python, "-m", "valve_tune.serve", command, "--x"])]
 
 
 def test_what_does_not_train_or_is_offline_work_already_is_not_started_twice(became, monkeypatch, tmp_path):
     environment(tmp_path)
-    monkeypatch.setattr(tune, "is_running", lambda folder: True)
+    has_socket(tmp_path)
     tune.main(["ls"])
     tune.main(["run", "--help"])
     monkeypatch.setenv(tune.ENV_ROLE, "offline")
@@ -70,3 +77,31 @@ def test_where_nothing_stops_the_job_it_says_so(became, tmp_path, capsys):
     environment(tmp_path)
     tune.main(["run", "--x"])
     assert "nothing stops this job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("socket", ["valved.sock", "view.sock", "link.sock"])
+@pytest.mark.parametrize("code", [REFUSED, FAILED, NOT_RUNNING])
+def test_a_valved_that_refuses_or_is_silent_never_leaves_training_ungated(became, monkeypatch, tmp_path, socket, code):
+    def refuse(role, name):
+        raise CliError("no", code, is_silence=code != REFUSED)
+
+    environment(tmp_path)
+    has_socket(tmp_path, socket)
+    monkeypatch.setattr(run, "run", RUN)
+    monkeypatch.setattr(run, "obstacle", lambda program: "")
+    monkeypatch.setattr(run, "claim", refuse)
+    with pytest.raises(CliError, match="offline work is refused: no"):
+        tune.main(["run", "--x"])
+    assert not became
+    tune.main(["run", "--ungated", "--x"])
+    ((how, argv),) = became
+    assert how == "plain"
+    assert argv[-2:] == ["run", "--x"]
+
+
+def test_a_folder_that_may_not_be_looked_into_is_never_taken_for_no_valved(monkeypatch, tmp_path):
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tune.Path, "lstat", denied)
+    assert tune.has_valved(tmp_path)

@@ -1,6 +1,7 @@
 """`valve tune`: finetuning lives in a wheel and an environment of its own, as torch is large; this finds it.
 
-Where valved answers, training is started as offline work by `valve run`, unless it is that already.
+Where a valved has its socket, training is started as offline work by `valve run`, unless it is that already; a valved
+that refuses or does not answer stops the start. Without any valved, or with --ungated, nothing stops the job.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import sys
 from pathlib import Path
 
 from valved.cli import run
-from valved.cli.client import is_running
 from valved.cli.exits import NOT_FOUND, CliError
-from valved.paths import ENV_ROLE, run_dir
+from valved.paths import API_SOCKET, ENV_ROLE, LINK_SOCKET, VIEW_SOCKET, run_dir
 
 ENV_PYTHON = "VALVE_TUNE_PYTHON"
 FOLDER = ".venv-tune"
 NEEDED = ("torch", "valve_tune")
 TRAINS = ("run", "resume", "serve")
 ROOM = "valve_tune.serve"
+UNGATED = "--ungated"
 
 
 def interpreter() -> str:
@@ -41,11 +42,25 @@ def interpreter() -> str:
     )
 
 
+def has_valved(folder: Path) -> bool:
+    """Whether a valved lives here, well or not. A folder that may not be looked into counts as one."""
+    for name in (API_SOCKET, VIEW_SOCKET, LINK_SOCKET):
+        try:
+            (folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return True
+        return True
+    return False
+
+
 def main(argv: list[str]) -> int:
-    command = [interpreter(), "-m", ROOM, *argv]
     trains = bool(argv) and argv[0] in TRAINS and not {"-h", "--help"} & set(argv)
+    ungated = trains and UNGATED in argv
+    command = [interpreter(), "-m", ROOM, *(each for each in argv if not (ungated and each == UNGATED))]
     if trains and ENV_ROLE not in os.environ:
-        if is_running(run_dir()):
-            return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", ungated=False))
-        print("valve tune: no valved answers here, so nothing stops this job for a service", file=sys.stderr)
+        if has_valved(run_dir()):
+            return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", ungated=ungated))
+        print("valve tune: no valved is here, so nothing stops this job for a service", file=sys.stderr)
     return run.become(command, dict(os.environ))

@@ -17,9 +17,11 @@ from valve_tune.serve.shape import BadRequest
 from valve_tune.serve.store import ENDED, Row, TuneStore, new_id
 
 LARGEST_FILE = 2 << 30
+LARGEST_TOTAL = 64 << 30  # of all files together
 LARGEST_BODY = 1 << 20  # of what is no file
 PIECE = 1 << 20
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+OWN_SITE = ("none", "same-origin")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -75,6 +77,9 @@ class TuneApi:
         elif (request.host.rpartition(":")[0] or request.host) not in LOCAL_NAMES and request.host not in LOCAL_NAMES:
             # A page in this machine's browser may reach loopback under a name of its own; it cannot choose this one.
             raise BadRequest(None, "without a token only localhost is answered", 403)
+        elif "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") not in OWN_SITE:
+            # A page may send a form to localhost under localhost's name; a browser says who sends it.
+            raise BadRequest(None, "without a token no page of a browser is answered", 403)
 
     async def health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -88,39 +93,53 @@ class TuneApi:
     async def upload(self, request: web.Request) -> web.Response:
         if not request.content_type.startswith("multipart/"):
             raise BadRequest("file", "must be sent as multipart/form-data")
-        purpose, row = "", None
-        # The row is made when the file is whole; a half one has no name that anybody knows.
+        received: list[str] = []
+        try:
+            return await self._take(request, received)
+        finally:
+            # The row is made when the file is whole; a half one has no name that anybody knows.
+            for file in received:
+                if self._store.file(file) is None:
+                    self._store.file_path(file).unlink(missing_ok=True)
+
+    async def _take(self, request: web.Request, received: list[str]) -> web.Response:
+        purpose, size, filename = "", 0, ""
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader):
                 continue
             if part.name == "purpose":
                 purpose = (await part.text())[:100]
             elif part.name == "file":
-                row = await self._receive(part)
-        if row is None:
+                if received:
+                    raise BadRequest("file", "one request carries one file")
+                received.append(new_id("file-"))
+                size = await self._receive(part, self._store.file_path(received[0]))
+                filename = Path(part.filename or "file.jsonl").name[:200]
+        if not received:
             raise BadRequest("file", "is missing")
-        file, size, filename = row
         if purpose != "fine-tune":
-            self._store.file_path(file).unlink(missing_ok=True)
             raise BadRequest("purpose", "must be fine-tune")
-        return web.json_response(shape.file_object(self._store.add_file(file, size, filename, purpose)))
+        row = self._store.add_file(received[0], size, filename, purpose)
+        return web.json_response(shape.file_object(row))
 
-    async def _receive(self, part: BodyPartReader) -> tuple[str, int, str]:
-        file, size = new_id("file-"), 0
-        path = self._store.file_path(file)
+    async def _receive(self, part: BodyPartReader, path: Path) -> int:
+        size, others = 0, self._stored()
         try:
             with path.open("wb") as target:
                 while piece := await part.read_chunk(PIECE):
                     size += len(piece)
                     if size > LARGEST_FILE:
                         raise BadRequest("file", f"is larger than {LARGEST_FILE >> 30} GiB", 413)
+                    if others + size > LARGEST_TOTAL:
+                        raise BadRequest("file", f"all files may have {LARGEST_TOTAL >> 30} GiB: delete some", 507)
                     await asyncio.to_thread(target.write, piece)
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise BadRequest("file", f"cannot be stored: {error.strerror}", 507) from None
-            raise
-        return file, size, Path(part.filename or "file.jsonl").name[:200]
+        except OSError as error:
+            raise BadRequest("file", f"cannot be stored: {error.strerror}", 507) from None
+        return size
+
+    def _stored(self) -> int:
+        """Bytes of all files, those that come in at this moment too."""
+        return sum(path.stat().st_size for path in (self._store.folder / "files").iterdir())
 
     async def files(self, request: web.Request) -> web.Response:
         purpose = request.query.get("purpose")
@@ -156,9 +175,17 @@ class TuneApi:
         if not isinstance(file, str) or self._store.file(file) is None:
             raise BadRequest("training_file", f"no file {file!r}", 404)
         wish = shape.wish_of(body)
+        self._check_alike(base, wish)
         row = self._store.add_job(base, file, wish, wish["weight"])
         self._changed()
         return web.json_response(shape.job_object(row))
+
+    def _check_alike(self, base: str, wish: Row) -> None:
+        """Torch holds this setting per process, and jobs of a base share one."""
+        wanted = wish["spec"].get("deterministic", True)
+        others = [json.loads(row["wish"])["spec"].get("deterministic", True) for row in self._store.live(base)]
+        if any(other != wanted for other in others):
+            raise BadRequest("valve.deterministic", f"a job of {base} that has not ended has it otherwise", 409)
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         try:

@@ -58,7 +58,7 @@ def wish_of(body: Mapping[str, Any]) -> dict[str, Any]:
         "suffix": suffix_of(body),
         "seed": spec["seed"],
         "metadata": metadata_of(body),
-        "method": (body.get("method") or {"type": "supervised"})["type"],
+        "method": "supervised",
     }
 
 
@@ -74,7 +74,10 @@ def hyperparameters(body: Mapping[str, Any]) -> Mapping[str, Any]:
     method = body.get("method") or {}
     if not isinstance(method, Mapping) or method.get("type", "supervised") != "supervised":
         raise BadRequest("method", "only supervised finetuning is offered")
-    hyper = (method.get("supervised") or {}).get("hyperparameters") or body.get("hyperparameters") or {}
+    supervised = method.get("supervised") or {}
+    if not isinstance(supervised, Mapping):
+        raise BadRequest("method.supervised", "must be an object")
+    hyper = supervised.get("hyperparameters") or body.get("hyperparameters") or {}
     if not isinstance(hyper, Mapping):
         raise BadRequest("hyperparameters", "must be an object")
     for name in hyper:
