@@ -72,6 +72,9 @@ class Commands:
         for _ in range(count):
             call(*[ctypes.c_uint64(n) for n in range(1, 12)])
 
+    def hint(self, open_requests):
+        LIBC.valve_hint_open_requests(open_requests)
+
     def launch_globally(self, count=1, name="cuLaunchKernel"):
         """Through the global scope, as a directly linked program's references are bound."""
         call = getattr(LIBC, name)

@@ -313,6 +313,21 @@ def test_a_daemon_that_comes_to_a_process_amid_its_work_hears_of_it_at_once(worl
     assert (heir.region.busy, heir.region.rung_epoch, heir.submitted()) == (1, 3, 5)
 
 
+def test_open_requests_are_never_open_to_nobody_after_a_restart(world):
+    """The watcher would tell of them with its next beat: until then offline work might run beside them."""
+    puppet, client = world.online()
+    puppet.launch(1)
+    puppet.hint(2)
+    said_ns = client.region.hint_ns
+    assert said_ns
+    world.daemons[0].close()
+    client.gone.wait()
+
+    heir = world.daemon(ONLINE).client()
+
+    assert (heir.region.open_requests, heir.region.hint_ns >= said_ns) == (2, True)
+
+
 def test_a_process_that_never_launched_has_nothing_to_say_to_a_new_daemon(world):
     puppet, client = world.online()
     process = Process.begin(puppet)

@@ -136,6 +136,8 @@ REGION_WORDS = {
     "order_status": ("<I", 260),
     "order_ns": ("<Q", 264),
     "self_stops": ("<Q", 272),
+    "open_requests": ("<I", 320),
+    "hint_ns": ("<Q", 328),
 }
 
 

@@ -49,6 +49,11 @@ static void fill_region(struct valve_region *fresh, uint32_t role)
 	fresh->launch_ns = now_ns();
 	fresh->capture_depth = old->capture_depth;
 	fresh->self_stops = old->self_stops;
+	/* With its age: without it requests that are open would be open to nobody until the watcher's next beat. */
+	fresh->requests_started = old->requests_started;
+	fresh->requests_ended = old->requests_ended;
+	fresh->open_requests = old->open_requests;
+	fresh->hint_ns = old->hint_ns;
 	memcpy((unsigned char *)fresh + VALVE_SLOT_OFFSET, (const unsigned char *)old + VALVE_SLOT_OFFSET,
 	       VALVE_SLOTS * sizeof(struct valve_slot));
 	store_release(&fresh->magic, VALVE_REGION_MAGIC);
