@@ -149,10 +149,31 @@ class PriorityQueue:
 
 def test_a_long_priority_queue_is_never_copied_for_a_gauge(world):
     _, scheduler, _ = world
-    scheduler.waiting = PriorityQueue([SimpleNamespace(num_tokens=16)] * 20_000)
+    scheduler.waiting = PriorityQueue([SimpleNamespace(num_tokens=16, request_id="1")] * 20_000)
     used, wanted, _, waiting = scheduler._valve.engine.gauges()
 
     assert (wanted - used, waiting) == (32, 20_000)
+
+
+def test_the_need_of_a_waiting_request_is_never_that_of_another_one(world):
+    """One follows another at the same place in memory, or comes back longer than it was."""
+    _, scheduler, _ = world
+    engine = scheduler._valve.engine
+    one = SimpleNamespace(num_tokens=16, request_id="1")
+
+    def need():
+        used, wanted, _, _ = engine.gauges()
+        return wanted - used
+
+    scheduler.waiting = [one]
+    small = need()
+    scheduler.waiting = []
+    assert need() == 0
+    one.request_id, one.num_tokens = "2", 16 * 100
+    scheduler.waiting = [one]
+    assert need() == 100 * small
+    one.num_tokens = 16 * 200
+    assert need() == 200 * small
 
 
 def test_with_surplus_and_no_free_column_a_step_never_looks_at_the_columns(world):
