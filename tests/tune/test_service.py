@@ -375,7 +375,8 @@ def test_all_files_together_never_pass_the_quota(service, monkeypatch):
     tune = api.TuneApi(store, {}, changed=lambda: None)
 
     class Part:
-        pieces = [b"12345678", b""]
+        def __init__(self):
+            self.pieces = [b"12345678", b""]
 
         async def read_chunk(self, size):
             return self.pieces.pop(0)
