@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from valved.clients.identity import identify
 from valved.gate.wake import GateService
 from valved.machine.cards import CardReader, CardUse
 from valved.machine.ports import GpuInfo, ProcessPort
@@ -100,12 +101,8 @@ class Bystanders:
 
     def _claim_of(self, process: ProcessId) -> Claim | None:
         """The claim on a process or on who started it. A pid alone would also match a later process of that number."""
-        chain = [
-            ProcessId(pid=pid, start_time=started)
-            for pid in self._processes.ancestors(process.pid)
-            if (started := self._processes.start_time(pid)) is not None
-        ]
-        return self._books.find_claim(tuple(chain), self._processes.cgroup(process.pid) or "")
+        peer = identify(process.pid, 0, self._processes)
+        return self._books.find_claim(peer.chain, peer.cgroup) if peer is not None else None
 
     def _stop(self, ungated: Mapping[ProcessId, str]) -> None:
         self._looks = {process: self._looks.get(process, 0) + 1 for process in ungated}
