@@ -26,6 +26,8 @@ $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
 	@mkdir -p build
 	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
 		-Cbuild-dir=build/wheel .
+	@$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+		-Cbuild-dir=$(CURDIR)/build/tools-wheel ./tools
 	@touch $@
 
 build: $(VENV)/.installed ## build and install into .venv
@@ -107,8 +109,8 @@ test-tune: $(TUNE)/.installed ## the tests of valve-tune, in an environment of i
 demo-tune: build $(TUNE)/.installed ## train a tiny model beside a service on the emulated GPU; pause, kill, resume
 	@$(BIN)/valve demo tune --python $(TUNE)/bin/python $(DEMO_ARGS)
 
-wheel: venv ## build the wheel into dist/
-	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+wheel: venv ## build the wheels of valve and valve-tools into dist/
+	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist . ./tools
 
 clean: ## remove what was built
 	rm -rf build dist $(VENV)

@@ -1,81 +1,87 @@
-"""The wheel, as a stranger would install it: everything is in it, and nothing is taken from the checkout."""
+"""The wheels, as a stranger would install them: everything is in one of two, nothing is taken from the checkout."""
 
 import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+from valve_tools.cluster import product
 
-NATIVE = (
+PRODUCT = (
     "valved/lib/libvalve.so",
     "valved/lib/libvalve-cuda.so",
+    "valved/main.py",
+    "valve/v1/node_pb2_grpc.py",
+    "valve_scheduler/placement/rank.py",
+    "valve_hook/vllm/plugin.py",
+)
+TOOLS = (
     "valve_tools/emulator/lib/valve-emu-server",
     "valve_tools/emulator/lib/libfakenv.so",
     "valve_tools/emulator/lib/libcuda.so.1",
     "valve_tools/emulator/lib/libnvidia-ml.so.1",
-)
-PYTHON = (
-    "valved/main.py",
-    "valve/v1/node_pb2_grpc.py",
     "valve_tools/bench/command.py",
-    "valve_scheduler/placement/rank.py",
 )
+STAND_INS = ("libcuda.so", "libnvidia-ml.so", "libfakenv.so")
+PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 
 
 @pytest.fixture(scope="module")
-def wheel(repository, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
+def wheels(repository, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("wheels")
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    subprocess.run([*pip, "-w", str(folder), str(repository)], check=True, env={**os.environ, "PATH": path})
-    (found,) = folder.glob("valve-*.whl")
-    return found
+    build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([*build, str(repository), str(repository / "tools")], check=True, env={**os.environ, "PATH": path})
+    return {found.name.split("-")[0]: found for found in folder.glob("*.whl")}
 
 
-def test_the_wheel_holds_every_room_and_no_tests(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-
-    assert set() == {*NATIVE, *PYTHON} - names
-    assert not [name for name in names if name.startswith(("tests/", "build/")) or "__pycache__" in name]
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_an_installed_wheel_gives_a_working_command_far_from_the_checkout(wheel, tmp_path):
+def test_each_wheel_holds_its_rooms_and_no_tests(wheels):
+    for name, wanted in (("valve", PRODUCT), ("valve_tools", TOOLS)):
+        names = names_in(wheels[name])
+
+        assert set() == set(wanted) - names
+        assert not [name for name in names if name.startswith(("tests/", "build/")) or "__pycache__" in name]
+
+
+def test_no_production_wheel_holds_a_stand_in_driver_library_or_a_tool(wheels):
+    names = names_in(wheels["valve"])
+
+    assert not [name for name in names if name.startswith(("valve_tools/", "valve_tune/"))]
+    assert not [name for name in names if os.path.basename(name).startswith(STAND_INS)]
+    assert not names & names_in(wheels["valve_tools"])
+
+
+def test_no_production_image_holds_a_stand_in_driver_library_or_a_tool(wheels, capsys):
+    held = product.contents()
+    with capsys.disabled():
+        image, wheel = sum(path.stat().st_size for path in held), wheels["valve"].stat().st_size
+        print(f"\nproduction image: {image / 2**20:.0f} MiB with its interpreter; wheel: {wheel / 2**20:.1f} MiB")
+
+    assert {"valved", "valve_scheduler"} <= {part for path in held for part in path.parts}
+    assert not [path for path in held if "valve_tools" in path.parts or path.name.startswith(STAND_INS)]
+
+
+def test_an_installed_wheel_gives_a_working_command_far_from_the_checkout(wheels, tmp_path):
     site = tmp_path / "site"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--target",
-        str(site),
-    ]
-    subprocess.run([*pip, str(wheel)], check=True)
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheels["valve"])], check=True)
     env = {**os.environ, "PYTHONPATH": str(site), "VALVE_RUN_DIR": str(tmp_path / "run")}
+    without_tools = "import valved.cli.main as cli; cli.plugins = dict; raise SystemExit(cli.main(['demo']))"
 
-    version = subprocess.run(
-        [site / "bin" / "valve", "--version"], check=True, cwd="/", env=env, capture_output=True, text=True
-    )
-    where = subprocess.run(
-        [sys.executable, "-c", "import valved; print(valved.__file__)"],
-        check=True,
-        cwd="/",
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, check=False)
 
+    version = run(str(site / "bin" / "valve"), "--version")
+    where = run(sys.executable, "-c", "import valved; print(valved.__file__)")
+    demo = run(sys.executable, "-c", without_tools)
+
+    assert version.returncode == 0
     assert version.stdout.strip()
     assert where.stdout.startswith(str(site))
+    assert demo.returncode == 2
+    assert "pip install valve-tools" in demo.stderr

@@ -1,7 +1,8 @@
 """The chart's images, made of what is installed on this machine: what the Dockerfile would copy, without a registry.
 
 Everything lies under its own path, so that scripts and libraries find each other as they do here. In the place of the
-driver's libraries, which a node's runtime would mount, the environment names those of the emulated GPU.
+driver's libraries, which a node's runtime would mount, the environment names those of the emulated GPU, and these alone
+are taken from valve-tools.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEVER_IMPORTED = {"kubernetes"}  # reads kubeconfigs, so never inside a cluster;
 
 def write_valve(path: Path, name: str, emulator: Path) -> None:
     """Valve's one image, whose processes find the emulated GPU whose server's folder is `emulator`."""
-    files = {str(file): file for file in contents()}
+    files = {str(file): file for file in (*contents(), *emulated.LIBRARIES.iterdir())}
     variables = emulated.environment(emulator, {})
     variables |= {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     image.write(path, name, files, folders=["/tmp", "/etc"], env=[f"{key}={value}" for key, value in variables.items()])

@@ -15,6 +15,7 @@ from valved.cli.exits import USAGE, CliError
 
 COMMANDS = (up, run, status, top, explain, events, pause, policy, record, doctor, drain, systemd)
 GROUP = "valve.commands"
+TOOLS = ("bench", "demo", "gpu-lab", "replay")  # come with the wheel valve-tools
 
 
 def plugins() -> dict[str, importlib.metadata.EntryPoint]:
@@ -43,6 +44,12 @@ def main(argv: list[str] | None = None) -> int:
             return int(extra["cluster"].load()(["explain", *arguments[2:]]))
         if arguments and arguments[0] in extra:
             return int(extra[arguments[0]].load()(arguments[1:]))
+        if arguments and arguments[0] in TOOLS:
+            raise CliError(
+                f"`valve {arguments[0]}` comes with valve-tools, which is not installed",
+                USAGE,
+                "pip install valve-tools",
+            )
         options = parser().parse_args(arguments)
         return int(options.run(options))
     except CliError as error:
