@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv attack test-engines test-all demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu wheel clean
+.PHONY: help venv attack test-engines test-all demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu manual wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -108,6 +108,10 @@ test-tune: $(TUNE)/.installed ## the tests of valve-tune, in an environment of i
 
 demo-tune: build $(TUNE)/.installed ## train a tiny model beside a service on the emulated GPU; pause, kill, resume
 	@$(BIN)/valve demo tune --python $(TUNE)/bin/python $(DEMO_ARGS)
+
+manual: venv ## the manual as a site in build/manual; a broken link fails
+	@$(BIN)/mkdocs build -q --strict -f tools/build/manual.yml
+	@echo build/manual/index.html
 
 wheel: venv ## build the wheels of valve and valve-tools into dist/
 	@$(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist . ./tools

@@ -104,7 +104,7 @@ def _gpus(gpus: Sequence[GpuState]) -> Iterator[Metric]:
     )
     latency = HistogramMetricFamily(
         "valve_preemption_latency_seconds",
-        "From the first online launch to offline channels off (promise P1: p99 < 1 ms)",
+        "From the first online launch to offline channels off; 99 of 100 should take less than 1 ms",
         labels=labels,
     )
     for key, gpu in rows.items():
@@ -159,7 +159,7 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     )
     per_request = CounterMetricFamily(
         "valve_requests_by_preemptions",
-        "Ended requests by how often each was preempted (promise P2: at most once)",
+        "Ended requests by how often each was preempted: at most once is the aim",
         labels=[*labels, "preemptions"],
     )
     for key, service in rows.items():
