@@ -14,7 +14,17 @@ from valve_tools.replay.fleet_input import prometheus_of
 from valve_tools.replay.report import Chart, Claim, Report, Table, at_least, at_most, markdown, text, write
 from valve_tools.replay.store import _key
 from valve_tools.replay.svg import curves, grouped_bars, heatmap, ticks, tornado
-from valve_tools.replay.whatif import Answer, Question, Task, bounds_of, machine_of, recommend, run_task, verdict
+from valve_tools.replay.whatif import (
+    Answer,
+    Question,
+    Task,
+    bounds_of,
+    machine_of,
+    recommend,
+    refusals,
+    run_task,
+    verdict,
+)
 from valve_tools.sim.metrics import Summary
 from valve_tools.sim.traces import TraceError
 
@@ -109,20 +119,48 @@ def test_whatif_keys_its_tasks_by_what_the_machine_file_says(tmp_path):
     assert kept[0] != kept[1]
 
 
-def test_where_no_candidate_keeps_the_marks_the_nearest_is_recommended_with_a_warning():
+def test_where_no_candidate_keeps_the_marks_nothing_is_recommended_and_the_reason_is_said():
     def answer(**mean_ttft):
         zero = dict.fromkeys(("mean", "p50", "p95", "p99"), 0.0)
-        fields = dict.fromkeys(Summary.__dataclass_fields__, 0) | {"tpot_increase": zero, "reclaims_by_hour": (0,)}
+        fields = dict.fromkeys(Summary.__dataclass_fields__, 0) | {
+            "own_tpot_increase": zero,
+            "tpot_increase": zero,
+            "reclaims_by_hour": (0,),
+        }
         summaries = {
-            name: Summary(**fields | {"ttft_increase": zero | {"mean": value}, "share_of_alone": share})
+            name: Summary(
+                **fields | {"own_ttft_increase": zero | {"mean": value}, "ttft_increase": zero, "share_of_alone": share}
+            )
             for name, (value, share) in mean_ttft.items()
         }
-        return [Answer(idle_share=0.1, largest_gap_ms=1.0, requests=1, summaries=summaries)]
+        return [Answer(idle_share=0.1, largest_gap_ms=1.0, requests=1, alone_ms={}, summaries=summaries)]
 
     assert recommend(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1))) == "cautious"
-    assert "WARNING" in verdict(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1)), "cautious")[-1]
+    (late,) = refusals(answer(defaults=(9.0, 0.5), cautious=(4.0, 0.1)), "cautious")
+    assert "TTFT mean would rise by 4.0 %" in late
+    assert verdict(answer(cautious=(4.0, 0.1)), "cautious", [late])[0].startswith("DO NOT USE VALVE HERE")
     assert recommend(answer(defaults=(2.0, 0.5), cautious=(1.0, 0.1))) == "defaults"
-    assert len(verdict(answer(defaults=(2.0, 0.5)), "defaults")) == 1
+    assert refusals(answer(defaults=(2.0, 0.5)), "defaults") == []
+    assert "leaves 10 % of it idle" in refusals(answer(defaults=(2.0, 0.01)), "defaults")[0]
+
+
+@pytest.mark.parametrize("rows", [["1.0,100,100"], [f"{i / 10},100,100" for i in range(60)]])
+def test_a_trace_that_says_nothing_about_a_service_never_gets_settings(tmp_path, capsys, rows):
+    (tmp_path / "one.csv").write_text("\n".join(["t_s,in_tok,out_tok", *rows]) + "\n")
+
+    assert main(["whatif", "--requests", str(tmp_path / "one.csv"), "--seeds", "1", "--fresh"]) == 2
+    assert "no answer" in capsys.readouterr().err
+
+
+def test_a_busy_service_is_told_not_to_use_valve(tmp_path, capsys):
+    """Prompts that keep the GPU busy: before, settings were recommended at nothing saved."""
+    (tmp_path / "busy.csv").write_text("t_s,in_tok,out_tok\n" + "".join(f"{i * 0.2},6000,200\n" for i in range(600)))
+    main(["whatif", "--requests", str(tmp_path / "busy.csv"), "--seeds", "1", "--jobs", "1", "--fresh"])
+    shown = capsys.readouterr().out
+
+    assert "DO NOT USE VALVE HERE" in shown
+    assert "Recommended settings" not in shown
+    assert "on a GPU of its own" in shown
 
 
 @pytest.mark.parametrize("experiment", ["eviction", "cluster", "fleet", "pairs", "machine", "all"])

@@ -16,7 +16,7 @@ from valve_tools.replay.rerender import render
 from valve_tools.replay.svg import grouped_bars, tornado
 from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
-from valve_tools.sim.combinations import COMBINATIONS, OURS, PRISM
+from valve_tools.sim.combinations import COMBINATIONS, OURS, PRISM, SHIPPED
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
 from valve_tools.sim.metrics import Interval, Summary
 from valve_tools.sim.pairs import PAIRS
@@ -78,7 +78,8 @@ SHAPE = Shape(harvestable=0.5, idle_per_hour=100.0, kv_peak_tokens=7000.0)
 def summary_of(**changes):
     flat = {"mean": 0.1, "p50": 0.1, "p95": 0.1, "p99": 0.1}
     fields = {
-        "ttft_ms": flat, "tpot_ms": flat, "ttft_increase": flat, "tpot_increase": flat, "offline_tokens_per_s": 100.0,
+        "ttft_ms": flat, "tpot_ms": flat, "ttft_increase": flat, "tpot_increase": flat,
+        "own_ttft_increase": flat, "own_tpot_increase": flat, "offline_tokens_per_s": 100.0,
         "share_of_alone": 0.5, "utilisation_gain": 0.5, "lost_tokens_per_s": 0.0, "max_preemptions": 1,
         "preemptions": (5, 5, 0, 0), "stop_ms": {"p50": 0.35, "p99": 0.9, "max": 1.0}, "reclaims_by_hour": (12,),
         "kills": 0, "refused": 0, "unserved": 0, "stalls": 0, "iterations": 10,
@@ -90,7 +91,8 @@ def outcome_of(pair, seed, **summaries):
     """Every combination does the same little, but for those given."""
     summaries = {one.name: summary_of(offline_tokens_per_s=50.0) for one in COMBINATIONS} | summaries
     flat = {"mean": 4.0, "p50": 4.0, "p95": 4.0, "p99": 4.0}
-    return Outcome(pair=pair, seed=seed, solo_ttft_ms=flat, solo_tpot_ms=flat, alone_tokens_per_s=200.0, requests=10,
+    return Outcome(pair=pair, seed=seed, own_ttft_ms=flat, own_tpot_ms=flat, solo_ttft_ms=flat, solo_tpot_ms=flat,
+                   alone_tokens_per_s=200.0, requests=10,
                    refused=0, handles=572, summaries=summaries)  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def pairs_report(*outcomes):
 def test_the_pairs_page_carries_intervals_and_can_be_made_again_from_its_figures(tmp_path):
     report = pairs_report(
         *(
-            outcome_of(key, seed, **{OURS: summary_of(offline_tokens_per_s=98.0 + seed), PRISM: summary_of()})
+            outcome_of(key, seed, **{SHIPPED: summary_of(offline_tokens_per_s=98.0 + seed), PRISM: summary_of()})
             for key in ("P1", "P10")
             for seed in (1, 2)
         )
@@ -114,7 +116,7 @@ def test_the_pairs_page_carries_intervals_and_can_be_made_again_from_its_figures
     write(report, tmp_path)
 
     rows = {row[0]: row for row in report.tables[-1].rows}
-    assert rows[OURS][9] == "99.5 ± 6.35"
+    assert rows[SHIPPED][9] == "99.5 ± 6.35"
     assert "<line" in report.charts[-1].svg
     assert_rendered_alike(tmp_path, "pairs")
 
@@ -122,18 +124,40 @@ def test_the_pairs_page_carries_intervals_and_can_be_made_again_from_its_figures
 def test_level_is_not_ahead_and_the_page_says_which():
     report = pairs_report(
         *(
-            outcome_of("P1", seed, **{OURS: summary_of(offline_tokens_per_s=99.5), PRISM: summary_of()})
+            outcome_of("P1", seed, **{SHIPPED: summary_of(offline_tokens_per_s=99.5), PRISM: summary_of()})
             for seed in (1, 2)
         )
     )
-    (ahead,) = report.tables[1].rows
+    ahead, _ = report.tables[1].rows
 
-    assert ahead == ("P1", PRISM, "0.995 ± 0", "0.9950", "no", "yes")
+    assert ahead == ("P1", "ours", PRISM, "0.995 ± 0", "0.9950", "no", "yes", "yes")
+
+
+def test_a_rival_that_is_ahead_under_its_own_papers_marks_is_never_left_out():
+    looser = {"mean": 4.0, "p50": 4.0, "p95": 9.0, "p99": 9.0}
+    rival = summary_of(offline_tokens_per_s=120.0, own_ttft_increase=looser)
+    one = outcome_of("P1", 1, **{SHIPPED: summary_of(), "GPreempt+OurMem": rival})
+
+    ours, papers = pairs_report(one).tables[1].rows
+
+    assert ours[2] != "GPreempt+OurMem"
+    assert papers[:4] == ("P1", "the papers'", "GPreempt+OurMem", "0.833")
+    assert papers[5] == "no"
+
+
+def test_what_sharing_the_memory_costs_is_never_hidden_by_a_reference_that_shares_it_too():
+    """The service alone beside the job's weights has lost its cache already: a claim goes by its own GPU."""
+    whole = {"mean": 22.7, "p50": 5.0, "p95": 60.0, "p99": 102.0}
+    report = pairs_report(outcome_of("P4", 1, **{SHIPPED: summary_of(own_ttft_increase=whole)}))
+
+    missed = [claim for claim in report.claims if claim.claim.startswith("TTFT")]
+    assert [(claim.value, claim.ok) for claim in missed] == [(22.7, False), (102.0, False)]
+    assert "over the same pool +0.10 %" in missed[0].note
 
 
 def test_a_slice_without_a_second_hour_has_no_verdict_on_reclaims():
-    one = pairs_report(outcome_of("P1", 1, **{OURS: summary_of()}))
-    two = pairs_report(outcome_of("P1", 1, **{OURS: summary_of(reclaims_by_hour=(12, 24))}))
+    one = pairs_report(outcome_of("P1", 1, **{SHIPPED: summary_of()}))
+    two = pairs_report(outcome_of("P1", 1, **{SHIPPED: summary_of(reclaims_by_hour=(12, 24))}))
 
     def claim(report):
         return next(claim for claim in report.claims if claim.claim.startswith("reclaims"))
@@ -146,10 +170,10 @@ def test_a_slice_without_a_second_hour_has_no_verdict_on_reclaims():
 
 def test_a_missed_latency_mark_says_what_a_stop_costs():
     late = {"mean": 9.0, "p50": 9.0, "p95": 9.0, "p99": 9.0}
-    report = pairs_report(outcome_of("P6", 1, **{OURS: summary_of(ttft_increase=late)}))
+    report = pairs_report(outcome_of("P6", 1, **{SHIPPED: summary_of(own_ttft_increase=late)}))
 
     (note,) = {claim.note for claim in report.claims if not claim.ok and claim.claim.startswith("TTFT")}
-    assert note.startswith("a stop takes 0.35 ms (P99 0.90) and meets 50% of the requests; alone the mean is 4 ms")
+    assert "a stop takes 0.35 ms (P99 0.90) and meets 50% of the requests; alone the mean is 4 ms" in note
 
 
 def test_the_sensitivity_page_can_be_made_again_from_its_figures(tmp_path):

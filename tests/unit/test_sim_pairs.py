@@ -7,11 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sim_worlds import trace_of
+from valve_tools.sim.combinations import Tuning, as_shipped, run_own, run_solo
 from valve_tools.sim.generator import RECIPES, generate, make
 from valve_tools.sim.metrics import increase, interval
 from valve_tools.sim.pairs import PAIRS, bind
 from valve_tools.sim.shape import Candidate, Shape, assign, measure
 from valve_tools.sim.traces import Folder
+
+from valved.config import Config
 
 
 def shape(harvestable: float, idle: float, kv: float) -> Shape:
@@ -89,3 +92,17 @@ def test_one_seed_has_a_point_for_an_interval():
     found = interval([2.0])
 
     assert (found.low, found.high, found.n) == (2.0, 2.0, 1)
+
+
+def test_the_service_on_its_own_gpu_never_shares_its_pool_with_the_jobs_weights():
+    bound = bind(Folder(traces=(trace_of([(1000.0 * i, 1000, 2) for i in range(10)]),), lengths=(), ignored=()))[0]
+
+    assert run_own(bound, 1).handles > run_solo(bound, 1).handles
+
+
+def test_what_is_simulated_as_shipped_moves_the_columns_that_a_default_installation_moves():
+    bound = bind(Folder(traces=(trace_of([(0.0, 1, 1)]),), lengths=(), ignored=()))[0]
+    shipped = as_shipped(bound, Tuning())
+
+    assert shipped.settings.handle_mib == 2 * 32 * 16  # K and V of 32 layers apart, handles of the default size
+    assert shipped.reservation == Config().reservation_settings(1 << 30)

@@ -11,6 +11,8 @@ from valve_tools.replay import svg
 from valve_tools.replay.pair_results import (
     KEEPS,
     LATENCY_MARKS,
+    PAPER_MARKS,
+    POOL_MARKS,
     TIE,
     Outcome,
     Results,
@@ -29,9 +31,9 @@ from valve_tools.sim.combinations import (
     COMBINATIONS,
     FIXED,
     ORACLE,
-    OURS,
     PRISM,
     SAME_ENGINE,
+    SHIPPED,
     Tuning,
 )
 from valve_tools.sim.metrics import Interval, Summary
@@ -39,7 +41,7 @@ from valve_tools.sim.pairs import PAIRS, Bound, Pair, bind
 from valve_tools.sim.shape import Shape
 from valve_tools.sim.traces import Folder
 
-SHOWN = ("KernelPreempt+UVM", "GPreempt+UVM", "Channel+UVM", PRISM, "Channel+StaticMem", OURS)
+SHOWN = ("KernelPreempt+UVM", "GPreempt+UVM", "Channel+UVM", PRISM, "Channel+StaticMem", SHIPPED)
 FIRST_TARGET = 6
 """Reclaims an hour: one in ten minutes, the target before the product's default was raised."""
 
@@ -93,7 +95,11 @@ def report(entries: Sequence[Entry], results: Results, seeds: Sequence[int]) -> 
         title="Ten pairs: what sharing costs online and what it leaves for offline",
         summary=(
             "Every pair runs its trace under every combination of a compute and a memory policy, on the same "
-            "requests and the same seeds as the service alone. Increases are over the service alone in the same pool. "
+            "requests and the same seeds as the service alone. Increases are over the service on a GPU of its own, and "
+            "claims are judged by them; beside them stand those over the service alone in the pool that it has beside "
+            "the job's weights, which is what stopping and reclaiming cost. "
+            f"{SHIPPED} moves what a default installation moves, columns of K and V apart in every layer (1 GiB for "
+            "32 layers in handles of 16 MiB); Channel+OurMem moves 64 MiB, as a packed layout would. "
             "One H100 model unless the pair says otherwise; short slices are used whole.",
             "± is half the 95 % interval over the seeds; claims are judged by its worse end. With one seed there is no "
             f"interval. Level means at least {TIE:g} of the best baseline; whether ours is ahead (1.00) is said beside "
@@ -117,25 +123,32 @@ def report(entries: Sequence[Entry], results: Results, seeds: Sequence[int]) -> 
 def _ahead_table(entries: Sequence[Entry], results: Results) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
-        found = best_rival(entry.pair.key, results)
-        if found is None:
-            rows.append((entry.pair.key, "none keeps latency and does any work", None, None, "n/a", "n/a"))
-            continue
-        best, lead = found
-        words = ("yes" if lead.low >= 1 else "no", "yes" if lead.low >= TIE else "no")
-        rows.append((entry.pair.key, best, plus_minus(lead), f"{lead.low:.4f}", *words))
+        for words, marks in (("ours", LATENCY_MARKS), ("the papers'", PAPER_MARKS)):
+            found = best_rival(entry.pair.key, results, marks)
+            if found is None:
+                rows.append(
+                    (entry.pair.key, words, "none keeps them and does any work", None, None, "n/a", "n/a", "n/a")
+                )
+                continue
+            best, lead = found
+            keeps = "yes" if results.keeps_latency(entry.pair.key, SHIPPED, marks) else "no"
+            judged = ("yes" if lead.low >= 1 else "no", "yes" if lead.low >= TIE else "no")
+            rows.append((entry.pair.key, words, best, plus_minus(lead), f"{lead.low:.4f}", *judged, keeps))
     return Table(
         title="Ours over the best baseline that keeps the latency marks",
-        columns=("pair", "baseline", "offline throughput, ratio", "worse end", "ahead (1.00)", f"level ({TIE:g})"),
+        columns=("pair", "marks", "baseline", "offline throughput, ratio", "worse end", "ahead (1.00)",
+                 f"level ({TIE:g})", "ours keeps them"),
         rows=tuple(rows),
-    )
+        note="The papers' marks: mean TTFT +5 %, mean TPOT +2 %, no tails. Where a baseline is ahead under them, Valve "
+        "is the wrong choice for those who can live with them.",
+    )  # fmt: skip
 
 
 def _reclaim_table(entries: Sequence[Entry], results: Results) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for entry in entries:
         worst = worst_reclaims(entry.pair.key, results)
-        first = max(one.summaries[OURS].reclaims_by_hour[0] for one in results.of(entry.pair.key))
+        first = max(one.summaries[SHIPPED].reclaims_by_hour[0] for one in results.of(entry.pair.key))
         marks = (Tuning().reservation.target_per_hour, FIRST_TARGET)
         within = (("n/a" if worst is None else "yes" if worst <= mark else "no") for mark in marks)
         rows.append((entry.pair.key, "n/a" if worst is None else worst, first, *within))
@@ -166,15 +179,16 @@ def _pairs_table(entries: Sequence[Entry], results: Results) -> Table:
                 entry.shape.idle_per_hour,
                 entry.shape.kv_peak_tokens,
                 first.handles,
+                first.own_ttft_ms["mean"],
+                first.own_ttft_ms["p99"],
+                first.own_tpot_ms["mean"],
                 first.solo_ttft_ms["mean"],
-                first.solo_ttft_ms["p99"],
-                first.solo_tpot_ms["mean"],
             )
         )
     return Table(
         title="Pairs",
         columns=("pair", "about", "trace", "online", "offline", "hours", "requests", "refused", "harvestable",
-                 "idle/h", "KV peak", "handles", "TTFT ms", "TTFT P99", "TPOT ms"),
+                 "idle/h", "KV peak", "handles", "own GPU: TTFT ms", "TTFT P99", "TPOT ms", "same pool: TTFT ms"),
         rows=tuple(rows),
         note="Traces are chosen by shape as seen by one 8B reference GPU (harvestable, idle periods, KV peak). "
         "Refused: larger than the whole pool.",
@@ -190,10 +204,9 @@ def _result_table(entry: Entry, results: Results) -> Table:
             continue
         over = {
             (metric, quantile): results.over(key, one.name, increase_of(metric, quantile))
-            for metric in ("ttft_increase", "tpot_increase")
-            for quantile in ("mean", "p50", "p95", "p99")
+            for metric, quantile, _ in (*LATENCY_MARKS, *POOL_MARKS)
         }
-        if one.name == OURS:
+        if one.name == SHIPPED:
             for metric, quantile, mark in LATENCY_MARKS:
                 if over[metric, quantile].high > mark:
                     marks.add((len(rows), 1 + list(over).index((metric, quantile))))
@@ -216,7 +229,8 @@ def _result_table(entry: Entry, results: Results) -> Table:
         )
     return Table(
         title=f"{key} {entry.pair.title}: {entry.pair.about}",
-        columns=("combination", "TTFT % mean", "P50", "P95", "P99", "TPOT % mean", "P50", "P95", "P99",
+        columns=("combination", "own GPU: TTFT % mean", "P99", "TPOT % mean", "P99",
+                 "same pool: TTFT % mean", "P99", "TPOT % mean", "P99",
                  "offline tok/s", "of Prism", "of clairvoyant", "of alone", "utilisation", "max preempt.",
                  "reclaims/h", "kills", "unserved", "stop P99 ms"),
         rows=tuple(rows),
@@ -241,14 +255,14 @@ def _charts(entries: Sequence[Entry], results: Results) -> list[Chart]:
     def kept(key: str, name: str) -> Interval | None:
         return results.ratio(key, name, ORACLE)
 
-    ttft, tpot = (lambda s: s.ttft_increase["mean"]), (lambda s: s.tpot_increase["mean"])
+    ttft, tpot = (lambda s: s.own_ttft_increase["mean"]), (lambda s: s.own_tpot_increase["mean"])
     return [
         Chart(
-            title="Mean TTFT increase over the service alone",
+            title="Mean TTFT increase over the service on a GPU of its own",
             svg=bars(over(ttft), SHOWN, "%", 2.5, 50.0),
             note="Bars above 50 % are cut and carry their value, as do those too flat to be seen.",
         ),
-        Chart(title="P99 TTFT increase", svg=bars(over(lambda s: s.ttft_increase["p99"]), SHOWN, "%", 5.0, 50.0)),
+        Chart(title="P99 TTFT increase", svg=bars(over(lambda s: s.own_ttft_increase["p99"]), SHOWN, "%", 5.0, 50.0)),
         Chart(title="Mean TPOT increase", svg=bars(over(tpot), SHOWN, "%", 1.0, 20.0)),
         Chart(
             title="Offline throughput against a clairvoyant reservation that sees the next minute",

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from valve_tools.replay import svg
-from valve_tools.replay.pair_results import LATENCY_MARKS, Results, Task, increase_of, run_task
+from valve_tools.replay.pair_results import LATENCY_MARKS, Results, Task, increase_of, run_task, words_of
 from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_most, plus_minus
 from valve_tools.replay.work import Progress, Workers, spread
-from valve_tools.sim.combinations import OURS, Tuning
+from valve_tools.sim.combinations import SHIPPED, Tuning
 from valve_tools.sim.machine import MODELS
 from valve_tools.sim.pairs import PAIRS, Bound, batch_lengths, bind
 from valve_tools.sim.traces import Folder
@@ -45,7 +45,7 @@ def run(folder: Folder, seeds: Sequence[int], progress: Progress, workers: Worke
     shaped = bind(folder, [pair for pair in PAIRS if pair.key in SHAPES])
     bounds = [replace(bound, service=service, job=job) for bound in shaped]
     tasks = [
-        Task(bound=bound, seed=seed, names=(OURS,), tuning=driver.tuning)
+        Task(bound=bound, seed=seed, names=(SHIPPED,), tuning=driver.tuning)
         for driver in DRIVERS
         for bound in bounds
         for seed in seeds
@@ -63,13 +63,13 @@ def _claims(bounds: Sequence[Bound], results: dict[str, Results]) -> list[Claim]
     for bound in bounds:
         key = bound.pair.key
         for metric, quantile, mark in LATENCY_MARKS:
-            high = results["patched driver"].over(key, OURS, increase_of(metric, quantile)).high
-            name = f"TP8 patched: {metric.split('_')[0].upper()} {quantile} increase %"
+            high = results["patched driver"].over(key, SHIPPED, increase_of(metric, quantile)).high
+            name = f"TP8 patched: {words_of(metric)} {quantile} increase %"
             claims.append(at_most(name, key, high, mark))
         for driver, limit in (("stock driver", GPUS * SINGLE_P99_MS), ("patched driver", 2 * SINGLE_P99_MS)):
-            stop = results[driver].over(key, OURS, lambda one: one.stop_ms["p99"]).high
+            stop = results[driver].over(key, SHIPPED, lambda one: one.stop_ms["p99"]).high
             claims.append(at_most(f"TP8 {driver}: stop P99 ms", key, stop, limit))
-        worst = max(outcome.summaries[OURS].max_preemptions for outcome in results["stock driver"].of(key))
+        worst = max(outcome.summaries[SHIPPED].max_preemptions for outcome in results["stock driver"].of(key))
         claims.append(at_most("TP8: preemptions per request, all GPUs as one", key, worst, 1))
     return claims
 
@@ -79,22 +79,22 @@ def _report(bounds: Sequence[Bound], results: dict[str, Results], seeds: Sequenc
     for bound in bounds:
         for driver, found in results.items():
             key = bound.pair.key
-            solo = found.of(key)[0].solo_ttft_ms
+            solo = found.of(key)[0].own_ttft_ms
             rows.append(
                 (
                     key,
                     bound.trace.label,
                     driver,
                     solo["mean"],
-                    *(plus_minus(found.over(key, OURS, increase_of(metric, q))) for metric, q, _ in LATENCY_MARKS),
-                    plus_minus(found.over(key, OURS, lambda one: one.stop_ms["p50"])),
-                    plus_minus(found.over(key, OURS, lambda one: one.stop_ms["p99"])),
-                    plus_minus(found.over(key, OURS, lambda one: one.share_of_alone)),
+                    *(plus_minus(found.over(key, SHIPPED, increase_of(metric, q))) for metric, q, _ in LATENCY_MARKS),
+                    plus_minus(found.over(key, SHIPPED, lambda one: one.stop_ms["p50"])),
+                    plus_minus(found.over(key, SHIPPED, lambda one: one.stop_ms["p99"])),
+                    plus_minus(found.over(key, SHIPPED, lambda one: one.share_of_alone)),
                 )
             )
     keys = [bound.pair.key for bound in bounds]
     increases = {
-        driver: [found.over(key, OURS, increase_of("ttft_increase", "mean")).mean for key in keys]
+        driver: [found.over(key, SHIPPED, increase_of("own_ttft_increase", "mean")).mean for key in keys]
         for driver, found in results.items()
     }
     return Report(

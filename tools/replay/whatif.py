@@ -8,14 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 from valve_tools.replay import svg
 from valve_tools.replay.fleet_input import prometheus_of, requests_of
-from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of
+from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of, words_of
 from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_least, at_most
 from valve_tools.replay.work import Progress, Workers, spread
-from valve_tools.sim.combinations import BY_NAME, OURS, Context, Tuning, run_combination, run_job_alone, run_solo
+from valve_tools.sim.combinations import (
+    BY_NAME,
+    OURS,
+    Context,
+    Tuning,
+    as_shipped,
+    run_combination,
+    run_job_alone,
+    run_own,
+    run_solo,
+)
 from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings, pool_handles
-from valve_tools.sim.metrics import Interval, Summary, interval, summarise
+from valve_tools.sim.metrics import Interval, Summary, distribution, interval, summarise
 from valve_tools.sim.pairs import Bound, Pair, batch_lengths
 from valve_tools.sim.shape import measure, window_s
 from valve_tools.sim.traces import Folder, Trace, TraceError
@@ -25,8 +36,13 @@ PLAUSIBLE = {"memory_gib": (1.0, 10_000.0), "bandwidth_bytes_s": (1e9, 1e15), "f
 SHARE, TIMES_NS = (0.01, 1.0), (1e-3, 1e9)
 """What a figure of a card can be: by its name, of an efficiency, of a time."""
 TARGETS = (6.0, 30.0, 120.0, 600.0)
+LEAST_POOL_MIB = 1024
 HEADROOM_SHARES = (0.03, 0.06, 0.12)
 WITHOUT_HINT = "Channel without hint+OurMem"
+LEAST_REQUESTS, LEAST_S = 50, 60.0
+"""A shorter load says nothing about a service: no answer is given."""
+LEAST_SAVED = 0.05
+"""GPUs saved per GPU below which sharing is not worth having somebody watch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +78,8 @@ class Answer:
     idle_share: float
     largest_gap_ms: float
     requests: int
+    alone_ms: dict[str, dict[str, float]]
+    """The service without the job, by what it runs on: TTFT and TPOT."""
     summaries: dict[str, Summary]
 
 
@@ -112,6 +130,11 @@ def bound_of(question: Question, trace: Trace) -> Bound:
             raise TraceError(f"model {name}: known are {', '.join(MODELS)}")
     if trace.requests == 0:
         raise TraceError("the load holds no request")
+    if trace.requests < LEAST_REQUESTS or window_s(trace) < LEAST_S:
+        raise TraceError(
+            f"no answer: {trace.requests} requests in {window_s(trace):.0f} s say nothing about a service; "
+            f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
+        )
     shape = measure(trace)[0]
     pair = Pair(key="fleet", title="your load", about="", online=question.online, offline=question.offline, shape=shape)
     lengths = batch_lengths(Folder(traces=(), lengths=(), ignored=()))
@@ -124,9 +147,10 @@ def bound_of(question: Question, trace: Trace) -> Bound:
     )
 
 
-def candidates(settings: Settings, handles: int) -> dict[str, Tuning]:
-    """Reclaim targets crossed with caps on headroom; the first is the product's default."""
-    base = Tuning(settings=settings)
+def candidates(bound: Bound, settings: Settings) -> dict[str, Tuning]:
+    """Reclaim targets crossed with caps on headroom; the first is the product's default, with the columns it moves."""
+    base = as_shipped(bound, Tuning(settings=settings))
+    handles = _handles(bound, base.settings)
     found = {"defaults": base}
     for target in TARGETS:
         for share in HEADROOM_SHARES:
@@ -138,20 +162,26 @@ def candidates(settings: Settings, handles: int) -> dict[str, Tuning]:
 
 def run_task(task: Task) -> Answer:
     bound = task.bound
-    tunings = candidates(task.settings, _handles(bound, task.settings))
+    tunings = candidates(bound, task.settings)
     default = tunings["defaults"]
-    solo = run_solo(bound, task.seed, default)
+    own, solo = run_own(bound, task.seed, default), run_solo(bound, task.seed, default)
     alone = run_job_alone(bound, task.seed, default).offline_tokens_per_s
     summaries = {}
     for name, tuning in tunings.items():
         context = Context(bound=bound, seed=task.seed, solo=solo, tuning=tuning)
-        summaries[name] = summarise(run_combination(BY_NAME[OURS], context), solo, alone)
+        summaries[name] = summarise(run_combination(BY_NAME[OURS], context), solo, alone, own)
     context = Context(bound=bound, seed=task.seed, solo=solo, tuning=default)
-    summaries["defaults without a hint"] = summarise(run_combination(BY_NAME[WITHOUT_HINT], context), solo, alone)
+    blind = run_combination(BY_NAME[WITHOUT_HINT], context)
+    summaries["defaults without a hint"] = summarise(blind, solo, alone, own)
     return Answer(
         idle_share=1 - solo.totals["online_busy_ns"] / NS / solo.seconds,
         largest_gap_ms=bound.service.gap.max_ns / 1e6,
         requests=bound.trace.requests,
+        alone_ms={
+            f"{metric} {name}": distribution(times[np.isfinite(times)])
+            for name, one in (("own", own), ("pool", solo))
+            for metric, times in (("ttft", one.ttft_ms), ("tpot", one.tpot_ms))
+        },
         summaries=summaries,
     )
 
@@ -159,10 +189,10 @@ def run_task(task: Task) -> Answer:
 def _handles(bound: Bound, settings: Settings) -> int:
     weights = (bound.service.model.weights_gib + bound.job.model.weights_gib) / bound.service.tp
     handles = pool_handles(weights, 2, settings)
-    if handles < 16:
+    if handles * settings.handle_mib < LEAST_POOL_MIB:
         raise TraceError(
-            f"{bound.service.model.name} and {bound.job.model.name} leave {handles} handles of KV on a "
-            f"{settings.gpu.name}: take a smaller offline model or more GPUs (--tp)"
+            f"{bound.service.model.name} and {bound.job.model.name} leave {handles * settings.handle_mib} MiB of KV "
+            f"on a {settings.gpu.name}: take a smaller offline model or more GPUs (--tp)"
         )
     return handles
 
@@ -178,12 +208,16 @@ def bounds_of(question: Question, seeds: Sequence[int]) -> list[Bound]:
 def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     settings = machine_of(question)
     bounds = bounds_of(question, seeds)
-    bound, handles = bounds[0], _handles(bounds[0], settings)
+    bound = bounds[0]
     tasks = [Task(bound=one, settings=settings, seed=seed) for one, seed in zip(bounds, seeds, strict=True)]
     answers = spread(run_task, tasks, progress, workers or Workers(), label="whatif")
     names = list(answers[0].summaries)
     best = recommend(answers)
     rows = [_row(name, answers, name == best) for name in names]
+    why_not = refusals(answers, best)
+    tuning = candidates(bound, settings)[best]
+    settled = _advice(tuning, answers, best, _handles(bound, tuning.settings))
+    advice = Table(title="Recommended settings", columns=("setting", "value", "why"), rows=settled)
     return Report(
         name="whatif",
         title=f"What Valve would give on {bound.trace.label}",
@@ -191,12 +225,12 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
             f"{question.online} online and {question.offline} offline on {question.tp} {settings.gpu.name}, "
             f"{bound.trace.requests:,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
             f"alone leaves {100 * answers[0].idle_share:.0f} % of the GPU idle.",
-            *verdict(answers, best),
+            *verdict(answers, best, why_not),
         ),
         claims=tuple(_claims(answers, best)),
         tables=(
-            Table(title="Recommended settings", columns=("setting", "value", "why"),
-                  rows=_advice(candidates(settings, handles)[best], answers, best, handles)),
+            *(() if why_not else (advice,)),
+            _latency(answers, best),
             Table(title="All candidates",
                   columns=("settings", "chosen", "GPUs saved", "low", "high", "TTFT % mean", "TTFT % P99",
                            "TPOT % mean", "TPOT % P99", "max preempt.", "worst reclaims/h"),
@@ -214,33 +248,71 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
     )  # fmt: skip
 
 
-def verdict(answers: Sequence[Answer], best: str) -> list[str]:
+def refusals(answers: Sequence[Answer], best: str) -> list[str]:
+    """Why this service's GPU is not one to share; empty where it is."""
+    found = []
+    saved = _over(answers, best, "share_of_alone").low
+    if saved < LEAST_SAVED:
+        idle = answers[0].idle_share
+        found.append(f"it would save {max(saved, 0.0):.2f} of a GPU: the service leaves {100 * idle:.0f} % of it idle")
+    for metric, quantile, mark in LATENCY_MARKS:
+        over = _worse_end(answers, best, metric, quantile)
+        if over > mark:
+            pool = _worse_end(answers, best, metric.removeprefix("own_"), quantile)
+            found.append(
+                f"{words_of(metric)} {quantile} would rise by {over:.1f} % over the service on its own GPU "
+                f"(mark {mark:g} %), {pool:.1f} % of it by stops and reclaims, "
+                "the rest by the memory that the other engine's weights take"
+            )
+    return found
+
+
+def verdict(answers: Sequence[Answer], best: str, why_not: Sequence[str]) -> list[str]:
+    if why_not:
+        return ["DO NOT USE VALVE HERE (docs/when-not.md): " + "; ".join(why_not) + "."]
     saved = _over(answers, best, "share_of_alone")
     seeds = len(answers)
     spread_of = f"95 % interval {saved.low:.2f} to {saved.high:.2f} over {seeds} seeds" if seeds > 1 else "one seed"
-    words = [
+    return [
         f"With the recommended settings a GPU of this service saves {saved.mean:.2f} of a GPU of offline work "
         f"({spread_of}). An interval covers draws of gaps, stops and lengths, not an error of the machine model: "
         "expect a quarter either way in a pilot.",
     ]
-    if not _keeps(answers, best):
-        words.append(
-            "WARNING: no candidate keeps all latency marks on this load; shown is the one that comes nearest. Do not "
-            "share this service's GPUs as it is (docs/when-not.md)."
-        )
-    return words
+
+
+def _latency(answers: Sequence[Answer], best: str) -> Table:
+    """What requests take, in milliseconds: an increase in percent says little by itself."""
+    figures = [(metric, quantile) for metric in ("ttft", "tpot") for quantile in ("mean", "p99")]
+
+    def alone(name: str) -> list[float]:
+        return [interval([one.alone_ms[f"{metric} {name}"][q] for one in answers]).mean for metric, q in figures]
+
+    def valve() -> list[float]:
+        return [
+            interval([getattr(one.summaries[best], f"{metric}_ms")[q] for one in answers]).mean for metric, q in figures
+        ]
+
+    return Table(
+        title="What requests take",
+        columns=("the service", "TTFT ms mean", "P99", "TPOT ms mean", "P99"),
+        rows=(
+            ("on a GPU of its own", *alone("own")),
+            ("alone, beside the weights of the offline engine", *alone("pool")),
+            (f"with Valve, {best}", *valve()),
+        ),
+    )
 
 
 def _claims(answers: Sequence[Answer], best: str) -> list[Claim]:
     """The marks that the recommendation keeps or misses, and what it saves."""
     claims = []
     for metric, quantile, mark in LATENCY_MARKS:
-        name = f"{metric.split('_')[0].upper()} {quantile} increase %"
+        name = f"{words_of(metric)} {quantile} increase %"
         claims.append(at_most(name, "fleet", _worse_end(answers, best, metric, quantile), mark))
     worst = max(one.summaries[best].max_preemptions for one in answers)
     claims.append(at_most("preemptions per request", "fleet", worst, 1))
     saved = _over(answers, best, "share_of_alone").low
-    return [*claims, at_least("GPUs saved per GPU", "fleet", saved, 0.0)]
+    return [*claims, at_least("GPUs saved per GPU", "fleet", saved, LEAST_SAVED)]
 
 
 def recommend(answers: Sequence[Answer]) -> str:

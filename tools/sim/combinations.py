@@ -25,10 +25,12 @@ from valve_tools.sim.ours import OurMemory, ProductWake
 from valve_tools.sim.pairs import Bound
 from valve_tools.sim.world import CHANNEL_STOP, GPREEMPT_STOP, Compute, MemoryPolicy, Result, Stop, World, run
 
+from valved.config import Config
 from valved.policy.cooldown import CooldownSettings
 from valved.policy.reservation import ReservationSettings
 
 OURS = "Channel+OurMem"
+SHIPPED = "Channel+OurMem as shipped"
 PRISM = "Channel+Prism"
 FIXED = "Channel+fixed 10 % headroom"
 ORACLE = "Channel+clairvoyant"
@@ -85,6 +87,19 @@ class Combination:
     hinted: bool = True
     is_baseline: bool = True
     same_model_only: bool = False
+    tuned: Callable[[Bound, Tuning], Tuning] = lambda _, tuning: tuning
+
+
+def as_shipped(bound: Bound, tuning: Tuning) -> Tuning:
+    """What moves on a default installation: the column of the engine's own layout, K and V of every layer apart, in
+    handles of the default size; and the reserve that the default settings make of it."""
+    layers = max(bound.service.model.layers, 0 if bound.job.is_training else bound.job.model.layers)
+    column_mib = 2 * layers * Config().memory.handle_mib
+    return replace(
+        tuning,
+        settings=replace(tuning.settings, handle_mib=column_mib),
+        reservation=Config().reservation_settings(column_mib << 20),
+    )
 
 
 def _prism(context: Context) -> MemoryPolicy:
@@ -121,6 +136,7 @@ COMBINATIONS = (
     Combination(name=PRISM, compute=Compute.CHANNEL, memory=_prism),
     Combination(name="Channel+StaticMem", compute=Compute.CHANNEL, memory=_static),
     Combination(name=OURS, compute=Compute.CHANNEL, memory=_ours, is_baseline=False),
+    Combination(name=SHIPPED, compute=Compute.CHANNEL, memory=_ours, is_baseline=False, tuned=as_shipped),
     Combination(name="Channel without hint+OurMem", compute=Compute.CHANNEL, memory=_ours, hinted=False,
                 is_baseline=False),
     Combination(name="Edge+OurMem", compute=Compute.EDGE, memory=_ours),
@@ -164,6 +180,11 @@ def run_solo(bound: Bound, seed: int, tuning: Tuning = PRODUCT) -> Result:
     return run(world_of(bound, seed, tuning, compute=Compute.ALONE), NoShare())
 
 
+def run_own(bound: Bound, seed: int, tuning: Tuning = PRODUCT) -> Result:
+    """Online on a GPU of its own, with all of its memory: what sharing as a whole is measured against."""
+    return run(world_of(bound, seed, tuning, compute=Compute.ALONE, job=None), NoShare())
+
+
 def run_job_alone(bound: Bound, seed: int, tuning: Tuning = PRODUCT) -> Result:
     """The job alone on the GPU: what a saved GPU is measured against."""
     nothing = np.empty(0, dtype=np.int64)
@@ -173,7 +194,8 @@ def run_job_alone(bound: Bound, seed: int, tuning: Tuning = PRODUCT) -> Result:
 
 
 def run_combination(combination: Combination, context: Context) -> Result:
-    tuning = context.tuning
+    tuning = combination.tuned(context.bound, context.tuning)
+    context = replace(context, tuning=tuning)
     world = world_of(
         context.bound,
         context.seed,

@@ -24,6 +24,9 @@ class Summary:
     ttft_increase: dict[str, float]
     """Percent over solo, by mean, p50, p95, p99."""
     tpot_increase: dict[str, float]
+    own_ttft_increase: dict[str, float]
+    """The same over the service on a GPU of its own; empty where nobody asked."""
+    own_tpot_increase: dict[str, float]
     offline_tokens_per_s: float
     share_of_alone: float
     """Offline throughput over that of the job alone: GPUs saved per GPU."""
@@ -48,15 +51,18 @@ class Summary:
         return max(self.reclaims_by_hour[1:], default=0)
 
 
-def summarise(run: Result, solo: Result, alone_tokens_per_s: float) -> Summary:
+def summarise(run: Result, solo: Result, alone_tokens_per_s: float, own: Result | None = None) -> Summary:
+    """`solo` is the service in the pool that it has beside the job, `own` the service with the whole card."""
     ttft, solo_ttft, unserved = _paired_ttft(run, solo)
-    both = np.isfinite(run.tpot_ms) & np.isfinite(solo.tpot_ms)
+    tpot, solo_tpot = _paired_tpot(run, solo)
     gates = run.gates_per_request
     return Summary(
         ttft_ms=distribution(ttft),
-        tpot_ms=distribution(run.tpot_ms[both]),
+        tpot_ms=distribution(tpot),
         ttft_increase=increase(ttft, solo_ttft),
-        tpot_increase=increase(run.tpot_ms[both], solo.tpot_ms[both]),
+        tpot_increase=increase(tpot, solo_tpot),
+        own_ttft_increase=increase(*_paired_ttft(run, own)[:2]) if own else {},
+        own_tpot_increase=increase(*_paired_tpot(run, own)) if own else {},
         offline_tokens_per_s=run.offline_tokens_per_s,
         share_of_alone=run.offline_tokens_per_s / alone_tokens_per_s if alone_tokens_per_s else 0.0,
         utilisation_gain=run.utilisation_gain,
@@ -100,6 +106,11 @@ def _paired_ttft(run: Result, solo: Result) -> tuple[Floats, Floats, int]:
     waited = run.waited_ms[served]
     ttft = np.where(np.isfinite(run.ttft_ms[served]), run.ttft_ms[served], waited)
     return ttft, solo.ttft_ms[served], int((~np.isfinite(run.ttft_ms[served])).sum())
+
+
+def _paired_tpot(run: Result, solo: Result) -> tuple[Floats, Floats]:
+    both = np.isfinite(run.tpot_ms) & np.isfinite(solo.tpot_ms)
+    return run.tpot_ms[both], solo.tpot_ms[both]
 
 
 def _latency(values: Floats) -> dict[str, float]:
