@@ -35,7 +35,7 @@ class Refused(Exception):
 def judge(version: str, scheduler: Any) -> Mode:
     is_hybrid = any(getattr(scheduler, name, False) for name in ("is_hybrid_swa", "is_hybrid_ssm"))
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    refuse(version, scheduler.server_args, pool, is_hybrid=is_hybrid)
+    refuse(version, scheduler.server_args, pool, scheduler.model_config, is_hybrid=is_hybrid)
     _refuse(
         {
             "speculative decoding": not scheduler.spec_algorithm.is_none(),
@@ -52,11 +52,16 @@ def judge(version: str, scheduler: Any) -> Mode:
     return Mode.FULL if can_forget(scheduler.tree_cache) else Mode.COARSE
 
 
-def refuse(version: str, config: Any, pool: Any, *, is_hybrid: bool) -> None:
+def refuse(version: str, config: Any, pool: Any, model: Any, *, is_hybrid: bool) -> None:
     """The one judgement of the scheduler and of who makes the pool: memory that comes and goes needs both."""
     refuse_version(version)
     refuse_configuration(config)
-    _refuse({"hybrid attention": is_hybrid})
+    _refuse(
+        {
+            "hybrid attention": is_hybrid,
+            "a model that takes images, sound or video": getattr(model, "is_multimodal", False) is True,
+        }
+    )
     refuse_pool(pool)
 
 
@@ -88,6 +93,7 @@ def refuse_configuration(config: Any) -> None:
             "hierarchical cache": config.enable_hierarchical_cache,
             "prefill and decode in different processes": config.disaggregation_mode != "null",
             "speculative decoding": config.speculative_algorithm is not None,
+            "LoRA": bool(getattr(config, "enable_lora", None) or getattr(config, "lora_paths", None)),
             "streaming sessions": config.enable_streaming_session,
             "a diffusion language model": getattr(config, "dllm_algorithm", None) is not None,
             "HiSparse": bool(getattr(config, "enable_hisparse", False)),

@@ -32,7 +32,7 @@ def range_flags(pool: Any) -> int:
     model = process_model_config()
     try:
         is_hybrid = bool(model.is_hybrid_swa or uses_ssm_state(model))
-        refuse(sglang.__version__, get_server_args(), pool, is_hybrid=is_hybrid)
+        refuse(sglang.__version__, get_server_args(), pool, model, is_hybrid=is_hybrid)
     except Refused as refused:
         log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0

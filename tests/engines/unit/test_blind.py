@@ -87,6 +87,9 @@ KINDS = {
     "another order": ({}, {}, {"kv_cache_layout": "hnd"}, 0),
     "unified memory": ({}, {"enable_unified_memory": True}, {}, 0),
     "two nodes": ({}, {"nnodes": 2}, {}, 0),
+    "LoRA": ({}, {"enable_lora": True}, {}, 0),
+    "LoRA by paths": ({}, {"lora_paths": ["a=/adapters/a"]}, {}, 0),
+    "images": ({"is_multimodal": True}, {}, {}, 0),
 }
 
 
@@ -100,6 +103,7 @@ def test_no_pool_is_elastic_whose_scheduler_is_refused(monkeypatch, kind):
     pool = MHATokenToKVPool(8)
     vars(pool).update(of_pool)
     vars(scheduler).update(server_args=config, spec_algorithm=SimpleNamespace(is_none=lambda: True), **hybrid)
+    scheduler.model_config = SimpleNamespace(**hybrid)
     monkeypatch.setattr(scheduler.allocator, "get_kvcache", lambda: pool, raising=False)
     monkeypatch.setattr(check, "SCHEDULER_NAMES", ())
     contents = {
