@@ -16,7 +16,8 @@ import jobs
 import oracle
 import pytest
 import torch
-from valve_tune.model.stash import Stash, StashLost, TorchMemory
+from valve_tune.base.memory import StashLost, TorchMemory
+from valve_tune.model.stash import Stash
 from valve_tune.train import checkpoint
 from valve_tune.train.build import open_model
 from valve_tune.train.job import Trainer
@@ -141,44 +142,6 @@ def test_pausing_between_tiles_changes_nothing_and_is_no_training_time(
     assert jobs.finished(jobs.job(model, tmp_path), control=control, events=events) == right
     assert control.waits > tiles / 3
     assert any(event.kind == "paused" for event in events)
-
-
-class Reclaimed:
-    """Memory that is taken away once, at one request, as a reclaim does: bytes gone, generation up."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.taken, self.now = at, 0, 0
-        self.out: list[torch.Tensor] = []
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.taken += 1
-        self.out.append(torch.empty(shape, dtype=dtype, device=device))
-        if self.taken == self.at:
-            self.now += 1
-            for each in self.out:
-                each.zero_()
-        return self.out[-1]
-
-    def give(self, tensor: torch.Tensor) -> None:
-        self.out = [each for each in self.out if each is not tensor]
-
-    def generation(self) -> int:
-        return self.now
-
-
-@pytest.mark.parametrize("at", [2, 9, 40])
-def test_a_lost_stash_costs_one_micro_batch_and_counts_nothing_twice(
-    model: Path, tmp_path: Path, undisturbed, at: int
-) -> None:
-    events: list[TrainEvent] = []
-    memory = Reclaimed(at)
-    control = jobs.At()
-    right, tiles = undisturbed
-    spec = jobs.job(model, tmp_path)
-    more = {"control": control, "events": events, "make_model": lambda spec: open_model(spec, memory=memory)}
-    assert jobs.finished(spec, **more) == right
-    assert [event.kind for event in events].count("lost") == 1
-    assert control.asked == tiles + tiles // 8
 
 
 def full_disk(after: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,7 @@ def main(argv: list[str]) -> int:
 
 def perform(folder: Path, python: str, steps: int) -> int:
     subprocess.run([python, str(PROGRAM), "make", str(folder)], check=True)
-    print(
-        "a Llama of four layers with random weights is the base; training runs on the CPU, each of its tiles behind a"
-    )
+    print("a Llama of four layers with random weights is the base; training runs on the CPU, each of its tiles as a")
     print("kernel on the emulated GPU, as offline work beside an online service")
     with EmulatedNode(folder) as node:
         node.start_valved()

@@ -1,13 +1,14 @@
 """The training of `make demo-tune`, run in .venv-tune: `make FOLDER` writes a tiny base and data, `train FOLDER OUT
-STEPS [SPIN_US]` trains an adapter.
+STEPS [SPIN_US [STASH_MIB]]` trains an adapter.
 
-The arithmetic runs on the CPU. With SPIN_US each tile begins with a kernel of so many microseconds on the emulated GPU
-and waits for it: when an online request arrives, the gate stops that kernel, and with it the training.
+The arithmetic runs on the CPU. With SPIN_US each tile is a kernel of at least so many microseconds on the emulated GPU:
+when an online request arrives, the gate stops it, and with it the training. With STASH_MIB what backward needs of
+forward lies in device memory of the node's KV pool.
 """
 
 from __future__ import annotations
 
-import ctypes
+import importlib.util
 import json
 import sys
 import time
@@ -21,7 +22,6 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
-NO_CONTEXT_FLAGS = 0
 
 
 def make(folder: Path) -> None:
@@ -61,63 +61,66 @@ def make(folder: Path) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-class EmulatedDevice:
-    """One kernel at a time on the emulated GPU, through the driver's own calls."""
-
-    def __init__(self) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._call("cuInit", 0)
-        context, module, self._kernel = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self._context = context
-        self._call("cuCtxSetCurrent", context)
-        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(b"// valve-emu\n"))
-        self._call("cuModuleGetFunction", ctypes.byref(self._kernel), module, ctypes.c_char_p(b"emu_spin"))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name}: {code}")
-
-    def spin(self, us: int) -> None:
-        """Return when the kernel is done; while offline work is stopped, it is not."""
-        value = ctypes.c_uint64(us)
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(value))
-        one = ctypes.c_uint(1)
-        shape = [one] * 6
-        self._call("cuCtxSetCurrent", self._context)
-        nothing, stream = ctypes.c_uint(0), ctypes.c_void_p()
-        self._call("cuLaunchKernel", self._kernel, *shape, nothing, stream, parameters, None)
-        self._call("cuCtxSynchronize")
+def emulated_device() -> Any:
+    """The emulated card, for arithmetic on the CPU (tools/emulator/device.py, installed beside this file)."""
+    path = Path(__file__).resolve().parents[1] / "emulator" / "device.py"
+    spec = importlib.util.spec_from_file_location("valve_emulated_device", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Device()
 
 
-def train(folder: Path, out: Path, steps: int, spin_us: int) -> int:
-    device = EmulatedDevice() if spin_us else None
+class OnCard:
+    """One micro-batch whose every tile is a kernel of the emulated card."""
+
+    def __init__(self, inner: Any, device: Any, spin_us: int, control: Any) -> None:
+        self._inner, self._device, self._spin_us, self._control = inner, device, spin_us, control
+        self.border, self.close, self.gradients = inner.border, inner.close, inner.gradients
+
+    def run(self, tile: Any) -> None:
+        wall, used = time.monotonic(), time.thread_time()
+        with self._device.step(least_us=self._spin_us):
+            self._inner.run(tile)
+        took = max(self._spin_us / 1e6, time.thread_time() - used)
+        self._control.waited_s += max(0.0, time.monotonic() - wall - took)
+
+
+def train(folder: Path, out: Path, steps: int, spin_us: int, stash_mib: int, controls: Any = None) -> int:
+    device = emulated_device() if spin_us else None
     import torch
 
     torch.cuda.is_available = lambda: False  # the emulated GPU runs the emulator's kernels, not torch's
     warnings.filterwarnings("ignore", message="CUDA initialization")
     from valve_tune.serve import jobs
     from valve_tune.serve.control import FolderControl
-    from valve_tune.train.report import Answer
+    from valve_tune.train.build import open_model
+    from valve_tune.train.job import Trainer
+    from valve_tune.train.pool import borrow
 
-    class GatedControl(FolderControl):
-        """Between two tiles: wait until the GPU has done a kernel of ours."""
+    def on_card(size: int) -> Any:
+        assert device is not None
+        return torch.frombuffer(device.array(size), dtype=torch.uint8)
 
-        def answer(self) -> Answer:
-            said = super().answer()
-            if said is Answer.GO and device is not None:
-                began = time.monotonic()
-                device.spin(spin_us)
-                self.waited_s += max(0.0, time.monotonic() - began - spin_us / 1e6)
-            return said
+    def trainer(spec: Any, dataset: Any, *, events: Any, control: Any) -> Any:
+        def make(spec: Any) -> Any:
+            model: Any = open_model(
+                spec, memory=borrow(stash_mib, on_card) if device is not None and stash_mib else None
+            )
+            if device is not None:
+                start = model.start
+                model.start = lambda *a, **k: OnCard(start(*a, **k), device, spin_us, control)
+            return model
+
+        return Trainer(spec, dataset, events=events, control=control, make_model=make)
 
     values = {
         **{"model": str(folder / "base"), "data": str(folder / "train.jsonl"), "out": str(out), "max_steps": steps},
         **{"max_length": 128, "learning_rate": 5e-3, "lora_r": 8, "lora_alpha": 16.0, "save_steps": 10},
         **{"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     }
-    return jobs.train(values, None, GatedControl)
+    return jobs.train(values, None, controls or FolderControl, trainer)
 
 
 def main() -> int:
@@ -125,7 +128,8 @@ def main() -> int:
     if command == "make":
         make(folder)
         return 0
-    return train(folder, Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]) if len(sys.argv) > 5 else 0)
+    steps, spin_us, stash_mib = (int(each) for each in [*sys.argv[4:], "0", "0"][:3])
+    return train(folder, Path(sys.argv[3]), steps, spin_us, stash_mib)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from valve_tune.base.memory import StashMemory, TorchMemory
 from valve_tune.base.weights import BadBase, FrozenWeights
 from valve_tune.model.adapter import Adapter, Gradients, LoraPair
 from valve_tune.model.dropout import Draw
 from valve_tune.model.loss import targets_of
 from valve_tune.model.maths import wide
 from valve_tune.model.names import BadTarget
-from valve_tune.model.stash import Stash, StashMemory, TorchMemory
+from valve_tune.model.stash import Stash
 from valve_tune.tiles.grid import Frontier, Grid, Phase, Tile
 from valve_tune.tiles.orders import whole
 from valve_tune.train.batch import IGNORED, MicroBatch
@@ -74,7 +75,8 @@ class AutogradModel:
         make: Callable[[dict[str, tuple[int, int]]], Adapter],
         memory: StashMemory | None = None,
     ) -> None:
-        self.model, self.weights, self.memory = model.eval().requires_grad_(False), weights, memory or TorchMemory()
+        self.model, self.weights = model.eval().requires_grad_(False), weights
+        self.memory: StashMemory = TorchMemory()
         path, self.modules = decoder_layers(model)
         self.layers = len(self.modules)
         chosen = linears(path, self.modules, targets)
@@ -89,6 +91,7 @@ class AutogradModel:
         self._tuples = False
         self._tuples = self._returns_tuples()
         self._check_cut()
+        self.memory = memory or self.memory
 
     def _beside(self, name: str) -> Callable[[Any, Any, torch.Tensor], torch.Tensor]:
         def add(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
@@ -237,6 +240,12 @@ class AutogradPass:
             (dx,) = torch.autograd.grad(loss, [x])
         self.loss += float(loss.detach()) if bool(chosen.any()) else 0.0
         return dx.detach() if math.isfinite(self.loss) else torch.full_like(x, math.nan)
+
+    def border(self) -> None:
+        self.stash.border()
+
+    def close(self) -> None:
+        self.stash.close()
 
     def gradients(self) -> tuple[float, Gradients]:
         if not self.frontier.is_complete:

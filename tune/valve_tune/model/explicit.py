@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from valve_tune.base.memory import StashMemory, TorchMemory
 from valve_tune.base.weights import FrozenWeights
 from valve_tune.model.adapter import Adapter, Gradients
 from valve_tune.model.block import BlockBackward, Sums, forward
@@ -16,7 +17,7 @@ from valve_tune.model.family import shape_of
 from valve_tune.model.loss import head_loss, targets_of
 from valve_tune.model.names import path
 from valve_tune.model.rows import LayerRows, Scene
-from valve_tune.model.stash import Stash, StashMemory, TorchMemory
+from valve_tune.model.stash import Stash
 from valve_tune.tiles.decoder import Keeping, kept_names
 from valve_tune.tiles.grid import Frontier, Grid, Phase, Tile
 from valve_tune.tiles.memory import widths
@@ -157,6 +158,12 @@ class ExplicitPass:
         )
         self.loss += float(loss)
         self.flow[:, own] = dx
+
+    def border(self) -> None:
+        self.stash.border()
+
+    def close(self) -> None:
+        self.stash.close()
 
     def gradients(self) -> tuple[float, Gradients]:
         """(loss, adapter gradients), both times scale."""

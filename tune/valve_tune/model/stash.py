@@ -3,36 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
-
-class StashLost(Exception):
-    """Memory of the stash was reclaimed meanwhile. The micro-batch must be done again; nothing of it was counted."""
-
-
-class StashMemory(Protocol):
-    """Where kept tensors live. `generation` changes whenever bytes that were handed out may have been lost."""
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-    def give(self, tensor: torch.Tensor) -> None: ...
-
-    def generation(self) -> int: ...
-
-
-class TorchMemory:
-    """Torch's own allocator: nothing is ever reclaimed."""
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """Freed with its last reference."""
-
-    def generation(self) -> int:
-        return 0
+from valve_tune.base.memory import StashLost, StashMemory
 
 
 class Stash:
@@ -62,10 +36,24 @@ class Stash:
         for key in [key for key in self._kept if key[0] == layer and name in (None, key[1])]:
             self._memory.give(self._kept.pop(key))
 
+    def border(self) -> None:
+        """Between two tiles: memory comes and goes, and what is lost already need not be computed to its end."""
+        self._memory.border()
+        self._whole()
+
+    def close(self) -> None:
+        """After `check`, or where nobody believes the micro-batch: whatever is kept still goes back."""
+        while self._kept:
+            self._memory.give(self._kept.popitem()[1])
+        self._memory.settle()
+
     def check(self, device: torch.device) -> None:
         """Whether anything was reclaimed before the device read it: a GPU is only told what to do, so it ends first."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        self._whole()
+
+    def _whole(self) -> None:
         if self._memory.generation() != self._generation:
             raise StashLost("memory of the stash was reclaimed")
 

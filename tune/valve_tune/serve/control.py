@@ -37,6 +37,5 @@ class FolderControl:
 
     def wait(self) -> None:
         began = time.monotonic()
-        while self.answer() is Answer.PAUSE:
-            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
         self.waited_s += time.monotonic() - began

@@ -14,7 +14,7 @@ from valve_tune.serve import flags, metrics, registry
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, PAUSE, STOP, FolderError, JobFolder
 from valve_tune.serve.recorder import Recorder, duration
-from valve_tune.serve.runner import carry_out, rows_of
+from valve_tune.serve.runner import MakesTrainer, carry_out, real_trainer, rows_of
 from valve_tune.train.report import End
 
 INTERRUPTED = 130
@@ -31,7 +31,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train(
-    values: dict[str, Any], passes: float | None, controls: Callable[[JobFolder], FolderControl] = FolderControl
+    values: dict[str, Any],
+    passes: float | None,
+    controls: Callable[[JobFolder], FolderControl] = FolderControl,
+    make: MakesTrainer = real_trainer,
 ) -> int:
     """The same command with the same --out goes on where it was. 0 when the adapter is done."""
     spec, rows = rows_of(values, flags.DEFAULT_PASSES if passes is None else passes)
@@ -45,7 +48,7 @@ def train(
         begin = f"{rows.examples} examples, {rows.tokens:,} tokens, {len(rows)} rows, {spec.max_steps} steps"
         print("\n".join([begin, *(f"note: {note}" for note in rows.notes)]), flush=True)
         recorder = Recorder(folder, spec, waited=lambda: control.waited_s, out=sys.stdout)
-        outcome = carry_out(folder, spec, rows, control, recorder)
+        outcome = carry_out(folder, spec, rows, control, recorder, make)
         return ended(folder, outcome.end, outcome.step, outcome.message)
 
 

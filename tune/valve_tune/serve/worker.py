@@ -65,8 +65,7 @@ class TurnControl:
         self._turns.border(self._job, self._weight)
 
     def wait(self) -> None:
-        while self._wish() is Answer.PAUSE:
-            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
 
 
 class JobWatcher:

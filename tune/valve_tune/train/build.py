@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from valve_tune.base.memory import StashMemory
 from valve_tune.base.own import LoadedModel, OwnCopy
 from valve_tune.base.weights import BadBase, FrozenWeights
 from valve_tune.model.adapter import Adapter
@@ -17,12 +18,18 @@ from valve_tune.model.explicit import ExplicitModel, adapter_sites
 from valve_tune.model.family import obstacle
 from valve_tune.model.interface import TileModel
 from valve_tune.model.names import short_targets
-from valve_tune.model.stash import StashMemory
+from valve_tune.train.pool import NoPool, borrow
 from valve_tune.train.spec import JobSpec
 
 
 def open_model(spec: JobSpec, *, weights: FrozenWeights | None = None, memory: StashMemory | None = None) -> TileModel:
-    """`weights` is a base that is there already: shared with an engine, or a window over a host copy."""
+    """`weights` is a base that is there already: shared with an engine, or a window over a host copy. `memory` is where
+    the stash lives; without one it is what the job asked for.
+    """
+    if memory is None and spec.stash_mib:
+        if not torch.cuda.is_available():
+            raise NoPool("without a GPU there is no pool to borrow from")
+        memory = borrow(spec.stash_mib)
     folder, dtype = Path(spec.model), getattr(torch, spec.dtype)
     config = _config(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import torch
 
+from valve_tune.base.memory import NoRoom, StashLost
 from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter, Gradients
 from valve_tune.model.dropout import Draw
 from valve_tune.model.interface import TileModel
 from valve_tune.model.names import BadTarget
-from valve_tune.model.stash import StashLost
 from valve_tune.tiles.cursor import ForeignCursor
-from valve_tune.tiles.grid import Grid, Tile, TileShape
+from valve_tune.tiles.grid import Grid, TileShape
 from valve_tune.tiles.orders import whole
 from valve_tune.train.batch import Dataset, MicroBatch
 from valve_tune.train.build import open_model
 from valve_tune.train.report import Answer, Control, End, Going, Outcome, TrainEvent
 from valve_tune.train.spec import JobSpec
 from valve_tune.train.state import JobState, StepSums, job_digest
+
+LOOK_S = 0.02  # how often a job without room for its stash looks for more
 
 
 class Stopped(Exception):
@@ -52,6 +54,7 @@ class Trainer:
         self.control = control or Going()
         self._make_model = make_model
         self._waited = 0.0
+        self._needs = 0  # bytes that a micro-batch was seen not to do without
 
     def run(self) -> Outcome:
         """Until done, stopped or failed. Run again with the same `out` it takes up the newest whole checkpoint."""
@@ -145,8 +148,12 @@ class Trainer:
     def _micro_batch(self, batch: MicroBatch, sequence: int, scale: float) -> None:
         """Its sums are added with its last tile and after the memory was found whole: never twice, never in part."""
         while True:
+            self._find_room()
             try:
                 loss, gradients = self._tiles(batch, sequence, scale)
+            except NoRoom as error:
+                self._needs = max(self._needs, error.needs)
+                continue
             except StashLost as error:
                 self._say("lost", f"micro-batch {sequence + 1}: {error}; it is done again")
                 continue
@@ -158,20 +165,42 @@ class Trainer:
         grid = grid_of(self.spec, self.model, batch.input_ids.shape[1])
         draw = Draw(seed=self.spec.seed, step=self.state.cursor.step, sequence=sequence, share=self.spec.lora_dropout)
         work = self.model.start(batch, scale=scale, draw=draw, grid=grid)
-        for tile in whole(grid):
-            self._ask(tile)
-            work.run(tile)
-        return work.gradients()
+        try:
+            for tile in whole(grid):
+                self._ask(f"before {tile.phase.name.lower()} of layer {tile.layer}, token {tile.token}")
+                work.border()
+                work.run(tile)
+            return work.gradients()
+        finally:
+            work.close()
 
-    def _ask(self, tile: Tile) -> None:
+    def _find_room(self) -> None:
+        """A micro-batch begins when the memory that is lent is as much as one is known to need."""
+        memory = self.model.memory
+        if self._needs > memory.limit():
+            raise Hopeless(
+                f"stash_mib: {memory.limit() >> 20} are too few for what one micro-batch keeps; ask for more"
+            )
+        if memory.room() >= self._needs:
+            return
+        self._say("waits", f"{memory.room() >> 20} MiB are lent, {-(-self._needs >> 20)} are needed")
+        began = time.monotonic()
+        while memory.room() < self._needs:
+            self._ask("waiting for memory")
+            time.sleep(LOOK_S)
+            memory.border()
+        self._waited += time.monotonic() - began
+
+    def _ask(self, where: str) -> None:
         answer = self.control.answer()
         if answer is Answer.GO:
             return
         if answer is Answer.PAUSE:
-            self._say("paused", f"before {tile.phase.name.lower()} of layer {tile.layer}, token {tile.token}")
+            self._say("paused", where)
             began = time.monotonic()
             while answer is Answer.PAUSE:
                 self.control.wait()
+                self.model.memory.border()
                 answer = self.control.answer()
             self._waited += time.monotonic() - began
         if answer is Answer.STOP:

@@ -38,7 +38,7 @@ class Control(Protocol):
     def answer(self) -> Answer: ...
 
     def wait(self) -> None:
-        """Return when the answer may no longer be PAUSE."""
+        """For a moment: between two of them a paused job gives back memory that is asked of it."""
         ...
 
 

@@ -79,6 +79,7 @@ class JobSpec:
     save_total_limit: int = number(1, 10_000, "checkpoints kept", default=3)
     span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
     layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
+    stash_mib: int = number(0, 1 << 24, "MiB of the node's KV pool for the stash; 0: own memory", default=0)
     deterministic: bool = text("deterministic algorithms: the same job gives the same bytes", default=True)
     threads: int = number(0, 1024, "CPU threads; 0: torch chooses, bytes may differ between machines", default=1)
 

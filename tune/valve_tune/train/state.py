@@ -22,7 +22,7 @@ from valve_tune.train.spec import JobSpec
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CURSOR, MOMENTS, SUMS = "cursor.json", "optimizer.safetensors", "sums.safetensors"
 # What may differ between two runs of one job: places, and how often it saves.
-FREE = {"model", "data", "out", "save_steps", "save_total_limit"}
+FREE = {"model", "data", "out", "save_steps", "save_total_limit", "stash_mib"}
 
 
 def job_digest(spec: JobSpec, data: str) -> str:

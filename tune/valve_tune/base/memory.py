@@ -1,0 +1,74 @@
+"""Where kept tensors and resident layers live: torch's own memory, or memory that valved lends and takes back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class StashLost(Exception):
+    """Memory of the stash was reclaimed meanwhile. The micro-batch must be done again; nothing of it was counted."""
+
+
+class NoRoom(StashLost):
+    """The memory that is lent now has no place for it; `needs` bytes at least would be asked for."""
+
+    def __init__(self, needs: int) -> None:
+        super().__init__("the memory that is lent is too small for it")
+        self.needs = needs
+
+
+class StashMemory(Protocol):
+    """`generation` changes whenever bytes that were handed out may have been lost."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Raises NoRoom."""
+        ...
+
+    def give(self, tensor: torch.Tensor) -> None: ...
+
+    def settle(self) -> None:
+        """Nothing that was given back is read any more, or nobody believes what was read."""
+        ...
+
+    def generation(self) -> int: ...
+
+    def border(self) -> None:
+        """Between two tiles: memory may come and go in here, and nowhere else where its owner must help."""
+        ...
+
+    def room(self) -> int:
+        """Bytes that are lent and not handed out."""
+        ...
+
+    def limit(self) -> int:
+        """The most that can ever be lent."""
+        ...
+
+
+class TorchMemory:
+    """Torch's own allocator: nothing is ever reclaimed."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Freed with its last reference."""
+
+    def settle(self) -> None:
+        """Nothing is reclaimed."""
+
+    def generation(self) -> int:
+        return 0
+
+    def border(self) -> None:
+        """Nothing comes or goes."""
+
+    def room(self) -> int:
+        return sys.maxsize
+
+    def limit(self) -> int:
+        return sys.maxsize
