@@ -57,8 +57,8 @@ def test_verdicts_on_what_is_out_of_reach_never_hold_up_the_loop_either() -> Non
     reach, waiting = Reach(state, clock), [Job(gpus=1, sla=0.6 + n / 10_000, profile=PROFILE) for n in range(300)]
     first = dict(asyncio.run(reach.of(waiting, NOW_S)))
 
-    assert 0 < len(first) < 40
-    for _ in range(20):
+    assert 0 < len(first) < 20
+    for _ in range(40):
         known = asyncio.run(reach.of(waiting, NOW_S))
     assert set(known) == set(waiting)
     assert all(verdict is not None for verdict in known.values())

@@ -1,11 +1,11 @@
-"""What placing costs: the extender in a real kube-scheduler over 1,000 nodes and 8,000 GPUs, 2,000 offline
-pods.
+"""What placing costs: the extender in a real kube-scheduler over 1,000 nodes and 8,000 GPUs.
 
 One run serves all rows: etcd, API server, scheduler and extender share this machine (not the controller manager, which
-has no part in a placement), reports of the fleet arrive at 33 a second meanwhile, and latencies are taken on the wire
-by a tap whose own cost is included. First 2,000 pods come at once: the rate, without the tap. Then pods come one after
-another at a rate the machine can serve: the latencies. Last the same scheduler with an extender that decides nothing:
-the rate to compare with, of the same minute.
+has no part in a placement), and reports of the fleet arrive at 33 a second meanwhile. Five turns, each of three parts:
+pods of several kinds, most with an SLA, come at once (the rate); then one after another at a rate that the machine can
+serve, with a tap on the wire whose own cost is included (the latencies); then the same kinds come at once to the same
+scheduler with an extender that decides nothing (the rate to compare with, of the same minute). Rows are the median of
+the turns; binds that the extender refused are counted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from valve_kube import names
 from valve_kube.access import from_kubeconfig
 from valve_kube.client import KubeClient
 from valve_scheduler.cli.pause import Paused, pause, resume
+from valve_tools.bench.clustersize import peak_mib
 from valve_tools.bench.row import Row, row_of
-from valve_tools.cluster.api import Api
+from valve_tools.cluster.api import Api, Json
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, free_port, wait_for
 from valve_tools.cluster.fleet import create_nodes, delete_pods, gpu_uuids, install_crds, node_name, offline_pod, report
 from valve_tools.cluster.listeners import READY, heard
@@ -39,16 +42,18 @@ from valve_tools.cluster.tap import calls
 from valved.kube.apiserver import now_text
 
 NODES = 1_000
-PODS = 2_000
+TURNS, PODS = 5, 600
 SERVERS = {"GOGC": "400"}  # for etcd and the API server, as for the scheduler: a fifth of their work was collecting
-STEADY_PODS, STEADY_PER_S = 400, 20
-TRIVIAL_PODS = 1_000
+STEADY_PODS, STEADY_PER_S = 200, 20
+OF_TRIVIAL = 0.85
 REQUEUES, BACKOFF_S = 10, 1.5  # kube-scheduler keeps a pod back for 1 s after its first refusal
 REPORTS_PER_S = 33  # one per node and 30 s: the token bucket of the daemons
 PATH = "/api/v1/namespaces/default/pods"
 SCHEDULED = 'scheduler_schedule_attempts_total{profile="valve-scheduler",result="scheduled"}'
 TRUSTING = ssl._create_unverified_context()
-VERBS = {"filter": ("extender-filter", 20.0), "prioritize": ("extender-prioritize", 20.0), "bind": ("bind", 30.0)}
+VERBS = {"filter": ("extender-filter", 10.0), "prioritize": ("extender-prioritize", 10.0), "bind": ("bind", 20.0)}
+KINDS = (("", 1), ("0.2", 1), ("", 2), ("0.3", 2), ("0.5", 1), ("0.2", 4))
+"""(SLA, GPUs) of the pods, in turn."""
 
 
 class Telemetry(threading.Thread):
@@ -95,50 +100,98 @@ def _measured() -> dict[str, Row]:
 def _run(plane: ControlPlane) -> dict[str, Row]:
     install_crds(plane.api, Path.cwd() / "helm/valve")
     create_nodes(plane.api, NODES)
-    port, probes = plane.start_extender()
-    wait_for("the extender", lambda: urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz"))
-    scheduler = _start_scheduler(plane, port)
+    _create_profile(plane.api, "bench", "H100", 4_000.0)
     telemetry = Telemetry(plane.api)
     telemetry.start()
+    turns = [_turn(plane, number) for number in range(TURNS)]
+    extender, _ = _start_extender(plane)
+    _start_scheduler(plane, extender)
+    rows = {
+        "requeue": _requeue(plane, telemetry),
+        "cluster-pause": _pause(plane),
+        "extender-rss": row_of(
+            "extender-rss", "resident peak", "MiB", [turn.resident_mib for turn in turns], 300.0, judged="max"
+        ),
+        **_latency_rows(turns),
+        "bind-rate": _rate_row(turns),
+    }
+    telemetry.stop()
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What was measured one after another within a minute."""
+
+    rate: float
+    trivial_rate: float
+    refused_binds: int
+    """Of both parts."""
+    spent_ms: dict[str, float]
+    """CPU time per pod of each process."""
+    latencies_ms: dict[str, list[float]]
+    resident_mib: float
+
+
+def _turn(plane: ControlPlane, number: int) -> Turn:
+    extender, probes = _start_extender(plane)
+    scheduler = _start_scheduler(plane, extender)
     before = {name: _cpu_s(pid) for name, pid in _pids(plane).items()}
-    rate = _burst(plane, scheduler, "burst", PODS)
+    rate = _burst(plane, scheduler, f"burst-{number}", PODS)
     spent_ms = {name: (_cpu_s(pid) - before[name]) / PODS * 1e3 for name, pid in _pids(plane).items()}
     plane.kill("kube-scheduler")
-    rows = _steady(plane, port)
-    resident_mib = _peak_mib(plane.processes["extender"].pid)
-    rows["extender-rss"] = row_of("extender-rss", "resident peak", "MiB", [resident_mib], 300.0)
-    delete_pods(plane.api)  # or a node that becomes good enough may have no GPU left
-    rows["requeue"] = _requeue(plane.api, telemetry)
-    rows["cluster-pause"] = _pause(plane)
-    baseline = _trivial_rate(plane)
-    telemetry.stop()
-
-    shares = ", ".join(f"{name} {spent:.1f}" for name, spent in sorted(spent_ms.items(), key=lambda one: -one[1]))
-    note = (
-        f"{rate / baseline:.2f} of an extender that decides nothing; "
-        f"CPU ms per pod, {sum(spent_ms.values()):.0f} in all: {shares}"
-    )
-    rows["bind-rate"] = row_of(
-        "bind-rate", "pods bound, end to end", "pods/s", [rate], 100.0, better="higher", baseline=baseline, note=note
+    latencies_ms = _steady(plane, extender, number)
+    refused, resident_mib = _refused_binds(probes), peak_mib(plane.processes["extender"].pid)
+    for name in ("kube-scheduler", "tap", "extender"):
+        plane.kill(name)
+    delete_pods(plane.api)
+    trivial_rate = _trivial_rate(plane, number)
+    return Turn(
+        rate=rate,
+        trivial_rate=trivial_rate,
+        refused_binds=refused,
+        spent_ms=spent_ms,
+        latencies_ms=latencies_ms,
+        resident_mib=resident_mib,
     )
 
-    return rows
+
+def _start_extender(plane: ControlPlane) -> tuple[int, int]:
+    port, probes = plane.start_extender()
+    wait_for("the extender", lambda: urllib.request.urlopen(f"http://127.0.0.1:{probes}/readyz"))
+    return port, probes
+
+
+def _create_profile(api: Api, name: str, gpu_model: str, tokens_per_s: float) -> None:
+    profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
+    spec = {
+        "workload": {"model": name, "gpuModel": gpu_model},
+        "standaloneTokensPerSecond": tokens_per_s,
+        "curve": [{"freeMiB": 0, "tokensPerSecond": tokens_per_s}],
+    }
+    body = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": {"name": name}, "spec": spec}
+    api.post(profiles, body)
+    api.patch(f"{profiles}/{name}/status", {"status": {"phase": "Ready"}})
+
+
+def _pod(prefix: str, index: int) -> Json:
+    sla, gpus = KINDS[index % len(KINDS)]
+    return offline_pod(f"{prefix}-{index}", gpus=gpus, sla=sla, profile="bench" if sla else "")
 
 
 def _burst(plane: ControlPlane, scheduler: int, prefix: str, pods: int) -> float:
     """Pods per second from the first creation to the last bind; reports come and go on meanwhile."""
     started = time.monotonic()
-    made = (offline_pod(f"{prefix}-{index}", gpus=1 + index % 2) for index in range(pods))
-    plane.api.each(("POST", PATH, pod) for pod in made)
+    plane.api.each(("POST", PATH, _pod(prefix, index)) for index in range(pods))
     # kube-scheduler's own count: asking the API server for its pods again and again would be most of the load.
     wait_for("all pods bound", lambda: _metric(scheduler, SCHEDULED) >= pods, 300)
 
     return pods / (time.monotonic() - started)
 
 
-def _steady(plane: ControlPlane, extender: int) -> dict[str, Row]:
-    """One pod after another, with a tap between kube-scheduler and extender."""
-    tap, log = free_port(), plane.folder / "calls.txt"
+def _steady(plane: ControlPlane, extender: int, number: int) -> dict[str, list[float]]:
+    """One pod after another, with a tap between kube-scheduler and extender; milliseconds by verb."""
+    tap, log = free_port(), plane.folder / f"calls-{number}.txt"
     log.touch()
     arguments = ("-m", "valve_tools.cluster.tap", str(tap), str(extender), str(log))
     plane.spawn("tap", *arguments, program=sys.executable)
@@ -146,23 +199,48 @@ def _steady(plane: ControlPlane, extender: int) -> dict[str, Row]:
     begin = time.monotonic()
     for index in range(STEADY_PODS):
         time.sleep(max(0.0, begin + index / STEADY_PER_S - time.monotonic()))
-        plane.api.post(PATH, offline_pod(f"steady-{index}", gpus=1 + index % 2))
+        plane.api.post(PATH, _pod(f"steady-{number}", index))
     wait_for("all pods bound", lambda: _metric(scheduler, SCHEDULED) >= STEADY_PODS, 300)
+    found = list(calls(log))
 
-    return _latencies(list(calls(log)), scheduler)
+    return {verb: [seconds * 1e3 for name, seconds, _ in found if name == verb] for verb in VERBS}
 
 
-def _requeue(api: Api, telemetry: Telemetry) -> Row:
+def _refused_binds(probes: int) -> int:
+    page = urllib.request.urlopen(f"http://127.0.0.1:{probes}/metrics").read().decode()
+    found = re.search(r'^valve_extender_binds_total\{outcome="refused"\} (\S+)$', page, re.M)
+    return round(float(found[1])) if found else 0
+
+
+def _latency_rows(turns: Sequence[Turn]) -> dict[str, Row]:
+    refused = ", ".join(str(turn.refused_binds) for turn in turns)
+    note = f"median of {len(turns)} turns, {STEADY_PER_S} pods/s; binds refused in {PODS + STEADY_PODS}: {refused}"
+    rows = {}
+    for verb, (name, budget_ms) in VERBS.items():
+        each = [row_of(name, f"{verb} on the wire", "ms", turn.latencies_ms[verb], budget_ms) for turn in turns]
+        p50, p99 = (median([getattr(row, figure) for row in each]) for figure in ("p50", "p99"))
+        longest, count = max(row.max for row in each), sum(row.n for row in each)
+        rows[name] = replace(each[0], p50=p50, p99=p99, max=longest, n=count, note=note)
+    return rows
+
+
+def _rate_row(turns: Sequence[Turn]) -> Row:
+    spent = {name: median([turn.spent_ms[name] for turn in turns]) for name in turns[0].spent_ms}
+    shares = ", ".join(f"{name} {ms:.1f}" for name, ms in sorted(spent.items(), key=lambda one: -one[1]))
+    rates = median([turn.rate for turn in turns]), median([turn.trivial_rate for turn in turns])
+    note = (
+        f"{rates[0]:.1f} pods/s against {rates[1]:.1f}; CPU ms per pod, {sum(spent.values()):.0f} in all: {shares}; "
+        f"binds refused: {', '.join(str(turn.refused_binds) for turn in turns)}"
+    )
+    ratios = [turn.rate / turn.trivial_rate for turn in turns]
+    metric = "pods a second over an extender that decides nothing"
+    return row_of("bind-rate", metric, "ratio", ratios, OF_TRIVIAL, better="higher", judged="p50", note=note)
+
+
+def _requeue(plane: ControlPlane, telemetry: Telemetry) -> Row:
     """From the bump of a node that became good enough to the bind of a pod that was refused and has waited enough."""
-    profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
-    spec = {
-        "workload": {"model": "rare", "gpuModel": "RARE"},
-        "standaloneTokensPerSecond": 100,
-        "curve": [{"freeMiB": 0, "tokensPerSecond": 100}],
-    }
-    body = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": {"name": "rare"}, "spec": spec}
-    api.post(profiles, body)
-    api.patch(f"{profiles}/rare/status", {"status": {"phase": "Ready"}})
+    api = plane.api
+    _create_profile(api, "rare", "RARE", 100.0)
     random, took_s = np.random.default_rng(3), []
     for index in range(REQUEUES):
         pod = f"rare-{index}"
@@ -221,15 +299,16 @@ async def _resumed(plane: ControlPlane) -> None:
         await resume(client)
 
 
-def _trivial_rate(plane: ControlPlane) -> float:
+def _trivial_rate(plane: ControlPlane, number: int) -> float:
     """The same scheduler and API server with an extender that decides nothing."""
-    for name in ("kube-scheduler", "tap", "extender"):
-        plane.kill(name)
     port = free_port()
     arguments = ("-m", "valve_tools.cluster.trivial", str(port), str(plane.kubeconfig))
     plane.spawn("trivial", *arguments, program=sys.executable)
-
-    return _burst(plane, _start_scheduler(plane, port), "trivial", TRIVIAL_PODS)
+    rate = _burst(plane, _start_scheduler(plane, port), f"trivial-{number}", PODS)
+    for name in ("kube-scheduler", "trivial"):
+        plane.kill(name)
+    delete_pods(plane.api)
+    return rate
 
 
 def _pids(plane: ControlPlane) -> dict[str, int]:
@@ -241,22 +320,6 @@ def _start_scheduler(plane: ControlPlane, extender: int) -> int:
     wait_for("kube-scheduler", lambda: urllib.request.urlopen(f"https://127.0.0.1:{port}/readyz", context=TRUSTING))
 
     return port
-
-
-def _latencies(found: Sequence[tuple[str, float, int]], scheduler: int) -> dict[str, Row]:
-    samples = {verb: [seconds * 1e3 for name, seconds, _ in found if name == verb] for verb in VERBS}
-    together_ms = sum(float(np.mean(samples[verb])) for verb in ("filter", "prioritize"))
-    cycle = "scheduler_scheduling_algorithm_duration_seconds"
-    cycle_ms = _metric(scheduler, f"{cycle}_sum") / _metric(scheduler, f"{cycle}_count") * 1e3
-    refused = sum(status != 200 for _, _, status in found)
-    note = (
-        f"{STEADY_PER_S} pods/s; mean of filter + prioritize {together_ms:.1f} ms, "
-        f"scheduler's own cycle {cycle_ms:.1f} ms; {refused} refused"
-    )
-    return {
-        name: row_of(name, f"{verb} on the wire", "ms", samples[verb], budget_ms, note=note)
-        for verb, (name, budget_ms) in VERBS.items()
-    }
 
 
 def _metric(scheduler: int, name: str) -> float:
@@ -271,11 +334,6 @@ def _cpu_s(pid: int) -> float:
     """Processor time so far: unlike the rate it hardly depends on who else uses the machine."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _peak_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
 
 
 def _bench(name: str) -> Callable[[], Iterable[Row]]:

@@ -39,7 +39,6 @@ MARKS = (
     ("GPUs saved per harvested GPU", "saved_per_harvested", 0.85, True),
     ("GPUs saved over fleet", "saved_of_fleet", PAPER_SAVED, True),
     ("SLA missed, share of job-hours", "missed_hours", 0.01, False),
-    ("error at placement: tomorrow's load and the model, MAPE", "mape", 0.10, False),
     ("error of the model told the load, MAPE", "model_error", 0.10, False),
     ("decision p99, CPU ms", "decision_p99_ms", 20.0, False),
 )
@@ -288,9 +287,6 @@ def _why(figure: str, weeks: Sequence[WeekResult], rivals: Sequence[str] = SCHED
         found = over_seeds([one for one in weeks if one.scheduler == scheduler], name)
         return f"{found.mean:.3g}" if found else None
 
-    if figure == "mape":
-        alone, calibrated = mean(PRODUCT, "model_error"), mean(PRODUCT, "calibrated_error")
-        return f"told the load of the very hours {alone}, with one factor a workload {calibrated}: the rest is forecast"
     if figure == "model_error":
         return f"weighted by what was achieved {mean(PRODUCT, 'weighted_error')} with the forecast in it; \
 one factor a workload leaves {mean(PRODUCT, 'calibrated_error')}"

@@ -25,7 +25,7 @@ from valve_scheduler.placement.rank import (
 )
 from valve_scheduler.placement.state import ClusterState
 
-ROUND_S = 0.25
+ROUND_S = 0.1
 NEVER, TOO_BUSY = "NoNodeCould", "FleetTooBusy"
 
 

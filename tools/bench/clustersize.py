@@ -1,0 +1,271 @@
+"""How placing grows: 100, 1,000 and 5,000 nodes, up to 40,000 offline pods, 500 kinds of jobs that wait.
+
+No control plane takes part, so these rows are of Valve's own code: what a call costs the extender's process from the
+bytes of kube-scheduler's request to the bytes of the answer, while reports arrive as a fleet of that size sends them.
+`cluster-memory` alone is beside a real API server: what the chart's memory limits see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from valve_kube import names
+from valve_kube.objects import node_report, pod_place
+from valve_kube.shapes import PodShape
+from valve_scheduler.controller.retries import Retries
+from valve_scheduler.extender.decide import Extender
+from valve_scheduler.model import ThroughputCurve, WorkloadProfile
+from valve_scheduler.placement.rank import Job, PlacementSettings
+from valve_scheduler.placement.reach import Reach
+from valve_scheduler.placement.state import ClusterState
+from valve_tools.bench.row import Row, row_of
+from valve_tools.cluster.api import Json
+from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
+from valve_tools.cluster.fleet import (
+    create_nodes,
+    gpu_uuids,
+    harvest_node,
+    install_crds,
+    node_name,
+    offline_pod,
+    report,
+)
+
+SIZES = (100, 1_000, 5_000)
+FILTER_MS = {100: None, 1_000: 10.0, 5_000: 50.0}
+CALLS = 400
+REPORT_EVERY_S = 30.0
+PODS_PER_S = 20.0
+GPUS = 8
+PROFILE = WorkloadProfile(
+    standalone_tokens_per_s=4_000.0,
+    curve=ThroughputCurve(free_mib=(20_000.0, 40_000.0, 80_000.0), tokens_per_s=(1_000.0, 3_000.0, 4_000.0)),
+    fit_mib=20_000.0,
+)
+KINDS = (("", 1), ("", 2), ("0.2", 1), ("0.4", 2), ("0.6", 1), ("0.3", 4))
+"""(SLA, GPUs) of the pods, in turn; those with an SLA name a profile."""
+POD_COUNTS = (10_000, 20_000, 30_000, 40_000)
+STRAIGHT = 0.10
+WAITING, ROUND_MS = 500, 200.0
+ROUNDS = 60
+MEMORY_NODES, OFFLINE_PODS, OTHER_PODS = 1_000, 8_000, 30_000
+LIMIT_MIB = 320.0
+"""Of extender and controller in the chart's values."""
+ROUNDS_S = 40.0
+PODS_PATH = "/api/v1/namespaces/default/pods"
+
+
+class NoApi:
+    """Binds are not part of these rows."""
+
+    async def request(self, method: str, path: str, *, body: Any = None) -> Any:
+        raise AssertionError(f"{method} {path}")
+
+
+def state_of(nodes: int) -> tuple[ClusterState, list[bytes]]:
+    """A fleet that has just reported, and its reports as the watch brings them."""
+    random = np.random.default_rng(1)
+    state, reports = ClusterState(PlacementSettings()), []
+    for index in range(nodes):
+        item = harvest_node(index) | {"spec": {"mode": "harvest"}, "status": report(index, random)}
+        reports.append(json.dumps(item).encode())
+        state.put_report(node_report(item), time.time())
+    state.put_profile("default", "bench", PROFILE)
+    return state, reports
+
+
+def waiting_pod(number: int) -> Json:
+    sla, gpus = KINDS[number % len(KINDS)]
+    found = offline_pod(f"p{number}", gpus=gpus, sla=sla, profile="bench" if sla else "", namespace="default")
+    found["metadata"]["uid"] = f"{number:036d}"
+    return found
+
+
+def _filter(nodes: int) -> Iterator[Row]:
+    """Filter, then prioritize on what is left, and the reports that arrive until the next pod."""
+    state, reports = state_of(nodes)
+    extender = Extender(state, NoApi(), now_s=time.time, can_answer=lambda: True)
+    everywhere = [node_name(index) for index in range(nodes)]
+    took: dict[str, list[float]] = {"filter": [], "prioritize": []}
+    due = 0.0
+    for number in range(CALLS):
+        due += nodes / REPORT_EVERY_S / PODS_PER_S
+        while due >= 1.0:
+            item = json.loads(reports[(number * 7919 + int(due)) % nodes])
+            state.put_report(node_report(item), time.time())
+            due -= 1.0
+        pod = waiting_pod(number)
+        left = _timed(took["filter"], extender.filter, {"Pod": pod, "NodeNames": everywhere})["NodeNames"]
+        _timed(took["prioritize"], extender.prioritize, {"Pod": pod, "NodeNames": left})
+        state.unreserve(pod["metadata"]["uid"])
+    for verb, samples in took.items():
+        budget = FILTER_MS[nodes] if verb == "filter" else None
+        yield row_of("extender-size", f"{verb}, {nodes} nodes", "ms", samples, budget, note="in the extender's process")
+
+
+def _timed(samples: list[float], call: Callable[[Any], Any], arguments: Any) -> Any:
+    raw = json.dumps(arguments).encode()
+    begun_s = time.perf_counter()
+    found = call(msgspec.json.decode(raw))
+    msgspec.json.encode(found)
+    samples.append((time.perf_counter() - begun_s) * 1e3)
+    return found
+
+
+def _size() -> Iterable[Row]:
+    for nodes in SIZES:
+        yield from _filter(nodes)
+
+
+def resident_mib(pods: int, nodes: int = SIZES[-1]) -> float:
+    """Of this process with so many bound pods of eleven kilobytes, read page by page as the reflector does."""
+    state, reports = state_of(nodes)
+    del reports
+    shape, page = PodShape(), 500
+    for first in range(0, pods, page):
+        items = [placed_pod(number, nodes) for number in range(first, min(first + page, pods))]
+        raw = json.dumps({"metadata": {"resourceVersion": "1"}, "items": items}).encode()
+        for item in shape.page(raw).items:
+            state.put_pod(pod_place(item))
+    if len(state.holdings()) != pods:
+        raise AssertionError(f"{len(state.holdings())} holdings of {pods} pods")
+    with Path("/proc/self/statm").open(encoding="ascii") as line:
+        return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def placed_pod(number: int, nodes: int) -> Json:
+    """Bound to one GPU, with what an API server keeps of a Job's pod around it: eleven kilobytes."""
+    found = waiting_pod(number)
+    node, gpu = number // GPUS % nodes, number % GPUS
+    found["metadata"]["annotations"] |= {names.GPUS: gpu_uuids(node)[gpu], "example.com/applied": "x" * 3_000}
+    found["metadata"]["managedFields"] = [
+        {"manager": f"m{n}", "operation": "Update", "fieldsV1": {f"f:{key}": {} for key in range(60)}} for n in range(3)
+    ]
+    found["spec"]["nodeName"] = node_name(node)
+    found["spec"]["containers"][0] |= {
+        "resources": {"limits": {names.RESOURCE: "1"}},
+        "env": [{"name": f"NAME_{n}", "value": "v" * 60} for n in range(50)],
+    }
+    found["status"] = {"phase": "Running"}
+    return found
+
+
+def _pods() -> Iterable[Row]:
+    """A process for each count: what one has freed it may keep."""
+    code = "import sys; from valve_tools.bench.clustersize import resident_mib; print(resident_mib(int(sys.argv[1])))"
+    found = [
+        float(subprocess.run([sys.executable, "-c", code, str(count)], check=True, capture_output=True).stdout)
+        for count in POD_COUNTS
+    ]
+    slope, start = np.polyfit(POD_COUNTS, found, 1)
+    off = np.abs(np.array(found) - (start + slope * np.array(POD_COUNTS))).max() / found[-1]
+    shown = ", ".join(f"{count:,}: {mib:.0f}" for count, mib in zip(POD_COUNTS, found, strict=True))
+    note = f"resident MiB at {SIZES[-1]:,} nodes by pods: {shown}; {slope * 1024:.2f} KiB a pod"
+    yield row_of("extender-pods", "farthest from a line in pods", "share", [float(off)], STRAIGHT, note=note)
+
+
+def _round() -> Iterable[Row]:
+    """What the controller's loop does for kinds that wait, each second and each half minute."""
+    took = asyncio.run(_rounds())
+    for part, samples in took.items():
+        note = f"{WAITING} kinds wait, 1,000 nodes; the first round judges what it can and the next go on"
+        yield row_of("controller-round", part, "ms", samples, ROUND_MS, judged="max", note=note)
+
+
+async def _rounds() -> dict[str, list[float]]:
+    state, reports = state_of(1_000)
+    jobs = [Job(gpus=1 + n % 4, sla=0.3 + n / WAITING / 2, profile=PROFILE) for n in range(WAITING)]
+    retries, reach = Retries(state), Reach(state)
+    took: dict[str, list[float]] = {"requeue": [], "out of reach": []}
+    for number in range(ROUNDS):
+        for index in range(33):  # a second's reports
+            item = json.loads(reports[(number * 33 + index) % len(reports)])
+            state.put_report(node_report(item), time.time())
+        begun_s = time.perf_counter()
+        await retries.round(jobs, time.time())
+        took["requeue"].append((time.perf_counter() - begun_s) * 1e3)
+        if number % 10 == 0:
+            begun_s = time.perf_counter()
+            await reach.of(jobs, time.time())
+            took["out of reach"].append((time.perf_counter() - begun_s) * 1e3)
+    return took
+
+
+def _memory() -> Iterable[Row]:
+    """Peaks of the processes that start beside a cluster which is full already: the list is the most they ever hold."""
+    try:
+        programs = binaries(Path.cwd())
+    except NotBuilt as reason:
+        print(f"cluster-memory: skipped, {reason}", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
+        plane = ControlPlane(Path(folder), programs)
+        try:
+            plane.start()
+            plane.kill("kube-controller-manager")
+            install_crds(plane.api, Path.cwd() / "helm/valve")
+            create_nodes(plane.api, MEMORY_NODES)
+            plane.api.each(("POST", PODS_PATH, pod) for pod in _full_cluster())
+            extender, probes = plane.start_extender()
+            plane.start_scheduler(extender)
+            ports = {"extender": probes, "controller": plane.start_controller()}
+            for name, port in ports.items():
+                _wait_ready(name, port)
+            time.sleep(ROUNDS_S)  # the controller's rounds go over all of it
+            note = (
+                f"{OFFLINE_PODS:,} offline and {OTHER_PODS:,} other pods of {len(json.dumps(placed_pod(0, 1))):,} bytes"
+            )
+            for name in ports:
+                peak = peak_mib(plane.processes[name].pid)
+                yield row_of("cluster-memory", f"{name}, peak", "MiB", [peak], LIMIT_MIB, note=note)
+            yield row_of(
+                "cluster-memory",
+                "kube-scheduler, peak",
+                "MiB",
+                [peak_mib(plane.processes["kube-scheduler"].pid)],
+                None,
+            )
+        finally:
+            plane.stop()
+
+
+def _full_cluster() -> Iterator[Json]:
+    for number in range(OFFLINE_PODS):
+        pod = placed_pod(number, MEMORY_NODES)
+        pod["metadata"].pop("managedFields")  # the API server's own come instead
+        yield pod
+    for number in range(OTHER_PODS):
+        pod = placed_pod(number, MEMORY_NODES)
+        pod["metadata"] = {"name": f"other-{number}", "labels": {"app": "other"}, "annotations": {"note": "x" * 3_000}}
+        pod["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "1"}}
+        yield pod
+
+
+def _wait_ready(name: str, port: int) -> None:
+    wait_for(name, lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"), 300)
+
+
+def peak_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 1024
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {
+    "extender-size": _size,
+    "extender-pods": _pods,
+    "controller-round": _round,
+    "cluster-memory": _memory,
+}
