@@ -55,7 +55,8 @@ class NodeReport:
     uuids: tuple[str, ...]
     harvestable: tuple[bool, ...]
     idle: FloatArray  # [8] what to count on
-    hour: FloatArray  # [8] idle share of the last hour, NaN where it was not seen
+    recent: FloatArray  # [8] idle share of the last ten minutes, NaN where they were not seen
+    hour: FloatArray
     day: FloatArray  # [8] of the last day
     histogram: FloatArray  # [8, bins]
     alignment: FloatArray  # [8, 8]
@@ -252,12 +253,13 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
     count = len(gpus)
     if count > MAX_GPUS:
         raise ValueError(f"{count} GPUs, at most {MAX_GPUS} are handled")
-    hour, day = np.full(MAX_GPUS, np.nan), np.full(MAX_GPUS, np.nan)
+    windows = np.full((3, MAX_GPUS), np.nan)
     histogram = np.zeros((MAX_GPUS, HISTOGRAM_BINS))
     for row, gpu in enumerate(gpus):
-        hour[row], day[row] = windows_of(gpu["idle"])
+        windows[:, row] = windows_of(gpu["idle"])
         histogram[row] = gpu["freeMemory"]
-    idle = forecast(hour, day)
+    recent, hour, day = windows
+    idle = forecast(recent, hour, day)
     totals = histogram.sum(axis=1, keepdims=True)
     if not np.isfinite(totals).all() or histogram.min() < 0 or not ((idle >= 0) & (idle <= 1)).all():
         raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
@@ -271,6 +273,7 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
         uuids=tuple(gpu["uuid"] for gpu in gpus),
         harvestable=tuple(bool(gpu.get("harvestable")) and slots > 0 for gpu in gpus),
         idle=idle,
+        recent=recent,
         hour=hour,
         day=day,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),

@@ -45,11 +45,13 @@ def test_an_hour_that_breaks_the_promise_of_the_one_before_counts_as_not_kept():
     assert (level.placed_share, level.kept_share) == (0.667, 0.5), "placed for hours 1 and 2; after the empty hour not"
 
 
-def test_the_promise_is_the_lower_of_hour_and_day_as_placement_has_it():
-    """An idle hour after a busy day places nothing that the day would not keep."""
-    worth = pool_worth("a", [hours([0.0] * 24 + [1.0, 1.0])], (0.5,))
+def test_the_promise_is_of_the_hour_before_as_placement_has_it():
+    """A service that went idle is counted on after an hour, not after a day; one that grew busy no longer than that."""
+    grew_idle = pool_worth("a", [hours([0.0] * 24 + [1.0, 1.0])], (0.5,))
+    grew_busy = pool_worth("a", [hours([1.0] * 24 + [0.0, 0.0])], (0.5,))
 
-    assert worth.levels[0].placed_share == 0.0
+    assert grew_idle.levels[0].placed_share == 1 / 25
+    assert grew_busy.levels[0].placed_share == 24 / 25
 
 
 def test_hours_that_nobody_saw_are_neither_idle_nor_busy():

@@ -90,12 +90,12 @@ def test_a_pod_that_the_filter_refuses_is_never_called_placeable(spec: dict[str,
     assert why in found.advice
 
 
-def test_both_windows_of_a_node_are_shown_beside_what_is_promised() -> None:
+def test_all_windows_of_a_node_are_shown_beside_what_is_promised() -> None:
     node = harvest_node("n1")
     for gpu in node["status"]["gpus"]:
-        gpu["idle"] = {"1h": 0.9, "24h": 0.4}
+        gpu["idle"] = {"10m": 0.4, "1h": 0.9, "24h": 0.2}
 
     found = explain(state_of(node), pod(), NOW_S)
 
-    assert found.candidates[0][1] == pytest.approx(0.4, abs=0.01)
-    assert [(one.node, one.hour, one.day) for one in found.windows] == [("n1", 0.9, 0.4)]
+    assert found.candidates[0][1] == pytest.approx(0.75, abs=0.01)
+    assert [(one.node, one.recent, one.hour, one.day) for one in found.windows] == [("n1", 0.4, 0.9, 0.2)]

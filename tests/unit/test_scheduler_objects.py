@@ -138,18 +138,17 @@ def test_a_curve_that_falls_is_refused_with_the_name_of_the_profile() -> None:
 @pytest.mark.parametrize(
     ("windows", "counted"),
     [
-        ({"1h": 0.7, "24h": 0.3}, 0.3),
-        ({"1h": 0.2, "24h": 0.6}, 0.2),
+        ({"10m": 0.9, "1h": 0.4, "24h": 0.1}, 0.55),
+        ({"10m": 0.1, "1h": 0.4, "24h": 0.9}, 0.31),
+        ({"1h": 0.7, "24h": 0.3}, 0.7),
         ({"1h": 0.5}, 0.5),
         ({"24h": 0.4}, 0.4),
-        ({"10m": 0.9, "24h": 0.4}, 0.4),
+        ({"10m": 0.9, "24h": 0.4}, 0.55),
         ({"1m": 0.8, "10m": 0.6}, 0.6),
         ({}, 0.0),
     ],
 )
-def test_no_more_idle_time_is_counted_on_than_both_the_hour_and_the_day_left(
-    windows: dict[str, float], counted: float
-) -> None:
+def test_what_is_counted_on_is_of_the_windows_that_the_node_has_seen(windows: dict[str, float], counted: float) -> None:
     node = harvest_node("n1", cards=1)
     node["status"]["gpus"][0]["idle"] = windows
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reports import harvest_node
 from valve_kube.objects import node_report
+from valve_scheduler.controller.monitor import MonitorSettings
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_tools.sim.cluster import ClusterPlan, WeekResult, _model_error, claims_of, part_of, run_cluster, saved_over
 from valve_tools.sim.cluster_jobs import MODELS, JobSettings, JobTable, Truth, draw_jobs
@@ -29,6 +30,8 @@ from valve_tools.sim.cluster_reports import Reports
 from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally
 from valve_tools.sim.cluster_schedulers import SCHEDULERS, Foresight, Offer, Scheduler
 from valve_tools.sim.traces import TraceError
+
+from valved.kube.series import NodeSeries
 
 EIGHT_B, TP2 = 0, 2
 
@@ -118,7 +121,7 @@ def test_curves_rise_with_memory_and_start_at_the_smallest_cache():
 
 def test_reports_say_what_the_hour_and_the_day_before_were():
     load = fleet([0.25] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.7] * 4)
-    seen = Reports(load).fleet(30, np.ones((1, 8), dtype=bool))
+    seen = Reports(load).fleet(180, np.ones((1, 8), dtype=bool))
 
     assert seen.idle == pytest.approx(np.full((1, 8), round(0.25 * STEPS) / STEPS), abs=1e-6)
     assert seen.histogram.sum(axis=2) == pytest.approx(np.ones((1, 8)))
@@ -132,7 +135,7 @@ def test_told_the_hour_the_model_finds_what_a_steady_load_gives():
     """Two ranks, busy 0.4 each with overlap over union 0.6: idle together half of the time; half of the memory."""
     load = fleet([0.6] * 4, ranks=[2] * 4, free_of_replica=[0.5] * 4, alignment=[0.6] * 4)
     members = np.array([[2, 3]])
-    said = Reports(load).nowcast(7, members, MODELS[TP2].profile(71.8))
+    said = Reports(load).nowcast(42, members, MODELS[TP2].profile(71.8))
 
     assert said == pytest.approx(share(load, [2, 3], TP2)[0], rel=0.03)
 
@@ -143,9 +146,9 @@ def test_told_the_hour_the_model_follows_a_change_that_the_last_day_hides():
     reports, members = Reports(load), np.array([[0]])
     profile = MODELS[EIGHT_B].profile(71.8)
 
-    assert reports.nowcast(29, members, profile)[0] == pytest.approx(1.0, abs=0.02)
-    assert reports.nowcast(30, members, profile)[0] == 0.0
-    assert reports.fleet(30, np.ones((1, 8), dtype=bool)).idle[0, 0] == pytest.approx(1.0, abs=0.01)
+    assert reports.nowcast(174, members, profile)[0] == pytest.approx(1.0, abs=0.02)
+    assert reports.nowcast(180, members, profile)[0] == 0.0
+    assert reports.fleet(180, np.ones((1, 8), dtype=bool)).idle[0, 0] == pytest.approx(1.0, abs=0.01)
 
 
 def test_the_simulated_scheduler_counts_on_what_the_product_s_would():
@@ -153,13 +156,14 @@ def test_the_simulated_scheduler_counts_on_what_the_product_s_would():
     load = fleet([1.0] * 8)
     load.idle[0, 29 * 60 :] = 0  # grew busy an hour ago
     load.idle[1, : 29 * 60] = 0  # fell idle an hour ago
-    seen = Reports(load).fleet(30, np.ones((1, 8), dtype=bool))
+    load.idle[2, 30 * 60 - 10 :] = 0  # grew busy ten minutes ago
+    seen = Reports(load).fleet(180, np.ones((1, 8), dtype=bool))
 
-    node = harvest_node("n1", cards=2)
-    shares = [(0.0, 23 / 24), (1.0, 1 / 24)]
-    for gpu, (hour, day) in zip(node["status"]["gpus"], shares, strict=True):
-        gpu["idle"] = {"1h": hour, "24h": day}
-    assert seen.idle[0, :2] == pytest.approx(node_report(node).idle[:2], abs=0.01)
+    node = harvest_node("n1", cards=3)
+    shares = [(0.0, 0.0, 23 / 24), (1.0, 1.0, 1 / 24), (0.0, 5 / 6, 143 / 144)]
+    for gpu, (recent, hour, day) in zip(node["status"]["gpus"], shares, strict=True):
+        gpu["idle"] = {"10m": recent, "1h": hour, "24h": day}
+    assert seen.idle[0, :3] == pytest.approx(node_report(node).idle[:3], abs=0.01)
 
 
 def test_one_factor_a_workload_removes_an_error_that_all_its_instances_share():
@@ -217,7 +221,7 @@ def test_a_job_ends_when_its_instances_have_done_its_work():
     """Two instances at 0.5 do one GPU-hour in an hour: six windows."""
     load = fleet([0.5] * 8)
     one, truth = scheduler("full", load)
-    run = ClusterRun(one, truth, jobs((0, EIGHT_B, 2, 0.2, 0.99)), 1, RunSettings(counted_from=0))
+    run = ClusterRun(one, truth, jobs((0, EIGHT_B, 2, 0.2, 0.99)), 1, RunSettings(counted_from=0, start_s=0.0))
     for window in range(5):
         run.step(window)
     assert run.tally.finished == 0
@@ -257,7 +261,7 @@ def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
         Truth(load, 0.0),
         jobs((0, EIGHT_B, 1, 0.6, 1e9)),
         1,
-        RunSettings(counted_from=0, warm_up_windows=1, move_windows=5),
+        RunSettings(counted_from=0, monitor=MonitorSettings(windows=5)),
     )
     for window in range(6):
         run.step(window)
@@ -270,12 +274,94 @@ def test_a_job_below_its_sla_for_five_windows_moves_and_avoids_the_node():
 
 def test_instances_may_move_before_a_violation_is_one():
     one = Optimist("full", Reports(fleet([0.3] * 8)), None, PlacementSettings(), 0)
-    settings = RunSettings(counted_from=0, warm_up_windows=1, move_windows=2)
+    settings = RunSettings(counted_from=0, monitor=MonitorSettings(windows=2))
     run = ClusterRun(one, Truth(fleet([0.3] * 8), 0.0), jobs((0, EIGHT_B, 1, 0.6, 1e9)), 1, settings)
     for window in range(3):
         run.step(window)
 
     assert (run.tally.violations, run.tally.moved) == (0, 1)
+
+
+def test_a_fleet_moves_no_more_pods_at_once_than_the_product_s_budget_allows():
+    """40 pods miss their SLA at once: five percent of them in ten minutes, where the simulation once moved all."""
+    load = fleet([0.3] * 40, nodes=5)
+    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    wanted = jobs(*((0, EIGHT_B, 1, 0.6, 1e9) for _ in range(40)))
+    run = ClusterRun(one, Truth(load, 0.0), wanted, 5, RunSettings(counted_from=0))
+    moved = []
+    for window in range(8):
+        before = run.tally.moved
+        run.step(window)
+        moved.append(run.tally.moved - before)
+
+    assert sum(moved[:2]) == 0
+    assert all(0 < count <= 2 for count in moved[2:])
+
+
+def test_a_pod_that_starts_does_no_work_meanwhile():
+    load = fleet([1.0] * 8)
+    one, truth = scheduler("full", load)
+    run = ClusterRun(one, truth, jobs((0, EIGHT_B, 1, 0.2, 1e9)), 1, RunSettings(counted_from=0, start_s=150.0))
+    run.step(0)
+
+    assert run.tally.saved_gpus == pytest.approx(0.75)
+    run.step(1)
+    assert run.tally.saved_gpus == pytest.approx(1.75)
+
+
+def promised(idle, sla):
+    """What is kept of a placement on GPUs that are idle so much from the first window on."""
+    load = fleet([idle] * 8)
+    one = Optimist("full", Reports(load), None, PlacementSettings(), 0)
+    run = ClusterRun(one, Truth(load, 0.0), jobs((0, EIGHT_B, 1, sla, 1e9)), 1, RunSettings(counted_from=0))
+    for window in range(20):
+        run.step(window)
+    run.close()
+    return run.tally.promises
+
+
+def test_a_promise_is_kept_unless_the_monitor_would_move_the_pod():
+    ((said, achieved, sla, kept),) = promised(0.6, 0.5)
+    assert (said, achieved) == (pytest.approx(0.6, abs=0.01), pytest.approx(0.6, abs=0.01))
+    assert (sla, kept) == (0.5, True)
+
+    broken = promised(0.3, 0.5)
+    assert len(broken) > 0
+    assert not any(kept for *_, kept in broken)
+
+
+def test_the_oracle_takes_what_keeps_its_word_for_the_hours_it_is_told():
+    """GPU 0 is good for twenty minutes, GPU 1 for two hours and GPU 2, less so, for three."""
+    load = fleet([1.0, 1.0, 0.6] + [0.0] * 5)
+    load.idle[0, 20:] = 0
+    load.idle[1, 120:] = 0
+    foresight = Foresight(Truth(load, 0.0), 1)
+    worth = foresight.share(EIGHT_B, 0, 0.5)[0]
+
+    assert worth[0] == -1.0
+    assert worth[1] == pytest.approx(12 / 14)  # it stays for the two windows by which it is judged
+    assert worth[2] == pytest.approx(0.6, abs=0.01)
+    assert (worth[3:] == -1.0).all()
+    assert foresight.share(EIGHT_B, WINDOWS - 1, 0.0).shape == (1, 8)
+
+
+def test_the_simulated_nodes_report_what_a_node_of_the_product_keeps():
+    """The same busy seconds into the product's own series: hour, day and alignment are the report's."""
+    rng = np.random.default_rng(3)
+    busy = np.repeat(rng.random((2, WINDOWS)) < 0.4, 10, axis=1)  # whole windows, so that minutes need no dice
+    load = fleet([1.0] * 8)
+    load.idle[:2] = np.where(busy, 0, STEPS).astype(np.uint8)
+    node = NodeSeries(2)
+    for minute in range(300 * 10):
+        node.beat(60.0 * minute, busy[:, minute].tolist())
+        node.book(60.0 * minute, [60.0, 60.0], np.where(busy[:, minute], 0.0, 60.0).tolist())
+
+    seen = Reports(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.hour)
+    day = Reports(load).fleet(300, np.ones((1, 8), dtype=bool), lambda seen: seen.day)
+
+    assert seen.idle[0, :2] == pytest.approx([node.idle(gpu, 3600) for gpu in (0, 1)], abs=1e-6)
+    assert day.idle[0, :2] == pytest.approx([node.idle(gpu, 86400) for gpu in (0, 1)], abs=1e-6)
+    assert seen.alignment[0, 0, 1] == pytest.approx(node.alignment()[0], abs=1e-4)
 
 
 def test_the_demand_sets_the_rate_of_arrivals():

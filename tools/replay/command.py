@@ -83,6 +83,15 @@ def _fleet(options: argparse.Namespace, progress: Progress) -> Report:
     return _smoke(report, share, "so much of the nodes")
 
 
+def _forecast(options: argparse.Namespace, progress: Progress) -> Report:
+    from valve_tools.replay import forecast
+
+    share = share_of(options)
+    nodes = max(FEWEST_NODES, round(share * forecast.NODES))
+    report = forecast.run(options.traces, seeds_of(options), progress, workers_of(options), nodes)
+    return _smoke(report, share, "so much of the nodes")
+
+
 def _smoke(report: Report, share: float, words: str) -> Report:
     """Says on the page that it is none."""
     if share >= 1:
@@ -128,6 +137,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "cluster": _cluster,
     "sensitivity": _sensitivity,
     "fleet": _fleet,
+    "forecast": _forecast,
 }
 ALL = tuple(EXPERIMENTS)
 EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
@@ -140,6 +150,7 @@ HELP = {
     "cluster": "a week of 8,000 GPUs under five schedulers",
     "sensitivity": "one setting of a node at a time, as tornado charts",
     "fleet": "theta and the rules for SLAs on a small fleet, as tornado charts",
+    "forecast": "what placement should count on: SLA missed against GPUs saved, and an oracle",
     "early": "how early to take memory that comes between two offline steps",
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
@@ -189,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
                 "--hours",
                 type=_hours,
                 metavar="H",
-                help="only the first H hours of every trace; eviction, cluster, fleet: a smoke run of H/6 the size",
+                help="only the first H hours of every trace; eviction, cluster, fleet, forecast: a run of H/6 the size",
             )
         command.add_argument("--jobs", type=_positive, default=2, metavar="N", help="processes (default 2)")
         command.add_argument(

@@ -41,7 +41,12 @@ def base_plan(nodes: int) -> ClusterPlan:
 
 def settings(base: ClusterPlan) -> list[Setting]:
     def moved(windows: int) -> ClusterPlan:
-        return replace(base, run=replace(base.run, move_windows=windows, backoff_windows=windows))
+        wait_s = 600.0 * windows
+        monitor = replace(base.run.monitor, windows=windows, backoff_s=wait_s, max_backoff_s=wait_s)
+        return replace(base, run=replace(base.run, monitor=monitor))
+
+    def kept_off(hours: int) -> ClusterPlan:
+        return replace(base, run=replace(base.run, monitor=replace(base.run.monitor, avoid_s=3600.0 * hours)))
 
     rows: list[tuple[str, str, ClusterPlan]] = [(DEFAULT, DEFAULT, base)]
     rows += [
@@ -53,10 +58,7 @@ def settings(base: ClusterPlan) -> list[Setting]:
         for margin in (1.1, 1.3, 1.6)
     ]
     rows += [("moves after", f"{10 * windows} min", moved(windows)) for windows in (2, 3, 9)]
-    rows += [
-        ("keeps off a node", f"{hours} h", replace(base, run=replace(base.run, avoid_windows=6 * hours)))
-        for hours in (1, 24)
-    ]
+    rows += [("keeps off a node", f"{hours} h", kept_off(hours)) for hours in (1, 24)]
     rows += [("a lost cache costs", f"{lost_s:g} s", replace(base, recompute_s=lost_s)) for lost_s in (0.0, 30.0)]
     return [Setting(parameter=parameter, label=label, plan=plan) for parameter, label, plan in rows]
 

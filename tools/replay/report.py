@@ -46,6 +46,8 @@ class Report:
     seeds: tuple[int, ...] = ()
     input: Mapping[str, Any] = field(default_factory=dict)
     """What was read, what was ignored and what was skipped."""
+    has_pictures: bool = False
+    """Its Markdown page shows the charts, as files beside it."""
 
     @property
     def ok(self) -> bool:
@@ -148,12 +150,20 @@ def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None)
     foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n\n" + figures_line(
         f"{report.name}.json", figures
     )
+    pictures = {f"{report.name}-{i}.svg": chart for i, chart in enumerate(report.charts)} if report.has_pictures else {}
+    shown = [f"![{chart.title}]({name})\n" for name, chart in pictures.items()]
     written = {
-        "json": figures,
-        "md": "\n".join([*head, markdown(tables), foot]),
-        "html": page(report, document),
+        f"{report.name}.json": figures,
+        f"{report.name}.md": "\n".join([*head, *shown, markdown(tables), foot]),
+        f"{report.name}.html": page(report, document),
+        **{name: _picture(chart.svg) for name, chart in pictures.items()},
     }
-    paths = [folder / f"{report.name}.{suffix}" for suffix in written]
-    for path, content in zip(paths, written.values(), strict=True):
-        path.write_text(content, encoding="utf-8")
-    return paths
+    for name, content in written.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return [folder / name for name in written]
+
+
+def _picture(drawn: str) -> str:
+    """A chart as a file of its own; white behind it, as readers may have dark pages."""
+    head, rest = drawn.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg" style="background:#fff">{rest}\n'

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from valve_tools.replay import cluster, eviction, fleet, pairs, sensitivity
+from valve_tools.replay import cluster, eviction, fleet, forecast, pairs, sensitivity
 from valve_tools.replay.report import Report, write
 from valve_tools.sim.traces import TraceError
 
@@ -23,6 +23,7 @@ MADE_FROM: dict[str, Callable[[Mapping[str, Any], Sequence[int]], Report]] = {
     "sensitivity": sensitivity.from_data,
     "fleet": fleet.from_data,
     "cluster": cluster.from_data,
+    "forecast": forecast.from_data,
     "eviction": lambda data, _: eviction.from_data(data),
 }
 

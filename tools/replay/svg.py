@@ -154,6 +154,37 @@ def curves(
     return _wrap(left + plot_w + 60, base + plot + 36, parts, f"{y_unit} over {x_unit}")
 
 
+def points(series: Mapping[str, Sequence[tuple[float, float]]], *, x_unit: str, y_unit: str) -> str:
+    """Points by name, numbered where they lie: two may be too close for colours."""
+    left, plot_w, plot, base = 60, 520, 300, 26
+    every = [point for values in series.values() for point in values]
+    xs, ys = [x for x, _ in every], [y for _, y in every]
+    x_low, x_high = min(0.0, *xs), max(1e-9, *xs) * 1.05
+    y_low, y_high = min(ys) - 0.05 * (max(ys) - min(ys) or 1.0), max(ys) + 0.05 * (max(ys) - min(ys) or 1.0)
+
+    def px(x: float) -> float:
+        return left + plot_w * (x - x_low) / (x_high - x_low)
+
+    def py(y: float) -> float:
+        return base + plot * (1 - (y - y_low) / (y_high - y_low))
+
+    parts = [_text(4, base - 10, y_unit, size=10), _text(left + plot_w, base + plot + 30, x_unit, "end", 10)]
+    for tick in ticks(y_low, y_high):
+        parts += [
+            _line(left, py(tick), left + plot_w, py(tick)),
+            _text(left - 5, py(tick) + 3, figure(tick), "end", 10),
+        ]
+    parts += [_text(px(tick), base + plot + 15, figure(tick), "middle", 10) for tick in ticks(x_low, x_high)]
+    for number, (name, values) in enumerate(series.items(), start=1):
+        colour = PALETTE[(number - 1) % len(PALETTE)]
+        for x, y in values:
+            circle = f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3.5" fill="{colour}">'
+            parts.append(f"{circle}<title>{escape(name)}: {figure(x)}, {figure(y)}</title></circle>")
+            parts.append(_text(px(x) + 6, py(y) - 3, str(number), size=10, colour=colour))
+        parts.append(_text(left + plot_w + 16, base + 16 * number, f"{number} {name}", colour=colour))
+    return _wrap(left + plot_w + 260, base + plot + 36, parts, f"{y_unit} over {x_unit}")
+
+
 def tornado(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, centre: float, unit: str) -> str:
     """How far a figure moves from `centre`: for every parameter its settings and the figure at each.
 

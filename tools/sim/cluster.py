@@ -24,7 +24,7 @@ from valve_tools.sim.cluster_load import (
     fleet_load,
     services_from,
 )
-from valve_tools.sim.cluster_reports import Reports
+from valve_tools.sim.cluster_reports import Reports, Rule, shipped
 from valve_tools.sim.cluster_run import ClusterRun, RunSettings, Tally, run_week
 from valve_tools.sim.cluster_schedulers import PRODUCT, SCHEDULERS, Foresight, Scheduler
 from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, interval
@@ -172,15 +172,16 @@ class Weeks:
 
     def run(self, plan: ClusterPlan) -> list[WeekResult]:
         """Every scheduler's week; `plan` may differ from the part's in how jobs are placed, run and lose memory."""
-        nodes, seed, demand = plan.load.nodes, self._part.seed, self._part.demand
+        return [self.week(name, plan, self._part.demand)[0] for name in plan.schedulers]
+
+    def week(self, name: str, plan: ClusterPlan, demand: float, rule: Rule = shipped) -> tuple[WeekResult, Tally]:
+        """One scheduler's; `rule` is what the product counts on from what nodes have kept."""
+        nodes, seed = plan.load.nodes, self._part.seed
         truth = self._truth if plan.recompute_s == self._part.plan.recompute_s else Truth(self._load, plan.recompute_s)
-        weeks = []
-        for name in plan.schedulers:
-            jobs = draw_jobs(plan.jobs, demand * self._idle * nodes * 8, WINDOWS, seed)
-            scheduler = Scheduler(name, self._reports, self._foresight, plan.placement, seed)
-            tally = run_week(ClusterRun(scheduler, truth, jobs, nodes, plan.run))
-            weeks.append(_week(name, demand, seed, self._idle, tally, scheduler, self._load))
-        return weeks
+        jobs = draw_jobs(plan.jobs, demand * self._idle * nodes * 8, WINDOWS, seed)
+        scheduler = Scheduler(name, self._reports, self._foresight, plan.placement, seed, rule)
+        tally = run_week(ClusterRun(scheduler, truth, jobs, nodes, plan.run))
+        return _week(name, demand, seed, self._idle, tally, scheduler, self._load), tally
 
 
 def _week(

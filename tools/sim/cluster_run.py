@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_scheduler.controller.monitor import MonitorSettings
+from valve_scheduler.controller.monitor import MonitorSettings, Owner, Sample, Track, Verdict, choose_evictions, evicted
 from valve_scheduler.model import set_members
 from valve_tools.sim.cluster_jobs import MODELS, Floats, Ints, JobTable, Truth
 from valve_tools.sim.cluster_load import WINDOWS
 from valve_tools.sim.cluster_schedulers import PRODUCT, Scheduler
 
-WINDOW_H = 1 / 6
-DAY_WINDOWS = 144
-PRODUCT_RULE = MonitorSettings()
-
-
-def _windows(seconds: float) -> int:
-    return round(seconds / 600)
+WINDOW_H, WINDOW_S = 1 / 6, 600.0
+PROMISE_WINDOWS = 18
+"""A promise is judged over the three hours after the placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +23,11 @@ class RunSettings:
     """How the cluster runs; windows are ten minutes."""
 
     violation_windows: int = 5
-    """45 minutes below the SLA, in whole windows: what counts as a miss here."""
-    move_windows: int = _windows(PRODUCT_RULE.window_s * PRODUCT_RULE.windows)
-    """Windows below the SLA after which instances move."""
-    warm_up_windows: int = 1
-    backoff_windows: int = _windows(PRODUCT_RULE.backoff_s)
-    """Between two evictions of one job."""
-    moves_a_day: int = PRODUCT_RULE.max_rounds
-    """Evictions of one job after which it stays where it is for the rest of the day."""
-    moves_at_once: int = PRODUCT_RULE.at_once
-    """Instances of a job that one eviction may move."""
-    avoid_windows: int = _windows(PRODUCT_RULE.avoid_s)
+    """45 minutes of a job's mean below the SLA, in whole windows: what counts as a miss here."""
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    """By which pods move: judged one by one in windows of ten minutes, chosen by the product's own function."""
+    start_s: float = 120.0
+    """Of a pod's first window, in which its engine loads and does nothing: what a move costs."""
     sla_margin: float = 1.0
     """The product asks for this multiple of the SLA, since a day's mean hides its busy hours."""
     searches_per_window: int = 60
@@ -59,23 +49,26 @@ class Instances:
     nowcast: Floats = field(default_factory=lambda: np.zeros(0))
     """Sum over windows of what the model says when it is told the hour itself."""
     windows: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    misses: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Windows below the SLA in a row, up to now."""
+    early: Floats = field(default_factory=lambda: np.zeros(0))
+    """As achieved, of the windows in which the promise is judged."""
+    broken: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """It missed its SLA persistently while its promise was judged."""
 
     def add(self, job: int, model: int, members: Ints, predicted: Floats) -> None:
         count = len(members)
         padded = np.full((count, 4), -1, dtype=np.int64)
         padded[:, : members.shape[1]] = members
-        self.job = np.concatenate([self.job, np.full(count, job)])
-        self.model = np.concatenate([self.model, np.full(count, model)])
-        self.members = np.concatenate([self.members, padded])
-        self.predicted = np.concatenate([self.predicted, predicted])
-        self.achieved = np.concatenate([self.achieved, np.zeros(count)])
-        self.nowcast = np.concatenate([self.nowcast, np.zeros(count)])
-        self.windows = np.concatenate([self.windows, np.zeros(count, dtype=np.int64)])
+        came = {"job": np.full(count, job), "model": np.full(count, model), "members": padded, "predicted": predicted}
+        for one in fields(self):
+            column = getattr(self, one.name)
+            new = came.get(one.name, np.zeros(count, dtype=column.dtype))
+            setattr(self, one.name, np.concatenate([column, new]))
 
     def keep(self, kept: NDArray[np.bool_]) -> None:
-        self.job, self.model, self.members = self.job[kept], self.model[kept], self.members[kept]
-        self.predicted, self.achieved, self.nowcast = self.predicted[kept], self.achieved[kept], self.nowcast[kept]
-        self.windows = self.windows[kept]
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name)[kept])
 
 
 @dataclass(slots=True)
@@ -95,6 +88,8 @@ class Tally:
     finished: int = 0
     predictions: list[tuple[float, float, int, int, float, int]] = field(default_factory=list)
     """(predicted, achieved, windows, first GPU, nowcast, model) of each instance that ran an hour or longer."""
+    promises: list[tuple[float, float, float, bool]] = field(default_factory=list)
+    """(predicted, achieved in the first three hours, SLA, kept) of each placement that was judged at all."""
 
 
 class ClusterRun:
@@ -111,8 +106,7 @@ class ClusterRun:
         self._done = np.zeros(count)
         self._age = np.zeros(count, dtype=np.int64)
         self._below = np.zeros(count, dtype=np.int64)
-        self._moves: dict[int, list[int]] = {}  # windows of a job's evictions within a day
-        self._avoid: dict[int, dict[str, int]] = {}
+        self._owners: dict[str, Owner] = {}
         self._queue: deque[int] = deque()
         self._arrived = 0
         self._to_move: list[int] = []
@@ -126,7 +120,8 @@ class ClusterRun:
             self.tally.harvested_gpus += float((ran * ranks).sum())
             self.tally.saved_gpus += float((share * ranks).sum())
             self.tally.occupied_gpus += float(ranks.sum())
-        self._watch(window, share)
+        self._judge_jobs(window, share)
+        self._move(window, self._judge_pods(share))
         if window >= self._settings.counted_from:
             met = self._below[self._running.job] < self._settings.violation_windows
             self.tally.saved_in_sla_gpus += float((share * ranks)[met].sum())
@@ -180,7 +175,8 @@ class ClusterRun:
             self._unplaced[job] -= len(order)
 
     def _avoided(self, job: int, window: int) -> frozenset[str]:
-        return frozenset(name for name, until in self._avoid.get(job, {}).items() if until > window)
+        owner = self._owners.get(str(job), Owner())
+        return frozenset(name for name, until_s in owner.avoid_until_s.items() if until_s > window * WINDOW_S)
 
     def _progress(self, window: int) -> tuple[Floats, Floats]:
         running = self._running
@@ -190,52 +186,68 @@ class ClusterRun:
             members = running.members[rows, : MODELS[model].ranks]
             share[rows], ran[rows] = self._truth.share(window, members, int(model))
             running.nowcast[rows] += self._scheduler.nowcast(window, int(model), members)
+        share *= np.where(running.windows == 0, 1 - self._settings.start_s / WINDOW_S, 1.0)
         running.achieved += share
         running.windows += 1
         np.add.at(self._done, running.job, share * self._ranks[running.model] * WINDOW_H)
         return share, ran
 
-    def _watch(self, window: int, share: Floats) -> None:
-        """The product's SLA rule, per job: persistently below, after warm-up, then its worst instances move."""
+    def _judge_jobs(self, window: int, share: Floats) -> None:
+        """What an owner sees: the mean over the job's pods, below the SLA for a while."""
         count = len(self._done)
         instances = np.bincount(self._running.job, minlength=count)
         active = instances > 0
         mean = np.bincount(self._running.job, weights=share, minlength=count) / np.maximum(instances, 1)
         self._age[active] += 1
-        judged = active & (self._age > self._settings.warm_up_windows)
-        is_below = judged & (mean < self._jobs.sla)
+        is_below = active & (self._age > 1) & (mean < self._jobs.sla)
         self._below = np.where(is_below, self._below + 1, 0)
-        violating = self._below >= self._settings.violation_windows
         if window >= self._settings.counted_from:
+            violating = self._below >= self._settings.violation_windows
             self.tally.job_hours += float(active.sum()) * WINDOW_H
             self.tally.below_job_hours += float(is_below.sum()) * WINDOW_H
             self.tally.missed_job_hours += float(violating.sum()) * WINDOW_H
             self.tally.violations += int((self._below == self._settings.violation_windows).sum())
-        leaving = self._below >= self._settings.move_windows
-        for job in np.flatnonzero(leaving).tolist():
-            if self._may_move(window, job):
-                self._move(window, job, share)
 
-    def _may_move(self, window: int, job: int) -> bool:
-        settings = self._settings
-        moves = self._moves[job] = [at for at in self._moves.get(job, []) if window - at < DAY_WINDOWS]
-        is_worn = len(moves) >= settings.moves_a_day
-        return not is_worn and (not moves or window - moves[-1] >= settings.backoff_windows)
+    def _judge_pods(self, share: Floats) -> list[tuple[int, Track]]:
+        """The monitor's rule: several windows in a row below the SLA, the one in which the engine starts left out."""
+        one, rule = self._running, self._settings.monitor
+        judged = one.windows > 1
+        sla = self._jobs.sla[one.job]
+        one.misses = np.where(judged & (share < sla), one.misses + 1, 0)
+        missed = (one.misses >= rule.windows) & (one.windows * WINDOW_S >= rule.min_runtime_s)
+        is_early = one.windows <= PROMISE_WINDOWS
+        one.early = one.early + np.where(judged & is_early, share, 0.0)
+        one.broken = one.broken | (missed & is_early)
+        return [(row, self._track(row, float(share[row]))) for row in np.flatnonzero(missed).tolist()]
 
-    def _move(self, window: int, job: int, share: Floats) -> None:
-        """Evict the instances that are themselves below the SLA, worst first, and avoid their nodes for a while."""
-        rows = np.flatnonzero((self._running.job == job) & (share < self._jobs.sla[job]))
-        rows = rows[np.argsort(share[rows])][: self._settings.moves_at_once]
-        nodes = self._running.members[rows, 0] // 8
-        until = window + self._settings.avoid_windows
-        self._avoid.setdefault(job, {}).update((f"node-{node:04d}", until) for node in nodes)
-        self._moves[job].append(window)
-        self._to_move += rows.tolist()
-        self._unplaced[job] += len(rows)
-        if job not in self._queue:
-            self._queue.appendleft(job)
-        if window >= self._settings.counted_from:
-            self.tally.moved += len(rows)
+    def _track(self, row: int, achieved: float) -> Track:
+        job = int(self._running.job[row])
+        sample = Sample(
+            pod_uid=f"{row:06d}",
+            owner_uid=str(job),
+            node=f"node-{self._running.members[row, 0] // 8:04d}",
+            sla=float(self._jobs.sla[job]),
+            standalone_tokens_per_s=1.0,
+            runtime_s=0.0,
+            demand_s=0.0,
+            tokens=0.0,
+        )
+        return Track(sample=sample, verdict=Verdict.PERSISTENTLY_MISSED, achieved=achieved)
+
+    def _move(self, window: int, missed: list[tuple[int, Track]]) -> None:
+        """Whom the product's budget and back-off let go; the owner keeps off the node for a while."""
+        if not missed:
+            return
+        rule, now_s = self._settings.monitor, window * WINDOW_S
+        for track in choose_evictions([one for _, one in missed], self._owners, len(self._running.job), now_s, rule):
+            row, uid = int(track.sample.pod_uid), track.sample.owner_uid
+            self._owners[uid] = evicted(self._owners.get(uid, Owner()), track.sample.node, now_s, rule)
+            self._to_move.append(row)
+            self._unplaced[int(uid)] += 1
+            if int(uid) not in self._queue:
+                self._queue.appendleft(int(uid))
+            if window >= self._settings.counted_from:
+                self.tally.moved += 1
 
     def _finish(self) -> None:
         done = self._done >= self._jobs.work
@@ -254,6 +266,10 @@ class ClusterRun:
 
     def _record(self, rows: NDArray[np.bool_]) -> None:
         one = self._running
+        judged = rows & (one.windows > self._settings.monitor.windows)
+        early = one.early[judged] / (np.minimum(one.windows[judged], PROMISE_WINDOWS) - 1)
+        promised = (one.predicted[judged], early, self._jobs.sla[one.job[judged]], ~one.broken[judged])
+        self.tally.promises += list(zip(*(column.tolist() for column in promised), strict=True))
         rows = rows & (one.windows >= 6)
         windows = one.windows[rows]
         columns = (

@@ -287,8 +287,9 @@ def _print_explanation(found: Explanation, achieved: Row) -> None:
     for node, share in found.candidates:
         console.print(f"  {share:5.2f}  {node}")
     for idle in found.windows:
-        hour, day = ("unknown" if share is None else f"{share:.2f}" for share in (idle.hour, idle.day))
-        console.print(f"  {idle.node}: idle share of the last hour {hour}, of the last day {day}; the lower one counts")
+        shares = (idle.recent, idle.hour, idle.day)
+        recent, hour, day = ("unknown" if share is None else f"{share:.2f}" for share in shares)
+        console.print(f"  {idle.node}: idle share of the last ten minutes {recent}, hour {hour}, day {day}")
     for refusal in found.refusals:
         console.print(f"  {refusal.nodes:5d}  {refusal.text}, e.g. {', '.join(refusal.examples)}")
     if found.advice:

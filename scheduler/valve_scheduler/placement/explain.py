@@ -25,9 +25,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdle:
-    """Mean idle share of a node's GPUs; placement counts on the lower of the two, per GPU. None: not seen yet."""
+    """Mean idle share of a node's GPUs in the windows that the forecast is made of. None: not seen yet."""
 
     node: str
+    recent: float | None
     hour: float | None
     day: float | None
 
@@ -81,8 +82,8 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
 
 
 def _idle(state: ClusterState, node: str) -> NodeIdle:
-    hour, day = state.idle_windows(node)
-    return NodeIdle(node=node, hour=hour, day=day)
+    recent, hour, day = state.idle_windows(node)
+    return NodeIdle(node=node, recent=recent, hour=hour, day=day)
 
 
 def _refusals(state: ClusterState, fleet: Fleet, ranking: Ranking) -> tuple[Refusal, ...]:

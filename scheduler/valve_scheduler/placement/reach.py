@@ -94,7 +94,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
 
     return Beyond(
         reason=TOO_BUSY,
-        message=f"as busy as the fleet was in the last hour or day the best is {best_now}, with no other offline job; "
+        message=f"as busy as the fleet was in the last hour the best is {best_now}, with no other offline job; "
         f"the job asks for {job.sla:.2f}",
     )
 

@@ -27,6 +27,10 @@ ASSUMED_FOR_S = 70.0
 RESERVED_FOR_S = 2.0
 
 
+_Windows = tuple[float | None, float | None, float | None]
+"""Idle share of a node in the last ten minutes, hour and day."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
     """GPUs of a node that belong to one pod, and what was promised. assumed_until_s 0: the API server says so."""
@@ -60,7 +64,7 @@ class ClusterState:
         self._free_rows: list[int] = list(range(capacity))[::-1]
         self._names: list[str] = [""] * capacity
         self._uuids: list[tuple[str, ...]] = [()] * capacity
-        self._seen: dict[str, tuple[float | None, float | None]] = {}  # idle share of a node, last hour and last day
+        self._seen: dict[str, _Windows] = {}
         self._marks: dict[str, tuple[int, float]] = {}  # of each node's last report
         self._skew_s: dict[str, float] = {}  # a node's clock less ours
         self._off = np.ones(capacity, dtype=np.bool_)
@@ -93,7 +97,7 @@ class ClusterState:
         if row is None:
             row = self._new_row(report.node)
         self._uuids[row] = report.uuids
-        self._seen[report.node] = _mean(report.hour), _mean(report.day)
+        self._seen[report.node] = _mean(report.recent), _mean(report.hour), _mean(report.day)
         self._off[row] = report.phase != "Harvesting"
         self._observed_at_s[row] = self._fresh_at_s(row, report, received_at_s, is_live)
         self._gpu_model[row] = report.gpu_model
@@ -161,9 +165,9 @@ class ClusterState:
         known = self._uuids[self._row_of[node]]
         return tuple(known[gpu] for gpu in gpus)
 
-    def idle_windows(self, node: str) -> tuple[float | None, float | None]:
-        """Mean idle share of its GPUs in the last hour and in the last day, for people."""
-        return self._seen.get(node, (None, None))
+    def idle_windows(self, node: str) -> _Windows:
+        """Mean idle share of its GPUs in each window of the forecast, for people."""
+        return self._seen.get(node, (None, None, None))
 
     def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
         """The GPUs of each node that has reported lately."""

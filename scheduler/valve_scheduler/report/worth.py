@@ -1,8 +1,8 @@
 """What a week of hourly figures says about harvesting, judged by the functions that place pods. Pure.
 
-For each hour and GPU: a job with SLA s is placed where the shipped forecast (the lower of the last hour and the last
-day) times the memory factor reaches s, and gets the share that the hour then brought. So the page counts what the
-scheduler would have done, and how often its promise would have held, not how idle a GPU was.
+For each hour and GPU: a job with SLA s is placed where the shipped forecast times the memory factor reaches s, and gets
+the share that the hour then brought. So the page counts what the scheduler would have done, and how often its promise
+would have held, not how idle a GPU was. Hours hold no ten minutes, so the forecast has the last hour alone.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def shares_of(gpu: GpuHours) -> tuple[FloatArray, FloatArray]:
         if hour == 0 or np.isnan(gpu.idle[hour - 1]):
             continue
         day = gpu.idle[max(0, hour - DAY_HOURS) : hour]
-        last, mean = np.array([gpu.idle[hour - 1]]), np.array([np.nanmean(day)])
-        promised[hour] = forecast(last, mean)[0] * _memory(gpu, hour - 1, weights)
+        recent, last, mean = (np.array([share]) for share in (np.nan, gpu.idle[hour - 1], np.nanmean(day)))
+        promised[hour] = forecast(recent, last, mean)[0] * _memory(gpu, hour - 1, weights)
     return promised, brought
 
 
