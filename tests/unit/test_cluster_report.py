@@ -13,7 +13,7 @@ import pytest
 from valve_kube.errors import SchedulerError
 from valve_scheduler.cli.reporting import candidates, levels_of, pools_of, seconds_of
 from valve_scheduler.report import page, prometheus
-from valve_scheduler.report.worth import Findings, GpuHours, ServiceWeek, by_pool, pool_worth, price
+from valve_scheduler.report.worth import Findings, GpuHours, NodeAlignment, ServiceWeek, by_pool, pool_worth, price
 
 from valved.kube.observed import Observed
 from valved.machine.ports import GpuInfo
@@ -73,6 +73,44 @@ def test_the_fleet_comes_before_its_pools():
 
     assert [one.pool for one in found] == ["all", "a", "b"]
     assert [one.levels[0].gpus_saved for one in found] == pytest.approx([1.5, 0.5, 1.0], abs=0.02)
+
+
+def node_of(count, idle, aligned):
+    """One node whose GPUs are idle as the rows say, every pair of them aligned so far."""
+    gpus = [hours(row, uuid=f"GPU-{place}") for place, row in enumerate(idle)]
+    pairs = np.full((8, 8), aligned)
+    np.fill_diagonal(pairs, 1.0)
+    return gpus, {"n1": NodeAlignment(uuids=tuple(f"GPU-{place}" for place in range(count)), pairs=pairs)}
+
+
+def test_jobs_over_several_gpus_get_what_their_union_of_busy_time_leaves():
+    gpus, together = node_of(4, [[0.6] * 5] * 4, 1.0)
+    pairs, fours = pool_worth("a", gpus, (0.5,), together).sets
+
+    assert (pairs.size, fours.size) == (2, 4)
+    assert pairs.levels[0].gpus_saved == pytest.approx(4 * 0.6, abs=0.05), "two jobs of two"
+    assert fours.levels[0].gpus_saved == pytest.approx(4 * 0.6, abs=0.05)
+    assert (pairs.levels[0].placed_share, pairs.levels[0].kept_share) == (1.0, 1.0)
+
+
+def test_gpus_that_are_busy_at_other_times_serve_no_job_together():
+    """The mean of their idle time would promise what no job over both ever gets."""
+    gpus, apart = node_of(2, [[0.6] * 5] * 2, 0.3)
+
+    assert pool_worth("a", gpus, (0.2,), apart).sets[0].levels[0].gpus_saved == 0.0
+
+
+def test_no_gpu_is_in_two_jobs_at_once():
+    gpus, together = node_of(3, [[1.0] * 5] * 3, 1.0)
+
+    assert pool_worth("a", gpus, (0.2,), together).sets[0].levels[0].gpus_saved == pytest.approx(2.0, abs=0.02)
+
+
+def test_gpus_of_a_node_that_reports_nothing_are_in_no_set():
+    gpus, known = node_of(2, [[1.0] * 5] * 2, 1.0)
+
+    assert pool_worth("a", gpus, (0.2,)).sets == ()
+    assert pool_worth("a", [*gpus, hours([1.0] * 5, uuid="GPU-9")], (0.2,), known).sets[0].levels[0].placed_share == 1.0
 
 
 def test_a_service_pays_one_stop_for_each_time_it_lets_go():

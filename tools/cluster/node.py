@@ -86,6 +86,7 @@ class RealNode:
         self.nri_socket = self.folder / "nri.sock"
         self.containerd_socket = self.folder / CONTAINERD
         self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
+        self.metrics = free_port()  # of valved
         self.uuids: list[str] = []
         self._gpus = gpus
         self._network = network.PodNetwork(plane, self.folder) if pod_network else None
@@ -252,6 +253,7 @@ class RealNode:
         lines = [
             f'mode = "{mode}"',
             f'run_dir = "{self.run_dir}"',
+            f"metrics_port = {self.metrics}",
             "lease_ms = 10000.0",  # a busy machine must not make shims act by themselves
             "[kube]",
             f'kubeconfig = "{kubeconfig or self.plane.kubeconfig}"',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import time
@@ -12,11 +13,11 @@ from pathlib import Path
 
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
-from valve_kube.errors import SchedulerError
-from valve_kube.objects import Object, annotation, names_gpus, owner_name
+from valve_kube.errors import InvalidObject, SchedulerError
+from valve_kube.objects import Object, annotation, names_gpus, node_report, owner_name
 
 from valve_scheduler.report import page, prometheus
-from valve_scheduler.report.worth import Candidate, Findings, by_pool, price
+from valve_scheduler.report.worth import Candidate, Findings, NodeAlignment, by_pool, price
 
 UNITS_S = {"h": 3600, "d": 86400, "w": 604800}
 POOL_LABELS = (
@@ -60,7 +61,12 @@ async def report(client: KubeClient, options: argparse.Namespace) -> Json:
         stop_source="p99 of the stops measured on nodes that harvest"
         if stop_s
         else "the promised p99; none was measured",
-        pools=by_pool(prometheus.gpu_hours(source, begin_s, end_s), pools_of(nodes, reports, options.pool_label), slas),
+        pools=by_pool(
+            prometheus.gpu_hours(source, begin_s, end_s),
+            pools_of(nodes, reports, options.pool_label),
+            slas,
+            dict(alignments_of(reports)),
+        ),
         prices=tuple(sorted(prices, key=lambda one: -one.share)[:MOST_PRICES]),
         candidates=tuple(candidates(pods)),
         uninjected=prometheus.uninjected(source, end_s),
@@ -98,6 +104,14 @@ def pools_of(nodes: Iterable[Object], reports: Iterable[Object], label: str) -> 
         if found:
             pools[node["metadata"]["name"]] = found
     return pools
+
+
+def alignments_of(reports: Iterable[Object]) -> Iterator[tuple[str, NodeAlignment]]:
+    """Of the nodes whose report can be read."""
+    for one in reports:
+        with contextlib.suppress(InvalidObject):
+            found = node_report(one)
+            yield found.node, NodeAlignment(uuids=found.uuids, pairs=found.alignment)
 
 
 def candidates(pods: Iterable[Object]) -> Iterator[Candidate]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 
-from valve_scheduler.report.worth import Candidate, Findings, PoolWorth, Price
+from valve_scheduler.report.worth import Candidate, Findings, PoolWorth, Price, SlaWorth
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{padding:.25rem .8rem;border-bottom:1px solid #ddd;"
     "text-align:right}td:first-child,th:first-child{text-align:left}.note{color:#666}"
+)
+SETS = (
+    "The same for jobs of that many GPUs, one kind at a time. Two GPUs serve one job only where they are busy at the "
+    "same times; how far they are is taken from each node's last report for all the hours."
 )
 PRICE_HEAD = ("pod", "busy h", "preemptions", "delay s", "share of busy time")
 
@@ -27,6 +31,7 @@ def html(found: Findings) -> str:
         f"<style>{STYLE}</style><h1>Valve report</h1>",
         f"<p>{escape(headline(found))}</p>",
         *_section("What would have been saved", saved, _pool_head(found), map(_pool_row, found.pools)),
+        *_section("Jobs over several GPUs of a node", SETS, _set_head(found), _set_rows(found)),
         *_section("What online services would have paid, at most", paid, PRICE_HEAD, map(_price_row, found.prices)),
         *_section("Who could be offline work", "", ["owner", "pods", "why"], map(_candidate_row, found.candidates)),
         *(f"<p class=note>{escape(note)}</p>" for note in found.notes),
@@ -67,9 +72,23 @@ def _pool_head(found: Findings) -> list[str]:
     return ["pool", "nodes", "GPUs", "hours", "idle", *(f"SLA {level.sla:g}: GPUs (kept)" for level in levels)]
 
 
+def _set_head(found: Findings) -> list[str]:
+    levels = found.pools[0].levels if found.pools else ()
+    return ["pool", "GPUs of a job", *(f"SLA {level.sla:g}: GPUs (kept)" for level in levels)]
+
+
+def _set_rows(found: Findings) -> Iterator[list[str]]:
+    for pool in found.pools:
+        for one in pool.sets:
+            yield [pool.pool, str(one.size), *map(_level_cell, one.levels)]
+
+
+def _level_cell(level: SlaWorth) -> str:
+    return f"{level.gpus_saved:.1f} ({'-' if level.kept_share is None else f'{level.kept_share:.0%}'})"
+
+
 def _pool_row(pool: PoolWorth) -> list[str]:
-    kept = ["-" if level.kept_share is None else f"{level.kept_share:.0%}" for level in pool.levels]
-    cells = [f"{level.gpus_saved:.1f} ({share})" for level, share in zip(pool.levels, kept, strict=True)]
+    cells = map(_level_cell, pool.levels)
     return [pool.pool, str(pool.nodes), str(pool.gpus), str(pool.hours), f"{pool.idle:.2f}", *cells]
 
 

@@ -2,23 +2,35 @@
 
 For each hour and GPU: a job with SLA s is placed where the shipped forecast times the memory factor reaches s, and gets
 the share that the hour then brought. So the page counts what the scheduler would have done, and how often its promise
-would have held, not how idle a GPU was. Hours hold no ten minutes, so the forecast has the last hour alone.
+would have held, not how idle a GPU was. Hours hold no ten minutes, so the forecast has the last hour alone. Which GPUs
+are busy at the same times is no figure of Prometheus: jobs over several are judged by the alignment of each node's last
+report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from valve_scheduler.model import forecast, memory_factor, memory_weights, prior_profile
+from valve_scheduler.model import (
+    MAX_GPUS,
+    forecast,
+    memory_factor,
+    memory_weights,
+    prior_profile,
+    runnable_share,
+    set_members,
+)
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.model.memory import free_histogram
+from valve_scheduler.placement.rank import PlacementSettings, gpu_sets
 
 DAY_HOURS = 24
 LEAST_SEEN_S = 1800.0  # of an hour that is judged
+SET_SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +66,28 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlaWorth:
-    """What jobs of one SLA, one per GPU, would have had."""
+    """What jobs of one SLA would have had, one on each GPU or set of GPUs."""
 
     sla: float
     gpus_saved: float  # whole GPUs, on average over the hours
     placed_share: float  # of GPU-hours
     kept_share: float | None  # of placed GPU-hours that reached the SLA; None: nothing was placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetWorth:
+    """What jobs over so many GPUs of one node would have had."""
+
+    size: int
+    levels: tuple[SlaWorth, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAlignment:
+    """Of a node's last report: its GPUs, and how far each two of them are busy at the same times."""
+
+    uuids: tuple[str, ...]
+    pairs: FloatArray  # [8, 8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +98,7 @@ class PoolWorth:
     hours: int  # judged on average, of each GPU
     idle: float
     levels: tuple[SlaWorth, ...]
+    sets: tuple[SetWorth, ...] = ()  # sizes that no node of the pool has GPUs for are left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +128,26 @@ class Findings:
 
 def shares_of(gpu: GpuHours) -> tuple[FloatArray, FloatArray]:
     """Per hour: what would have been promised at its begin, and what it then brought."""
-    weights = memory_weights(prior_profile(gpu.full_mib), gpu.full_mib)
-    brought, promised = np.full_like(gpu.idle, np.nan), np.full_like(gpu.idle, np.nan)
-    for hour in range(gpu.idle.size):
-        if np.isnan(gpu.idle[hour]):
-            continue
-        brought[hour] = gpu.idle[hour] * _memory(gpu, hour, weights)
-        if hour == 0 or np.isnan(gpu.idle[hour - 1]):
+    memory = memory_of(gpu)
+    return counted_on(gpu) * np.roll(memory, 1), gpu.idle * memory
+
+
+def counted_on(gpu: GpuHours) -> FloatArray:
+    """Per hour the idle share that placement would have counted on at its begin; NaN where nobody could tell."""
+    counted = np.full_like(gpu.idle, np.nan)
+    for hour in range(1, gpu.idle.size):
+        if np.isnan(gpu.idle[hour - 1 : hour + 1]).any():
             continue
         day = gpu.idle[max(0, hour - DAY_HOURS) : hour]
         recent, last, mean = (np.array([share]) for share in (np.nan, gpu.idle[hour - 1], np.nanmean(day)))
-        promised[hour] = forecast(recent, last, mean)[0] * _memory(gpu, hour - 1, weights)
-    return promised, brought
+        counted[hour] = forecast(recent, last, mean)[0]
+    return counted
+
+
+def memory_of(gpu: GpuHours) -> FloatArray:
+    """Per hour the memory factor of a job that nobody measured."""
+    weights = memory_weights(prior_profile(gpu.full_mib), gpu.full_mib)
+    return np.array([_memory(gpu, hour, weights) for hour in range(gpu.idle.size)])
 
 
 def _memory(gpu: GpuHours, hour: int, weights: FloatArray) -> float:
@@ -120,7 +157,12 @@ def _memory(gpu: GpuHours, hour: int, weights: FloatArray) -> float:
     return float(memory_factor(free_histogram(np.array([free]), gpu.full_mib), weights))
 
 
-def pool_worth(pool: str, gpus: Sequence[GpuHours], slas: Sequence[float]) -> PoolWorth:
+def pool_worth(
+    pool: str,
+    gpus: Sequence[GpuHours],
+    slas: Sequence[float],
+    alignments: Mapping[str, NodeAlignment] | None = None,
+) -> PoolWorth:
     judged = [shares_of(gpu) for gpu in gpus]
     promised = np.concatenate([each[0] for each in judged])
     brought = np.concatenate([each[1] for each in judged])
@@ -134,6 +176,7 @@ def pool_worth(pool: str, gpus: Sequence[GpuHours], slas: Sequence[float]) -> Po
         hours=round(float(hours)),
         idle=round(float(np.nanmean(idle)), 3) if not np.isnan(idle).all() else 0.0,
         levels=tuple(_level(sla, promised[known], brought[known], len(gpus)) for sla in slas),
+        sets=tuple(sets_worth(gpus, slas, alignments or {})),
     )
 
 
@@ -149,6 +192,74 @@ def _level(sla: float, promised: FloatArray, brought: FloatArray, gpus: int) -> 
     )
 
 
+def sets_worth(
+    gpus: Sequence[GpuHours], slas: Sequence[float], alignments: Mapping[str, NodeAlignment]
+) -> Iterator[SetWorth]:
+    """Jobs over several GPUs: as many on each node as fit beside each other, the best sets first."""
+    nodes = [_NodeHours(alignment, found) for alignment, found in _on_nodes(gpus, alignments)]
+    for size in SET_SIZES:
+        fitting = [node for node in nodes if node.count >= size]
+        if fitting:
+            yield SetWorth(size=size, levels=tuple(_set_level(fitting, size, sla) for sla in slas))
+
+
+def _on_nodes(
+    gpus: Sequence[GpuHours], alignments: Mapping[str, NodeAlignment]
+) -> Iterator[tuple[NodeAlignment, dict[int, GpuHours]]]:
+    """GPUs by their place in the node's report; one that it does not name is in no set."""
+    by_node: dict[str, dict[int, GpuHours]] = {}
+    for gpu in gpus:
+        alignment = alignments.get(gpu.node)
+        if alignment is not None and gpu.uuid in alignment.uuids:
+            by_node.setdefault(gpu.node, {})[alignment.uuids.index(gpu.uuid)] = gpu
+    for node, found in by_node.items():
+        yield alignments[node], found
+
+
+class _NodeHours:
+    """The hours of one node's GPUs, [hours, 8]; a GPU or an hour that is not known is busy."""
+
+    def __init__(self, alignment: NodeAlignment, found: Mapping[int, GpuHours]) -> None:
+        hours = next(iter(found.values())).idle.size
+        self.count = len(found)
+        self.pairs = np.broadcast_to(alignment.pairs, (hours, MAX_GPUS, MAX_GPUS))
+        self.counted, self.idle, self.memory = (np.zeros((hours, MAX_GPUS)) for _ in range(3))
+        self.known = 0  # GPU-hours that are judged
+        for place, gpu in found.items():
+            counted = counted_on(gpu)
+            self.known += int((~np.isnan(counted)).sum())
+            self.counted[:, place], self.idle[:, place] = np.nan_to_num(counted), np.nan_to_num(gpu.idle)
+            self.memory[:, place] = memory_of(gpu)
+
+    def placed(self, size: int, sla: float) -> Iterator[FloatArray]:
+        """What each job brought: the best sets of every hour, then the best of the GPUs that are left, and so on."""
+        members = set_members(size)
+        sets = gpu_sets(self.counted, self.pairs, size, PlacementSettings())
+        promised = sets.runnable * np.roll(self.memory, 1, axis=0)[:, members].min(axis=2)
+        brought = runnable_share(self.idle, self.pairs, members) * self.memory[:, members].min(axis=2)
+        left = np.where(sets.aligned & (promised >= sla) & (promised > 0), promised, -1.0)
+        rows = np.arange(len(left))
+        while (left >= 0).any():
+            best = left.argmax(axis=1)
+            is_placed = left[rows, best] >= 0
+            yield brought[rows, best][is_placed]
+            shared = (members[best][:, :, None, None] == members[None, None]).any(axis=(1, 3))
+            left = np.where(shared | ~is_placed[:, None], -1.0, left)
+
+
+def _set_level(nodes: Sequence[_NodeHours], size: int, sla: float) -> SlaWorth:
+    known = sum(node.known for node in nodes)
+    brought = [one for node in nodes for one in node.placed(size, sla)]
+    jobs: FloatArray = np.concatenate(brought) if brought else np.zeros(0)
+    gpus = sum(node.count for node in nodes)
+    return SlaWorth(
+        sla=sla,
+        gpus_saved=round(float(jobs.sum()) * size / known * gpus, 2) if known else 0.0,
+        placed_share=round(jobs.size * size / known, 3) if known else 0.0,
+        kept_share=round(float((jobs >= sla).mean()), 3) if jobs.size else None,
+    )
+
+
 def price(service: ServiceWeek, stop_s: float) -> Price:
     delay_s = service.idles * stop_s
     return Price(
@@ -161,12 +272,17 @@ def price(service: ServiceWeek, stop_s: float) -> Price:
     )
 
 
-def by_pool(gpus: Sequence[GpuHours], pools: Mapping[str, str], slas: Sequence[float]) -> tuple[PoolWorth, ...]:
+def by_pool(
+    gpus: Sequence[GpuHours],
+    pools: Mapping[str, str],
+    slas: Sequence[float],
+    alignments: Mapping[str, NodeAlignment] | None = None,
+) -> tuple[PoolWorth, ...]:
     """`pools`: of each node. The fleet as a whole comes first."""
     groups: dict[str, list[GpuHours]] = {}
     for gpu in gpus:
         groups.setdefault(pools.get(gpu.node, "other"), []).append(gpu)
     if not gpus:
         return ()
-    parts = [pool_worth(pool, members, slas) for pool, members in sorted(groups.items())]
-    return (pool_worth("all", gpus, slas), *parts) if len(parts) > 1 else tuple(parts)
+    parts = [pool_worth(pool, members, slas, alignments) for pool, members in sorted(groups.items())]
+    return (pool_worth("all", gpus, slas, alignments), *parts) if len(parts) > 1 else tuple(parts)
