@@ -86,9 +86,8 @@ class RealNode:
         self.nri_socket = self.folder / "nri.sock"
         self.containerd_socket = self.folder / CONTAINERD
         self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
-        self.metrics = free_port()  # of valved
         self.uuids: list[str] = []
-        self._gpus = gpus
+        self._gpus, self.metrics = gpus, free_port()  # the latter of valved
         self._network = network.PodNetwork(plane, self.folder) if pod_network else None
         self._emulator: subprocess.Popen[str] | None = None
         self._has_stand_in = False
@@ -253,8 +252,7 @@ class RealNode:
         lines = [
             f'mode = "{mode}"',
             f'run_dir = "{self.run_dir}"',
-            f"metrics_port = {self.metrics}",
-            "lease_ms = 10000.0",  # a busy machine must not make shims act by themselves
+            f"metrics_port = {self.metrics}\nlease_ms = 10000.0",  # a busy machine must not make shims act alone
             "[kube]",
             f'kubeconfig = "{kubeconfig or self.plane.kubeconfig}"',
             f'pod_resources = "{self.pod_resources}"',
