@@ -43,10 +43,12 @@ class Engines:
             **variables,
         }
 
-    def run(self, script: str, *arguments: str, paths: tuple[Path, ...] = (), **variables: str) -> str:
+    def run(
+        self, script: str, *arguments: str, paths: tuple[Path, ...] = (), timeout_s: float = 900, **variables: str
+    ) -> str:
         argv = [str(self.python), str(HERE / script), *arguments]
         env = self.environment(*paths, **variables)
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900, check=False)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 

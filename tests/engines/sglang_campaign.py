@@ -45,6 +45,7 @@ class Injector:
         self.taken: list[tuple[list[int], int]] = []
         self.plan: dict[str, Any] = {}
         self.seen = 0.0
+        self.is_paused = False
         layers = self.runner.model.model.layers
         self.layers = len(layers)
         for layer in layers:
@@ -58,18 +59,14 @@ class Injector:
         self.calls += 1
         if layer == 0:
             self._begin_step()
-        if layer == self.at_layer and self.events < int(self.plan.get("events", 0)):
+        if layer == self.at_layer and self.events < int(self.plan.get("events", 0)) and not self.is_paused:
             self._take(self._starving() if self.plan.get("starve") else self._some())
         for pages, _ in self.taken:
             self._fill(pages, garbage=True)
 
     def _begin_step(self) -> None:
         self.step += 1
-        stamp = self.plan_file.stat().st_mtime if self.plan_file.exists() else 0.0
-        if stamp != self.seen:
-            self.seen, self.plan = stamp, json.loads(self.plan_file.read_text())
-            self.chance, self.events, self.began = random.Random(self.plan["seed"]), 0, self.step
-            self._remove(self.plan.get("remove"))
+        self.read_plan()
         self._give([pages for pages, until in self.taken if until <= self.step])
         is_time = self.step - self.began >= self.plan.get("after", 0)
         wants = is_time and self.plan.get("events", 0) and self.chance.randrange(self.plan.get("every", 4)) == 0
@@ -79,6 +76,13 @@ class Injector:
             receipts |= {"layout": self._layout_is_told()} if self.node.attached else {}
             report = {"events": self.events, "attached": bool(self.node.attached), "starved": self.starved, **receipts}
             self.report.write_text(json.dumps(report))
+
+    def read_plan(self) -> None:
+        stamp = self.plan_file.stat().st_mtime if self.plan_file.exists() else 0.0
+        if stamp != self.seen:
+            self.seen, self.plan = stamp, json.loads(self.plan_file.read_text())
+            self.chance, self.events, self.began = random.Random(self.plan["seed"]), 0, self.step
+            self._remove(self.plan.get("remove"))
 
     def _remove(self, name: str | None) -> None:
         if name == "everything":
@@ -174,12 +178,12 @@ class _NOBODY:
     reqs = ()
 
 
-def register() -> None:
+def register(kind: type[Injector] = Injector) -> None:
     """Entry point `sglang.srt.plugins` of the mounted test folder."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def after_init(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
-        scheduler._injector = Injector(scheduler)
+        scheduler._injector = kind(scheduler)
 
     def without_nccl(original: Any, *arguments: Any, **options: Any) -> Any:
         """A CUDA build of torch on CPU: SGLang would ask NCCL for ranks on a CPU."""

@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from sglang_plugin import run_with_plugin
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 PATCH = Path(__file__).resolve().parents[2] / "patches" / "sglang" / "scheduler.patch"
@@ -22,24 +23,10 @@ STARVED = {"seed": 5, "after": 12, "events": 1, "held": 1 << 30, "requests": 1, 
 NO_HANDLING = {"seed": 1, "events": 24, "held": 4, "remove": "everything"}
 
 
-def run(engines, tmp_path, script, argument, *more_paths, **variables):
-    """The JSON lines of a script that starts a real SGLang with itself as a plugin beside ours."""
-    if not (engines.folder / "stubs").is_dir():
-        pytest.skip("SGLang is not installed: make test-engines")
-    mount, node = tmp_path / "mount", tmp_path / "node"
-    info = mount / "valve_test-0.dist-info"
-    info.mkdir(parents=True)
-    node.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: valve-test\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nvalve_test = {script}:register\n")
-    paths = (*more_paths, mount, engines.folder / "stubs")
-    variables = {"SGLANG_PLUGINS": "valve,valve_test", "OMP_NUM_THREADS": "1", **variables}
-    out = engines.run(f"{script}.py", str(engines.model), str(node), argument, paths=paths, **variables)
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-
-
 def campaign(engines, tmp_path, plan, *more_paths):
-    trials = run(engines, tmp_path, "sglang_campaign", json.dumps(plan), *more_paths, **plan.get("variables", {}))
+    trials = run_with_plugin(
+        engines, tmp_path, "sglang_campaign", json.dumps(plan), *more_paths, **plan.get("variables", {})
+    )
     assert len(trials) == len(plan["trials"])
     print(*(f"\n{trial}" for trial in trials))
     return trials

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from engine_trials import is_sound, total
 from valve_hook.vllm import check
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
@@ -32,14 +33,6 @@ FULL = [
     *trials(3, every=5, held=3, aborts=6),
     *trials(2, every=6, held=6, take="columns"),
 ]
-
-
-def total(results, name):
-    return sum(int(trial[name]) for trial in results)
-
-
-def is_sound(results):
-    return {(trial["wrong"], trial["leak"], trial["crash"], trial["failures"]) for trial in results} == {(0, "", "", 0)}
 
 
 @QUICK_MODES
@@ -73,34 +66,6 @@ def test_tokens_are_identical_with_drafts(engines):
     results = engines.campaign({"speculative": True, "trials": trials(3, every=5)})
 
     assert is_sound(results)
-
-
-ASKS = {
-    "logprobs of the prompt": {"asks": {"prompt_logprobs": 2}},
-    "seeds": {"asks": {"temperature": 1.0, "seeds": True}, "budget": 8192},  # this CPU build cannot cut seeded prompts
-    "two sequences": {"asks": {"temperature": 1.0, "seeds": True, "n": 2}, "budget": 8192},
-}
-
-
-@pytest.mark.parametrize("asks", ASKS)
-@MODES
-def test_what_a_request_asks_for_besides_tokens_is_as_undisturbed(engines, is_async, asks):
-    """Every logprob of a prompt, to a thousandth; the tokens of a seed."""
-    results = engines.campaign({"async": is_async, **ASKS[asks], "trials": trials(3, every=2, held=3)})
-    print(f"\n{asks}: {total(results, 'requests')} requests, {total(results, 'hit_requests')} hit")
-
-    assert is_sound(results)
-    assert total(results, "hit_requests") > 50
-
-
-@pytest.mark.parametrize("asks", ["logprobs of the prompt", "seeds"])
-def test_without_beginning_again_in_the_worker_what_was_asked_for_is_lost(engines, asks):
-    """The control run."""
-    plan = {"handling": "not_begun_again", **ASKS[asks], "trials": trials(3, every=2, held=3)}
-    results = engines.campaign(plan)
-    print(f"\n{asks}: {total(results, 'wrong')} of {total(results, 'requests')} wrong")
-
-    assert total(results, "wrong") > 0
 
 
 @pytest.mark.parametrize("task", ["embed", "token_embed"])

@@ -25,6 +25,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
 }
+EXTENSION = "vllm_ranks.InjectedWorker"  # of each rank's worker
 ABLATIONS: dict[str, Callable[[Any], None]] = {}
 
 
@@ -146,12 +147,10 @@ def use_source(path: str) -> None:
 class Injector:
     """Takes blocks in the middle of a step, and gives them back some steps later."""
 
-    def __init__(self, engine: Any, node: Any) -> None:
-        self.node = node
-        self.runner = engine.model_executor.driver_worker.worker.model_runner
+    def __init__(self, runner: Any, node: Any, share: slice = slice(None)) -> None:
+        self.node, self.runner, self.share = node, runner, share
         self.chance = random.Random(0)
-        self.armed = False
-        self.scheduler = engine.scheduler
+        self.armed = self.is_paused = False
         self.reset()
         for layer in self.runner.model.model.layers:
             layer.register_forward_pre_hook(self._before_layer)
@@ -186,7 +185,7 @@ class Injector:
             self.taken = [entry for entry in self.taken if entry[1] > self.step]
             self._give(due)
             self.at_layer = self.chance.randrange(self.layers) if self.chance.randrange(self.every) == 0 else -1
-        if layer == self.at_layer and self.events < self.limit:
+        if layer == self.at_layer and self.events < self.limit and not self.is_paused:
             self._take()
         for blocks, _ in self.taken:
             self._spoil(blocks)
@@ -197,7 +196,7 @@ class Injector:
             column = cheapest_column(self.node, out)
             blocks = [int(block) for block in (self.node.column_of == column).nonzero()[0] if block]
         else:
-            rest = [block for block in range(1, len(self.node.entries)) if block not in out]
+            rest = [block for block in range(1, len(self.runner.kv_caches[0])) if block not in out]
             blocks = self.chance.sample(rest, min(self.chance.randrange(1, self.most + 1), max(1, len(rest) // 3)))
         blocks = [block for block in blocks if block not in out]
         if blocks:
@@ -218,6 +217,7 @@ class Injector:
             self.node.give(blocks)
 
     def _spoil(self, blocks: list[int]) -> None:
+        blocks = blocks[self.share]
         for cache in self.runner.kv_caches:
             cache[blocks] = math.nan if self.lost == "nan" else self.chance.uniform(-3, 3)
             cache[blocks, ..., ::2] *= -1.7
@@ -250,18 +250,22 @@ class Campaign:
         self.node = KvNode(folder, columns=options.get("columns", 8))
         if options.get("scheduler_source"):
             use_source(options["scheduler_source"])
+        ranks = int(options.get("ranks", 1))
         if options.get("async"):
+            os.environ["VALVE_TEST_ASYNC"] = "1"
             force_async()
         from vllm import LLM
 
         self.pooling = str(options.get("pooling", ""))  # a task: answers are vectors, not tokens
         self.asks = dict(options.get("asks", {}))  # of each request, besides greedy tokens
+        self.policy = str(options.get("policy", "fcfs"))
         speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
         self.llm = LLM(
             model=model,
-            dtype="float32",
+            dtype=options.get("dtype", "float32"),
             enforce_eager=True,
-            skip_tokenizer_init=not self.pooling,
+            skip_tokenizer_init=not (self.pooling or "structured" in self.asks),
+            scheduling_policy=self.policy,
             block_size=32,
             num_gpu_blocks_override=options.get("blocks", 60),
             max_num_batched_tokens=options.get("budget", 96),
@@ -271,9 +275,15 @@ class Campaign:
             seed=0,
             **({"speculative_config": speculative} if options.get("speculative") else {}),
             **({"runner": "pooling", "convert": "embed"} if self.pooling else {}),
+            **({"tensor_parallel_size": ranks, "worker_extension_cls": EXTENSION} if ranks > 1 else {}),
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
-        self.injector = Injector(self.core, self.node)
+        if ranks > 1:
+            from vllm_ranks import Injectors
+
+            self.injector: Any = Injectors(self.llm, self.node, folder, ranks)
+        else:
+            self.injector = Injector(self.core.model_executor.driver_worker.worker.model_runner, self.node)
         self.undisturbed: dict[tuple[int, int, int], list[Any]] = {}
 
     def prompts(self, seed: int, count: int) -> list[list[int]]:
@@ -282,37 +292,45 @@ class Campaign:
 
     def asked(self, number: int, tokens: int) -> Any:
         from vllm import PoolingParams, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if self.pooling:
             return PoolingParams(task=self.pooling)
         asks = {"temperature": 0.0, **self.asks}
         if asks.get("n", 1) > 1:  # else the last sequence to end is all that comes
             asks["output_kind"] = RequestOutputKind.FINAL_ONLY
+        if asks.pop("streams", False):  # each token comes once, when it is there, and cannot be called back
+            asks["output_kind"] = RequestOutputKind.DELTA
+        if "structured" in asks:
+            asks["structured_outputs"] = StructuredOutputsParams(regex=asks.pop("structured"))
         if asks.pop("seeds", False):
             asks["seed"] = 1000 + number
         return SamplingParams(max_tokens=tokens - number % 7, ignore_eos=True, detokenize=False, **asks)
 
-    def generate(self, seed: int, count: int, tokens: int, aborts: int = 0) -> list[Any]:
+    def generate(self, seed: int, count: int, tokens: int, aborts: int = 0, *, is_reversed: bool = False) -> list[Any]:
         """Greedy tokens of every request, in order; with `aborts` some are cancelled midway and sent again."""
         engine = self.llm.llm_engine
         wanted = self.prompts(seed, count)
         names: dict[str, int] = {}
         done: dict[int, Any] = {}
+        told: dict[str, list[int]] = {}  # what has come of each stream
         chance = random.Random(seed + 99)
 
         def send(number: int, suffix: str = "") -> None:
             name = f"{seed}-{number}{suffix}-{time.monotonic_ns()}"
             names[name] = number
-            engine.add_request(name, {"prompt_token_ids": wanted[number]}, self.asked(number, tokens))
+            more = {"priority": number * 7 % 5} if self.policy == "priority" else {}
+            engine.add_request(name, {"prompt_token_ids": wanted[number]}, self.asked(number, tokens), **more)
 
-        for number in range(count):
+        for number in reversed(range(count)) if is_reversed else range(count):
             send(number)
         step = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
+                if self.asks.get("streams"):
+                    told.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
                 if output.finished and output.request_id in names and not is_aborted(output):
-                    done[names[output.request_id]] = answer_of(output)
+                    done[names[output.request_id]] = told.pop(output.request_id, None) or answer_of(output)
             step += 1
             if aborts and step % 9 == 0:
                 aborts -= 1
@@ -330,7 +348,12 @@ class Campaign:
         if work not in self.undisturbed:
             self.undisturbed[work] = self.generate(*work)
         expected = self.undisturbed[work]
+        if "structured" in self.asks:
+            assert all(map(has_form, expected)), "vLLM does not keep the form that was asked for"
+        between = self.in_other_batches(work, expected) if options.get("is_compared") else {}
         hook = scheduler.__dict__.get("_valve")
+        if "remove" in options:
+            ABLATIONS[options["remove"]](hook)
         before = self.books(hook)
         useful_before = hook.progress.useful_tokens if hook is not None else 0
         self.injector.start(
@@ -361,6 +384,7 @@ class Campaign:
             "events": self.injector.events,
             "steps": self.injector.step,
             "wrong": wrong,
+            **between,
             "seconds": round(time.monotonic() - began, 1),
             "crash": crash,
             "leak": cached or leaks(scheduler),
@@ -368,6 +392,11 @@ class Campaign:
             "useful_tokens": useful_tokens,
             "prompt_tokens": sum(map(len, self.prompts(seed, count))),
         }
+
+    def in_other_batches(self, work: tuple[int, int, int], expected: list[Any]) -> dict[str, int]:
+        """How many answers differ where nothing disturbs, but the last request comes first, so in other batches."""
+        got = self.generate(*work, is_reversed=True)
+        return {"between": sum(not is_same(mine, theirs) for mine, theirs in zip(expected, got, strict=True))}
 
     def books(self, hook: Any) -> dict[str, int]:
         if hook is None or self.node._book is None:
@@ -384,13 +413,15 @@ def answer_of(output: Any) -> Any:
     """Tokens of each sequence, or a vector; logprobs of the prompt where they were asked for."""
     if not isinstance(output.outputs, list):
         return output.outputs.data
-    tokens = [list(each.token_ids) for each in sorted(output.outputs, key=lambda each: each.index)]
-    return tokens if output.prompt_logprobs is None else (tokens, logprobs_of(output))
+    outputs = sorted(output.outputs, key=lambda each: each.index)
+    tokens = [list(each.token_ids) for each in outputs]
+    pairs = [(each.token_ids, each.logprobs) for each in outputs] + [(output.prompt_token_ids, output.prompt_logprobs)]
+    logprobs = [value for given, rows in pairs if rows is not None for value in logprobs_of(given, rows)]
+    return (tokens, logprobs) if logprobs else tokens
 
 
-def logprobs_of(output: Any) -> list[float]:
-    pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
-    return [rows[token].logprob for token, rows in pairs if rows is not None]
+def logprobs_of(tokens: Any, rows: Any) -> list[float]:
+    return [row[token].logprob for token, row in zip(tokens, rows, strict=False) if row is not None]
 
 
 def is_same(mine: Any, theirs: Any) -> bool:
@@ -404,6 +435,11 @@ def is_same(mine: Any, theirs: Any) -> bool:
     import torch
 
     return mine.shape == theirs.shape and bool(torch.allclose(mine, theirs, atol=1e-3))
+
+
+def has_form(tokens: Any) -> bool:
+    """t1..., t2..., t3..., and again; a token's word is t and its number."""
+    return all(str(token)[0] == "123"[at % 3] for at, token in enumerate(tokens[0]))
 
 
 def leaks(scheduler: Any) -> str:

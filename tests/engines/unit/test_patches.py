@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,20 @@ def test_a_patch_stays_within_its_lines(patch, most):
     changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
 
     assert 0 < len(changed) <= most
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_patch_that_was_applied_without_the_plugin_shares_no_memory(engine):
+    """The plugin alone places a cache in Valve's memory; the manual promises no more."""
+    added = [line for line in (PATCHES / engine / "scheduler.patch").read_text().splitlines() if line[:1] == "+"]
+    imported = re.findall(r"valve_hook\S* import (\w+)", "\n".join(added))
+    calls = (PATCHES / engine / "calls.py").read_text()
+    (row,) = re.findall(r"^\| patch \|.*$", (PATCHES.parent / "docs/engines.md").read_text(), re.MULTILINE)
+
+    assert imported == ["calls"]
+    assert not re.search(r"\bwrap_\w+\(|range_flags|valve_kv_begin|KV_ELASTIC", calls)
+    assert "reports only" in row
+    assert "no KV memory is shared" in row
 
 
 LAYERS, BLOCKS, PAGE = 4, 10, 0x1000
