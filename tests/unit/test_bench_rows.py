@@ -1,6 +1,8 @@
 """What a benchmark prints: a figure is judged by its budget, and a reader sees all of it on any terminal."""
 
-from valve_tools.bench.command import show
+import pytest
+from valve_tools.bench import rungs
+from valve_tools.bench.command import registry, show, unasked
 from valve_tools.bench.row import row_of
 
 SAMPLES = [1.0, 2.0, 30.0]
@@ -24,3 +26,26 @@ def test_a_narrow_terminal_shows_every_figure_and_the_whole_note(monkeypatch, ca
     assert first.split() == ["gate", "launch", "2", "30", "30", "3", "us", "over", "(p99", "<=", "2)"]
     assert note in " ".join(printed.split())
     assert "not judged" in printed
+
+
+@pytest.mark.parametrize(("ratios", "is_void", "is_ok"), [([1.0] * 10, False, True), ([0.9, 1.0] * 5, True, False)])
+def test_a_figure_whose_interval_is_wider_than_its_mark_is_void_and_never_a_pass(ratios, is_void, is_ok):
+    (row,) = rungs.rows_of("sparse", {(1.0, "sparse"): rungs.Found(ratios=ratios, requests=10)})
+
+    assert (row.is_void, row.ok) == (is_void, is_ok)
+
+
+def test_what_takes_a_quarter_of_an_hour_never_runs_unasked():
+    benches = registry()
+
+    assert set(benches) - set(unasked(benches)) == {"rungs", "sparse"}
+
+
+def test_time_that_runs_slower_asks_for_the_same_work():
+    slow, plain = (rungs.Load(open_requests=1, rate=2.0, requests=5, slow=slow).trace() for slow in (2, 1))
+    rows = [[line.split(",") for line in trace.splitlines()[1:]] for trace in (slow, plain)]
+
+    assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
+    assert [float(row[0]) - 1 for row in rows[0]] == pytest.approx(
+        [2 * (float(row[0]) - 1) for row in rows[1]], abs=0.01
+    )

@@ -21,7 +21,7 @@ MODULES = (
 )
 EXIT_OVER_BUDGET = 3
 EXIT_UNKNOWN = 2
-OPT_IN = ("rungs",)  # modules that run for half an hour: only when named
+OPT_IN = ("rungs",)  # modules that run for a quarter of an hour and more: only when named
 
 Bench = Callable[[], Iterable[Row]]
 
@@ -32,6 +32,12 @@ def registry() -> dict[str, Bench]:
     for module in (*MODULES, *OPT_IN):
         found.update(importlib.import_module(f"valve_tools.bench.{module}").BENCHES)
     return found
+
+
+def unasked(benches: Iterable[str]) -> list[str]:
+    """What runs when none is named."""
+    long = {name for module in OPT_IN for name in importlib.import_module(f"valve_tools.bench.{module}").BENCHES}
+    return [name for name in benches if name not in long]
 
 
 def machine() -> str:
@@ -67,13 +73,17 @@ def show(rows: list[Row]) -> None:
 def verdict(row: Row) -> str:
     if row.budget is None:
         return "not judged"
+    if row.is_void:
+        return "[yellow]void[/]"
     bound = f"{row.judged} {'<=' if row.better == 'lower' else '>='} {row.budget:g}"
     return f"[green]ok[/] ({bound})" if row.ok else f"[red]over[/] ({bound})"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all but rungs when none is named")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="benchmarks to run; all but rungs and sparse when none is named"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per figure and line")
     parser.add_argument("--list", action="store_true", help="only name the benchmarks")
     options = parser.parse_args(argv)
@@ -87,7 +97,7 @@ def main(argv: list[str]) -> int:
         return EXIT_UNKNOWN
     rows: list[Row] = []
     where, what = machine(), commit()
-    for name in options.names or [name for name in benches if name not in OPT_IN]:
+    for name in options.names or unasked(benches):
         for row in benches[name]():
             rows.append(row)
             if options.json:

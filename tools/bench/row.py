@@ -34,11 +34,14 @@ class Row:
     judged: Literal["p50", "p99", "max"] = "p99"
     baseline: float | None = None
     note: str = ""
+    is_void: bool = False  # too uncertain to be judged: run it again; never a pass
 
     @property
     def ok(self) -> bool:
         if self.budget is None:
             return True
+        if self.is_void:
+            return False
         value = {"p50": self.p50, "p99": self.p99, "max": self.max}[self.judged]
         return value <= self.budget if self.better == "lower" else value >= self.budget
 
