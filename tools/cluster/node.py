@@ -272,8 +272,8 @@ class RealNode:
 
     def upgrade_valved(self) -> None:
         """A successor beside it, then SIGTERM to the present one: the surge of the DaemonSet."""
-        old = self.plane.processes["valved"]
-        self._spawn_valved("valved-next", "--wait")
+        old, self.metrics = self.plane.processes["valved"], free_port()  # pods of a DaemonSet share no port
+        self._spawn_valved("valved-next", "--wait", f"--metrics-port={self.metrics}")
         wait_for("a successor in line", lambda: has_successor(self.run_dir))
         old.terminate()
         old.wait()
