@@ -15,6 +15,7 @@ from node_rig import Offline, Online, nothing_left_off
 from valve.v1 import node_pb2
 
 from valved.cli.client import Node, is_running
+from valved.cli.exits import CliError
 
 
 def set_mode(node, mode):
@@ -26,7 +27,14 @@ def set_mode(node, mode):
 def begin(node, *arguments):
     """A command that ends when offline work has left."""
     node.adopt(subprocess.Popen(node.valve_command(*arguments), env=node.environment(), stdout=subprocess.DEVNULL))
-    node.wait_for(lambda: not is_running(node.run_dir) or node.status().draining, "the drain has begun")
+
+    def has_begun():
+        try:
+            return node.status().draining
+        except CliError:  # it may end between two questions
+            return not is_running(node.run_dir)
+
+    node.wait_for(has_begun, "the drain has begun")
 
 
 def write_pause_file(node):
