@@ -6,6 +6,7 @@ source files into their plain names, as the site holds no sources.
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 import subprocess
@@ -18,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
-def outside() -> dict[str, str]:
-    """Pages outside docs/: path in the checkout -> path in the site."""
+@functools.cache
+def outside() -> frozenset[str]:
+    """Pages outside docs/, which have the same path in the checkout and in the site."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True)
-    return {path: path for path in listed.stdout.splitlines() if not path.startswith(("docs/", "tests/", "."))}
+    return frozenset(path for path in listed.stdout.splitlines() if not path.startswith(("docs/", "tests/", ".")))
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for path in outside():
+    for path in sorted(outside()):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = page.file.src_uri
-    moved = outside()
-    source = here if here in moved else f"docs/{here}"
+    source = here if here in outside() else f"docs/{here}"
 
     def turned(match: re.Match[str]) -> str:
         mark, text, target, anchor = match[1], match[2], match[3], match[4] or ""
@@ -44,8 +45,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             path += "/README.md"
         if path.startswith("docs/"):
             place = path.removeprefix("docs/")
-        elif path in moved:
-            place = moved[path]
+        elif path in outside():
+            place = path
         elif (ROOT / path).exists():
             return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
         else:

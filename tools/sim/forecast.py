@@ -2,7 +2,7 @@
 
 Called by `valve replay forecast`. A rule turns what a node keeps (its last hour, its last day in ten-minute buckets)
 into the idle share that placement counts on; everything else is the product's own code. The services of published rates
-are halved by hash before anything is run: the default was chosen on one half and is judged on the other.
+are halved by hash before anything is run: the default was chosen on one half; the other is not judged yet.
 """
 
 from __future__ import annotations
