@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv attack test-engines test-all demo-vllm foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-cluster demo-tune test-tune gpu manual wheel clean
+.PHONY: help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-cluster demo-tune test-tune gpu manual wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -51,7 +51,8 @@ test-engines: build ## install real vLLM and SGLang on CPU (6 GB, once) and run 
 	@VALVE_ENGINES=$(ENGINES) $(BIN)/pytest -q -p no:cacheprovider -p no:randomly --durations=0 \
 		-m 'engine$(if $(QUICK), and quick)' tests/engines $(PYTEST_ARGS)
 
-test-all: test ## make test, and every test with real engines; 2,000 requests under faults among them
+test-all: export VALVE_WHOLE_TABLES = 1
+test-all: test ## make test with whole fault tables, and every test with real engines; 2,000 requests under faults among them
 	@$(MAKE) test-engines MATRIX=1
 
 demo-vllm: build ## a real vLLM online and another offline on one emulated GPU (after make test-engines)
@@ -83,8 +84,15 @@ gpu: $(if $(findstring --dry-run,$(GPU_ARGS)),build) ## the experiment suite for
 demo: build ## an online service and an offline job share one emulated GPU
 	@$(BIN)/valve demo
 
+lab-quick: build ## the claims of the results pages once more, loosely, in under three minutes, and whether a page is stale
+	@$(BIN)/python -m valve_tools.check.run results
+	@$(BIN)/valve replay quick --seeds 1 --fresh
+
 demo-memory: build ## five minutes in which KV memory moves between the two
 	@$(BIN)/valve demo memory
+
+demo-granted: build ## pauses between the steps of a service that consents, and none of one that does not
+	@$(BIN)/valve demo granted $(DEMO_ARGS)
 
 demo-cluster: ## a real control plane, a real node and a made-up fleet, the chart, and its removal (root)
 	@$(MAKE) --no-print-directory -j2 build cluster-tools

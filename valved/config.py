@@ -18,8 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from valved.errors import ConfigError
+from valved.model.consent import Consent, Said, consent_of
 from valved.model.ids import Mode, Remap
 from valved.model.memory import EvictionCost, ReservationRule
+from valved.model.rungs import Rung, SliceSettings
 from valved.policy.breaker import BreakerSettings
 from valved.policy.cooldown import LARGEST_FACTOR, MS, SECOND, CooldownSettings
 from valved.policy.eviction import EvictionSettings
@@ -56,6 +58,7 @@ LeaseMs: TypeAlias = Annotated[float, Meta(ge=10.0, le=HOUR_S * 1000)]  # the he
 HangMs: TypeAlias = Annotated[float, Meta(ge=1.0, le=60_000.0)]
 Spin: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e6)]
 Quiet: TypeAlias = Annotated[int, Meta(ge=0, le=1_000_000)]
+SliceUs: TypeAlias = Annotated[int, Meta(ge=200, le=1000)]
 Priority: TypeAlias = Annotated[int, Meta(ge=0, le=98)]
 
 
@@ -109,6 +112,22 @@ class LadderTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     freeze: bool = True  # stop it by signal while online holds its GPU
     kill_after_s: OrNever = 30.0  # frozen for longer: its channels are enabled, then it is killed. 0: never
+
+
+class GrantedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[granted]: what online services offer that say nothing themselves (docs/finetuning.md). Nothing, as it comes."""
+
+    slo: str = ""  # a target, as ttft=500ms,tpot=40ms,gap=100ms
+    grant: Literal["", "true", "false"] = ""  # true: pauses within the target may be given to offline work
+    rung: Literal["gate", "timeslice"] = "gate"  # timeslice: no driver call per pause; only with probed_driver
+    slice_us: SliceUs = 500  # of offline work beside such a service
+    probed_driver: str = ""  # the driver version for which the probe's S2 said OK
+
+    def said(self) -> Said:
+        return Said(slo=self.slo, grant=self.grant)
+
+    def slices(self) -> SliceSettings:
+        return SliceSettings(rung=Rung(self.rung), slice_us=self.slice_us, probed_driver=self.probed_driver)
 
 
 class KubeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +217,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ladder: LadderTable = msgspec.field(default_factory=LadderTable)
     kube: KubeTable = msgspec.field(default_factory=KubeTable)
     memory: MemoryTable = msgspec.field(default_factory=MemoryTable)
+    granted: GrantedTable = msgspec.field(default_factory=GrantedTable)
 
     def cooldown_settings(self) -> CooldownSettings:
         table = self.cooldown
@@ -250,6 +270,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             cost=table.cost, token_ns=table.token_ns, attention_ps_per_pair=table.attention_ps_per_pair
         )
 
+    def granted_defaults(self) -> Consent:
+        """ValueError where a service that says nothing itself would have words that make no sense."""
+        consent = consent_of([self.granted.said()])
+        if consent.problem:
+            raise ValueError(consent.problem)
+        return consent
+
     @property
     def lease_ns(self) -> int:
         return round(self.lease_ms * MS)
@@ -296,6 +323,7 @@ def check(config: Config) -> None:
         "wake": config.wake_settings,
         "breaker": config.breaker_settings,
         "memory": config.reservation_settings,
+        "granted": config.granted_defaults,
     }
     for table, make in tables.items():
         try:

@@ -23,14 +23,18 @@ from typing import Any
 import msgspec
 
 from valved import paths
+from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
 from valved.config import Config, group_id
 from valved.errors import ValveError
 from valved.gate.freeze import Ladder
+from valved.gate.granting import Granting
+from valved.gate.slices import Slices
 from valved.gate.wake import GateService, GateSettings
+from valved.gate.worth import Worths
 from valved.machine import signals
-from valved.machine.clock import LoopClock
+from valved.machine.clock import Clock, LoopClock
 from valved.machine.driver import driver_state
 from valved.machine.helpers import Closer, Worker
 from valved.machine.notify import Notify
@@ -38,19 +42,22 @@ from valved.machine.ports import GatePort, ProcessPort
 from valved.machine.possession import RmProver
 from valved.machine.uvm import UvmDoors
 from valved.machine.watch import FolderWatch
+from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import Mode, ProcessId, Role
 from valved.node.api import Node
 from valved.node.brake import Brake
 from valved.node.bystanders import Bystanders
+from valved.node.comeback import ComeBack
 from valved.node.handover import Handover
-from valved.node.kv import Kv, put_together, tell_others
+from valved.node.kv import Kv, put_together
 from valved.node.leaving import Leaving
 from valved.node.status import Reporter
 from valved.node.upkeep import LoopBeat, Upkeep, end, keep_going, read_cards, settled
 from valved.state import pending
 from valved.state import saved as state
 from valved.state.journal import Journal
+from valved.state.lived import Lived
 from valved.state.registry import Books
 from valved.state.stats import NodeCounters
 from valved.state.trace import LineFile
@@ -67,9 +74,12 @@ class Daemon:
     gating: GateService
     register: Register
     handover: Handover
+    come_back: ComeBack
     brake: Brake
     ladder: Ladder
     node: Node
+    consents: Consents
+    worths: Worths
     link: LinkServer
     kv: Kv | None
     bystanders: Bystanders | None
@@ -80,50 +90,46 @@ class Daemon:
 
 
 def build(
-    config: Config, run_dir: Path, gate: GatePort, processes: ProcessPort, loop: asyncio.AbstractEventLoop
+    config: Config,
+    folder: state.RunFolder,
+    gate: GatePort,
+    processes: ProcessPort,
+    loop: asyncio.AbstractEventLoop,
 ) -> Daemon:
-    clock = LoopClock(loop)
-    stop = asyncio.Event()
+    run_dir = folder.path
+    clock, stop = LoopClock(loop), asyncio.Event()
     journal = Journal(clock, config.ring_events, _files(config, run_dir))
     books = Books()
-    settings = GateSettings(
-        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
-    )
-    gating = GateService(gate, books, journal, clock, settings, NodeCounters())
+    gating = GateService(gate, books, journal, clock, _settings(config), NodeCounters())
     closer = Closer()
     prover = RmProver(loop, closer)
-    register = Register(gate, books, gating, journal, clock, processes, loop, config.quota, config.link, prover)
+    rooms = (gate, books, gating, journal, clock, processes)
+    register = Register(*rooms, loop, config.quota, config.link, prover, Lived(run_dir))
 
     def send(process: ProcessId, number: signal.Signals) -> bool:
         return signals.send(process, number, processes)
 
     ladder = Ladder(books, gating, journal, clock, config.ladder, send, register.leave)
-    kv = None
-    if config.memory.enabled:
-        kv = put_together(
-            gate,
-            books,
-            gating,
-            register,
-            ladder,
-            journal,
-            clock,
-            processes,
-            loop,
-            config,
-            fd_limit=raise_fd_limit(),
-            outside_port=UvmDoors(loop),
-            work=Worker(loop),
-            closer=Closer(),  # of its own: descriptors of strangers may hang for ever, and memory must go back
-        )
+    kv = _memory(config, gate, books, gating, register, ladder, journal, clock, processes, loop, closer=Closer())
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, send)
-    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE)
+    brake = Brake(gating, register, ladder, leaving, journal, run_dir / paths.PAUSE_FILE, kv)
     handover = Handover(
-        run_dir / state.STATE_FILE, gate, books, gating, register, journal, clock, processes, state.boot_id()
+        run_dir / state.STATE_FILE,
+        gate,
+        books,
+        gating,
+        register,
+        journal,
+        clock,
+        processes,
+        state.boot_id(),
+        ladder,
+        kv,
+        is_ours=folder.is_ours,
     )
     ladder.changed = handover.save_soon
-    handover.frozen, handover.let_go = ladder.frozen, ladder.release
     bystanders = _bystanders(config, gate, books, gating, register, processes, journal, ladder)
+    consents, granting, worths = _granting(config, gate, books, gating, register, journal, clock)
     reporter = Reporter(
         gate,
         books,
@@ -137,10 +143,10 @@ def build(
         lease_ns=config.lease_ns,
         driver=driver_state(gate.driver_version()),
         bystanders=bystanders,
+        kv=kv,
+        granting=granting,
     )
-    node = Node(gating, register, brake, reporter, handover, journal, lease_ns=config.lease_ns, stop=stop.set)
-    if kv is not None:
-        tell_others(kv, reporter, node, handover, brake, config)
+    node = Node(gating, register, brake, reporter, handover, journal, consents, lease_ns=config.lease_ns, stop=stop.set)
     link = LinkServer(loop, register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     return Daemon(
         loop=loop,
@@ -150,14 +156,77 @@ def build(
         gating=gating,
         register=register,
         handover=handover,
+        come_back=ComeBack(books, gating, register, journal, clock, processes, bystanders),
         brake=brake,
         ladder=ladder,
         node=node,
+        consents=consents,
+        worths=worths,
         link=link,
         kv=kv,
         bystanders=bystanders,
         stop=stop,
     )
+
+
+def _settings(config: Config) -> GateSettings:
+    return GateSettings(
+        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
+    )
+
+
+def _memory(
+    config: Config,
+    gate: GatePort,
+    books: Books,
+    gating: GateService,
+    register: Register,
+    ladder: Ladder,
+    journal: Journal,
+    clock: LoopClock,
+    processes: ProcessPort,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    closer: Closer,
+) -> Kv | None:
+    """`closer`: of its own, as descriptors of strangers may hang for ever, and memory must go back."""
+    if not config.memory.enabled:
+        return None
+    return put_together(
+        gate,
+        books,
+        gating,
+        register,
+        ladder,
+        journal,
+        clock,
+        processes,
+        loop,
+        config,
+        fd_limit=raise_fd_limit(),
+        outside_port=UvmDoors(loop),
+        work=Worker(loop),
+        closer=closer,
+    )
+
+
+def _granting(
+    config: Config,
+    gate: GatePort,
+    books: Books,
+    gating: GateService,
+    register: Register,
+    journal: Journal,
+    clock: Clock,
+) -> tuple[Consents, Granting, Worths]:
+    consents = Consents(books, gating, journal, config.granted.said())
+    leftovers = register.channels.leftovers
+    slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
+    register.channels.keeps_files = slices.is_on
+    worths = Worths(gate.granting, gating, books, clock)
+    granting = Granting(gate.granting, gating, books, consents.of, lambda: len(leftovers) > 0, slices, worths)
+    consents.changed = granting.refresh
+    return consents, granting, worths
 
 
 def _bystanders(
@@ -173,8 +242,8 @@ def _bystanders(
     """On a Kubernetes node valved/kube looks, with pods."""
     if config.kube.node or not config.guard_bystanders:
         return None
-    owners = register.channels.leftovers.owners
-    return Bystanders(books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, owners)
+    expected = register.channels.leftovers.expected
+    return Bystanders(books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, expected)
 
 
 def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | None = None) -> None:
@@ -182,6 +251,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     one that was set while a predecessor ran.
     """
     saved, problem = state.load(run_dir / state.STATE_FILE)
+    daemon.come_back.begin(config.link.come_back_s, is_first=saved is None and not problem)
     if problem:
         daemon.journal.emit(EventKind.NOTED, reason=problem)
     if saved is not None:
@@ -197,8 +267,7 @@ async def run(
 ) -> None:
     loop = asyncio.get_running_loop()
     run_dir = folder.path
-    daemon = build(config, run_dir, gate, processes, loop)
-    daemon.handover.is_ours = folder.is_ours
+    daemon = build(config, folder, gate, processes, loop)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
     pending.make_folder(run_dir, group_id(config.group))
@@ -217,7 +286,7 @@ async def run(
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
     upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
-    parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run}
+    parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.service)
     if daemon.bystanders is not None:
@@ -266,8 +335,13 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
         run_dir=run_dir,
         version=_version(),
         kv=daemon.kv,
+        consents=daemon.consents,
     )
-    return Room(host, config.kube)
+    room = Room(host, config.kube)
+    daemon.consents.pods = room.book
+    look = room.book.changed
+    room.book.changed = lambda: (daemon.consents.changed(), look())[1]
+    return room
 
 
 async def _open_api(config: Config, node: Node, run_dir: Path) -> list[Any]:
@@ -296,7 +370,9 @@ def _pick_up_claims(daemon: Daemon, run_dir: Path) -> None:
     """What `valve run --online` left while no valved answered."""
     for claim in pending.take(run_dir):
         try:
-            daemon.node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name)
+            daemon.node.launch(
+                claim.pid, claim.start_time, Role.ONLINE, claim.name, Said(slo=claim.slo, grant=claim.grant)
+            )
         except (ValveError, OSError) as error:
             daemon.note(f"claim of process {claim.pid}, left while no valved answered: {error}")
 

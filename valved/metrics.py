@@ -157,6 +157,31 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
         each(lambda s: s.idle_ns / 1e9),
         labels,
     )
+    yield _counter(
+        "valve_service_grants",
+        "Pauses of a service that were given to offline work",
+        each(lambda s: s.granted.grants),
+        labels,
+    )
+    yield _counter(
+        "valve_service_grants_broken",
+        "Pauses into which the service launched",
+        each(lambda s: s.granted.broken),
+        labels,
+    )
+    yield _counter(
+        "valve_service_granted_seconds",
+        "Time of those pauses; it counts as held, too",
+        each(lambda s: s.granted.granted_ns / 1e9),
+        labels,
+    )
+    worths = {key: service.granted.worth_points for key, service in rows.items()}
+    yield _gauge(
+        "valve_service_grant_worth_points",
+        "Points of a GPU that granting would give for each ms of tpot, at most; absent while unknown",
+        {key: points for key, points in worths.items() if points is not None},
+        labels,
+    )
     per_request = CounterMetricFamily(
         "valve_requests_by_preemptions",
         "Ended requests by how often each was preempted: at most once is the aim",

@@ -5,12 +5,13 @@ which may be two steps and a preemption ago; so each step in flight is kept unti
 blocks of a request that leaves meanwhile are kept with it.
 
 An engine that keeps one list of blocks per request, which only grows while the request runs, hands over that list
-(`follow`). Its numbers are read when a loss asks for them, and a few requests in each step for the book (`tend`): so a
-step costs the same whether one request took a block or all of them did.
+(`follow`). Its numbers are read when a loss asks for them, and for the book by the link's thread (`tend`), while the
+engine waits for its GPU: a step costs the same whether one request took a block or all of them did, or none.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from valve_hook.losses import NOTHING_WRITTEN, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
-TENDED = 8  # requests whose rows are brought up to date in one step
+TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,20 +47,31 @@ class Judgement:
     bad: Blocks  # every block whose content must not be used
 
 
-@dataclass(kw_only=True)
-class Step:
-    """One scheduled step. `first_tokens`: where each request starts to write, as the engine lists it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a step is about. `first_tokens`: where each request starts to write, as the engine lists it."""
 
-    key: object
     requests: Mapping[str, int]  # request -> tokens scheduled
     first_tokens: Sequence[tuple[Sequence[str], Sequence[int]]]
     copies: Sequence[tuple[int, int]]
+
+
+def unread(record: Any) -> Facts:
+    raise TypeError(f"this engine tells of no steps: {record!r}")
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step in flight. Made only when a loss or a leaver asks for it."""
+
+    key: object
+    facts: Facts
     left: dict[str, Held] = field(default_factory=dict)  # scheduled here, gone since
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Made only when a loss asks for it."""
-        return {name: token for names, tokens in self.first_tokens for name, token in zip(names, tokens, strict=True)}
+        first = self.facts.first_tokens
+        return {name: token for names, tokens in first for name, token in zip(names, tokens, strict=True)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,19 +79,23 @@ class Ledger:
     block_tokens: int
     slack_tokens: int = 0  # drafts that may have been rejected: a later step starts that much earlier than announced
     held: dict[str, Held] = field(default_factory=dict)
-    steps: deque[Step] = field(default_factory=deque)
+    read: Callable[[Any], Facts] = unread  # what the engine's own record of a step says
+    in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     book: Book | None = None
+    _steps: dict[int, Step] = field(default_factory=dict)  # by the record's id
     _free_rows: list[int] = field(default_factory=list)
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
 
     def open_book(self, book: Book | None) -> None:
         """A book of a new session is empty: write all of it."""
-        self.book = book
-        self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
-        for held in (*self.held.values(), *self.kept.values()):
-            self._open_row(held)
+        with self._lock:
+            self.book = book
+            self._free_rows = list(range(book.rows - 1, -1, -1)) if book is not None else []
+            for held in (*self.held.values(), *self.kept.values()):
+                self._open_row(held)
 
     def admit(self, request: str, blocks: Iterable[int]) -> None:
         """The request starts with these blocks, or starts again."""
@@ -92,29 +108,33 @@ class Ledger:
         self.admit(request, [block.block_id for block in source])
         self.held[request].source = source
 
-    def tend(self, most: int = TENDED) -> None:
-        """Bring the rows of a few requests up to date, round and round."""
-        if not self._tour:
-            self._tour = list(self.held.values())
-        tour = self._tour
-        for _ in range(min(most, len(tour))):
-            held = tour.pop()
-            if held.source is not None and len(held.source) != len(held.blocks):
-                self._catch_up(held)
+    def tend(self, most: int = TENDED) -> bool:
+        """Bring the rows of a few requests up to date, round and round; whether this round has more. Any thread may."""
+        with self._lock:
+            if not self._tour:
+                self._tour = list(self.held.values())
+            tour = self._tour
+            for _ in range(min(most, len(tour))):
+                held = tour.pop()
+                if held.source is not None and len(held.source) != len(held.blocks):
+                    self._catch_up(held)
+            return bool(tour)
 
     def dismiss(self, request: str) -> None:
         """It holds nothing any more; steps in flight may still write what it held."""
-        kept = self.kept.pop(request, None)
-        if kept is not None:
-            self._close_row(kept)
-        held = self.held.pop(request, None)
-        if held is None:
-            return
-        self._catch_up(held)
-        for step in self.steps:
-            if request in step.requests:
-                step.left.setdefault(request, held)
-        self._close_row(held)
+        with self._lock:
+            kept = self.kept.pop(request, None)
+            if kept is not None:
+                self._close_row(kept)
+            held = self.held.pop(request, None)
+            if held is None:
+                return
+            self._catch_up(held)
+            held.source = None
+            for step in self.steps:
+                if request in step.facts.requests:
+                    step.left.setdefault(request, held)
+            self._close_row(held)
 
     def retain(self, request: str, blocks: Iterable[int]) -> None:
         """It waits, and these blocks are kept for it: who takes their memory makes it compute them again."""
@@ -122,18 +142,37 @@ class Ledger:
         held = self.kept[request] = Held(request=request, blocks=array("I", blocks), row=-1)
         self._open_row(held)
 
-    def launch(self, step: Step) -> None:
-        if len(self.steps) >= MOST_STEPS:
-            raise RuntimeError(f"{len(self.steps)} steps are in flight: their output is not told to us")
-        self.steps.append(step)
+    @property
+    def steps(self) -> list[Step]:
+        """Those in flight, the oldest first."""
+        return [self._step(record) for record in self.in_flight]
+
+    def _step(self, record: Any) -> Step:
+        step = self._steps.get(id(record))
+        if step is None:
+            step = self._steps[id(record)] = Step(key=record, facts=self.read(record))
+        return step
+
+    def launch(self, record: Any) -> None:
+        if len(self.in_flight) >= MOST_STEPS:
+            raise RuntimeError(f"{len(self.in_flight)} steps are in flight: their output is not told to us")
+        self.in_flight.append(record)
 
     def believe(self, key: object) -> None:
         """The output of this step is in: it and what was launched before are in flight no more."""
-        if any(step.key is key for step in self.steps):
-            while self.steps and self.steps.popleft().key is not key:
-                pass
+        records = self.in_flight
+        if records and records[0] is key and not self._steps:
+            records.popleft()
+        elif any(record is key for record in records):
+            while (record := records.popleft()) is not key:
+                self._steps.pop(id(record), None)
+            self._steps.pop(id(record), None)
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
+        with self._lock:
+            return self._judge(lost, blocks)
+
+    def _judge(self, lost: Blocks, blocks: int) -> Judgement:
         self._refresh()
         holders, present = self.holders()
         tables = [held.blocks for held in holders]
@@ -157,14 +196,14 @@ class Ledger:
         first = NOTHING_WRITTEN
         for step in self.steps:
             is_its = step.left.get(held.request, self.held.get(held.request)) is held
-            if is_its and held.request in step.requests:
+            if is_its and held.request in step.facts.requests:
                 block = max(0, step.starts[held.request] - self.slack_tokens) // self.block_tokens
                 first = block if first == NOTHING_WRITTEN else min(first, block)
         return first
 
     def copies(self) -> Iterator[tuple[int, int]]:
         for step in self.steps:
-            yield from step.copies
+            yield from step.facts.copies
 
     def _refresh(self) -> None:
         """All that everybody holds now. Who has left since the last step keeps the list that he had."""

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from valve_hook import VERSION, wire
+from valve_hook.grant_page import GrantPage
 from valve_hook.sessions import Session, Sessions
-from valve_hook.shared import Book, Foreign, Region, Table
+from valve_hook.shared import Book, Foreign, Lifecycle, Region, Table
 from valve_hook.shim import kv_ranges, may_have_holes, shim_call
 
 log = logging.getLogger("valve")
@@ -125,7 +126,8 @@ class Link:
     is_offline: bool = True
     is_preloaded: bool = True  # the shim is here: the engine's cache may have no memory yet
     ranges: Callable[[], int | None] = kv_ranges
-    region: Region | None = None
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    grant: GrantPage | None = None  # while there is a connection
     session: Session | None = None  # the newest
     sessions: Sessions = field(default_factory=Sessions)
     role: int = 0
@@ -219,7 +221,7 @@ class Link:
                 is_nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError) and not self._patience_s()
                 if is_nobody or not isinstance(error, OSError | NotYet):
                     self._answered.set()
-            self._socket, self._told = None, ()
+            self._socket, self._told, self.grant = None, (), None
             self._poke.wait(min(self.retry_s, LOOK_S) if self._is_waiting else self.retry_s)
             self._poke.clear()
 
@@ -252,11 +254,10 @@ class Link:
 
     def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int) -> None:
         try:
-            control = os.pread(fds[0], 4096, 0)
-            self.role = int.from_bytes(control[wire.CONTROL_ROLE : wire.CONTROL_ROLE + 4], "little")
-            lease_ns = int.from_bytes(control[wire.CONTROL_LEASE_NS : wire.CONTROL_LEASE_NS + 8], "little")
-            self._renew_s = lease_ns / 5e9 if lease_ns else RENEW_S
-            self.region = Region(fds[1], region_bytes, features)
+            self.role, self._renew_s = read_control(fds[0])
+            region = Region(fds[1], region_bytes, features)
+            self.lifecycle.begin(region)
+            self.grant = GrantPage(fds[0], region.map, fds[2])
         finally:
             close(fds)
 
@@ -271,9 +272,8 @@ class Link:
                 self._told = told
                 if told[1] is not None:
                     self._answered.set()
-            if self.region is not None:
-                self.region.renew()
-            self._tick()
+            self._tick()  # first: what is open is told before the page says that it is fresh
+            self.lifecycle.renew()
             link.settimeout(0.0)
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -347,8 +347,8 @@ class Link:
             if self.session is not None and self.session.table.columns and not table.columns:
                 raise NotYet("valved has not heard of the engine's ranges yet")
             number = self.session.number + 1 if self.session is not None else 1
-            self.session = Session(number=number, table=table, book=book)
-            self.sessions.begin(self.session)
+            self.sessions.begin(fresh := Session(number=number, table=table, book=book))
+            self.session = fresh  # last: who sees that we are attached finds the table in the queue
             self.said = ""
         finally:
             close(fds)
@@ -371,6 +371,14 @@ class Link:
             if answered == seq:
                 return answer, rest, array.array("i", fds).tolist()
             close(fds)
+
+
+def read_control(fd: int) -> tuple[int, float]:
+    """This client's role, and how often it shows that it lives."""
+    control = os.pread(fd, 4096, 0)
+    role = int.from_bytes(control[wire.CONTROL_ROLE : wire.CONTROL_ROLE + 4], "little")
+    lease_ns = int.from_bytes(control[wire.CONTROL_LEASE_NS : wire.CONTROL_LEASE_NS + 8], "little")
+    return role, lease_ns / 5e9 if lease_ns else RENEW_S
 
 
 def refusal(kind: int, body: bytes) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from valve_hook.ledger import Ledger
 from valve_hook.sessions import Session
-from valve_hook.shared import Blocks, Change
+from valve_hook.shared import DETACHED, TARGET_BLOCKS, Blocks, Change
 from valve_hook.wire import Mode
 
 log = logging.getLogger("valve")
@@ -155,7 +155,8 @@ class Reconciler:
         if session is None:
             return False
         used, wanted, running, waiting = self.engine.gauges()
-        session.book.write_gauges(self.told_mode, used, wanted, self.steps)
+        mode = self.mode if self.is_sure and self.lends else self.told_mode
+        session.book.write_gauges(mode, used, wanted, self.steps)
         sums = self.receipts
         receipts = (
             *(sums.lost_blocks, sums.hit_requests, sums.lost_tokens, sums.dropped_tokens, sums.failures),
@@ -164,9 +165,9 @@ class Reconciler:
         if receipts != self._told:
             session.book.write_receipts(*receipts)
             self._told = receipts
-        if self.told_mode is Mode.NONE or session.table.is_detached:
+        if mode is Mode.NONE or session.table.slow[DETACHED]:
             return False
-        if self._backed > session.table.target_blocks:
+        if self._backed > session.table.slow[TARGET_BLOCKS]:
             return self._offer(session)
         if wanted > self._backed and wanted > self._asked:
             self._asked = wanted
@@ -305,12 +306,22 @@ class Reconciler:
         if not given:
             return False
         blocks = np.array(given, dtype=np.uint32)
-        self.engine.withhold(blocks)
-        self.withheld[blocks] = self.offered[blocks] = True
+        try:
+            self.engine.withhold(blocks)
+            self.withheld[blocks] = self.offered[blocks] = True
+            session.book.offer(given, True)
+        except Exception:
+            self._call_off(session, blocks)
+            raise
         self._backed -= len(given)
-        session.book.offer(given, True)
         self.link.need(0)
         return True
+
+    def _call_off(self, session: Session, blocks: Blocks) -> None:
+        """An offer that was half made: valved may have read it, and then tells a loss of blocks that are in use."""
+        session.book.offer(blocks.tolist(), False)
+        self.withheld[blocks] = self.offered[blocks] = False
+        self.engine.release(blocks)
 
     def _unoffer(self, changed: Blocks) -> None:
         settled = changed[self.offered[changed]]

@@ -16,6 +16,11 @@ class Session:
     table: Table
     book: Book
 
+    def is_asked(self, backed_blocks: int) -> bool:
+        """Whether valved has changed something that was not acted on, or waits for blocks to be offered."""
+        table = self.table
+        return not table.is_detached and (table.has_news or backed_blocks > table.target_blocks)
+
 
 class Sessions:
     """Those that were begun and not taken up yet, oldest first. None is left out: each may have told a loss that the

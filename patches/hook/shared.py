@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from valve_hook import wire
 
 Blocks = NDArray[np.uint32]
 _lock = threading.Lock()
+BACKED_BLOCKS, TARGET_BLOCKS, DETACHED, STEP_TOKENS = range(4)  # of Table.slow
 
 
 def fence() -> None:
@@ -58,7 +59,10 @@ class Table:
         if self.blocks and int(self.column_of.max()) >= max(1, self.columns):
             raise Foreign(f"table: a block in column {int(self.column_of.max())} of {self.columns}")
         self._epoch = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_EPOCH + 8].cast("Q")
-        self._slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_STEP_TOKENS + 4].cast("I")
+        self.slow = memoryview(self.map)[wire.TABLE_BACKED_BLOCKS : wire.TABLE_STEP_TOKENS + 4].cast("I")
+        words = memoryview(self.map)[wire.TABLE_EPOCH : wire.TABLE_STEP_TOKENS + 4]
+        self.words: Callable[[], bytes] = words.tobytes
+        """All that valved ever changes but the entries, as it is now: while it stays the same nothing is new."""
         self.seen_epoch = -1
         self.seen = np.zeros(self.blocks, dtype=np.uint32)
 
@@ -69,24 +73,24 @@ class Table:
     @property
     def slow_words(self) -> tuple[int, int, int]:
         """Backed and target blocks, and whether valved has let go."""
-        return self._slow[0], self._slow[1], self._slow[2]
+        return self.slow[BACKED_BLOCKS], self.slow[TARGET_BLOCKS], self.slow[DETACHED]
 
     @property
     def backed_blocks(self) -> int:
-        return self._slow[0]
+        return self.slow[BACKED_BLOCKS]
 
     @property
     def target_blocks(self) -> int:
-        return self._slow[1]
+        return self.slow[TARGET_BLOCKS]
 
     @property
     def is_detached(self) -> bool:
-        return bool(self._slow[2])
+        return bool(self.slow[DETACHED])
 
     @property
     def step_tokens(self) -> int:
         """The most that valved asks this engine to schedule in one step; 0: no limit."""
-        return self._slow[3]
+        return self.slow[STEP_TOKENS]
 
     def begin(self, had: NDArray[np.bool_]) -> Change:
         """The first look. `had`: blocks that had memory as far as the engine knows.
@@ -141,6 +145,7 @@ class Book:
         self._names = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("Q")
         self.cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
         self._seen = view[wire.BOOK_EPOCH_SEEN : wire.BOOK_EPOCH_SEEN + 8].cast("Q")
+        self._gauges = view[wire.BOOK_GAUGES_AT : wire.BOOK_GAUGES_AT + 16].cast("I")
 
     def open_row(self, row: int, request: int, blocks: Sequence[int]) -> None:
         self.heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
@@ -165,7 +170,8 @@ class Book:
         self._offered[np.fromiter(blocks, dtype=np.int64)] = offered
 
     def write_gauges(self, mode: int, used: int, wanted: int, steps: int) -> None:
-        wire.BOOK_GAUGES.pack_into(self._map, wire.BOOK_GAUGES_AT, mode, used, wanted, steps & 0xFFFFFFFF)
+        words = self._gauges  # in a step's way: stores cost a third of packing
+        words[0], words[1], words[2], words[3] = mode, used, wanted, steps & 0xFFFFFFFF
 
     def write_receipts(self, *counters: int) -> None:
         wire.BOOK_RECEIPTS.pack_into(self._map, wire.BOOK_RECEIPTS_AT, *counters)
@@ -180,19 +186,58 @@ class Region:
     """The lifecycle page of this process: how many requests are open, and what was achieved."""
 
     def __init__(self, fd: int, size: int, features: int) -> None:
-        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         gaps_at = wire.REGION_SLOT_OFFSET + wire.REGION_SLOTS * 64
         numbers = (wire.LINK_ABI, size, features, wire.REGION_SLOTS, wire.REGION_SLOT_OFFSET, gaps_at, wire.REGION_GAPS)
-        wire.REGION_HEAD.pack_into(self._map, 0, 0, *numbers, os.getpid())
-        wire.REGION_HEAD.pack_into(self._map, 0, wire.REGION_MAGIC, *numbers, os.getpid())
-        self._open = memoryview(self._map)[wire.REGION_OPEN : wire.REGION_OPEN + 4].cast("I")
-        self._hint = memoryview(self._map)[wire.REGION_HINT_NS : wire.REGION_HINT_NS + 8].cast("Q")
+        wire.REGION_HEAD.pack_into(self.map, 0, 0, *numbers, os.getpid())
+        wire.REGION_HEAD.pack_into(self.map, 0, wire.REGION_MAGIC, *numbers, os.getpid())
+        self._open = memoryview(self.map)[wire.REGION_OPEN : wire.REGION_OPEN + 4].cast("I")
+        self._tokens = memoryview(self.map)[wire.REGION_TOKENS : wire.REGION_TOKENS + 8].cast("Q")
+        self._hint = memoryview(self.map)[wire.REGION_HINT_NS : wire.REGION_HINT_NS + 8].cast("Q")
 
     def write(self, open_requests: int, ended: int, useful_tokens: int) -> None:
-        wire.REGION_STARTED.pack_into(self._map, wire.REGION_STARTED_AT, ended + open_requests, ended, useful_tokens)
+        wire.REGION_STARTED.pack_into(self.map, wire.REGION_STARTED_AT, ended + open_requests, ended, useful_tokens)
         self._open[0] = open_requests
         self.renew()
+
+    def write_tokens(self, useful_tokens: int) -> None:
+        self._tokens[0] = useful_tokens
 
     def renew(self) -> None:
         """valved believes a hint for its lease: this says that the process lives."""
         self._hint[0] = time.monotonic_ns()
+
+
+class Lifecycle:
+    """What was told of the requests, and the page of the connection, if there was any: a new one begins with it, for an
+    empty one that is renewed would say that nothing is open. The engine's thread tells, the link's thread connects.
+    """
+
+    def __init__(self) -> None:
+        self.page: Region | None = None
+        self._told: tuple[int, int, int] | None = None
+        self._lock = threading.Lock()
+
+    def tell(self, open_requests: int, ended: int, useful_tokens: int) -> None:
+        with self._lock:
+            self._told = open_requests, ended, useful_tokens
+            if self.page is not None:
+                self.page.write(*self._told)
+
+    def tell_first(self, open_requests: int, useful_tokens: int) -> None:
+        """By the link's thread, while the engine's own has told nothing yet; from then on the tokens alone."""
+        with self._lock:
+            if self.page is not None and self._told is None:
+                self.page.write(open_requests, 0, useful_tokens)
+            elif self.page is not None:
+                self.page.write_tokens(useful_tokens)
+
+    def begin(self, page: Region) -> None:
+        with self._lock:
+            if self._told is not None:
+                page.write(*self._told)
+            self.page = page
+
+    def renew(self) -> None:
+        if self.page is not None:
+            self.page.renew()

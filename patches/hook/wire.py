@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import valve_abi
+from valve_abi import GrantAnswer
 from valve_abi import KvMode as Mode
 from valve_abi import LinkType as Message
 
-__all__ = ["Message", "Mode"]  # the headers' own, by the names that the hook uses
+__all__ = ["GrantAnswer", "Message", "Mode"]  # the headers' own, by the names that the hook uses
 
 LINK_MAGIC, LINK_ABI, LINK_MAX = valve_abi.LINK_MAGIC, valve_abi.LINK_ABI, valve_abi.LINK_MAX
 ROLE_HOOK = valve_abi.Role.HOOK
@@ -44,8 +45,7 @@ BOOK_MAGIC = valve_abi.KV_BOOK_MAGIC
 BOOK_HEAD = valve_abi.KV_BOOK.struct(last="cell_offset")
 BOOK_BYTES = valve_abi.KV_BOOK.size
 BOOK_EPOCH_SEEN = valve_abi.KV_BOOK.at("epoch_seen")
-BOOK_GAUGES = valve_abi.KV_BOOK.struct("mode", "steps")
-BOOK_GAUGES_AT = valve_abi.KV_BOOK.at("mode")
+BOOK_GAUGES_AT = valve_abi.KV_BOOK.at("mode")  # four words: mode, used, wanted, steps
 BOOK_RECEIPTS = valve_abi.KV_BOOK.struct("lost_blocks", "waiting")
 BOOK_RECEIPTS_AT = valve_abi.KV_BOOK.at("lost_blocks")
 ROW = valve_abi.KV_ROW.struct()
@@ -59,8 +59,18 @@ REGION_OPEN = valve_abi.REGION.at("open_requests")
 REGION_HINT_NS = valve_abi.REGION.at("hint_ns")
 REGION_STARTED = valve_abi.REGION.struct("requests_started", "useful_tokens")
 REGION_STARTED_AT = valve_abi.REGION.at("requests_started")
+REGION_TOKENS = valve_abi.REGION.at("useful_tokens")
 CONTROL_LEASE_NS = valve_abi.CONTROL.at("lease_ns")
 CONTROL_ROLE = valve_abi.CONTROL.at("role")
+CONTROL_BYTES = valve_abi.CONTROL_BYTES
+
+# Granted time: valved writes the first, this process the second.
+GRANT_AT = valve_abi.GRANT_OFFSET
+GRANT_CONSENTED = valve_abi.GRANT.at("consented")
+GRANT_ANSWER = valve_abi.GRANT.at("answer")
+GRANT_TPOT_NS = valve_abi.GRANT.at("tpot_ns")
+REGION_GRANT_UNTIL_NS = valve_abi.REGION.at("grant_until_ns")
+REGION_GRANT_SEQ = valve_abi.REGION.at("grant_seq")
 
 
 def packet(kind: Message, body: bytes, seq: int, sent_ns: int) -> bytes:

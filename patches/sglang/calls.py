@@ -11,6 +11,7 @@ from typing import Any
 from valve_hook import VERSION
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Reconciler
+from valve_hook.sglang.aside import QueueAside
 from valve_hook.sglang.check import Refused, judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
@@ -41,6 +42,7 @@ class SchedulerHook:
         self._blind_steps = 0  # one after another, of which nothing was believed because the hook failed
         self._between_steps = shim_call("valve_kv_step")
         self._step_limit = step_limit(scheduler, ranks.size)
+        self.aside = QueueAside(scheduler, engine)
         self._layout = layout_of(engine.allocator.get_kvcache(), engine.pages, engine.page_tokens)
 
     def attach(self, version: str) -> None:
@@ -74,8 +76,9 @@ class SchedulerHook:
         self._settle()
         self.engine.ledger.end_steps()
         self.reconciler.publish()
-        if self.link.region is not None and self.ranks.is_first:
-            self.link.region.write(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
+        if self.ranks.is_first:
+            self.link.lifecycle.tell(self.engine.open_requests(), self.engine.ledger.ended, self.useful_tokens)
+        self.aside.before_choose()
 
     def after_choose(self, batch: Any) -> None:
         if batch.forward_mode.is_extend() and any(each.beam_group is not None for each in batch.reqs):
@@ -230,6 +233,8 @@ def before_choose(scheduler: Any, running_batch: Any, last_batch: Any) -> tuple[
 def after_choose(scheduler: Any, batch: Any) -> None:
     """Last thing in it: note what this step reads and writes."""
     hook = _hook(scheduler)
+    if hook is not None:
+        hook.guard(hook.aside.after_choose)
     if batch is None or not batch.reqs:
         return
     if hook is None or hook.reconciler.session is None:

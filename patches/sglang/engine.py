@@ -22,6 +22,7 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+from valve_hook.sglang.prefixes import KeptPrefixes
 from valve_hook.sglang.steps import Launched, StepLedger, launched, look_up, note_computed, on_device
 from valve_hook.shared import Blocks
 
@@ -55,6 +56,7 @@ class SglangEngine:
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
         self._column_of = np.zeros(self.pages, dtype=np.int64)
         self._looks = 0
+        self.prefixes = KeptPrefixes(scheduler, lambda: (self.pages - 1 - self.taken_pages) * self.page_tokens)
         self._clear, self.allocator.clear = self.allocator.clear, self.clear
         rows = scheduler.req_to_token_pool
         self._write_row, rows.write = rows.write, self.write_row
@@ -68,6 +70,8 @@ class SglangEngine:
         note_computed(each for each in hit if each.rid in running)
         self.ledger.settle(names)
         self._retract(hit)
+        for each in hit:
+            self.prefixes.keep(each, running.get(each.rid, 0) * self.page_tokens)
         return {each.rid: () for each in hit if each.rid in running}
 
     def forget(self, blocks: Blocks) -> int:
@@ -305,7 +309,7 @@ class SglangEngine:
         """Leaf by leaf, and a parent when its last child is gone. Both tree cores have these calls."""
         import torch
 
-        core, leaves = self.tree.tree_core, self._leaves()
+        core, leaves = self.tree.tree_core, unused_leaves(self.tree, self.pages * self.page_tokens)
         if not leaves:
             return
         paths = core.collect_path_info(leaves)
@@ -325,24 +329,6 @@ class SglangEngine:
                     break
                 self.tree._evict_device_leaf(node.node_id, tracker)
                 gone[node.parent_id] += 1
-
-    def _leaves(self) -> list[int]:
-        """Of the cache, those that nobody uses: SGLang's own eviction walk, with nothing evicted."""
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-        core, full = self.tree.tree_core, ComponentType.FULL
-        found: list[int] = []
-        tracker = dict.fromkeys(self.tree.tree_components, 0)
-        core.evict_device_start(full, self.pages * self.page_tokens)
-        try:
-            while True:
-                node, has_moved = self.tree._evict_device_next_node(full, tracker)
-                if node is None and not has_moved:
-                    return found
-                if node is not None:
-                    found.append(node)
-        finally:
-            core.evict_device_end(full)
 
     def _empty_cache(self) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -369,3 +355,22 @@ class SglangEngine:
         checker = getattr(self.scheduler, "invariant_checker", None)
         if checker is not None:
             checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - self.taken_pages * self.page_tokens
+
+
+def unused_leaves(tree: Any, tokens: int) -> list[int]:
+    """Of the cache, those that nobody uses: SGLang's own eviction walk, with nothing evicted."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    core, full = tree.tree_core, ComponentType.FULL
+    found: list[int] = []
+    tracker = dict.fromkeys(tree.tree_components, 0)
+    core.evict_device_start(full, tokens)
+    try:
+        while True:
+            node, has_moved = tree._evict_device_next_node(full, tracker)
+            if node is None and not has_moved:
+                return found
+            if node is not None:
+                found.append(node)
+    finally:
+        core.evict_device_end(full)

@@ -1,7 +1,8 @@
 """The zero-line form: SGLang loads `register` through the entry point `sglang.srt.plugins` in each of its processes.
 
-Four hooks on its own registry: the calls of calls.py around three methods of the scheduler, unless the source patch
-makes them, and the shim's bracket around the one that allocates the KV buffers. Without a valved nothing is hooked.
+Five hooks on its own registry: the calls of calls.py around three methods of the scheduler, unless the source patch
+makes them, the pauses of granted time around a fourth, and the shim's bracket around the one that allocates the KV
+buffers. Without a valved nothing is hooked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from valve_hook.link import ENV_RUN_DIR, socket_path
 from valve_hook.sglang import calls, memory
+from valve_hook.sglang.pauses import pauses_of
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 CREATE = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers"
@@ -28,9 +30,32 @@ def around_choose(original: Callable[..., Any], scheduler: Any, running_batch: A
     if is_patched():
         return original(scheduler, running_batch=running_batch, last_batch=last_batch)
     running_batch, last_batch = calls.before_choose(scheduler, running_batch, last_batch)
-    plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+    pauses = pauses_of(scheduler)
+    if pauses is not None and pauses.drains:
+        plan = nothing(running_batch)
+    else:
+        plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
     calls.after_choose(scheduler, plan.batch_to_run)
+    if pauses is not None:
+        pauses.guard(lambda: pauses.chosen(plan.batch_to_run))
     return plan
+
+
+def nothing(running_batch: Any) -> Any:
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def around_ingest(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where requests are taken in, between two steps."""
+    pauses = pauses_of(scheduler) if not is_patched() else None
+    if pauses is None:
+        return original(scheduler, *args, **kwargs)
+    pauses.guard(pauses.before_ingest)
+    taken = original(scheduler, *args, **kwargs)
+    pauses.guard(pauses.ingested)
+    return taken
 
 
 def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
@@ -41,6 +66,9 @@ def around_result(original: Callable[..., Any], scheduler: Any, batch: Any, resu
         return original(scheduler, batch, result)
     finally:
         after_result()
+        pauses = pauses_of(scheduler)
+        if pauses is not None:
+            pauses.guard(lambda: pauses.processed(batch))
 
 
 def around_retract(original: Callable[..., Any], batch: Any) -> Any:
@@ -59,5 +87,6 @@ def register() -> None:
 
     HookRegistry.register(f"{SCHEDULER}.process_batch_result", around_result, HookType.AROUND)
     HookRegistry.register(f"{SCHEDULER}.get_next_batch_to_run", around_choose, HookType.AROUND)
+    HookRegistry.register(f"{SCHEDULER}.ingest_requests", around_ingest, HookType.AROUND)
     HookRegistry.register(CREATE, memory.around_create, HookType.AROUND)
     HookRegistry.register(RETRACT, around_retract, HookType.AROUND)

@@ -30,13 +30,13 @@ class Counter:
         log.warning("valve: tensorrt_llm, hook %s: open requests are reported, memory is left alone", VERSION)
 
     def write(self) -> None:
-        executor, region = self._executor(), self._link.region
-        if executor is None or region is None:
+        executor = self._executor()
+        if executor is None:
             return
         now = {id(request) for request in list(executor.active_requests)}
         self._ended += len(self._known - now)
         self._known = now
-        region.write(len(now) + queued(executor), self._ended, 0)
+        self._link.lifecycle.tell(len(now) + queued(executor), self._ended, 0)
 
 
 def queued(executor: Any) -> int:

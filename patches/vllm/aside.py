@@ -20,7 +20,7 @@ class Aside:
 
     def __init__(self, scheduler: Any, engine: VllmEngine) -> None:
         self._scheduler, self._engine = scheduler, engine
-        self._aside: list[Any] = []
+        self.requests: list[Any] = []  # who stands aside in this step
         self._told: set[str] = set()
 
     def before_schedule(self) -> None:
@@ -35,12 +35,12 @@ class Aside:
                 return
             if need > ever:
                 self._end(request, need, ever)
-            self._aside.append(waiting.pop_request())
+            self.requests.append(waiting.pop_request())
 
     def after_schedule(self) -> None:
         """In front, in their order; whoever was preempted in this step comes behind."""
-        while self._aside:
-            self._scheduler.waiting.prepend_request(self._aside.pop())
+        while self.requests:
+            self._scheduler.waiting.prepend_request(self.requests.pop())
 
     def _end(self, request: Any, need: int, ever: int) -> None:
         """As vLLM ends a request whose grammar does not compile: its client hears of it with the next output."""

@@ -5,7 +5,8 @@ Scheduler around them, the source patch calls the three by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from valve_hook import VERSION
@@ -15,7 +16,7 @@ from valve_hook.reconciler import Reconciler
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
-from valve_hook.vllm.engine import VllmEngine
+from valve_hook.vllm.engine import VllmEngine, facts_of, has_waiting
 from valve_hook.vllm.progress import Progress
 from valve_hook.vllm.step_limit import step_limit
 from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
@@ -23,6 +24,10 @@ from valve_hook.wire import MAX_BOOK, MAX_ROW, MAX_ROWS, Mode
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0  # once, before the first step: so that an elastic engine starts with what it may use
 IDLE_ROUNDS = 8  # of offers in one look at an idle engine: a request that comes meanwhile waits for them
+TENDED_BESIDE = 12  # rounds of the book in one look of the link's thread beside an engine that takes steps
+MOST_TENDED = 128  # and beside one that takes none
+BREATH_S = 0.0005  # between two rounds: the engine's thread goes first
+NEVER = object()  # no session
 UNHEEDED = "_valve_unheeded"  # on a step's output: why nobody heeds valved's table for it; empty where somebody does
 
 
@@ -38,6 +43,7 @@ class SchedulerHook:
             block_tokens=self.engine.block_tokens,
             slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0),
             current=self.engine.tables.get,
+            read=facts_of,
         )
         self.reconciler = Reconciler(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)
@@ -46,7 +52,11 @@ class SchedulerHook:
         self._between_steps = shim_call("valve_kv_step")
         self._is_idle = False  # written under the engine's lock: while it is True the link's thread may act
         self._has_waited = self._has_said = False
+        self._looked: object = NEVER  # the session in which a look left nothing to do, and what valved had written
+        self._words: Callable[[], bytes] = bytes
+        self._seen = b""
         self._name = engine
+        self._is_aside = False  # somebody may stand aside in this step
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
         row_blocks = min(MAX_ROW, blocks, -(-int(scheduler.max_model_len) // self.engine.block_tokens) + 1)
@@ -60,7 +70,7 @@ class SchedulerHook:
             row_blocks=max(1, min(row_blocks, room)),
             ranks=int(scheduler.vllm_config.parallel_config.world_size),
         )
-        link.on_tick = self.while_idle
+        link.on_tick = self.on_tick
         link.propose(wanted)
 
     def begin_idle(self) -> None:
@@ -89,16 +99,52 @@ class SchedulerHook:
             return ""
         return f"not attached: {self.link.said or 'valved does not answer'}"
 
+    def is_quiet(self) -> bool:
+        """valved has written nothing since a look that left nothing to do, and no other thread may act."""
+        return self.link.session is self._looked and self._words() == self._seen and not self._is_idle
+
     def before_schedule(self) -> None:
+        if not self.is_quiet():
+            self._look_whole()
+        if has_waiting(self.scheduler):
+            self._is_aside = True  # before it: who was moved is moved back whatever happens in there
+            self.aside.before_schedule()
+
+    def _look_whole(self) -> None:
+        self._looked = NEVER
         if not self._has_waited:
             self.settle()
         if self._is_idle:  # written by this thread alone
             with self.engine.lock:
                 self._is_idle = False
         if self.reconciler.sync():
-            self._dropping = len(self.ledger.steps)
+            self._dropping = len(self.ledger.in_flight)
+        session = self.reconciler.session
+        words = session.table.words() if session is not None else b""
         self.step_limit.heed(self.reconciler.step_tokens)
-        self.aside.before_schedule()
+        if session is not None and not session.table.has_news:
+            self._looked, self._words, self._seen = session, session.table.words, words
+
+    def on_tick(self) -> None:
+        """On the link's thread, a few times a second."""
+        self.progress.tell_tokens()  # first, for what comes after it may fail
+        self.while_idle()
+        self._tend()
+
+    def _tend(self) -> None:
+        """The book's rows, a few at a time, so that a step never waits for more. Where the engine takes no steps,
+        all of them: it is idle, or stopped, and valved may be about to choose.
+        """
+        steps = self.reconciler.steps
+        for done in range(MOST_TENDED):
+            try:
+                has_more = self.ledger.tend()
+            except Exception:
+                self.reconciler.fail("bringing the book up to date failed")
+                return
+            if not has_more or (done >= TENDED_BESIDE and self.reconciler.steps != steps):
+                return
+            time.sleep(BREATH_S)
 
     def while_idle(self) -> None:
         """On the link's thread: an engine without requests takes no step, but gives back what valved asks for. Where
@@ -119,27 +165,36 @@ class SchedulerHook:
             self._between_steps()
 
     def after_schedule(self, output: Any) -> None:
-        self.reconciler.receipts.lost_tokens += self.engine.record(self.ledger, output)
-        if any(self.scheduler.requests[new.req_id].resumable for new in output.scheduled_new_reqs):
-            self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
+        if self._is_aside:
+            self.reconciler.guard(self.aside.after_schedule)
+            self._is_aside = bool(self.aside.requests)
+        new, resumed = output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids
+        if new or resumed or output.finished_req_ids or output.preempted_req_ids:
+            self.reconciler.receipts.lost_tokens += self.engine.record(self.ledger, output)
+            if any(self.scheduler.requests[each.req_id].resumable for each in new):
+                self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
+        if output.num_scheduled_tokens:
+            self.ledger.launch(output)
         self.reconciler.publish()
-        self._note_idle()
-        self.progress.after_schedule(output)
+        if self._is_idle or not self.scheduler.requests:
+            self._note_idle()
+        if output.finished_req_ids or len(self.scheduler.requests) != self.progress.told_open:
+            self.progress.after_schedule(output)
 
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
-        if not self._is_idle and self.scheduler.requests:
-            return
         with self.engine.lock:
-            self._is_idle = not self.scheduler.requests and not self.ledger.steps
+            self._is_idle = not self.scheduler.requests and not self.ledger.in_flight
 
     def before_update(self, output: Any, result: Any) -> None:
-        with self.engine.lock:  # an empty step is believed while the engine counts as idle
-            if self.reconciler.sync():
-                self._dropping = len(self.ledger.steps)
+        if not self.is_quiet():
+            with self.engine.lock:  # an empty step is believed while the engine counts as idle
+                if self.reconciler.sync():
+                    self._dropping = len(self.ledger.in_flight)
         self.ledger.believe(output)
-        self._note_idle()
-        dropped: list[str] = []
+        if self._is_idle or not self.scheduler.requests:
+            self._note_idle()
+        dropped: Sequence[str] = ()
         if self._dropping:
             self._dropping -= 1
             dropped = self._dropped(output)
@@ -147,6 +202,7 @@ class SchedulerHook:
 
     def fail(self, what: str, *, is_look: bool = False) -> None:
         """Before a step's output is believed, or another step is scheduled, what was told must have been acted on."""
+        self._looked = NEVER
         self.reconciler.fail(what)
         if is_look:
             with self.engine.lock:
@@ -164,9 +220,9 @@ class SchedulerHook:
         ]
 
 
-def _hook(scheduler: Any, *, make: bool) -> SchedulerHook | Progress | None:
+def _hook(scheduler: Any) -> SchedulerHook | Progress | None:
     hook: SchedulerHook | Progress | None = scheduler.__dict__.get("_valve")
-    if "_valve" in scheduler.__dict__ or not make:
+    if "_valve" in scheduler.__dict__:
         return hook
     scheduler._valve, scheduler._valve_why = None, "no valved was found"
     try:
@@ -191,29 +247,30 @@ def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
     except check.MemoryRefused as refused:
         scheduler._valve_why = str(refused)
         log.warning("valve: requests and tokens are reported, nothing is reclaimed from this engine: %s", refused)
-        return Progress(scheduler, link)
+        progress = Progress(scheduler, link)
+        link.on_tick = progress.tell_tokens
+        return progress
     return SchedulerHook(scheduler, link, Mode.FULL, engine)
-
-
-def _run(hook: SchedulerHook | Progress, action: Callable[..., None], *arguments: Any, is_look: bool) -> None:
-    try:
-        action(*arguments)
-    except Exception:
-        hook.fail(f"{getattr(action, '__name__', action)} failed", is_look=is_look)
 
 
 def built(scheduler: Any) -> None:
     """A Scheduler stands: attach now, not at its first request, which may be hours away."""
-    hook = _hook(scheduler, make=True)
+    hook = _hook(scheduler)
     if isinstance(hook, SchedulerHook) and type(scheduler).__module__.startswith("vllm."):
-        _run(hook, hook.begin_idle, is_look=True)  # another class may go on building itself, and take blocks for it
+        try:  # another class may go on building itself, and take blocks for it
+            hook.begin_idle()
+        except Exception:
+            hook.fail("begin_idle failed", is_look=True)
 
 
 def before_schedule(scheduler: Any) -> None:
     """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
-    hook = _hook(scheduler, make=True)
+    hook = getattr(scheduler, "_valve", None) or _hook(scheduler)
     if hook is not None:
-        _run(hook, hook.before_schedule, is_look=True)
+        try:
+            hook.before_schedule()
+        except Exception:
+            hook.fail("before_schedule failed", is_look=True)
     if not isinstance(hook, SchedulerHook) or hook.reconciler.session is None:
         refuse_blind(None, getattr(getattr(hook, "link", None), "said", ""))
 
@@ -223,17 +280,21 @@ def after_schedule(scheduler: Any, output: Any) -> None:
 
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """
-    hook = _hook(scheduler, make=False)
-    if isinstance(hook, SchedulerHook):
-        _run(hook, hook.aside.after_schedule, is_look=False)
+    hook = getattr(scheduler, "_valve", None)
     if hook is not None:
-        _run(hook, hook.after_schedule, output, is_look=False)
+        try:
+            hook.after_schedule(output)
+        except Exception:
+            hook.fail("after_schedule failed")
     why = hook.unheeded if isinstance(hook, SchedulerHook) else scheduler.__dict__.get("_valve_why", "no hook")
     setattr(output, UNHEEDED, why)
 
 
 def before_update(scheduler: Any, output: Any, result: Any) -> None:
     """First thing in Scheduler.update_from_output: before this step's output is believed."""
-    hook = _hook(scheduler, make=False)
+    hook = getattr(scheduler, "_valve", None)
     if hook is not None:
-        _run(hook, hook.before_update, output, result, is_look=True)
+        try:
+            hook.before_update(output, result)
+        except Exception:
+            hook.fail("before_update failed", is_look=True)

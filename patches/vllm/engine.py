@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from valve_hook.ledger import Ledger, Step
+from valve_hook.ledger import Facts, Ledger
 from valve_hook.shared import Blocks
 from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_hook.vllm.prefixes import Prefixes
@@ -167,18 +167,18 @@ class VllmEngine:
 
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler, pool = self.scheduler, self.pool
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - len(self.withheld)
-        waiting = scheduler.waiting
-        if not waiting:
+        used = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks - len(self.withheld)
+        if not has_waiting(scheduler):
             self._waiting_seen = ()  # the next one may lie where the last one lay
             return used, used, len(scheduler.running), 0
+        waiting = scheduler.waiting
         first = getattr(waiting, "_heap", waiting)  # a priority queue is copied to be walked
         seen = len(waiting), first[0].request_id, first[0].num_tokens  # a preempted one comes back longer
         if seen != self._waiting_seen:
             tokens = self.block_tokens
             needs = [-(-request.num_tokens // tokens) for request in islice(first, LOOK_AT_WAITING)]
             self._waiting_seen, self._waiting_need = seen, sum(needs)
-        return used, used + self._waiting_need, len(scheduler.running), len(waiting)
+        return used, used + self._waiting_need, len(scheduler.running), seen[0]
 
     # ---- for the user ----
 
@@ -196,8 +196,8 @@ class VllmEngine:
     # ---- what a step says ----
 
     def record(self, ledger: Ledger, output: Any) -> int:
-        """Take a scheduled step into the ledger. Work is done for requests that come and go, not for all. Returns how
-        many tokens are computed a second time by those who come back.
+        """Take the requests that come and go with a step into the ledger. Returns how many tokens are computed a second
+        time by those who come back.
         """
         for name in output.finished_req_ids:
             ledger.dismiss(name)
@@ -205,18 +205,14 @@ class VllmEngine:
         for name in output.preempted_req_ids or ():
             if name in ledger.held:
                 ledger.dismiss(name)
-        again = 0
         for new in output.scheduled_new_reqs:
             ledger.follow(new.req_id, self._table(new.req_id))
-        cached = output.scheduled_cached_reqs
+        cached, again = output.scheduled_cached_reqs, 0
         if cached.resumed_req_ids:
             for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if name in cached.resumed_req_ids:
                     ledger.follow(name, self._table(name))
                     again += self.prefixes.resume(name, computed)
-        if output.num_scheduled_tokens:
-            ledger.launch(step_of(output))
-        ledger.tend()
         return again
 
     def _table(self, request: str) -> Sequence[Any]:
@@ -227,10 +223,14 @@ class VllmEngine:
         return table  # type: ignore[no-any-return]
 
 
-def step_of(output: Any) -> Step:
+def has_waiting(scheduler: Any) -> bool:
+    """vLLM's own queue answers through three functions in Python, so it is asked only where not everybody runs."""
+    return len(scheduler.requests) != len(scheduler.running) and bool(scheduler.waiting)
+
+
+def facts_of(output: Any) -> Facts:
     new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
-    return Step(
-        key=output,
+    return Facts(
         requests=output.num_scheduled_tokens,
         first_tokens=[
             (cached.req_ids, cached.num_computed_tokens),

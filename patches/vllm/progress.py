@@ -7,12 +7,15 @@ so that gating is exact, and how far its work is.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
 from valve_hook.link import Link
 
 log = logging.getLogger("valve")
+MOST_ROWS = 256  # steps whose tokens wait to be counted
 
 
 class Progress:
@@ -23,20 +26,44 @@ class Progress:
     def __init__(self, scheduler: Any, link: Link) -> None:
         self._scheduler = scheduler
         self._link = link
-        self.useful_tokens = 0
         self.ended = 0
+        self._counted = 0
+        self._rows: deque[list[Any]] = deque()  # a step's sampled tokens, one or none in a row, not counted yet
+        self._lock = threading.Lock()
         self._gone: set[str] = set()  # ended, and may be in a step in flight
+        self.told_open = -1
         self._failures = 0
+
+    @property
+    def useful_tokens(self) -> int:
+        """Any thread may ask, and counts what is left to count."""
+        with self._lock:
+            while self._rows:
+                self._counted += sum(map(len, self._rows.popleft()))
+            return self._counted
+
+    def _count(self, tokens: int) -> None:
+        with self._lock:
+            self._counted += tokens
 
     def before_schedule(self) -> None:
         pass
 
     def after_schedule(self, output: Any) -> None:
-        self.ended += len(output.finished_req_ids)
-        self._gone |= output.finished_req_ids
-        region = self._link.region
-        if region is not None:
-            region.write(len(self._scheduler.requests), self.ended, self.useful_tokens)
+        finished = output.finished_req_ids
+        if finished:
+            self.ended += len(finished)
+            self._gone |= finished
+        if finished or len(self._scheduler.requests) != self.told_open:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told_open = len(self._scheduler.requests)
+        self._link.lifecycle.tell(self.told_open, self.ended, self.useful_tokens)
+
+    def tell_tokens(self) -> None:
+        """On the link's thread, between two changes of what is open; and what is, before the first step."""
+        self._link.lifecycle.tell_first(len(self._scheduler.requests), self.useful_tokens)
 
     def before_update(self, output: Any, result: Any) -> None:
         self.count(output, result)
@@ -44,20 +71,27 @@ class Progress:
     def count(self, output: Any, result: Any, dropped: Collection[str] = ()) -> int:
         """Take a step's output into the sum. Returns the tokens of requests whose output is `dropped`."""
         sampled, wasted, requests = result.sampled_token_ids, 0, self._scheduler.requests
-        self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
-        late = [name for name in self._gone if name in output.num_scheduled_tokens and name not in requests]
+        late: Collection[str] = ()
+        if self._gone:
+            self._gone -= output.finished_req_ids  # steps come in in order: theirs are in
+            late = [name for name in self._gone if name in output.num_scheduled_tokens and name not in requests]
         if sampled:  # without drafts a row holds one token or none
-            drafts, row_of = output.scheduled_spec_decode_tokens, result.req_id_to_index
-            wasted = sum(len(sampled[row_of[name]]) for name in dropped)
-            unread = sum(len(sampled[row_of[name]]) for name in late if name not in dropped)
-            tokens = sum(map(len, sampled)) if drafts or not all(sampled) else len(sampled)
-            self.useful_tokens += tokens - wasted - unread
+            if output.scheduled_spec_decode_tokens:  # of several in a row vLLM may yet take some out
+                self._count(sum(map(len, sampled)))
+            else:
+                self._rows.append(sampled)
+                if len(self._rows) >= MOST_ROWS:  # the link's thread, which counts them, has no connection
+                    self.tell_tokens()
+            if dropped or late:
+                row_of = result.req_id_to_index
+                wasted = sum(len(sampled[row_of[name]]) for name in dropped)
+                self._count(-wasted - sum(len(sampled[row_of[name]]) for name in late if name not in dropped))
         pooled = getattr(result, "pooler_output", None)
         if pooled:
             index = result.req_id_to_index
             answered = [name for name in output.num_scheduled_tokens if pooled[index[name]] is not None]
-            self.useful_tokens += sum(
-                requests[name].num_prompt_tokens for name in answered if name in requests and name not in dropped
+            self._count(
+                sum(requests[name].num_prompt_tokens for name in answered if name in requests and name not in dropped)
             )
         return wasted
 

@@ -17,6 +17,10 @@
  * quarantine that waits for the next engine step, leaves an engine that recomputes for nothing, never one that believes
  * garbage. Giving back goes the other way round: memory mapped and zero on every rank, then entries, then epoch.
  *
+ * Rule for valved
+ *   - Nothing is taken in a table before its book says a mode: the hook writes one when it reads that table, and until
+ *     then it may believe output by the table that it had before.
+ *
  * Rules for a hook
  *   - A block whose entry changed since it was last read has lost its content, whatever the backed bit says: it may
  *     have been taken and given back in between. It is zero or garbage, never another tenant's.

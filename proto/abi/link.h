@@ -186,7 +186,7 @@ struct valve_link_channel {
 /* SCHEDULE_WAIT and SCHEDULE_DONE */
 struct valve_link_schedule {
 	struct valve_link_header header;
-	uint32_t h_client;
+	uint32_t h_client; /* 0: all of the process (VALVE_FEATURE_KEEP_STOP) */
 	uint32_t h_object; /* TSG or channel that the application schedules */
 };
 

@@ -47,7 +47,12 @@ enum valve_feature {
 	        1u << 7, /* and those by which valved makes memory sparse itself. The daemon announces
 	                                 * it only where it may: it asks for a descriptor of /dev/nvidia-uvm */
 	VALVE_FEATURE_KV_FREE = 1u << 9, /* the daemon fills kv_free[] of the control page */
+	VALVE_FEATURE_KEEP_STOP =
+	        1u
+	        << 12, /* daemon: SCHEDULE_WAIT and _DONE with h_client 0 are about the whole process. A client
+	                   * that has stopped itself keeps its stop over a new link and asks so before it ends it */
 	VALVE_FEATURE_KV_STEP = 1u << 8, /* KV_STEP is said before the first engine step over a hole */
+	VALVE_FEATURE_GRANT = 1u << 10,  /* granted time: an offline client stops itself at run_until_ns */
 };
 
 /* Orders to an offline client, in control.order: what its session thread must do now. */
@@ -93,7 +98,7 @@ struct valve_control {
 	uint32_t watch;             /* 1: the watcher must prove idleness; 0: it may sleep. Futex word */
 	uint32_t order;             /* valve_order, for the session thread; the order eventfd is rung after */
 	uint32_t order_seq;         /* rises with every order */
-	uint32_t draining;          /* 1: valved is going away on purpose: enable and pass through */
+	uint32_t draining;          /* 1: enable all, pass through; reserved: no valved writes it */
 	uint32_t quiet_us;          /* quiet time before the watcher probes */
 	uint8_t pad2[24];
 
@@ -116,6 +121,45 @@ struct valve_kv_free {
 	uint8_t gpu_uuid[16]; /* written once, before bytes */
 	uint64_t bytes;
 	uint64_t pad0;
+};
+
+/*
+ * Granted time, behind the free handles. A grant is a wake with an end: an engine's hook asks for a pause between two of its
+ * steps, and the GPU is closed again at its end by valved; should valved be gone by then, by each offline process itself.
+ */
+#define VALVE_GRANT_OFFSET       1280u
+#define VALVE_GRANT_GPUS         32u
+#define VALVE_RUN_UNTIL_GRACE_NS 5000000u /* valved has so long to close before a client stops itself */
+struct valve_grant {
+	/* to an engine's hook. consented 0: it asks for nothing and rings no doorbell */
+	uint32_t consented;
+	uint32_t answer;     /* valve_grant_answer, to the request ... */
+	uint32_t answer_seq; /* ... of this number; written last */
+	uint32_t
+	        by_slices; /* 1: no call is made per pause; while it steps it moves grant_until_ns on, without a ring,
+	                      * and rings for what is no step: a new request, an abort, its end */
+	uint64_t tpot_ns, gap_ns; /* what the owner stated */
+	uint8_t pad1[32];
+
+	/* 64: to an offline client. By GPU of the node, written by its issuer: until when channels there may run. 0: until
+	 * valved stops them. Set before they are enabled, cleared after they were stopped; the order eventfd is rung after
+	 * it is set. */
+	_Alignas(64) uint64_t run_until_ns[VALVE_GRANT_GPUS];
+};
+
+enum valve_grant_answer {
+	VALVE_GRANT_NONE = 0,
+	VALVE_GRANT_GIVEN = 1,
+	VALVE_GRANT_NO_CONSENT = 2,
+	VALVE_GRANT_NOT_HELD = 3,    /* the service is idle, or has no GPU: nothing is there to grant */
+	VALVE_GRANT_OTHERS = 4,      /* somebody else holds one of its GPUs, or has granted it */
+	VALVE_GRANT_NOT_STOPPED = 5, /* a stop there failed, or is under way */
+	VALVE_GRANT_SHIM = 6,        /* offline work there would not stop itself */
+	VALVE_GRANT_LENGTH = 7,
+	VALVE_GRANT_RATE = 8,
+	VALVE_GRANT_BUSY = 9,   /* GPU work was not proven done */
+	VALVE_GRANT_SLICE = 10, /* rung timeslice: offline work there has no short slice */
+	VALVE_GRANT_ANSWERS = 11,
 };
 
 /* One launching thread's counter. Writer: that thread alone (the last slot is shared and counted atomically). */
@@ -180,6 +224,19 @@ struct valve_region {
 	uint64_t requests_ended;
 	uint64_t useful_tokens; /* progress for the throughput SLA: each token counted once */
 	uint8_t pad6[24];
+
+	/* 384: engine hook: granted time. grant_seq rises after the rest was written; then the doorbell is rung. Only where
+	 * the control page says that the owner consents. */
+	_Alignas(64) uint64_t grant_until_ns; /* offline work may run until then; past: no longer */
+	uint64_t step_begin_ns,
+	        step_end_ns; /* of the engine's last step, whoever consents; the end is written last */
+	uint32_t grant_seq;
+	uint32_t pad7;
+
+	/* 416: session thread (offline): it stops itself for the run_until_ns in until_claim, and has for until_done. A claim
+	 * is written before run_until_ns is read once more: either the client finds it cleared, or valved finds the claim. */
+	uint64_t until_claim, until_done;
+	uint8_t pad8[16];
 };
 
 #define VALVE_SLOT_OFFSET VALVE_PAGE
@@ -188,10 +245,12 @@ struct valve_region {
 #define VALVE_AT(type, field, at) _Static_assert(offsetof(struct type, field) == (at), #type "." #field)
 _Static_assert(sizeof(struct valve_control) == VALVE_KV_FREE_OFFSET, "control");
 _Static_assert(sizeof(struct valve_kv_free) == 32, "free handles of a GPU");
-_Static_assert(VALVE_KV_FREE_OFFSET + VALVE_KV_FREE_GPUS * 32u <= VALVE_CONTROL_BYTES, "control page");
+_Static_assert(VALVE_KV_FREE_OFFSET + VALVE_KV_FREE_GPUS * 32u <= VALVE_GRANT_OFFSET, "free handles end");
+_Static_assert(VALVE_GRANT_OFFSET + sizeof(struct valve_grant) <= VALVE_CONTROL_BYTES, "control page");
+_Static_assert(sizeof(struct valve_grant) == 64 + VALVE_GRANT_GPUS * 8u, "granted time");
 _Static_assert(sizeof(struct valve_slot) == 64, "slot");
 _Static_assert(sizeof(struct valve_gap) == 16, "gap");
-_Static_assert(sizeof(struct valve_region) == 384, "region head");
+_Static_assert(sizeof(struct valve_region) == 448, "region head");
 _Static_assert(sizeof(struct valve_region) <= VALVE_PAGE, "the head fits its page");
 _Static_assert(VALVE_GAPS * sizeof(struct valve_gap) <= VALVE_PAGE, "the gap ring fits its page");
 VALVE_AT(valve_control, gate_epoch, 64);
@@ -206,6 +265,8 @@ VALVE_AT(valve_region, gaps, 160);
 VALVE_AT(valve_region, capture_depth, 192);
 VALVE_AT(valve_region, order_done, 256);
 VALVE_AT(valve_region, open_requests, 320);
+VALVE_AT(valve_region, grant_until_ns, 384);
+VALVE_AT(valve_region, until_claim, 416);
 #undef VALVE_AT
 
 #endif

@@ -11,7 +11,12 @@ ONLINE, OFFLINE = "online", "offline"
 # Written by users, on pods.
 SLA = f"{DOMAIN}/sla-throughput"  # share of standalone throughput, (0, 1]
 PROFILE = f"{DOMAIN}/profile"  # OfflineProfile in the pod's namespace
+KIND = f"{DOMAIN}/kind"  # batch or finetune; left out it is batch
+BATCH, FINETUNE = "batch", "finetune"
+BASE = f"{DOMAIN}/base"  # of finetune pods: the model they train; label of online pods: the model they serve
 GPUS_REQUIRED = f"{DOMAIN}/gpus-required"  # of a pod without a limit: the webhook makes one of it
+SLO = f"{DOMAIN}/slo"  # of online pods, and on namespaces: the target, as ttft=500ms,tpot=40ms,gap=100ms
+GRANT = f"{DOMAIN}/grant"  # the same: "true" lets pauses within the target be given to offline work
 INJECT = f"{DOMAIN}/inject"  # "false": leave this pod alone
 
 # Written by Valve, on pods; users may not.
@@ -26,6 +31,7 @@ SHIM = f"{DOMAIN}/shim"  # version of the shim an online pod was injected with
 TRUST = f"{DOMAIN}/trust-domain"  # namespaces of one value trust each other with memory
 
 # On nodes.
+KEEP_JOB = f"{DOMAIN}/keep-job"  # annotation of a Job: "true" has the webhook leave it as it is
 EPOCH = f"{DOMAIN}/capacity-epoch"  # annotation, bumped so that kube-scheduler retries pending pods
 
 RESOURCE = f"{DOMAIN}/harvested-gpu"

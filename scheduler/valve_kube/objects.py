@@ -1,19 +1,29 @@
 """From the JSON of the Kubernetes API to values, refusing what cannot be used by name. Pure."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
-from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, ThroughputCurve, WorkloadProfile, forecast, windows_of
+from valve_scheduler.model import (
+    HISTOGRAM_BINS,
+    MAX_GPUS,
+    ThroughputCurve,
+    WorkloadProfile,
+    forecast,
+    peak_mib,
+    windows_of,
+)
 from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 
 Object = Mapping[str, Any]
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,7 @@ class OfflinePod:
     gpus: int
     sla: float
     profile: str
+    base: str = ""  # of a finetuning pod: nodes that serve it come first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,7 @@ class NodeReport:
     hour: FloatArray
     day: FloatArray  # [8] of the last day
     histogram: FloatArray  # [8, bins]
+    online_peak: FloatArray  # [8] MiB that online uses at its peaks; 0: not seen, or its policy lets jobs in anyway
     alignment: FloatArray  # [8, 8]
     observed_at_s: float  # wall clock of the node
     theta: float | None = None  # alignment threshold of the node's policy
@@ -118,6 +130,26 @@ def sla_of(pod: Object) -> float:
         raise InvalidObject(f"annotation {names.SLA} is {text!r}, must be a number in (0, 1], such as 0.30")
 
     return sla
+
+
+def kind_of(pod: Object) -> str:
+    """What kind of offline work the pod is, as its author says."""
+    kind = annotation(pod, names.KIND) or names.BATCH
+    if kind not in (names.BATCH, names.FINETUNE):
+        raise InvalidObject(f"annotation {names.KIND} is {kind!r}, must be {names.BATCH} or {names.FINETUNE}")
+
+    return kind
+
+
+def base_of(pod: Object) -> str:
+    """The model that a finetuning pod trains; empty when it names none. Online pods carry it as a label."""
+    kind, base = kind_of(pod), annotation(pod, names.BASE)
+    if base and kind != names.FINETUNE:
+        raise InvalidObject(f"annotation {names.BASE} is for pods with {names.KIND}: {names.FINETUNE}")
+    if base and not _LABEL_VALUE.fullmatch(base):
+        raise InvalidObject(f"annotation {names.BASE} is {base!r}, which no label of a service can be")
+
+    return base
 
 
 def gpus_wanted(pod: Object) -> int:
@@ -184,9 +216,26 @@ def owner_name(pod: Object) -> str:
 
 
 def started_at_s(pod: Object) -> float:
-    """Wall clock of the pod's start on its node; for a pod without one it has just begun."""
-    text = (pod.get("status") or {}).get("startTime")
+    """Wall clock of the last start of the container that has the GPUs: not the pod's, which is before its image was
+    pulled and stays when the container starts anew. A pod without one has just begun."""
+    text = start_text(pod)
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else math.inf
+
+
+def start_text(pod: Object) -> str:
+    """RFC 3339 with Z, as all of an API server, so the later text is the later time."""
+    status = pod.get("status") or {}
+    working = {
+        container.get("name")
+        for container in (pod.get("spec") or {}).get("containers") or []
+        if names.RESOURCE in ((container.get("resources") or {}).get("limits") or {})
+    }
+    running = (
+        ((one.get("state") or {}).get("running") or {}).get("startedAt") or ""
+        for one in status.get("containerStatuses") or []
+        if one.get("name") in working
+    )
+    return max([status.get("startTime") or "", *running])
 
 
 def created_at_s(pod: Object) -> float:
@@ -206,6 +255,7 @@ def offline_pod(pod: Object) -> OfflinePod:
         gpus=gpus_wanted(pod),
         sla=sla_of(pod),
         profile=annotation(pod, names.PROFILE),
+        base=base_of(pod),
     )
 
 
@@ -214,8 +264,8 @@ def workload_profile(profile: Object) -> WorkloadProfile | None:
     if (profile.get("status") or {}).get("phase") != "Ready":
         return None
     spec = profile.get("spec") or {}
-    points = sorted(spec.get("curve") or [], key=lambda point: float(point["freeMiB"]))
     try:
+        points = sorted(spec.get("curve") or [], key=lambda point: float(point["freeMiB"]))
         return WorkloadProfile(
             standalone_tokens_per_s=float(spec.get("standaloneTokensPerSecond", 0.0)),
             curve=ThroughputCurve(
@@ -265,11 +315,13 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
         raise ValueError("idle must be in [0, 1] and freeMemory must not be negative")
     resolved = spec.get("resolved") or {}
     slots = int(resolved.get("slotsPerGPU", 1))
+    full_mib = float(status["memoryMiB"])
+    peaks = _peaks(gpus, full_mib)
     return NodeReport(
         node=node,
         phase=phase_in_force(status, spec),
         gpu_model=status.get("gpuModel", ""),
-        full_mib=float(status["memoryMiB"]),
+        full_mib=full_mib,
         uuids=tuple(gpu["uuid"] for gpu in gpus),
         harvestable=tuple(bool(gpu.get("harvestable")) and slots > 0 for gpu in gpus),
         idle=idle,
@@ -277,12 +329,26 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
         hour=hour,
         day=day,
         histogram=np.divide(histogram, totals, out=np.zeros_like(histogram), where=totals > 0),
+        online_peak=np.zeros(MAX_GPUS) if resolved.get("allowCrowded") else peaks,
         alignment=_alignment(status.get("alignment") or [], count),
         observed_at_s=_seconds(status["observedAt"]),
         epoch=int(status.get("epoch", 0)),
         written_at_s=written_at_s,
         theta=float(resolved["alignmentThreshold"]) if "alignmentThreshold" in resolved else None,
     )
+
+
+def _peaks(gpus: Sequence[Object], full_mib: float) -> FloatArray:
+    """[8]: the larger one of the last hour's and the last day's. A node of a former release reports none."""
+    peaks = np.zeros(MAX_GPUS)
+    for row, gpu in enumerate(gpus):
+        for window in ("1h", "24h"):
+            histogram = np.asarray((gpu.get("onlineMemory") or {}).get(window, np.zeros(HISTOGRAM_BINS)), np.float64)
+            if histogram.shape != (HISTOGRAM_BINS,) or not np.isfinite(histogram).all() or histogram.min() < 0:
+                raise ValueError(f"onlineMemory must be {HISTOGRAM_BINS} numbers, none of them negative")
+            peaks[row] = max(peaks[row], float(peak_mib(histogram, full_mib)))
+
+    return peaks
 
 
 def _seconds(text: str) -> float:

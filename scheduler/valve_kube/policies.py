@@ -18,7 +18,7 @@ DRAIN_POLICY = "valve-drain"  # made by `valve-scheduler drain`, gone with the r
 _DRIVER_LABELS = ("nvidia.com/gpu.deploy.client", "nvidia.com/gpu.deploy.device-plugin")
 BRAKE = "valve-pause"  # every daemon and every extender watches it
 # What a node's daemon obeys, as it stands in the policy.
-_FOR_NODES = ("mode", "alignmentThreshold", "slotsPerGPU", "reclaimsPerHour", "cooldown")
+_FOR_NODES = ("mode", "alignmentThreshold", "allowCrowded", "slotsPerGPU", "reclaimsPerHour", "cooldown", "granted")
 # Whoever says none of these (a pause, a drain, caps of namespaces) rules no node and overrules nobody.
 _RULING = frozenset({*_FOR_NODES, "sla"})
 

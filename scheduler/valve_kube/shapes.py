@@ -1,17 +1,21 @@
 """Typed decoding: of a pod's eleven kilobytes only the fields that Valve reads become objects, page by page.
 
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
-form of the JSON it came from, less everything else."""
+form of the JSON it came from, less everything else, and one word more: whether the pod is bound to some nodes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from valve_kube import names
+from valve_kube.objects import start_text
 
 Json = dict[str, Any]
 
+_BOUND = "boundToNodes"  # key of a slim pod's spec
+_CLAIMED_VOLUMES = ("persistentVolumeClaim", "ephemeral")
 _KEPT_LABELS = frozenset({"pod-template-hash"})
 
 
@@ -40,6 +44,7 @@ class _Resources(msgspec.Struct, omit_defaults=True):
 
 
 class _Container(msgspec.Struct, omit_defaults=True):
+    name: str = ""
     resources: _Resources | None = None
 
 
@@ -47,6 +52,11 @@ class _Spec(msgspec.Struct, omit_defaults=True):
     nodeName: str | None = None
     containers: list[_Container] | None = None
     initContainers: list[_Container] | None = None
+    # Read for `is_bound` alone, and not kept.
+    nodeSelector: Any = None
+    affinity: Any = None
+    topologySpreadConstraints: Any = None
+    volumes: list[dict[str, msgspec.Raw]] | None = None
 
 
 class _Condition(msgspec.Struct):
@@ -54,10 +64,24 @@ class _Condition(msgspec.Struct):
     status: str
 
 
+class _Running(msgspec.Struct, omit_defaults=True):
+    startedAt: str | None = None
+
+
+class _State(msgspec.Struct, omit_defaults=True):
+    running: _Running | None = None
+
+
+class _ContainerStatus(msgspec.Struct, omit_defaults=True):
+    name: str = ""
+    state: _State | None = None
+
+
 class _Status(msgspec.Struct, omit_defaults=True):
     phase: str | None = None
     startTime: str | None = None
     conditions: list[_Condition] | None = None
+    containerStatuses: list[_ContainerStatus] | None = None
 
 
 class _Pod(msgspec.Struct, omit_defaults=True):
@@ -129,8 +153,26 @@ class PodShape(Shape):
         return {"type": found.type, "object": _slim(self._pods.decode(found.object))}
 
 
+def is_bound(pod: Mapping[str, Any]) -> bool:
+    """Whether its spec forbids it some nodes: by labels, by pods that are there, or by a volume, which may be of one
+    node or zone. Of taints nothing is said here."""
+    spec = pod.get("spec") or {}
+    return bool(spec.get(_BOUND)) or _is_bound(spec)
+
+
+def _is_bound(spec: Mapping[str, Any]) -> bool:
+    affinities = (spec.get("affinity") or {}).values()
+    spreads = spec.get("topologySpreadConstraints") or []
+    return bool(
+        spec.get("nodeSelector")
+        or any((one or {}).get("requiredDuringSchedulingIgnoredDuringExecution") for one in affinities)
+        or any(one.get("whenUnsatisfiable", "DoNotSchedule") == "DoNotSchedule" for one in spreads)
+        or any(kind in volume for volume in spec.get("volumes") or [] for kind in _CLAIMED_VOLUMES)
+    )
+
+
 def _slim(pod: _Pod) -> Json:
-    """Of labels, annotations and limits only those with a meaning here."""
+    """Of labels, annotations and limits only those with a meaning here; of all starts the one that counts."""
     metadata = pod.metadata
     metadata.labels = _ours(metadata.labels)
     metadata.annotations = _ours(metadata.annotations)
@@ -138,7 +180,17 @@ def _slim(pod: _Pod) -> Json:
         if container.resources is not None:
             limits = container.resources.limits or {}
             container.resources.limits = {key: limits[key] for key in (names.RESOURCE,) if key in limits}
+    bound = pod.spec is not None and _is_bound(msgspec.structs.asdict(pod.spec))
+    if pod.spec is not None:
+        pod.spec.nodeSelector = pod.spec.affinity = pod.spec.topologySpreadConstraints = pod.spec.volumes = None
     found: Json = msgspec.to_builtins(pod)
+    if bound:
+        found["spec"][_BOUND] = True
+    if pod.status is not None and pod.status.containerStatuses is not None:
+        started = start_text(found)
+        del found["status"]["containerStatuses"]
+        if started:
+            found["status"]["startTime"] = started
 
     return found
 

@@ -13,6 +13,12 @@ requests = Histogram(
     buckets=_LATENCY_S,
     registry=REGISTRY,
 )
+bind_waits = Histogram(
+    "valve_extender_binding_seconds",
+    "Of the answer to a bind: how long the API server took to store the Binding",
+    buckets=_LATENCY_S,
+    registry=REGISTRY,
+)
 refusals = Counter(
     "valve_extender_refused_nodes",
     "Nodes refused in filter calls, by reason; with valve_extender_accepted_nodes they add up to all judged",

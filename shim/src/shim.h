@@ -109,6 +109,7 @@ struct valve_shim {
 	uint32_t untold;       /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
+	uint32_t has_ranges;   /* KV ranges were made: a hold may stand before a hole */
 	struct valve_reply reply[VALVE_REPLIES];
 	struct valve_lock link_lock;    /* own, replies, sending */
 	struct valve_lock capture_lock; /* the rm map */
@@ -161,6 +162,12 @@ void valve_memory_forget(CUcontext context, int device, bool is_gone);
 void valve_memory_reset(void);
 void valve_orders_wake(void);
 valve_link_handler valve_orders_take; /* KV_ORDER */
+
+/* link/until.c: the session's thread alone */
+bool valve_until_stands(void);
+void valve_until_forget(bool stopped);
+uint64_t valve_until_rest_ns(uint64_t most_ns);
+void valve_until_check(bool released, bool *stopped);
 
 /* link/pages.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Json = dict[str, Any]
 HARVEST_NODES = f"{names.API_PATH}/gpuharvestnodes"
+POLICIES = f"{names.API_PATH}/harvestpolicies"
 GROUP = f"/apis/{names.API_VERSION}/namespaces/default"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
 BUDGETS = "/apis/policy/v1/namespaces/default/poddisruptionbudgets"
@@ -35,10 +36,14 @@ def watched(scheduling: ControlPlane) -> Iterator[ControlPlane]:
             "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
         },
     }
+    # Tests come in any order: one that evicts shall not take the ten minutes' budget of the others.
+    policy = {"apiVersion": names.API_VERSION, "kind": "HarvestPolicy", "metadata": {"name": "often"}}
+    scheduling.api.post(POLICIES, policy | {"spec": {"eviction": {"budgetSeconds": 1}}})
     scheduling.api.post(f"{GROUP}/offlineprofiles", profile)
     scheduling.api.patch(f"{GROUP}/offlineprofiles/measured/status", {"status": {"phase": "Ready"}})
     yield scheduling
     scheduling.api.delete(f"{GROUP}/offlineprofiles/measured")
+    scheduling.api.delete(f"{POLICIES}/often")
     scheduling.kill("controller")
 
 

@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_kube import names
 from valve_scheduler.placement.rank import REASON_TEXT, Reason
@@ -174,3 +177,37 @@ def test_an_extender_killed_while_it_binds_loses_and_doubles_nothing(
 
     pods = wait_bound(scheduling.api, nodes * 8)
     assert set(held_gpus(pods).values()) == {1}
+
+
+@pytest.mark.parametrize("prefers", [True, False])
+def test_a_job_that_prefers_a_base_goes_where_it_is_served_if_nodes_are_alike(
+    scheduling: ControlPlane, prefers: bool
+) -> None:
+    """By the annotations of docs/finetuning.md; without them the nodes share the pods."""
+    api, first = scheduling.api, 950 if prefers else 960
+    alike = [node_name(first), node_name(first + 1)]
+    create_nodes(api, 2, first=first)
+    for index, name in enumerate(alike):
+        status = report(first + index, np.random.default_rng(5), idle=0.9)
+        api.patch(f"{names.API_PATH}/gpuharvestnodes/{name}/status", {"status": status})
+    labels = {names.BASE: "llama-8b"} if prefers else {}
+    service = {"containers": [{"name": "serve", "image": "example.invalid/online:1"}], "nodeName": alike[1]}
+    api.post(PODS, {"metadata": {"name": f"serve-{first}", "labels": labels}, "spec": service})
+    manual = (Path(__file__).resolve().parents[2] / "docs/finetuning.md").read_text()
+    objects = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", manual, re.DOTALL)]
+    (job,) = [found for found in objects if found["kind"] == "Job"]
+    here = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": alike}]}
+    only = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [here]}}
+    jobs = [offline_pod(f"tune-{first}-{number}") for number in range(6)]
+    for pod in jobs:
+        pod["metadata"]["annotations"] = job["spec"]["template"]["metadata"]["annotations"]
+        pod["spec"]["affinity"] = {"nodeAffinity": only}
+        api.post(PODS, pod)
+
+    def placed() -> list[str]:
+        of = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in bound_pods(api)}
+        found = [of[pod["metadata"]["name"]] for pod in jobs if pod["metadata"]["name"] in of]
+        return found if len(found) == len(jobs) else []
+
+    where = wait_for("all placed", placed, 120)
+    assert set(where) == ({alike[1]} if prefers else set(alike))

@@ -97,4 +97,4 @@ def test_the_policy_leaves_a_pod_as_the_webhook_would(policy: ControlPlane, kind
 def test_the_webhook_has_no_online_entry_beside_it(policy: ControlPlane) -> None:
     found = policy.api.get("/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/valve")
 
-    assert [hook["name"] for hook in found["webhooks"]] == ["offline.valve.gpu"]
+    assert [hook["name"] for hook in found["webhooks"]] == ["offline.valve.gpu", "job.valve.gpu"]

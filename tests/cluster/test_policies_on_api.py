@@ -58,15 +58,18 @@ def policy(plane: ControlPlane, name: str, **spec: Any) -> None:
     )
 
 
+GRANTED = {"slo": "ttft=500ms,tpot=40ms,gap=100ms", "grant": True}
+
+
 def test_a_policy_reaches_the_nodes_it_selects_and_leaves_them_when_it_goes(
     controlled: ControlPlane, nodes: int
 ) -> None:
     selector = {"kubernetes.io/hostname": node_name(3)}
-    policy(controlled, "one", nodeSelector=selector, reclaimsPerHour=7, cooldown={"maxMilliseconds": 100})
+    policy(controlled, "one", nodeSelector=selector, reclaimsPerHour=7, granted=GRANTED)
 
     wait_for("the policy", lambda: any(spec.get("resolved") for spec in specs(controlled)))
     found = controlled.api.get(f"{NODES}/{node_name(3)}")["spec"]["resolved"]
-    assert found == {"reclaimsPerHour": 7, "cooldown": {"maxMilliseconds": 100}}
+    assert found == {"reclaimsPerHour": 7, "granted": GRANTED}
     assert sum(bool(spec.get("resolved")) for spec in specs(controlled)) == 1
 
     controlled.api.delete(f"{POLICIES}/one")
@@ -215,7 +218,20 @@ def test_a_pod_that_waits_for_its_profile_is_placed_once_it_is_brought_by_hand(
     assert valve(controlled, "explain", "wants")["state"] == "placed"
 
 
-@pytest.mark.parametrize("spec", [{"mode": "fast"}, {"alignmentThreshold": 2}, {"namespaces": [{"maxGPUs": 1}]}])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"mode": "fast"},
+        {"alignmentThreshold": 2},
+        {"namespaces": [{"maxGPUs": 1}]},
+        {"reclaimsPerHour": 0},
+        {"cooldown": {"minMilliseconds": 100, "maxMilliseconds": 50}},
+        {"cooldown": {"startMilliseconds": 60, "maxMilliseconds": 50}},
+        {"granted": {"slo": "tpot=40"}},
+        {"granted": {"grant": True}},
+        {"granted": {"grant": True, "slo": "ttft=500ms"}},
+    ],
+)
 def test_a_policy_that_cannot_be_is_refused_by_the_schema(control_plane: ControlPlane, spec: Json) -> None:
     with pytest.raises(Refused, match="422"):
         policy(control_plane, "bad", **spec)

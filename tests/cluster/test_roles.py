@@ -44,6 +44,7 @@ ALLOWED = [
     ("valve-controller", "delete valve.gpu/gpuharvestnodes"),
     ("valve-controller", "create valve.gpu/harvestaccounts"),
     ("valve-controller", "create valve.gpu/offlineprofiles"),
+    ("valve-controller", "patch valve.gpu/offlineprofiles/status"),
     ("valve-controller", "create events.k8s.io/events"),
     ("valve-webhook", f"patch {HOOKS} valve"),
     ("valve-webhook", "create secrets valve-webhook-tls"),
@@ -215,6 +216,34 @@ def test_people_of_a_namespace_bring_profiles_and_read_what_their_jobs_were_prom
     assert not may(control_plane, "viewer", "create valve.gpu/offlineprofiles")
     assert not may(control_plane, "editor", "patch valve.gpu/offlineworkloads/status")
     assert not may(control_plane, "editor", "create valve.gpu/harvestpolicies")
+
+
+@pytest.mark.usefixtures("people")
+def test_a_tenant_never_calls_its_own_profile_measured(control_plane: ControlPlane) -> None:
+    """The controller believes such a profile, and moves pods by it."""
+    profiles = f"/apis/{names.API_VERSION}/namespaces/default/offlineprofiles"
+    wait_for("the right", lambda: may(control_plane, "editor", "patch valve.gpu/offlineprofiles/status"))
+    groups = ("system:serviceaccounts", "system:authenticated")
+    tenant, controller = (control_plane.api.user(user(name), *groups) for name in ("editor", "valve-controller"))
+    point = {"freeMiB": 0, "tokensPerSecond": 1}
+    spec = {"workload": {"model": "m"}, "standaloneTokensPerSecond": 1, "curve": [point]}
+    kind = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile"}
+    made = tenant.post(profiles, kind | {"metadata": {"name": "mine"}, "spec": spec})
+    status = f"{profiles}/mine/status"
+    tenant.patch(status, {"status": {"phase": "Ready", "source": "Manual"}})
+
+    with pytest.raises(Refused, match="only Valve calls a profile MeasuredByNode"):
+        tenant.patch(status, {"status": {"source": "MeasuredByNode"}})
+    version = {"resourceVersion": made["metadata"]["resourceVersion"]}  # the tenant has written since
+    with pytest.raises(Refused, match="object has been modified"):
+        controller.patch(status, {"metadata": version, "status": {"source": "MeasuredByNode"}})
+    tenant.patch(status, {"status": {"source": "Measured"}})  # a former release's word is anybody's
+    controller.patch(status, {"status": {"source": "MeasuredByNode"}})
+    with pytest.raises(Refused, match="only Valve calls a profile MeasuredByNode"):
+        tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
+    tenant.patch(status, {"status": {"source": "Manual"}})
+    tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
+    tenant.delete(f"{profiles}/mine")
 
 
 @pytest.mark.usefixtures("people")
@@ -399,3 +428,14 @@ def test_the_placement_and_the_role_of_a_placed_pod_never_change(control_plane: 
     with pytest.raises(Refused, match="cannot change"):
         api.patch(f"{PODS}/p0", {"metadata": {"labels": {names.ROLE: None}}})
     api.patch(f"{PODS}/p0", {"metadata": {"annotations": {"mine": "x"}}})
+
+
+def test_a_pod_that_is_offline_by_an_annotation_alone_is_never_let_in_while_the_webhook_is_away(
+    control_plane: ControlPlane,
+) -> None:
+    """The webhook makes a label of it; here it is not installed. No watch of Valve would show such a pod."""
+    pod = offline_pod("hidden") | {"metadata": {"name": "hidden", "annotations": {names.ROLE: names.OFFLINE}}}
+    pod["spec"]["containers"][0].pop("resources")
+
+    with pytest.raises(Refused, match="of offline work must say offline"):
+        control_plane.api.post(PODS, pod)

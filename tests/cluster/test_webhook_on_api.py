@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Json = dict[str, Any]
 SECRET = "/api/v1/namespaces/valve-system/secrets/valve-webhook-tls"
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
 RUNTIMES = "/apis/node.k8s.io/v1/runtimeclasses"
 
 
@@ -103,7 +104,7 @@ def test_harvested_gpus_are_for_offline_work_alone(webhook: ControlPlane, role: 
     """Neither pod meets the offline webhook; without a placement it would be stuck on its node."""
     pod = offline_pod("p0") | {"metadata": {"name": "p0", "labels": {names.ROLE: role} if role else {}}}
 
-    wait_refused(webhook, pod, "must say offline and nothing else")
+    wait_refused(webhook, pod, "must say offline, and the annotation nothing else")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,64 @@ def test_a_pod_without_a_role_never_meets_the_webhook(webhook: ControlPlane) -> 
     stored = webhook.api.post(PODS, pod)
 
     assert names.INJECTION not in stored["metadata"].get("annotations", {})
+
+
+def offline_job(name: str, restarts: str) -> Json:
+    """Without a podFailurePolicy, and without a retry to spend."""
+    pod = minimal_offline(name)
+    template = {"metadata": {"annotations": pod["metadata"]["annotations"]}, "spec": pod["spec"]}
+    template["spec"]["restartPolicy"] = restarts
+    metadata = {"name": name}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {"template": template, "backoffLimit": 0},
+    }
+
+
+def move(plane: ControlPlane, job: str) -> None:
+    """One pod of it as Valve evicts it; the rest is what scheduler and kubelet would do."""
+    api = plane.api
+    pods = f"{PODS}?labelSelector=batch.kubernetes.io/job-name%3D{job}"
+
+    def living() -> Json | None:
+        return next((one for one in api.get(pods)["items"] if not one["metadata"].get("deletionTimestamp")), None)
+
+    name = wait_for(f"a pod of {job}", living)["metadata"]["name"]
+    target = {"apiVersion": "v1", "kind": "Node", "name": "n"}
+    api.post(f"{PODS}/{name}/binding", {"metadata": {"name": name}, "target": target})
+    api.patch(f"{PODS}/{name}/status", {"status": {"phase": "Running"}})
+    api.post(f"{PODS}/{name}/eviction", {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}})
+    api.patch(f"{PODS}/{name}/status", {"status": {"phase": "Failed"}})
+    api.delete(f"{PODS}/{name}", {"gracePeriodSeconds": 0})
+
+
+def ended(plane: ControlPlane, job: str) -> Json | None:
+    conditions = plane.api.get(f"{JOBS}/{job}").get("status", {}).get("conditions") or []
+    return next((one for one in conditions if one["type"] == "Failed"), None)
+
+
+def test_a_job_without_a_retry_never_fails_by_being_moved(webhook: ControlPlane) -> None:
+    webhook.api.post(JOBS, offline_job("moved", "Never"))
+
+    for _ in range(3):
+        move(webhook, "moved")
+
+    status = webhook.api.get(f"{JOBS}/moved")["status"]
+    assert (ended(webhook, "moved"), status.get("failed", 0)) == (None, 0)
+    webhook.api.delete(f"{JOBS}/moved", {"propagationPolicy": "Background"})
+
+
+def test_a_job_that_starts_its_containers_anew_can_be_spared_nothing(webhook: ControlPlane) -> None:
+    """Why the webhook warns of it: Kubernetes takes no podFailurePolicy beside it, and the eviction is its failure."""
+    webhook.api.post(JOBS, offline_job("anew", "OnFailure"))
+
+    move(webhook, "anew")
+
+    failed = wait_for("its end", lambda: ended(webhook, "anew"))
+    assert failed["reason"] == "BackoffLimitExceeded"
+    webhook.api.delete(f"{JOBS}/anew", {"propagationPolicy": "Background"})
 
 
 def test_while_it_is_down_online_pods_start_and_offline_ones_are_refused_clearly(webhook: ControlPlane) -> None:

@@ -23,7 +23,7 @@ class Engines:
         self.folder, self.work = folder, work
         self.python = folder / "bin" / "python"
         self.hook = export(work / "hook")
-        self.tools = ROOT / "tools" / "engines"
+        self.tools, self.tune = ROOT / "tools" / "engines", ROOT / "tune"
 
     @cached_property
     def model(self) -> Path:

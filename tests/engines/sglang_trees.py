@@ -1,4 +1,5 @@
-"""The real radix caches of SGLang, Rust's core and Python's, forget chosen pages and nothing else.
+"""The real radix caches of SGLang, Rust's core and Python's, forget chosen pages and nothing else, and give up last
+what is kept for a request that was sent back.
 
 No model and no scheduler: a cache, an allocator, three prompts with a common beginning. Prints one JSON line per core.
 """
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -28,7 +29,8 @@ def match(tree, prompt):
     return tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", prompt))))
 
 
-def story(core):
+def make(core):
+    """The cache with three prompts in it, the engine over it, and the slots of each."""
     allocator = TokenToKVPoolAllocator(64, torch.float32, "cpu", None, False)
     pool = ReqToTokenPool(4, 64, "cpu", False)
     parts = {"tree_components": (ComponentType.FULL,), "tree_core_backend": core}
@@ -45,8 +47,34 @@ def story(core):
         req_to_token_pool=pool,
         max_total_num_tokens=64,
         batch_result_processor=SimpleNamespace(enable_overlap=False),
+        waiting_queue=[],
     )
-    engine = SglangEngine(scheduler)
+    return SglangEngine(scheduler), slots
+
+
+def cached(tree):
+    return {name: int(match(tree, prompt).device_prefix_len) for name, prompt in PROMPTS.items()}
+
+
+def keeping(core, *, keeps):
+    """a is the oldest, and 18 tokens are given up; what is kept of it is a quarter of the memory, 16 tokens."""
+    engine, _ = make(core)
+    tree, queue = engine.tree, engine.scheduler.waiting_queue
+    request = SimpleNamespace(rid="a", origin_input_ids=array("q", PROMPTS["a"]), output_ids=array("q"))
+    request.extra_key = request.cache_salt = None
+    queue.append(request)
+    if keeps:
+        engine.prefixes.keep(request, 16)
+    for name in "bc":
+        match(tree, PROMPTS[name])
+    tree.evict(EvictParams(num_tokens=18))
+    tree.sanity_check()
+    return cached(tree)
+
+
+def story(core):
+    engine, slots = make(core)
+    tree, allocator = engine.tree, engine.allocator
     lost = np.array([int(slots["b"][2])], dtype=np.uint32)
     forgotten = engine.forget(lost)
     engine.withhold(lost)
@@ -54,8 +82,10 @@ def story(core):
     return {
         "core": type(tree.tree_core).__name__,
         "forgotten": forgotten,
-        "cached": {name: int(match(tree, prompt).device_prefix_len) for name, prompt in PROMPTS.items()},
+        "cached": cached(tree),
         "free": allocator.available_size(),
+        "kept": keeping(core, keeps=True),
+        "not kept": keeping(core, keeps=False),
     }
 
 

@@ -17,7 +17,7 @@ KINDS = {
     *("daemon_dies", "link_is_cut", "table_is_left", "attach_is_slow", "attach_is_refused", "layout_is_refused"),
     "hook_raises",
 }
-COUNTS = ("requests", "wrong", "lost", "errors", "events", "raised")
+COUNTS = ("requests", "wrong", "tied", "lost", "errors", "events", "raised")
 
 
 def of_vllm(engines, folder, plan):
@@ -33,7 +33,7 @@ def faults(trials, plan):
     """How often each kind happened; what every trial came to is printed."""
     assert len(trials) == len(plan["seeds"])
     done = {kind: sum(trial["faults"].get(kind, 0) for trial in trials) for kind in KINDS}
-    print(f"\n{ ({name: total(trials, name) for name in COUNTS}) }, faults {done}")
+    print(f"\n{ ({name: total(trials, name) for name in COUNTS if name in trials[0]}) }, faults {done}")
     return done
 
 

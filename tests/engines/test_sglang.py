@@ -69,13 +69,19 @@ def test_tokens_are_identical_after_reclaims_and_change_without_a_protection(eng
     assert trials[-1]["wrong"] > 0
 
 
-def test_both_tree_cores_forget_chosen_pages_and_nothing_else(engines):
+def test_both_tree_cores_forget_chosen_pages_and_nothing_else_and_keep_what_waits(engines):
     """Of a, b and c one page of b's own: 64 slots, less what a, c and the common beginning hold, less the lost one."""
     if not (engines.folder / "stubs").is_dir():
         pytest.skip("SGLang is not installed: make test-engines")
     out = engines.run("sglang_trees.py", paths=(engines.folder / "stubs",), OMP_NUM_THREADS="1")
     told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    expected = {"forgotten": 1, "cached": {"a": 16, "b": 10, "c": 12}, "free": 35}
+    expected = {
+        "forgotten": 1,
+        "cached": {"a": 16, "b": 10, "c": 12},
+        "free": 35,
+        "kept": {"a": 16, "b": 10, "c": 0},
+        "not kept": {"a": 0, "b": 0, "c": 12},
+    }
 
     assert told == [{"core": core, **expected} for core in ("RustUnifiedTreeCore", "UnifiedTreeCore")]
 
@@ -107,3 +113,13 @@ def test_the_patch_has_thirteen_lines_and_does_the_same(engines, tmp_path):
     assert held(trials) >= 2 * 15
     assert trials[2]["starved"] == 1
     assert trials[-1]["wrong"] > 12
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_one_request_that_does_not_fit_never_stops_a_real_engine(engines, tmp_path, overlap):
+    """Those behind it go on; it ends as undisturbed once it fits. What no memory could hold ends with its reason."""
+    (told,) = run_with_plugin(engines, tmp_path, "sglang_waiting", json.dumps({"overlap": overlap}))
+
+    assert told["before"] == ["alone", "huge", *(f"short{number}" for number in range(9))]
+    assert told["is_same"]
+    assert "950 tokens" in told["huge"]

@@ -292,8 +292,9 @@ def test_a_mirror_is_in_front_of_every_image() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_of_the_webhook_can_stop_an_online_pod(name: str) -> None:
     (configuration,) = of_kind("MutatingWebhookConfiguration", name)
-    offline, online = configuration["webhooks"]
+    offline, job, online = configuration["webhooks"]
 
+    assert (job["failurePolicy"], job["rules"][0]["resources"]) == ("Ignore", ["jobs"])
     assert (online["failurePolicy"], online["timeoutSeconds"]) == ("Ignore", 2)
     assert online["namespaceSelector"]["matchLabels"]
     assert any("nvidia.com/gpu" in condition["expression"] for condition in online["matchConditions"])
@@ -318,7 +319,7 @@ def test_with_the_policy_engine_no_server_stands_before_an_online_pod() -> None:
     (configuration,) = of_kind("MutatingWebhookConfiguration", "policy")
     (policy,) = of_kind("MutatingAdmissionPolicy", "policy")
 
-    assert [hook["name"] for hook in configuration["webhooks"]] == ["offline.valve.gpu"]
+    assert [hook["name"] for hook in configuration["webhooks"]] == ["offline.valve.gpu", "job.valve.gpu"]
     assert policy["spec"]["failurePolicy"] == "Ignore"
     assert policy["spec"]["matchConstraints"]["namespaceSelector"]["matchLabels"] == {"valve.gpu/inject": "enabled"}
 

@@ -119,6 +119,51 @@ static void *online_main(void *argument)
 	return NULL;
 }
 
+/* The hook of an engine: asks for pauses, and takes them back, as it likes. */
+static void *hook_main(void *argument)
+{
+	struct online *hook = argument;
+	struct valve_region *region = hook->client->region;
+	uint64_t one = 1;
+
+	while (!load_acquire(&hook->quit)) {
+		uint32_t dice = next(&hook->seed);
+
+		store_relaxed(&region->grant_until_ns, dice % 4 ? now_ns() + dice % 4000000 : 0);
+		store_release(&region->grant_seq, load_relaxed(&region->grant_seq) + 1);
+		if (write(hook->doorbell, &one, sizeof one) < 0)
+			abort();
+		sleep_ns(next(&hook->seed) % 300000);
+	}
+	return NULL;
+}
+
+static void begin_hook(struct valve_gate *gate, struct online *hook, int32_t service, uint32_t seed)
+{
+	valve_gate_grantable(gate, 3);
+	valve_service_consent(gate, service, 2000000, 0);
+	hook->seed = seed;
+	hook->client = connect(gate, 300, VALVE_ROLE_HOOK, service, &hook->doorbell);
+	if (pthread_create(&hook->thread, NULL, hook_main, hook) != 0)
+		abort();
+}
+
+static void end_hook(struct valve_gate *gate, struct online *hook)
+{
+	store_release(&hook->quit, 1);
+	pthread_join(hook->thread, NULL);
+	valve_client_free(gate, hook->client);
+}
+
+/* Who may grant, and where, changes all the time. */
+static void meddle_with_grants(struct valve_gate *gate, const int32_t *service, uint32_t dice)
+{
+	if (dice % 19 == 0)
+		valve_service_consent(gate, service[dice % 2], dice % 3 ? 2000000 : 0, dice % 5 * 100000);
+	if (dice % 23 == 0)
+		valve_gate_grantable(gate, dice % 4 ? 3 : dice % 3);
+}
+
 struct offline {
 	struct valve_client *client;
 	uint32_t h_client, h_subdevice, count;
@@ -197,7 +242,9 @@ int main(int argc, char **argv)
 	uint32_t seed = argc > 1 ? (uint32_t)atoi(argv[1]) | 1 : 1,
 	         rounds = argc > 2 ? (uint32_t)atoi(argv[2]) : 300;
 	struct online online[ONLINE] = {0};
+	struct online hook = {0};
 	struct offline offline[OFFLINE] = {0};
+	struct valve_grants grants;
 	struct valve_stamp stamps[64];
 	struct valve_gate *gate;
 	int32_t service[2];
@@ -225,15 +272,19 @@ int main(int argc, char **argv)
 		if (pthread_create(&online[i].thread, NULL, online_main, &online[i]) != 0)
 			abort();
 	}
+	begin_hook(gate, &hook, service[0], seed + 99);
 	for (uint32_t round = 0; round < rounds; round++) {
 		uint32_t count, dice = next(&seed);
 
 		woken += meddle(gate, service, offline, dice, &seed);
+		meddle_with_grants(gate, service, dice);
 		count = valve_stamps_take(gate, stamps, 64);
 		for (uint32_t i = 0; i < count; i++)
 			seen[stamps[i].kind]++;
 		sleep_ns(next(&seed) % 300000);
 	}
+	end_hook(gate, &hook);
+	valve_service_grants(gate, service[0], &grants);
 	for (uint32_t i = 0; i < ONLINE; i++) {
 		store_release(&online[i].quit, 1);
 		pthread_join(online[i].thread, NULL);
@@ -250,8 +301,9 @@ int main(int argc, char **argv)
 		valve_client_free(gate, offline[g].client);
 		close(offline[g].fd);
 	}
-	printf("woken %u gates %lu holds %lu refused %lu failed %lu rings %lu\n", woken,
+	printf("woken %u gates %lu holds %lu refused %lu failed %lu rings %lu grants %lu broken %lu\n", woken,
 	       seen[VALVE_STAMP_GATE], seen[VALVE_STAMP_HOLD], seen[VALVE_STAMP_WAKE_REFUSED],
-	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings);
+	       seen[VALVE_STAMP_GATE_FAILED], online[0].rings + online[1].rings + online[2].rings,
+	       grants.grants, grants.broken);
 	return valve_gate_close(gate) || seen[VALVE_STAMP_GATE_FAILED] || !woken || !seen[VALVE_STAMP_GATE];
 }

@@ -227,6 +227,34 @@ def test_a_client_that_leaves_while_gated_is_enabled_first(rig: Rig) -> None:
     assert staying.on() == 0
 
 
+def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig: Rig) -> None:
+    staying, leaving = rig.offline(), rig.offline()
+    staying.add(2)
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    off = rig.gate.remove_client(leaving.client, lives_on=True)
+
+    assert off == tuple(leaving.channels)
+    assert [rig.gate.enable_unless_held(channel) for channel in off] == [None, None]
+    assert leaving.on() == staying.on() == 0
+
+
+def test_a_channel_in_no_plan_is_enabled_when_nobody_holds_its_gpu(rig: Rig) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    off = rig.gate.remove_client(leaving.client, lives_on=True)
+    leaving.free(leaving.channels.pop())
+    running(rig)
+
+    assert leaving.on() == 0
+    assert [rig.gate.enable_unless_held(channel) for channel in off] == [True, False]
+    assert leaving.on() == 1
+
+
 def test_channels_left_off_by_a_predecessor_are_enabled_and_the_gone_are_not_counted(rig: Rig) -> None:
     workload = rig.offline()
     workload.add(3)

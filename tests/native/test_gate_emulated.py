@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from emulated import on_gpu
 from gates import HASTY, SETTINGS, Launcher, wait_until
+from grant_scene import FAR, NEVER_IDLE, Hook
 from rm_process import RmProcess, Tree, grow_tree
-from valve_abi import Order
+from valve_abi import GrantAnswer, Order
 from valve_tools.emulator.client import Emulator
 
 from valved.abi import region
@@ -23,6 +28,8 @@ from valved.policy.locks import SAMPLES, LockState, Stop, step_locks
 
 SERVICE = ServiceId(7)
 OFFLINE = ClientId(1)
+GPU = GpuIndex(0)
+GET_TIMESLICE = 0xA06C0104
 
 
 class World:
@@ -36,6 +43,7 @@ class World:
         self.fds = self.gate.create_client(OFFLINE, Role.OFFLINE, ServiceId(0))
         self.control = region.control_page(self.fds.control)
         self.stamps: list[Stamp] = []
+        self.refs: list[ChannelRef] = []
 
     def workload(self, gpu: int = 0, channels: int = 4) -> tuple[Tree, list[ArmResult]]:
         tree = grow_tree(self.process, gpu=gpu, channels=channels)
@@ -51,7 +59,16 @@ class World:
             )
             for handle, cid in zip(tree.channels, tree.cids, strict=True)
         ]
+        self.refs += refs
         return tree, [self.gate.add_channel(OFFLINE, ref) for ref in refs]
+
+    def pass_file(self, tree: Tree) -> None:
+        passed = self.take_fd(tree.ctl)
+        self.gate.give_rm_client(OFFLINE, GPU, tree.client, tree.device, tree.subdevice, passed)
+
+    def hook(self) -> Hook:
+        rig = SimpleNamespace(gate=self.gate, name=lambda: ClientId(3), _everyone=[])
+        return Hook(rig, SERVICE)  # type: ignore[arg-type]  # all that it asks for
 
     def online(self, gpus: set[int]) -> Launcher:
         self.gate.put_service(SERVICE, frozenset(map(GpuIndex, gpus)))
@@ -312,3 +329,66 @@ def test_what_one_gate_left_off_its_successor_can_enable(cuda: Any) -> None:
         successor.close()
 
         assert (known, off) == (3, 0)
+
+
+# Granted time by slices
+
+
+def beats(tree: Tree) -> int:
+    return int(tree.process.call("heartbeat", cid=tree.cids[0]))
+
+
+def moves(tree: Tree) -> None:
+    before = beats(tree)
+    wait_until(lambda: beats(tree) > before, "it works")
+
+
+@on_gpu()
+def test_the_slice_of_a_group_is_what_the_driver_says_it_is_and_nothing_without_its_file(cuda: Any) -> None:
+    with world() as here:
+        tree, _ = here.workload(channels=1)
+        ref = here.refs[0]
+        grants = here.gate.granting
+        assert not grants.has_file(OFFLINE, tree.client)
+
+        here.pass_file(tree)
+
+        assert grants.has_file(OFFLINE, tree.client)
+        assert grants.shorten(OFFLINE, ref, 300) == ""
+        assert struct.unpack("<Q", tree.control(tree.tsg, GET_TIMESLICE, bytes(8)).params)[0] == 300
+        assert "RM status" in grants.shorten(OFFLINE, replace(ref, h_tsg=0x7777), 300)
+
+
+@on_gpu()
+def test_offline_work_has_every_pause_and_the_service_every_step_until_the_hook_rings(cuda: Any) -> None:
+    with world() as here:
+        tree, _ = here.workload(channels=1)
+        ref = here.refs[0]
+        here.pass_file(tree)
+        here.process.call("work", cid=tree.cids[0], gpu=0)
+        moves(tree)
+        grants, online = here.gate.granting, here.online({0})
+        wait_until(lambda: here.off() == 1, "the service holds")
+        with RmProcess(here.emulator.directory) as engine:
+            steps = grow_tree(engine, channels=1)
+            hook = here.hook()
+            here.gate.permit(SERVICE, NEVER_IDLE)
+            grants.set_grantable(frozenset({GPU}))
+            grants.consent(SERVICE, FAR, 0)
+            assert grants.shorten(OFFLINE, ref, 200) == ""
+            grants.set_sliceable(True, frozenset({GPU}))
+
+            assert hook.ask(time.monotonic_ns() + FAR) is GrantAnswer.GIVEN
+            moves(tree)  # the pause
+            gates = len(here.emulator.state().gates)
+            engine.call("work", cid=steps.cids[0], gpu=0)
+            moves(steps)  # a step, beside it
+            moves(tree)
+            assert not online.launch()
+            assert len(here.emulator.state().gates) == gates  # and no call for any of this
+
+            hook.ask(0)
+            wait_until(lambda: here.off() == 1, "offline work is stopped")
+            frozen = beats(tree)
+            moves(steps)
+            assert beats(tree) == frozen

@@ -45,6 +45,22 @@ def test_a_driver_that_refuses_foreign_lists_is_reached_on_the_passed_fd(rig: Ri
     assert workload.on() == 2
 
 
+def test_no_channel_stays_off_of_a_client_that_left_and_can_be_enabled_by_its_own_file_alone(rig: Rig) -> None:
+    """Its file goes with it: nobody could enable them when the GPU opens, or when it ends."""
+    rig.driver.rules.deny_foreign = DENIED
+    workload = rig.offline()
+    workload.pass_fd()
+    workload.add(3)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    assert workload.on() == 0
+
+    off = rig.gate.remove_client(workload.client, lives_on=True)
+
+    assert workload.on() == 3
+    assert off == ()
+
+
 def test_an_fd_that_comes_while_gated_stops_the_channels_that_waited_for_it(rig: Rig) -> None:
     rig.driver.rules.deny_foreign = DENIED
     workload = rig.offline()
@@ -110,10 +126,12 @@ def test_a_process_that_can_only_hold_its_launches_is_told_to(rig: Rig) -> None:
 
         assert result.reach is Reach.LAUNCH_GATE
         assert workload.control["order"] == Order.HOLD
+        assert workload.control["gate_epoch"] % 2, "launches read this word alone"
         assert rig.gate.reach(GpuIndex(0))[0] is Reach.LAUNCH_GATE
 
         running(rig)
         assert workload.control["order"] == Order.RUN
+        assert workload.control["gate_epoch"] % 2 == 0
 
 
 def test_a_process_on_two_gpus_runs_only_when_both_let_go(rig: Rig) -> None:
@@ -154,6 +172,69 @@ def test_a_disable_that_fails_is_stamped_and_holds_the_launches(rig: Rig) -> Non
     running(rig)
     assert workload.control["order"] == Order.RUN
     assert workload.on() == 3
+
+
+def test_a_hold_of_launches_never_takes_the_place_of_a_stop(rig: Rig) -> None:
+    """What lies on the card already would run on beside the online service."""
+    rig.driver.rules.deny_foreign = DENIED
+    workload, online = rig.offline(features=ALL_FEATURES), rig.online(7, {0})
+    running(rig)
+    with workload.obeying():
+        workload.add()
+        rig.gate.hold_launches(workload.client, True)
+        assert (workload.control["order"], workload.control["gate_epoch"] % 2) == (Order.HOLD, 1)
+
+        online.launch()
+        rig.wait_stamp(lambda stamp: stamp.client == online.client)
+        assert (workload.control["order"], workload.control["gate_epoch"] % 2) == (Order.STOP, 1)
+        wait_until(lambda: workload.obeyed[-1] == Order.STOP, "it was told")
+
+        online.finish()
+        running(rig)
+        assert (workload.control["order"], workload.control["gate_epoch"] % 2) == (Order.HOLD, 1)
+        rig.gate.hold_launches(workload.client, False)
+        assert (workload.control["order"], workload.control["gate_epoch"] % 2) == (Order.RUN, 0)
+
+
+@pytest.mark.parametrize("rung", ["refused", "launch-gate", "channel-self"])
+def test_a_process_that_freed_its_last_channel_is_never_held_for_a_gpu_that_it_left(rig: Rig, rung: str) -> None:
+    rig.driver.rules.deny_foreign = 0 if rung == "refused" else DENIED
+    workload = rig.offline(features=Feature.HOLD if rung == "launch-gate" else ALL_FEATURES)
+    online = rig.online(7, {0})
+    running(rig)
+    with workload.obeying():
+        workload.add()
+        rig.driver.rules.fail_disable = 0x65 if rung == "refused" else 0
+        online.launch()
+        rig.wait_stamp(lambda stamp: stamp.client == online.client)
+        assert workload.control["order"] == (Order.STOP if rung == "channel-self" else Order.HOLD)
+
+        rig.driver.rules.fail_disable = 0
+        rig.gate.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
+        online.finish()
+        running(rig)
+
+        assert workload.control["order"] == Order.RUN
+        assert workload.control["gate_epoch"] % 2 == 0, "an odd word holds every launch"
+
+
+def test_a_process_that_frees_its_last_channel_while_the_driver_hangs_is_never_held_for_ever(hasty: Rig) -> None:
+    workload, online = hasty.offline(), hasty.online(7, {0})
+    running(hasty)
+    workload.add()
+    hasty.driver.rules.hang = 1
+    online.launch()
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+    wait_until(lambda: workload.control["order"] == Order.HOLD, "the next rung")
+
+    hasty.gate.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
+    hasty.driver.rules.hang = 0
+    online.finish()
+    running(hasty)
+    hasty.settle()
+
+    assert workload.control["order"] == Order.RUN
+    assert workload.control["gate_epoch"] % 2 == 0
 
 
 def test_a_disable_that_hangs_is_reported_and_held_while_it_hangs(hasty: Rig) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 
+import pytest
 from node_rig import Offline, Online
+
+BACKGROUND = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def told(node, *arguments):
@@ -26,3 +31,55 @@ def test_events_tell_what_happened_and_end(node):
     assert " gate: " in everything
     assert told(node, "explain", "reclaims") == "no reclaim so far\n"
     assert "chat" in told(node, "explain", "chat")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_who_follows_events_never_misses_the_next_valved(node, how):
+    argv = node.valve_command("events", "--follow", "--kind", "started", "--kind", "paused")
+    follower = subprocess.Popen(
+        argv, env=node.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+    try:
+        first = follower.stdout.readline()
+        node.stop_valved(how)
+        ended = follower.stderr.readline()
+        node.start_valved()
+        again = follower.stdout.readline()
+        told(node, "pause")
+        paused = follower.stdout.readline()
+        marked = follower.stderr.readline()
+    finally:
+        follower.kill()
+        follower.communicate()
+
+    assert [line.split(": ")[0].split()[-1] for line in (first, again, paused)] == ["started", "started", "paused"]
+    assert "waiting for the next one" in ended
+    assert "valved was started again" in marked
+
+
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+def test_a_recording_goes_on_with_the_next_valved_and_ends_whole(node, ends):
+    """Begun as a shell begins a background job: with the signal of Ctrl-C ignored."""
+    file = node.folder / "events.jsonl"
+    argv = [sys.executable, "-c", BACKGROUND, *node.valve_command("record", str(file))]
+    recorder = subprocess.Popen(argv, env=node.environment(), stdout=subprocess.PIPE, text=True, cwd="/")
+    try:
+        node.wait_for(lambda: is_watched(node, file), "the recording has begun")
+        node.stop_valved()
+        node.start_valved()
+        node.wait_for(lambda: '"kind":"started"' in file.read_text(), "the start of the next valved is recorded")
+        recorder.send_signal(ends)
+        said, _ = recorder.communicate()
+    finally:
+        recorder.kill()
+        recorder.wait()
+
+    assert recorder.returncode == 0
+    assert "valved was started again" in said
+
+
+def is_watched(node, file):
+    """Something that is told to valved arrives in the recording."""
+    told(node, "pause")
+    told(node, "resume")
+    return file.exists() and "resumed" in file.read_text()

@@ -5,6 +5,7 @@ Real processes are killed. Afterwards no channel is left off, no online launch w
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import struct
@@ -213,6 +214,32 @@ def test_a_gate_call_that_hangs_delays_no_online_launch(node):
     offline.wait_running()
     end(offline, online)
     gone_without_trace(node)
+
+
+def test_offline_work_launches_nothing_while_the_call_that_is_to_stop_it_hangs(make_node):
+    """Its channels are on still, and it is not frozen here: that it reads the order to hold is all that stops it."""
+    node = make_node(config="[ladder]\nfreeze = false")
+    offline = Online(node, "batch", role="offline")
+    offline.wait_ready()
+    offline.launch(us=50)
+    online = Online(node, "chat")
+    online.wait_ready()
+    node.wait_for(lambda: not service(node, "chat").busy, "the service lets go")
+    offline.launch(us=50)
+    node.emulator.fault("on disable 1: hold")
+    online.hint(1)
+    online.launch(us=50)
+    node.wait_for(lambda: node.status().counters.gate_failures > 0, "its launches are to be held")
+
+    offline.process.stdin.write("launch 50\n")
+    offline.process.stdin.flush()
+    for _ in range(100):
+        online.launch(us=50)
+
+    assert not select.select([offline.process.stdout], [], [], 0)[0], "it has launched"
+    node.emulator.release()
+    online.hint(0)
+    assert offline._line(), "it goes on"
 
 
 def test_a_gate_call_that_fails_once_is_made_again_channel_by_channel(node):

@@ -6,6 +6,7 @@ CPU in that memory, each tile as a kernel that the gate stops. Needs an environm
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -42,13 +43,18 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("remap", "tile"), [("sparse", 7), ("helper", 19), ("cooperative", 12)])
-def test_a_reclaim_during_training_costs_one_micro_batch_and_changes_no_byte(make_node, tmp_path, base, remap, tile):
+@pytest.mark.parametrize(
+    ("remap", "tile", "resident"), [("sparse", 7, 0), ("helper", 19, 0), ("cooperative", 12, 0), ("sparse", 12, 3)]
+)
+def test_a_reclaim_during_training_costs_one_micro_batch_and_changes_no_byte(
+    make_node, tmp_path, base, remap, tile, resident
+):
+    """With `resident` layers of the base lie in the pool too."""
     for name in ("base", "train.jsonl"):
         (tmp_path / name).symlink_to(base / name)
     node = make_node(config=config(pool_mib=32, remap=remap))
     engines = Beside(node)
-    argv = [PYTHON, WORKLOAD, tmp_path, tmp_path / "mine", STEPS, 200, STASH_MIB, tile]
+    argv = [PYTHON, WORKLOAD, tmp_path, tmp_path / "mine", STEPS, 200, STASH_MIB, tile, resident]
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     trainer = node.run("offline", [str(each) for each in argv], name="tune", env=env, out=tmp_path / "tune.out")
 
@@ -67,3 +73,24 @@ def test_a_reclaim_during_training_costs_one_micro_batch_and_changes_no_byte(mak
     assert said().count("lost: micro-batch") == 1
     assert (tmp_path / "mine" / ADAPTER).read_bytes() == (base / "calm" / ADAPTER).read_bytes()
     engines.nothing_is_left()
+
+
+def test_what_was_trained_is_in_the_receipt(make_node, tmp_path, base):
+    for name in ("base", "train.jsonl"):
+        (tmp_path / name).symlink_to(base / name)
+    node, log = make_node(), tmp_path / "tune.out"
+    argv = [PYTHON, WORKLOAD, tmp_path, tmp_path / "mine", STEPS, 200, 0, 101, 0]
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    trainer = node.run("offline", [str(each) for each in argv], name="tune", env=env, out=log)
+    node.wait_for(lambda: "paused" in log.read_text(), "it is paused in a later step")
+    lines = [json.loads(line) for line in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
+    trained = sum(line["tokens"] for line in lines if line["kind"] == "step")
+    assert trained > 0
+
+    def receipt() -> int:
+        return sum(each.useful_tokens for each in node.status().services if each.name == "tune")
+
+    node.wait_for(lambda: receipt() == trained, "valved has read it")
+    (tmp_path / "go").touch()
+    node.wait_for(lambda: trainer.poll() is not None, "the job is done")
+    assert trainer.returncode == 0

@@ -1,5 +1,7 @@
 """Placement keeps its rules for any fleet: no unaligned, taken or unreported GPU is ever given."""
 
+from dataclasses import replace
+
 import numpy as np
 from fleets import FULL_MIB
 from hypothesis import given
@@ -45,6 +47,7 @@ def random_fleet(seed: int, nodes: int = 12) -> Fleet:
         full_mib=np.full(nodes, FULL_MIB),
         idle=1.0 - busy.mean(axis=1),
         histogram=np.array([[free_histogram(gpu, FULL_MIB) for gpu in node] for node in free]),
+        online_peak=random.choice([0.0, 0.5, 0.7, 0.9], (nodes, MAX_GPUS)) * FULL_MIB,
         alignment=pair_alignment(busy),
         open_gpus=random.random((nodes, MAX_GPUS)) < 0.8,
     )
@@ -65,9 +68,23 @@ def test_a_given_set_is_open_aligned_and_meets_the_sla(seed: int, job: Job) -> N
         gpus = members[ranking.set_index[row]]
         assert fleet.open_gpus[row, gpus].all()
         assert fleet.alignment[row][np.ix_(gpus, gpus)].min() >= SETTINGS.theta or job.gpus == 1
+        held = job.profile.fit_mib if job.profile else FULL_MIB / 4
+        assert fleet.online_peak[row, gpus].max() + held <= 0.9 * FULL_MIB or not fleet.online_peak[row, gpus].any()
         assert fleet.standing[row] == Standing.HARVESTING
         assert fleet.names[row] not in job.avoid
         assert ranking.share[row] >= job.sla
+
+
+@given(seed=st.integers(0, 2**32), job=jobs)
+def test_a_fleet_that_reports_no_peaks_is_never_judged_by_them(seed: int, job: Job) -> None:
+    """Reports of a former release, and the fleets of the lab."""
+    fleet = random_fleet(seed)
+    silent = replace(fleet, online_peak=np.zeros_like(fleet.online_peak))
+
+    ranking = ranking_of(silent, job)
+
+    assert Reason.CROWDED not in ranking.reason
+    assert (ranking.share >= ranking_of(fleet, job).share).all()
 
 
 @given(seed=st.integers(0, 2**32), job=jobs)
@@ -89,6 +106,7 @@ def test_the_order_of_nodes_does_not_matter(seed: int, job: Job, order_seed: int
         full_mib=fleet.full_mib[order],
         idle=fleet.idle[order],
         histogram=fleet.histogram[order],
+        online_peak=fleet.online_peak[order],
         alignment=fleet.alignment[order],
         open_gpus=fleet.open_gpus[order],
     )
@@ -109,6 +127,7 @@ def test_opening_a_gpu_never_lowers_a_share(seed: int, job: Job) -> None:
         full_mib=fleet.full_mib,
         idle=fleet.idle,
         histogram=fleet.histogram,
+        online_peak=fleet.online_peak,
         alignment=fleet.alignment,
         open_gpus=np.ones_like(fleet.open_gpus),
     )

@@ -106,6 +106,34 @@ def test_who_does_not_leave_in_time_is_stopped_then_enabled_then_killed(world):
     assert not world.gate.off
 
 
+def test_no_channel_is_enabled_for_the_end_of_a_process_that_has_not_met_its_stop_signal(world):
+    offline = world.offline()
+    pid = world.books.clients[offline].process.pid
+    world.processes.slow_to_stop.add(pid)
+    world.node.drain("me", stop=False)
+
+    world.run(60_300)
+    assert world.signals[1:] == [(pid, "SIGSTOP")]
+    assert world.gate.off
+
+    world.processes.slow_to_stop.clear()
+    world.run(10)
+    assert world.signals[1:] == [(pid, "SIGSTOP"), (pid, "SIGKILL")]
+    assert not world.gate.off
+
+
+def test_a_process_that_never_meets_its_stop_signal_is_killed_all_the_same(world):
+    offline = world.offline()
+    pid = world.books.clients[offline].process.pid
+    world.processes.slow_to_stop.add(pid)
+    world.node.drain("me", stop=False)
+
+    world.run(60_900)
+
+    assert world.signals[1:] == [(pid, "SIGSTOP"), (pid, "SIGKILL")]
+    assert not world.gate.off
+
+
 def test_a_drain_taken_back_kills_nobody(world):
     offline = world.offline()
     pid = world.books.clients[offline].process.pid
@@ -410,3 +438,13 @@ def test_no_switch_ever_takes_a_hand_over_back(world):
     world.run(5_000)
 
     assert world.gating.is_held([GpuIndex(0)])
+
+
+def test_an_offline_service_is_never_explained_by_preemptions_that_it_cannot_have(world):
+    clients = world.offline(name="batch"), world.online(name="chat")
+    world.run(50)
+    batch, chat = (world.node.explain("service", world.service_of(client)) for client in clients)
+
+    assert not any("preempted" in fact for fact in batch.facts)
+    assert any("was let run for" in fact for fact in batch.facts)
+    assert any("preempted offline work 0 times" in fact for fact in chat.facts)

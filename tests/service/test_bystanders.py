@@ -17,7 +17,7 @@ from valved.state.registry import GUARD_SERVICE
 def rig(tmp_path):
     world = World(tmp_path)
     gpus = world.gate.gpus()
-    owners = world.register.channels.leftovers.owners
+    owners = world.register.channels.leftovers.expected
     guard = Bystanders(
         world.books, world.gating, world.processes, world.journal, gpus, world.ladder.freeze_stranger, owners
     )

@@ -6,6 +6,7 @@ import pytest
 from memory_world import KvWorld
 
 from valved.config import MIB, Config, MemoryTable
+from valved.kube.observer import Observer
 from valved.machine.cards import CardUse
 from valved.model.ids import Remap
 
@@ -74,3 +75,15 @@ def test_an_online_process_that_joins_never_costs_the_pool_its_handles(world):
     world.shim("online")
 
     assert pool.free_handles(0) == 16
+
+
+def test_free_handles_are_never_reported_as_what_online_uses(world):
+    """A job that came and went would have left its cache as a peak of online work, and no other job come for a day."""
+    with_free_handles(world)
+    observer = Observer(
+        gpus=(), books=world.books, gating=None, book=None, register=None, processes=None, claims=None, kv=world.kv
+    )
+    use = CardUse(total_bytes=100 * MIB, used_bytes=16 * SIZE + 10 * MIB, by_pid={}, is_mig=False)
+
+    assert observer.free_bytes(0, use) == 90 * MIB
+    assert observer.free_bytes(1, use) == 90 * MIB - 16 * SIZE

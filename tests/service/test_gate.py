@@ -12,6 +12,7 @@ from valved.machine.ports import ClientView, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode
 from valved.policy.wake import WakeReason
+from valved.state.registry import GUARD_SERVICE
 
 
 @pytest.fixture
@@ -491,16 +492,16 @@ def test_a_new_cooldown_is_never_kept_from_a_service_that_does_not_hold(world):
 def test_a_guarded_gpu_stays_closed_whatever_its_service_says(world):
     """Somebody may work there whom nobody hears: the service's own wake opens nothing until the guard lets go."""
     offline = world.offline(gpus=(0, 1))
-    world.gating.set_guarded(frozenset({GpuIndex(0)}))
+    world.gating.set_standing(GUARD_SERVICE, frozenset({GpuIndex(0)}))
 
     assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (True, False)
     assert "the guard holds GPU 0" in world.node.status().services[0].state
 
-    world.gating.set_guarded(frozenset({GpuIndex(1)}))
+    world.gating.set_standing(GUARD_SERVICE, frozenset({GpuIndex(1)}))
 
     assert (world.gate.is_gated(0), world.gate.is_gated(1)) == (False, True)
 
-    world.gating.set_guarded(frozenset())
+    world.gating.set_standing(GUARD_SERVICE, frozenset())
 
     assert not world.gate.is_gated(1)
     assert offline in world.books.clients

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import socket
-import types
 
 import pytest
 from fake_gate import FakeGate
@@ -35,6 +34,7 @@ def successor(first, boot="boot", driver=None, **changes):
     second = World(first.folder, gate=gate, clock=first.clock, processes=first.processes, boot=boot, **changes)
     saved, problem = state.load(first.folder / "state.json")
     assert not problem
+    second.come_back.begin(2.0, is_first=False)
     second.handover.restore(saved, come_back_s=2.0)
     return second
 
@@ -283,6 +283,17 @@ def test_another_driver_keeps_the_counters_only(first):
     assert not second.gate.foreign_enabled
 
 
+def test_a_crash_between_two_lives_without_clients_back_lets_no_gpu_of_a_service_go(first):
+    """A second valved that dies before the service's processes are back must not hide them from the third."""
+    service = first.service_of(first.online(pid=200))
+    second = successor(first)
+
+    third = successor(second)
+
+    assert third.gating.online[service].away == {200}
+    assert third.gate.is_gated(0)
+
+
 def test_a_crash_between_two_lives_without_clients_back_loses_no_leftover(first):
     """A third valved must still know what the first left off."""
     first.offline(pid=300)
@@ -459,9 +470,7 @@ def rewritten(first, change):
     change(said)
     path.write_text(json.dumps(said))
     second = World(first.folder, gate=FakeGate(first.clock, 2), clock=first.clock, processes=first.processes)
-    return second, types.SimpleNamespace(
-        journal=second.journal, handover=second.handover, gating=second.gating, brake=second.brake
-    )
+    return second, second
 
 
 def other_role(said):
@@ -563,11 +572,12 @@ def test_a_drain_is_never_ended_by_a_crash(first):
     assert not third.brake.is_draining
 
 
-def test_the_state_file_never_grows_with_services_that_ended(first):
+def test_the_state_file_never_grows_with_services_that_ended(first, monkeypatch):
     online = first.online()
     service = first.service_of(online)
     reservation = ReservationState.__new__(ReservationState)
-    first.handover.memory = lambda: state.SavedMemory(reservations={service: reservation, ServiceId(99): reservation})
+    saved = state.SavedMemory(reservations={service: reservation, ServiceId(99): reservation})
+    monkeypatch.setattr(first.kv.report, "saved", lambda: saved)
 
     assert list(first.handover.snapshot().memory.reservations) == [service]
 
@@ -584,6 +594,5 @@ def test_an_engine_that_loses_the_end_of_a_request_never_ends_the_harvest(first)
         first.run(250)
         first.gate.hint(hook, 5, 4)
         first.beat_all()
-
     assert first.gating.counters.wakes
     assert any("nobody serves" in event.reason for event in first.events(EventKind.NOTED))

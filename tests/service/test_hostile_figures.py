@@ -26,7 +26,6 @@ def fill_with_ones(hook):
 
 
 def ask(world):
-    world.reporter.memory = lambda: world.kv.report.state(world.config.memory)
     return convert.fill(node_pb2.Status(), world.node.status())
 
 

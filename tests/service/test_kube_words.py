@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from kube_node import (
     GIB,
     OFFLINE_UID,
@@ -18,9 +21,13 @@ from kube_node import (
     until,
     uuid_of,
 )
+from valve_scheduler.model import forecast, windows_of
+from valve_scheduler.model.forecast import MOST_OVER_RECENT
 
 from valved.kube.levels import Series
+from valved.kube.series import NodeSeries
 from valved.machine.cards import CardUse
+from valved.machine.clock import LoopClock
 from valved.metrics import render
 
 
@@ -100,6 +107,24 @@ async def test_what_an_online_pod_uses_itself_is_told_apart_from_what_it_lends(t
         assert 0 < found["valve_online_busy_seconds_total", "chat-0", ""] <= online.busy_ns(now_ns) / 1e9
 
 
+@scenario
+async def test_a_report_tells_what_online_uses_while_it_holds_the_gpu_and_not_what_a_job_does(tmp_path):
+    async with reporting(tmp_path) as node:
+        card, offline = node.world.gate.gpus()[0], node.world.offline(gpus=(0,))
+        batch = node.world.books.clients[offline].process.pid
+        held = {200: 48 * GIB, batch: 20 * GIB}
+        node.cards.uses[card.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=70 * GIB, by_pid=held, is_mig=False)
+        node.world.online(gpus=(0,))
+
+        def told():
+            return node.api.reports[-1]["gpus"][0].get("onlineMemory", {}).get("1h", [])
+
+        await until(lambda: len(node.api.reports) > 1 and told() and told()[20] > 0.5, 90)  # 50 of 80 GiB
+
+        assert sum(told()) == pytest.approx(1.0, abs=0.001)
+        assert "onlineMemory" not in node.api.reports[-1]["gpus"][1]
+
+
 def said(node, kind):
     return next((c["status"], c["message"]) for c in node.api.reports[-1]["conditions"] if c["type"] == kind)
 
@@ -125,3 +150,42 @@ async def test_a_pod_that_is_lent_its_memory_in_steps_is_named_until_it_has_all_
 
         await until(lambda: said(node, "Profiling")[0] == "False", 60)
         assert node.api.reports[-1]["mode"] == "harvest"
+
+
+class LaterClock(LoopClock):
+    """Of a machine that has been up for longer than a day."""
+
+    AHEAD_NS = 10**15
+
+    def now_ns(self):
+        return super().now_ns() + self.AHEAD_NS
+
+    def call_at_ns(self, when_ns, call):
+        return super().call_at_ns(when_ns - self.AHEAD_NS, call)
+
+
+def up_for_long(node):
+    host = node.host
+    node.host = lambda: replace(host(), clock=LaterClock(asyncio.get_running_loop()))
+
+
+@scenario
+async def test_a_daemon_that_restarts_never_forgets_what_placement_goes_by(tmp_path):
+    """Its file is the one that it wrote as it ended; what it reports next is read as placement reads it."""
+    async with kube_node(tmp_path, report_s=1, prepare=up_for_long) as node:
+        await registered(node)
+        past, end_s = NodeSeries(2), node.room._now_s()
+        for minute in range(1440):
+            left = 12.0 if minute >= 1430 else 36.0 if minute >= 1380 else 48.0
+            past.book(end_s - 60.0 * (1440 - minute), [60.0, 60.0], [left, 60.0])
+        assert node.room.series.restore(past.saved(), end_s)
+        await node.stop_room()
+        node.api.reports.clear()
+        node.start_room()
+        await until(lambda: node.api.reports, 60)
+
+        (first, second) = (gpu["idle"] for gpu in node.api.reports[-1]["gpus"])
+        assert windows_of(first) == pytest.approx((0.2, 0.53, 0.79), abs=0.03)
+        assert windows_of(second) == pytest.approx((1.0, 1.0, 1.0), abs=0.03)
+        seen = [np.array([share]) for share in windows_of(first)]
+        assert forecast(*seen) == pytest.approx(first["10m"] + MOST_OVER_RECENT)

@@ -16,6 +16,7 @@ from valved.config import Config, KubeTable
 from valved.kube.follower import Follower
 from valved.model.ids import GpuIndex, Mode
 from valved.policy.stopping import Work
+from valved.state.registry import GUARD_SERVICE
 
 CONFIG = Config(mode=Mode.OBSERVE, kube=KubeTable(node="n1"))
 HARVEST = {"mode": "harvest"}
@@ -31,7 +32,7 @@ class Cluster:
     def begin(self, world):
         """A daemon starts. Without an API server it knows only what it is configured for, and the pause file."""
         self.follower = Follower(world.brake, world.gating)
-        world.gating.set_guarded(frozenset({GpuIndex(0)} if self.is_guarded else ()))
+        world.gating.set_standing(GUARD_SERVICE, frozenset({GpuIndex(0)} if self.is_guarded else ()))
         self.tell()
 
     def tell(self):
@@ -42,7 +43,7 @@ class Cluster:
     def say(self, machine, *, spec=None, is_fleet_paused=False, is_guarded=False, is_away=False):
         self.spec, self.is_fleet_paused, self.is_guarded = dict(spec or HARVEST), is_fleet_paused, is_guarded
         self.is_away = is_away
-        machine.world.gating.set_guarded(frozenset({GpuIndex(0)} if is_guarded else ()))
+        machine.world.gating.set_standing(GUARD_SERVICE, frozenset({GpuIndex(0)} if is_guarded else ()))
         self.tell()
 
 

@@ -11,11 +11,11 @@ from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
 from memory_world import BASE, Hook, KvWorld
 from msgspec.structs import replace
 
-from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvLayoutPart, KvSpan, KvTableMessage
+from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvHow, KvLayoutPart, KvSpan, KvTableMessage
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
 from valved.model.events import EventKind
-from valved.model.ids import Remap, Role
+from valved.model.ids import GpuIndex, Remap, Role
 from valved.model.memory import KvTensor
 
 MEMORY = MemoryTable(
@@ -169,6 +169,56 @@ def test_a_client_whose_order_hung_is_asked_between_its_steps_from_then_on(world
     assert world.kv.ways.unsafe == {offline.shim.client}
     offline.shim.step()
     world.run(100)
+
+
+def late_behind_one_that_waits(world):
+    """It was asked between its steps once, together with another; the next order, at once, stands behind that."""
+    offline, online = under_pressure(world)
+    client = offline.shim.client
+    world.kv.ways.unsafe.add(client)
+    world.run(20)
+    assert offline.shim.at_step
+    world.kv.ways.unsafe.clear()
+    need = world.kv.reclaimer.ask(online.shim.entry.service, {GpuIndex(0): 3}, lambda: False)
+    world.run(200)
+    assert client in world.kv.ways.unsafe
+    world.kv.supply.settle(need)
+    return offline, online
+
+
+def test_the_hold_of_a_late_order_never_keeps_the_step_from_ending_that_an_order_before_it_waits_for(world):
+    offline, online = late_behind_one_that_waits(world)
+    assert offline.shim.client not in world.gate.launches_held
+
+    offline.shim.step()
+    world.run(3000)
+
+    assert offline.shim.client not in world.gate.launches_held
+    assert len(online.backed()) >= 40
+
+
+def test_an_order_that_is_late_is_never_launched_beside_once_those_before_it_are_done(world):
+    offline, _ = late_behind_one_that_waits(world)
+    shim = offline.shim
+    first, *late = shim.at_step
+    waiting = [each for each in late if each[0].how == KvHow.AT_STEP]
+    shim.at_step = [each for each in late if each not in waiting]
+    for each in (first, *waiting):
+        shim._do(*each)
+    world.run(1)
+    assert shim.client in world.gate.launches_held
+
+    shim.step()
+    world.run(100)
+    assert shim.client not in world.gate.launches_held
+
+
+def test_a_client_that_leaves_with_a_late_order_behind_one_that_waits_is_never_held(world):
+    offline, _ = late_behind_one_that_waits(world)
+    offline.shim.die()
+    world.run(3000)
+
+    assert offline.shim.client not in world.gate.launches_held
 
 
 @pytest.mark.parametrize(("done", "status"), [(0, errno.EIO), (3, errno.EIO), (2, errno.EBUSY), (1, errno.EAGAIN)])

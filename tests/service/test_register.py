@@ -15,6 +15,7 @@ from valved.errors import NotFound, NotNow
 from valved.machine.ports import ArmResult
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Mode, Reach, Role
+from valved.state.registry import GUARD_SERVICE
 
 CONFIG = Config(
     quota=QuotaTable(clients_per_uid=3, channels_per_client=4, notes_per_client=2),
@@ -575,11 +576,11 @@ def test_the_node_status_shows_every_book(world):
 def test_offline_work_on_a_guarded_gpu_never_goes_on_by_itself_when_valved_is_gone(world):
     """Somebody may use that GPU unseen: nobody registered is there, and the lease must hold all the same."""
     client = world.offline()
-    world.gating.set_guarded(frozenset({GpuIndex(0)}))
-    world.register.channels.refresh_lease_flags()
+    world.gating.set_standing(GUARD_SERVICE, frozenset({GpuIndex(0)}))
+    world.register.channels.lease.refresh()
 
     assert world.gate.clients[client].online_registered is True
 
-    world.gating.set_guarded(frozenset())
-    world.register.channels.refresh_lease_flags()
+    world.gating.set_standing(GUARD_SERVICE, frozenset())
+    world.register.channels.lease.refresh()
     assert world.gate.clients[client].online_registered is False

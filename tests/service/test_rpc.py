@@ -12,10 +12,12 @@ from node_world import World
 from prometheus_client.parser import text_string_to_metric_families
 from valve.v1 import node_pb2, node_pb2_grpc
 
+from valved.cli import words
 from valved.config import Config, check
 from valved.errors import ConfigError
 from valved.metrics import render, serve_metrics
 from valved.model.events import EventKind
+from valved.rpc import convert
 from valved.rpc.server import serve, serve_view
 
 PATIENCE_S = 200.0  # ends only a hung test
@@ -111,6 +113,7 @@ def test_an_error_carries_its_kind_the_field_and_the_next_step(tmp_path):
         (lambda s: s.Explain(node_pb2.ExplainRequest(gpu=9)), grpc.StatusCode.NOT_FOUND),
         (lambda s: s.Explain(node_pb2.ExplainRequest()), grpc.StatusCode.INVALID_ARGUMENT),
         (lambda s: s.SetPolicy(node_pb2.Policy(cooldown_floor_ns=10**15)), grpc.StatusCode.INVALID_ARGUMENT),
+        (lambda s: s.SetPolicy(node_pb2.Policy(mode=99)), grpc.StatusCode.INVALID_ARGUMENT),
         (lambda s: s.Launch(node_pb2.LaunchRequest(pid=1)), grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
@@ -310,3 +313,13 @@ def test_what_matters_is_never_pushed_out_by_edges_and_a_reader_gets_it_late(tmp
         return metadata["valve-kept"], first.kind, first.reason, first.lost
 
     assert with_api(tmp_path, story) == ("1", "paused", "by alice", 0)
+
+
+def test_a_reclaim_of_seconds_is_never_beyond_the_buckets_of_its_histogram(tmp_path):
+    world = World(tmp_path)
+    world.kv.log.phases["total"].add(25_000_000_000)
+    status = convert.fill(node_pb2.Status(), world.node.status())
+    total = next(phase.latency for phase in status.memory.phases if phase.name == "total")
+
+    assert words.quantile_us(total, 1.0) == 30_000_000
+    assert len(total.count) == len(total.bound_us) + 1

@@ -19,6 +19,7 @@ from valved.kv.pool import KvRangeBook, RangeKey
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Remap
 from valved.model.memory import KvTensor
+from valved.state.registry import BRAKE_SERVICE
 
 MEMORY = MemoryTable(
     handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
@@ -149,11 +150,11 @@ def test_a_trial_that_waits_for_a_busy_service_is_no_trial_that_hangs(world):
     shim.answers = False
     shim.offer_scratch(0)
     world.run(100)
-    world.gating.set_pause(frozenset({0}))
+    world.gating.set_standing(BRAKE_SERVICE, frozenset({0}))
     world.run(120_000)
     assert [trial.outcome for trial in world.node.status().memory.trials] == ["not tried yet"]
 
-    world.gating.set_pause(frozenset())
+    world.gating.set_standing(BRAKE_SERVICE, frozenset())
     shim.catch_up()
     world.run(1000)
 

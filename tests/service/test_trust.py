@@ -79,6 +79,29 @@ def test_an_operator_may_say_that_all_trust_each_other(tmp_path):
     offline.shim.die()
 
 
+def test_a_process_that_comes_back_in_another_domain_never_has_its_handles_in_the_books_twice(tmp_path):
+    """The label of its namespace has changed under it. Booked twice, each would be freed twice at its end."""
+    world = world_of(tmp_path, remap=Remap.HELPER)
+    shim = world.engine("offline", columns=16).shim
+    world.run(500)
+    pool = world.kv.books.pool
+    total = pool.total
+    shim.hang_up()
+    world.run(10)
+    client = world.offline(pid=shim.entry.process.pid, gpus=(0,))
+    world.books.clients[client].domain = "label other"
+
+    shim.retell(client)
+    world.run(100)
+
+    assert pool.orphans(0) == pool.total == total
+    assert world.gating.counters.refusals["kv-held"]
+    shim.die()
+    world.run(3000)
+    assert pool.free_handles(0) == pool.total <= total
+    pool.check_integrity()
+
+
 def test_a_descriptor_that_is_no_memory_of_the_driver_never_enters_the_pool(tmp_path):
     world = world_of(tmp_path, remap=Remap.HELPER)
     shim = world.shim("online")

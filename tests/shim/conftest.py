@@ -113,8 +113,9 @@ class World:
         """The disable and enable calls that reached the driver, in order."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
-    def daemon(self, role: int = ONLINE, **words: int) -> FakeDaemon:
-        made = FakeDaemon(self.folder, role, words)
+    def daemon(self, role: int = ONLINE, more: int = 0, on_message: Any = None, **words: int) -> FakeDaemon:
+        """`more`: features beyond the usual ones. What is said here holds for the first client, too."""
+        made = FakeDaemon(self.folder, role, words, more, on_message)
         self.daemons.append(made)
         return made
 

@@ -502,23 +502,66 @@ def test_a_draining_daemon_leaves_everything_on(world, offline):
     until(lambda: world.gate_calls()[-1:] == [call(process, "enable", FIRST)], "on again")
 
 
-def test_where_the_driver_refuses_launches_are_held_instead(world):
-    daemon = world.daemon(OFFLINE)
-    puppet, client = world.offline(daemon, FAKERM_GATE_STATUS="27")
+def launched(world, daemon, **settings):
+    """An offline process with a channel, and one launch behind it."""
+    puppet, client = world.offline(daemon, **settings)
     process = Process.begin(puppet)
     process.channel(process.device, FIRST, engine=GR0)
     process.register(FIRST)
     puppet.launch(1)
+    return puppet, client, process
+
+
+def holds_a_launch(puppet) -> int:
+    """Launches that reached the driver, once one more waits."""
+    until(lambda: [puppet.launch_in_background(1), puppet.threads() >= 3][1], "a launch is held")
+    return puppet.stub("launches")
+
+
+def test_where_the_driver_refuses_launches_are_held_instead(world):
+    daemon = world.daemon(OFFLINE)
+    puppet, client, _ = launched(world, daemon, FAKERM_GATE_STATUS="27")
     client.control.online_registered = 1
     client.control.lease_ns = 50_000_000
 
     daemon.close()
     until(lambda: client.region.self_stops == 1, "the lease ran out")
     until(lambda: puppet.threads() == 2, "only the session beside the main thread")
-    until(lambda: [puppet.launch_in_background(1), puppet.threads() >= 3][1], "a launch is held")
-    held = puppet.stub("launches")
+    held = holds_a_launch(puppet)
 
     world.daemon(OFFLINE).client()
+    until(lambda: puppet.stub("launches") > held and puppet.threads() == 2, "every held launch went on")
+
+
+@pytest.mark.parametrize("order", [2, 1])
+def test_a_launch_is_never_held_for_ever_by_a_daemon_that_died(world, order):
+    daemon = world.daemon(OFFLINE)
+    puppet, client, _ = launched(world, daemon)
+    client.control.lease_ns = 50_000_000
+    client.control.gate_epoch = 1
+    seq = client.give_order(order)
+    until(lambda: client.region.order_done == seq, "it has heard")
+    held = holds_a_launch(puppet)
+
+    daemon.close()
+
+    until(lambda: puppet.stub("launches") > held and puppet.threads() == 2, "every held launch went on")
+
+
+def test_a_hold_beside_a_stop_holds_launches_and_stops_channels(world):
+    daemon = world.daemon(OFFLINE)
+    puppet, client, process = launched(world, daemon)
+    client.control.gate_epoch = 1
+    client.give_order(1)
+    until(lambda: world.gate_calls()[-1:] == [call(process, "disable", FIRST)], "off")
+    held = holds_a_launch(puppet)
+
+    client.give_order(2)
+    until(lambda: world.gate_calls()[-1:] == [call(process, "enable", FIRST)], "on, for what is queued on the card")
+    assert puppet.stub("launches") == held
+
+    client.control.gate_epoch = 2
+    client.give_order(0)
     until(lambda: puppet.stub("launches") > held and puppet.threads() == 2, "every held launch went on")
 
 

@@ -1,5 +1,7 @@
 """A controller on caches filled by hand, and the pod whose SLA most tests are about."""
 
+from __future__ import annotations
+
 import asyncio
 from datetime import datetime, timezone
 from typing import Any
@@ -21,6 +23,7 @@ class World:
         self.now_s = NOW_S
         self.calls: list[tuple[str, str, Json]] = []
         self.refusals: dict[str, ApiError] = {}
+        self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
         for view in self.controller.views:
             view._listed.set()
@@ -36,17 +39,21 @@ class World:
             return {**body, "metadata": {**body["metadata"], "resourceVersion": "1"}}
         return body
 
+    async def list(self, path: str, query: Json, accept: str = "") -> tuple[list[Json], str]:
+        self.calls.append(("GET", path, query))
+        return self.on_node.get(query["fieldSelector"].removeprefix("spec.nodeName="), []), "1"
+
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
         self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))
 
-    def profile(self) -> None:
+    def profile(self, source: str = "Manual") -> None:
         spec = {
             "workload": {"model": "m"},
             "standaloneTokensPerSecond": 1_000,
             "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
         }
         metadata = {"name": "m", "namespace": "default"}
-        self.profiles.sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready"}})
+        self.profiles.sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready", "source": source}})
 
     def round(self) -> list[tuple[str, str]]:
         self.calls.clear()

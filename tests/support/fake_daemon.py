@@ -96,6 +96,7 @@ FEATURE_SCHEDULE_DONE, FEATURE_PLAIN_COUNT, FEATURE_MEMORY, FEATURE_SPARSE, FEAT
     256,
     512,
 )
+FEATURE_KEEP_STOP = 1 << 12
 NOTE_INCOMPLETE, NOTE_APP_DISABLED, NOTE_APP_ENABLED, NOTE_UNKNOWN_DRIVER, NOTE_UNKNOWN_SUBMIT, NOTE_MPS = range(1, 7)
 LONG_S = 200.0  # no test waits that long for something that happens
 
@@ -112,6 +113,8 @@ CONTROL_WORDS = {
     "kv_handle_bytes": ("<Q", 192),
     "kv_budget_bytes": ("<Q", 200),
     "kv_size_rule": ("<Q", 208),
+    "run_until_0": ("<Q", 1280 + 64),
+    "run_until_3": ("<Q", 1280 + 64 + 24),
 }
 REGION_WORDS = {
     "magic": ("<Q", 0),
@@ -138,6 +141,8 @@ REGION_WORDS = {
     "self_stops": ("<Q", 272),
     "open_requests": ("<I", 320),
     "hint_ns": ("<Q", 328),
+    "until_claim": ("<Q", 416),
+    "until_done": ("<Q", 424),
 }
 
 
@@ -317,15 +322,22 @@ class Client:
 class FakeDaemon:
     """Accepts clients and answers as told. `on_message` returns True when it answered itself."""
 
-    def __init__(self, folder: Path, role: int = ONLINE, words: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: int = ONLINE,
+        words: dict[str, int] | None = None,
+        more: int = 0,
+        on_message: Callable[[Client, Message], bool] | None = None,
+    ) -> None:
         self.role = role
         self.lease_ns = 10**15  # long: a test that is about the lease sets its own
         self.refusal: int | None = None
         self.silent = False
-        self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT
+        self.features = FEATURE_SCHEDULE_DONE | FEATURE_PLAIN_COUNT | more
         self.words = dict(words or {})  # of every client's control page
         self.on_hello: Callable[[Client, Message], bool] | None = None
-        self.on_message: Callable[[Client, Message], bool] | None = None
+        self.on_message = on_message
         self.clients: queue.Queue[Client] = queue.Queue()
         self.alive: list[Client] = []
         self.path = folder / "link.sock"

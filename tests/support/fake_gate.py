@@ -18,6 +18,7 @@ from valved.machine.ports import (
     ClientView,
     Gap,
     GpuInfo,
+    Grants,
     Stamp,
     StampKind,
     WakeOutcome,
@@ -58,8 +59,44 @@ class Client:
         return bool(self.view.hint_ns) if self.role is Role.ONLINE else self.hints
 
 
+class FakeGrants:
+    """What it was told, and what a test says that came of it."""
+
+    def __init__(self):
+        self.grantable, self.consents, self.offers, self.given = frozenset(), {}, {}, {}
+        self.sliceable = (False, frozenset())
+        self.steps = {}
+        self.fileless, self.shortened, self.slice_refusal = set(), [], ""
+
+    def consent(self, service, most_ns, rest_ns):
+        self.consents[service] = (most_ns, rest_ns)
+
+    def set_grantable(self, gpus):
+        self.grantable = gpus
+
+    def set_sliceable(self, on, gpus):
+        self.sliceable = (on, gpus)
+
+    def step(self, client):
+        return self.steps.get(client, (0, 0))
+
+    def has_file(self, client, h_client):
+        return client not in self.fileless
+
+    def shorten(self, client, channel, us):
+        self.shortened.append((client, channel.h_client, channel.h_tsg, us))
+        return self.slice_refusal
+
+    def offer(self, client, tpot_ns, gap_ns):
+        self.offers[client] = (tpot_ns, gap_ns)
+
+    def grants(self, service):
+        return self.given.get(service, Grants())
+
+
 class FakeGate:
     def __init__(self, clock, gpus=2):
+        self.granting = FakeGrants()
         self.clock = clock
         self.services = {}
         self.clients = {}
@@ -156,11 +193,13 @@ class FakeGate:
         self.clients[client] = Client(role=role, service=service, fds=fds)
         return fds
 
-    def remove_client(self, client):
+    def remove_client(self, client, *, lives_on=False):
         entry = self.clients.pop(client)
         for fd in dataclasses.astuple(entry.fds):
             os.close(fd)
-        was_off = tuple(ref for key, ref in entry.channels.items() if self.off.pop(key, None) is not None)
+        was_off = tuple(ref for key, ref in entry.channels.items() if key in self.off)
+        for ref in () if lives_on else was_off:
+            del self.off[ref.h_client, ref.h_channel]
         self.calls.append(("remove_client", client))
         return was_off
 
@@ -340,8 +379,13 @@ class FakeGate:
         self._apply()
         self._stopping({gpu for gpu in ended if self._is_held(gpu)})
 
+    def enable_unless_held(self, channel):
+        return None if self._is_held(channel.gpu) else bool(self.enable_foreign([channel]))
+
     def enable_foreign(self, channels):
         self.foreign_enabled.extend(channels)
+        for channel in channels:
+            self.off.pop((channel.h_client, channel.h_channel), None)
         return len(channels) if self.foreign_known is None else self.foreign_known
 
     def disabled(self):

@@ -19,6 +19,7 @@ class NodeSpec:
     gpus: int = MAX_GPUS
     idle: float = 0.5
     free_mib: float = FULL_MIB
+    online_peak_mib: float = 0.0
     alignment: float = 1.0
     taken: set[int] = field(default_factory=set)
 
@@ -27,11 +28,13 @@ def fleet_of(**nodes: NodeSpec) -> Fleet:
     count = len(nodes)
     idle = np.zeros((count, MAX_GPUS))
     histogram = np.zeros((count, MAX_GPUS, HISTOGRAM_BINS))
+    online_peak = np.zeros((count, MAX_GPUS))
     alignment = np.ones((count, MAX_GPUS, MAX_GPUS))
     open_gpus = np.zeros((count, MAX_GPUS), dtype=np.bool_)
     for row, node in enumerate(nodes.values()):
         idle[row] = node.idle
         histogram[row] = free_histogram(np.array([node.free_mib]), node.full_mib)
+        online_peak[row] = node.online_peak_mib
         alignment[row] = np.where(np.eye(MAX_GPUS, dtype=np.bool_), 1.0, node.alignment)
         open_gpus[row, : node.gpus] = True
         open_gpus[row, list(node.taken)] = False
@@ -43,6 +46,7 @@ def fleet_of(**nodes: NodeSpec) -> Fleet:
         full_mib=np.array([node.full_mib for node in nodes.values()]),
         idle=idle,
         histogram=histogram,
+        online_peak=online_peak,
         alignment=alignment,
         open_gpus=open_gpus,
     )

@@ -153,6 +153,7 @@ class KubeNode:
             run_dir=self.folder,
             version="test",
             kv=world.kv,
+            consents=world.consents,
         )
 
     async def stop_room(self):

@@ -141,7 +141,7 @@ class Shim:
         if kind is not LinkType.KV_ORDER or not self.answers or not self.is_alive:
             self.held_back += [(kind, body, fds)] if kind is LinkType.KV_ORDER else []
             return
-        if body.how == KvHow.AT_STEP:
+        if body.how == KvHow.AT_STEP or (self.at_step and body.how == KvHow.AT_ONCE):  # behind one that waits
             self.at_step.append((body, fds))
             self._step_soon()
             return

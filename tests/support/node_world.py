@@ -13,20 +13,26 @@ from lent_fds import lend
 from virtual import VirtualClock
 
 from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
+from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.config import Config
 from valved.gate.freeze import Ladder
+from valved.gate.granting import Granting
+from valved.gate.slices import Slices
 from valved.gate.wake import GateService, GateSettings
+from valved.gate.worth import Worths
 from valved.kv import journey
 from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
 from valved.node.api import Node
 from valved.node.brake import Brake
+from valved.node.comeback import ComeBack
 from valved.node.handover import Handover
-from valved.node.kv import put_together, tell_others
+from valved.node.kv import put_together
 from valved.node.leaving import Leaving
 from valved.node.status import Reporter
 from valved.state.journal import Journal
+from valved.state.lived import Lived
 from valved.state.registry import Books
 from valved.state.stats import NodeCounters
 
@@ -40,6 +46,8 @@ class FakeProcesses:
 
     def __init__(self, reactor):
         self.table = {1: (0, 0, "/", "init")}
+        self.ending = set()  # in the table still, but no code of theirs runs any more
+        self.slow_to_stop = set()  # they have not met their stop signal yet
         self._reactor = reactor
         self._pid_of = {}  # by descriptor; one that was closed may have become another process's
 
@@ -57,6 +65,12 @@ class FakeProcesses:
 
     def start_time(self, pid):
         return self.table[pid][0] if pid in self.table else None
+
+    def is_ending(self, pid, start_time):
+        return pid in self.ending or self.start_time(pid) != start_time
+
+    def is_stopped(self, pid):
+        return pid not in self.slow_to_stop
 
     def ancestors(self, pid):
         chain = []
@@ -143,6 +157,12 @@ class FakeConnection:
         return [(seq, body.status) for kind, body, seq, _ in self.sent if kind is LinkType.ACK]
 
 
+def gate_settings(config):
+    return GateSettings(
+        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
+    )
+
+
 class World:
     """Everything main.build makes, with the outside replaced. `folder` holds the state and the pause file."""
 
@@ -155,14 +175,9 @@ class World:
         self.processes = processes or FakeProcesses(self.reactor)
         self.processes._reactor = self.reactor
         self.gate = gate or FakeGate(self.clock, gpus)
-        self.journal = Journal(self.clock, self.config.ring_events)
-        self.books = Books()
-        settings = GateSettings(
-            cooldown=self.config.cooldown_settings(),
-            wake=self.config.wake_settings(),
-            breaker=self.config.breaker_settings(),
-        )
-        self.gating = GateService(self.gate, self.books, self.journal, self.clock, settings, NodeCounters())
+        self.journal, self.books = Journal(self.clock, self.config.ring_events), Books()
+        gating = (gate_settings(self.config), NodeCounters())
+        self.gating = GateService(self.gate, self.books, self.journal, self.clock, *gating)
         self.gate.on_stamps = self.gating.drain
         self.prover = FakeProver()
         self.register = Register(
@@ -176,6 +191,7 @@ class World:
             self.config.quota,
             self.config.link,
             self.prover,
+            Lived(folder),
         )
         self.outside = FakeOutside(self.clock)
         self.signals = []
@@ -184,7 +200,8 @@ class World:
         )
         self.kv = self._memory()
         self.leaving = self._leaving()
-        self.brake = Brake(self.gating, self.register, self.ladder, self.leaving, self.journal, folder / "pause")
+        brake = (self.gating, self.register, self.ladder, self.leaving, self.journal, folder / "pause", self.kv)
+        self.brake = Brake(*brake)
         self.handover = Handover(
             folder / "state.json",
             self.gate,
@@ -195,9 +212,12 @@ class World:
             self.clock,
             self.processes,
             boot,
+            self.ladder,
+            self.kv,
         )
         self.ladder.changed = self.handover.save_soon
-        self.handover.frozen, self.handover.let_go = self.ladder.frozen, self.ladder.release
+        self.come_back = self._come_back()
+        self.consents = self._consents()
         self.reporter = Reporter(
             self.gate,
             self.books,
@@ -210,8 +230,9 @@ class World:
             run_dir=folder,
             lease_ns=self.config.lease_ns,
             driver=DRIVER,
+            kv=self.kv,
+            granting=self.granting,
         )
-        self.stopped = False
         self.node = Node(
             self.gating,
             self.register,
@@ -219,13 +240,26 @@ class World:
             self.reporter,
             self.handover,
             self.journal,
+            self.consents,
             lease_ns=self.config.lease_ns,
             stop=self._stop,
         )
-        tell_others(self.kv, self.reporter, self.node, self.handover, self.brake, self.config)
         self.brake.set_mode(self.config.mode, "test")
-        self.connections = {}
-        self._seq = 0
+        self.connections, self._seq, self.stopped = {}, 0, False
+
+    def _come_back(self):
+        return ComeBack(self.books, self.gating, self.register, self.journal, self.clock, self.processes)
+
+    def _consents(self):
+        consents = Consents(self.books, self.gating, self.journal, self.config.granted.said())
+        leftovers = self.register.channels.leftovers
+        slices = Slices(self.gate.granting, self.books, self.config.granted.slices(), self.gate.driver_version())
+        self.register.channels.keeps_files = slices.is_on
+        offer = (self.gate.granting, self.gating, self.books, consents.of, lambda: len(leftovers) > 0, slices)
+        self.worths = Worths(self.gate.granting, self.gating, self.books, self.clock)
+        self.granting = Granting(*offer, self.worths)
+        consents.changed = self.granting.refresh
+        return consents
 
     def _leaving(self):
         rooms = (self.gate, self.books, self.register, self.journal, self.clock, self.processes, self._signal)
@@ -383,12 +417,13 @@ class World:
         return self.journal.recent(lambda event: event.kind in kinds, 10_000)
 
     def check(self):
-        """Books balance, and no channel is off on a GPU that nobody holds."""
+        """Books balance, and no channel is off on a GPU that nobody holds, but of who left and lives on."""
         assert not self.journey_failures
         self.books.check_integrity()
         self.kv.check_integrity()
+        waiting = [left.channel for left in self.register.channels.leftovers.all() if left.has_left]
         for ref in self.gate.off.values():
-            assert self.gate.is_gated(ref.gpu)
+            assert ref in waiting or self.gate.is_gated(ref.gpu)
         for gpu, account in self.gating.gpus.items():
             holders = {s for s, entry in self.gate.services.items() if entry.holds and gpu in entry.gpus}
             assert account.holders == holders, f"GPU {gpu}: booked {account.holders}, held by {holders}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from toy_sglang import FULL, tensor
+from toy_sglang import FULL
+from toy_tensor import tensor
 
 
 def sglang_modules(scheduler_of):
@@ -29,9 +30,13 @@ def sglang_modules(scheduler_of):
             "ContinueGenerationReqInput": lambda torch_empty_cache: None,
             "AbortReq": lambda rid, finished_reason: SimpleNamespace(rid=rid, finished_reason=finished_reason),
         },
+        "sglang.srt.managers.schedule_policy": {"CLIP_MAX_NEW_TOKENS": 4096},
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.base_prefix_cache": {
             "EvictParams": lambda num_tokens: SimpleNamespace(num_tokens=num_tokens)
+        },
+        "sglang.srt.mem_cache.radix_cache": {
+            "RadixKey": lambda token_ids, extra_key, limit, cache_salt: token_ids[:limit]
         },
         "sglang.srt.mem_cache.unified_cache": {},
         "sglang.srt.mem_cache.unified_cache.component_type": {"ComponentType": SimpleNamespace(FULL=FULL)},

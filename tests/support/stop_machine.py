@@ -27,11 +27,6 @@ class Driver(FakeGate):
         super().__init__(clock, 1)
         self.off = off if off is not None else {}
 
-    def enable_foreign(self, channels):
-        for channel in channels:
-            self.off.pop((channel.h_client, channel.h_channel), None)
-        return super().enable_foreign(channels)
-
 
 class Machine:
     """One card, an online service, an offline job, and the daemon of the moment."""

@@ -12,36 +12,10 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 import numpy as np
+from toy_tensor import Tensor, tensor
 
 POISON = 987_654_321
 FULL = "FULL"
-
-
-class Tensor(np.ndarray):
-    """As much of torch's as the hook asks for."""
-
-    def cpu(self):
-        return self
-
-    def numpy(self):
-        return np.asarray(self)
-
-    def new_tensor(self, data):
-        return np.array(data, dtype=self.dtype).view(Tensor)
-
-    def index_select(self, dim, index):
-        assert dim == 0
-        return self[index]
-
-    def bool(self):
-        return self.astype(np.bool_)
-
-    def clone(self):
-        return self.copy()
-
-
-def tensor(data):
-    return np.array(data, dtype=np.int64).view(Tensor)
 
 
 class Mode(IntEnum):
@@ -62,13 +36,15 @@ class Req:
     is_done: bool = False
     to_finish: str | None = None
     beam_group: object = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
     prefix_len: int = 0
     extend_end: int = 0
     inflight_middle_chunks: int = 0
     lock: int | None = None
 
     def __post_init__(self):
-        self.kv = Kv()
+        self.kv, self.sampling_params = Kv(), SimpleNamespace(max_new_tokens=self.max_new_tokens)
 
     @property
     def tokens(self):
@@ -229,10 +205,17 @@ class Tree:
     def leaves(self):
         return [number for number, node in self.nodes.items() if number and not node.children and not node.locks]
 
-    def evict(self, params):
-        self.make_room(params.num_tokens // self.page)
+    def touch_prefix(self, key):
+        for number in self.path(key):
+            self.nodes[number] = self.nodes.pop(number)
 
     def make_room(self, pages):
+        if pages > 0:
+            self.evict(SimpleNamespace(num_tokens=pages * self.page))
+
+    def evict(self, params):
+        """What was used the longest ago first."""
+        pages = params.num_tokens // self.page
         while pages > 0 and self.leaves():
             self._evict_device_leaf(self.leaves()[0], {})
             pages -= 1
@@ -319,7 +302,7 @@ class Scheduler:
         self.quarantined: set[int] = set()
         self.future = [0] * rows  # token sampled last, by row: the worker has it before the scheduler
         self.done: dict[str, list[int] | str] = {}
-        self.is_paused = False
+        self.is_paused = self.enable_priority_scheduling = False
 
     def batch(self, reqs, mode):
         return Batch(

@@ -1,6 +1,6 @@
 """`valve demo tune`'s training, paused before a tile of its first steps until a file says that it may go on.
 
-Run in the environment that can train: FOLDER OUT STEPS SPIN_US STASH_MIB TILE.
+Run in the environment that can train: FOLDER OUT STEPS SPIN_US STASH_MIB TILE RESIDENT.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from valve_tune.train.report import Answer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "demo"))
 import tune_program
 
-FOLDER, OUT, (STEPS, SPIN_US, STASH_MIB, TILE) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:7])
+FOLDER, OUT, (STEPS, SPIN_US, STASH_MIB, TILE, RESIDENT) = (
+    Path(sys.argv[1]),
+    Path(sys.argv[2]),
+    map(int, sys.argv[3:8]),
+)
 
 
 class PausedOnce(FolderControl):
@@ -30,4 +34,4 @@ class PausedOnce(FolderControl):
         return Answer.GO
 
 
-raise SystemExit(tune_program.train(FOLDER, OUT, STEPS, SPIN_US, STASH_MIB, PausedOnce))
+raise SystemExit(tune_program.train(FOLDER, OUT, STEPS, SPIN_US, STASH_MIB, PausedOnce, RESIDENT))

@@ -8,16 +8,34 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+TOKEN_S = 0.002
+Away = dict[str, tuple[int, str]]
+
+
+def point_away(request: BaseHTTPRequestHandler, away: Away) -> bool:
+    """Whether this request was answered by a place elsewhere."""
+    if request.path not in away:
+        return False
+    status, to = away[request.path]
+    request.send_response(status)
+    request.send_header("Location", to + request.path)
+    request.send_header("Content-Length", "0")
+    request.send_header("Connection", "close")
+    request.end_headers()
+    request.close_connection = True
+    return True
+
 
 class FakeEngine:
     def __init__(
-        self, kind: str = "vllm", *, load_s: float = 0.0, token_s: float = 0.002, updating: bool = True
+        self, kind: str = "vllm", *, load_s: float = 0.0, updating: bool = True, key: str = "", away: Away | None = None
     ) -> None:
-        self.kind, self.load_s, self.token_s, self.updating = kind, load_s, token_s, updating
-        self.adapters: dict[str, str] = {}
-        self.seen_paths: list[str] = []
+        """`away`: a path -> how and to which server it is redirected."""
+        self.kind, self.load_s, self.updating = kind, load_s, updating
+        self.adapters, self.lies = dict[str, str](), False
+        self.seen_paths, self.requests = list[str](), list[str]()
+        self.answered = list[str]()  # by which adapter; "" and "base": by none
         self.decoding = threading.Lock()
-        self.lies = False
         engine = self
 
         class Answers(BaseHTTPRequestHandler):
@@ -30,6 +48,18 @@ class FakeEngine:
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def parse_request(self) -> bool:
+                """Nothing is answered without the key, as with --api-key."""
+                if not super().parse_request():
+                    return False
+                engine.requests.append(self.path)
+                if point_away(self, away or {}):
+                    return False
+                if key and self.headers["Authorization"] != f"Bearer {key}":
+                    self.say({"error": "Unauthorized"}, 401)
+                    return False
+                return True
 
             def do_GET(self) -> None:
                 own = {"id": "base", "owned_by": engine.kind}
@@ -61,14 +91,15 @@ class FakeEngine:
                 self.say({"success": True})
 
             def complete(self, body: dict[str, Any]) -> None:
-                if not body.get("stream"):
-                    self.say({"model": "base" if engine.lies else body["model"], "choices": []})
+                known = engine.knows(body["model"])
+                if not known or not body.get("stream"):
+                    self.say({"model": "base" if engine.lies else body["model"], "choices": []}, 200 if known else 400)
                     return
                 self.send_response(200)
                 self.end_headers()
                 for _ in range(body["max_tokens"]):
                     with engine.decoding:
-                        time.sleep(engine.token_s)
+                        time.sleep(TOKEN_S)
                     self.wfile.write(b'data: {"choices": []}\n\n')
                 self.wfile.write(b"data: [DONE]\n\n")
 
@@ -76,6 +107,11 @@ class FakeEngine:
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def knows(self, model: str) -> bool:
+        adapter = model.partition(":")[2] if self.kind == "sglang" else model
+        self.answered.append(adapter)
+        return adapter in ("", "base", *self.adapters)
 
     def close(self) -> None:
         self.server.shutdown()

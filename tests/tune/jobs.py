@@ -22,6 +22,8 @@ ADAPTER = "adapter_model.safetensors"
 class Counting:
     """Rows that count upwards from a random start: easy to learn."""
 
+    held_out: Any = None
+
     def __init__(self, spec: JobSpec, length: int = 12) -> None:
         self.spec, self.length, self.digest = spec, length, "counting"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, GraniteConfig, Olmo2Config, Phi3Config
 from valve_tune.base.own import LoadedModel
 from valve_tune.model.adapter import Adapter
-from valve_tune.model.autograd import AutogradModel, BadModel
+from valve_tune.model.autograd import AutogradModel, BadModel, nodes
 from valve_tune.model.dropout import Draw
 from valve_tune.model.names import BadTarget
 from valve_tune.tiles.grid import Grid, TileShape
 from valve_tune.tiles.orders import whole
 from valve_tune.train.batch import IGNORED, MicroBatch
-from valve_tune.train.report import End
+from valve_tune.train.report import Answer, End
 
 W = oracle.WIDTHS
 CONFIGS: dict[str, Any] = {
@@ -138,3 +139,58 @@ def test_a_job_over_such_a_model_survives_a_kill_and_refuses_spans_by_name(tmp_p
     outcome = jobs.train(jobs.job(tmp_path / "base", tmp_path / "spans", span=4))
     assert outcome.end is End.FAILED
     assert outcome.message.startswith("span: ")
+
+
+def one_tile(base: Path, out: Path) -> Any:
+    return jobs.job(base, out, span=0, layers_per_tile=1024, max_steps=2, save_steps=1)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
+def test_a_job_stops_and_pauses_inside_the_backward_of_a_model_that_is_one_tile(tmp_path: Path, name: str) -> None:
+    loaded(name).save_pretrained(tmp_path / "base")
+    counted, events = jobs.At(), []
+    right = jobs.finished(one_tile(tmp_path / "base", tmp_path / "whole"), control=counted, events=events)
+    tiles = 2 * 2 * 2  # of two phases of two micro-batches in two steps
+    assert counted.asked > 50 * tiles
+    per_micro_batch = counted.asked // 4
+    for number in (per_micro_batch // 2, per_micro_batch - 3):  # both in its backward
+        spec, said = one_tile(tmp_path / "base", tmp_path / f"stopped-{number}"), jobs.At(number)
+        outcome = jobs.train(spec, said)
+        assert (outcome.end, outcome.step) == (End.STOPPED, 0), outcome.message
+        assert said.asked == number  # nothing of the backward ran on
+        assert jobs.finished(spec) == right
+    for number in range(7, counted.asked, counted.asked // 5):
+        answers = iter([Answer.PAUSE, Answer.PAUSE])
+        spec, told = one_tile(tmp_path / "base", tmp_path / f"paused-{number}"), []
+        control = Pausing(number, answers)
+        assert jobs.finished(spec, control=control, events=told) == right
+        assert [each.message[:3] for each in told if each.kind == "paused"] == ["in "]
+        assert control.waits == 2
+
+
+class Pausing(jobs.At):
+    def __init__(self, tile: int, answers: Iterator[Answer]) -> None:
+        super().__init__(tile)
+        self.answers = answers
+
+    def answer(self) -> Answer:
+        self.asked += 1
+        return next(self.answers, Answer.GO) if self.asked >= self.tile else Answer.GO
+
+
+def test_every_operator_of_a_backward_is_asked_before_and_leaves_never() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.ones(3, requires_grad=True)
+    out = ((x * weight).exp() + x).sum()
+    asked: list[str] = []
+    found = nodes(out.grad_fn)
+    for node in found:
+        node.register_prehook(lambda _, node=node: asked.append(type(node).__name__))
+    assert sorted(type(node).__name__ for node in found) == [
+        "AddBackward0",
+        "ExpBackward0",
+        "MulBackward0",
+        "SumBackward0",
+    ]
+    torch.autograd.grad(out, [x, weight])
+    assert asked == ["SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"]

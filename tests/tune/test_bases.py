@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,8 +13,9 @@ import jobs
 import oracle
 import pytest
 import torch
+from valve_tune.base.copies import copy, move_module
 from valve_tune.base.own import OwnCopy
-from valve_tune.base.residency import HostWindow, Parked, WindowControl
+from valve_tune.base.residency import HostWindow, Parked
 from valve_tune.base.shared import SharedCopy, publish
 from valve_tune.base.weights import BadBase, BaseChanged
 from valve_tune.model.adapter import Adapter
@@ -21,10 +23,12 @@ from valve_tune.model.dropout import Draw
 from valve_tune.model.explicit import ExplicitModel, adapter_sites
 from valve_tune.model.family import shape_of
 from valve_tune.model.names import short_targets
+from valve_tune.serve.cli import main
 from valve_tune.tiles.grid import Grid, Phase, TileShape
 from valve_tune.tiles.orders import whole
 from valve_tune.train.build import open_model
-from valve_tune.train.report import Answer, End, Going
+from valve_tune.train.report import Answer, End
+from valve_tune.train.spec import SpecError
 
 LAYERS = 5
 
@@ -103,7 +107,7 @@ def test_no_layer_is_read_while_the_window_is_closed(model: Any) -> None:
 
 
 def test_copies_come_in_pieces_and_ask_before_each(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valve_tune.base.residency.PIECE_BYTES", 4096)
+    monkeypatch.setattr("valve_tune.base.copies.PIECE_BYTES", 4096)
     asked: list[int] = []
     HostWindow(model.state_dict(), LAYERS, 1, before_copy=lambda: asked.append(1))
     layer = [tensor for name, tensor in model.state_dict().items() if name.startswith("model.layers.0.")]
@@ -112,38 +116,33 @@ def test_copies_come_in_pieces_and_ask_before_each(model: Any, monkeypatch: pyte
     assert len(asked) > sum(each.numel() * 4 for each in layer) // 4096 > len(layer)
 
 
-def test_a_job_follows_what_is_granted_and_waits_while_that_is_nothing(tmp_path: Path) -> None:
-    folder = jobs.model_folder(tmp_path / "base")
-    right = jobs.finished(jobs.job(folder, tmp_path / "own"))
-    spec, chance = jobs.job(folder, tmp_path / "window"), random.Random(1)
-    windows: list[HostWindow] = []
+class Closed(Exception):
+    """The gate closed: what asks waits, and copies nothing meanwhile."""
 
-    class Wait(Going):
-        waits = 0
 
-        def wait(self) -> None:
-            self.waits += 1
+@pytest.mark.parametrize("pieces", [0, 1, 3, 6])
+def test_no_piece_is_ever_copied_while_the_gate_is_closed(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valve_tune.base.copies.PIECE_BYTES", 1024)
+    here, there, asked = torch.ones(6, 256), torch.zeros(6, 256), iter(range(pieces))
 
-    inner = Wait()
+    def ask() -> None:
+        if next(asked, None) is None:
+            raise Closed
 
-    class Late:
-        """The window exists once the trainer has opened its model."""
+    with pytest.raises(Closed) if pieces < len(here) else contextlib.nullcontext():
+        copy(there, here, ask)
+    assert there[:, 0].tolist() == [1.0] * pieces + [0.0] * (len(here) - pieces)
 
-        def answer(self) -> Answer:
-            return WindowControl(inner, windows[0], lambda: chance.randint(0, 3)).answer()
 
-        def wait(self) -> None:
-            inner.wait()
-
-    def make(spec: Any) -> Any:
-        from valve_tune.base.weights import read_folder
-
-        windows.append(HostWindow(read_folder(folder, torch.float32), 3, 2))
-        return open_model(spec, weights=windows[0])
-
-    assert jobs.train(spec, Late(), make_model=make).end is End.DONE
-    assert inner.waits
-    assert jobs.adapter_bytes(spec) == right
+def test_each_tensor_of_a_module_that_is_moved_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the device meta, as no card is here: each tensor goes once, by way of the pieces."""
+    went: list[torch.Tensor] = []
+    monkeypatch.setattr("valve_tune.base.copies.copy", lambda there, here, before: went.append(here.clone()))
+    module = torch.nn.ModuleDict({"one": torch.nn.Linear(4, 4, bias=False), "two": torch.nn.BatchNorm1d(4)})
+    held = [each.detach().clone() for part in module.values() for each in (*part.parameters(), *part.buffers())]
+    move_module(module, "meta")
+    assert all(torch.equal(left, right) for left, right in zip(went, held, strict=True))
+    assert {each.device.type for each in (*module.parameters(), *module.buffers())} == {"meta"}
 
 
 def fused(model: Any) -> dict[str, torch.Tensor]:
@@ -216,3 +215,34 @@ def test_a_slice_of_tensor_parallel_weights_is_refused(model: Any, tmp_path: Pat
     publish(halves, tmp_path / "weights")
     with pytest.raises(BadBase, match="tensor parallel"):
         SharedCopy(tmp_path / "weights", shape_of(model.config))
+
+
+def test_jobs_that_share_a_copy_make_the_adapters_of_those_that_own_one(tmp_path: Path, capsys: Any) -> None:
+    folder, file = jobs.model_folder(tmp_path / "base"), tmp_path / "weights"
+    right = jobs.finished(jobs.job(folder, tmp_path / "own"))
+    assert main(["share", "--model", str(folder), "--to", str(file)]) == 0
+    assert f"{file.stat().st_size:,} bytes" in capsys.readouterr().out
+    spec = jobs.job(folder, tmp_path / "shared", share_weights=str(file))
+    assert jobs.train(spec, jobs.At(20)).end is End.STOPPED
+    assert jobs.finished(spec) == right
+
+
+@pytest.mark.parametrize("fault", ["missing", "other", "short", "half", "dtype", "resident"])
+def test_a_file_that_shares_no_such_base_is_refused_by_name(tmp_path: Path, fault: str) -> None:
+    folder, file = jobs.model_folder(tmp_path / "base"), tmp_path / "weights"
+    main(["share", "--model", str(folder), "--to", str(file), *(["--dtype", "bfloat16"] if fault == "dtype" else [])])
+    content = file.read_bytes()
+    if fault == "missing":
+        file.unlink()
+    elif fault == "other":
+        file.write_bytes(b"something else altogether")
+    elif fault in ("short", "half"):
+        file.write_bytes(content[: 4 if fault == "short" else len(content) // 2])
+    if fault == "resident":
+        with pytest.raises(SpecError, match="resident_layers: shared weights"):
+            jobs.job(folder, tmp_path / "out", share_weights=str(file), resident_layers=1)
+        return
+    outcome = jobs.train(jobs.job(folder, tmp_path / "out", share_weights=str(file)))
+    assert outcome.end is End.FAILED
+    assert outcome.message.startswith("share_weights: ")
+    assert ("weight daemons hold, are not shared" in outcome.message) == (fault == "missing")

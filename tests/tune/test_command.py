@@ -44,6 +44,25 @@ def test_a_run_shows_its_steps_and_leaves_adapter_metrics_and_page(job):
     assert "checkpoint-30" in command.run("checkpoints", "mine")
 
 
+def test_held_out_data_is_shown_in_the_lines_and_on_the_page(job, tmp_path):
+    command, run, folder = job
+    more = ["--eval-file", tiny.conversations(tmp_path / "held.jsonl", 4), "--eval_steps", "10", "--max-steps", "30"]
+    said = command.run(*run, *more)
+    assert [f"evaluated: loss {step}" in said for step in (10, 20, 30)] == [True] * 3
+    page = folder.page.read_text()
+    assert all(word in page for word in ("held-out data", "3; the best has loss 10.0000, at step 10"))
+    assert len(losses(folder)) == 30
+
+
+def test_a_job_is_never_resumed_over_other_held_out_data(job, tmp_path):
+    command, run, _ = job
+    held_out = tiny.conversations(tmp_path / "held.jsonl", 4)
+    run = [*run, "--eval-data", held_out, "--max-steps", "6"]
+    command.run(*run)
+    tiny.conversations(held_out, 5)
+    assert "changed since this job began" in command.run(*run, code=2)
+
+
 def test_passes_over_the_data_decide_the_steps_where_nothing_else_does(job):
     command, run, folder = job
     command.run(*run, "--num-train-epochs", "2", "--no-packing")
@@ -107,6 +126,20 @@ def test_another_job_never_takes_a_folder_that_has_one(job):
     assert "lora_r (16 there, 4 here)" in said
     assert "seed" not in said
     assert folder.spec().max_steps == 2
+
+
+def test_what_does_not_change_the_adapter_never_makes_it_another_job(job, tmp_path):
+    """ "Ask for more" was the advice, "holds another job" the answer to it."""
+    command, run, folder = job
+    command.run(*run, "--max-steps", "4", "--save-steps", "2")
+    held_out = tiny.conversations(tmp_path / "held.jsonl", 4)
+
+    said = command.run(*run, "--max-steps", "4", "--save-steps", "3", "--eval-data", held_out)
+
+    assert "succeeded" in said or folder.status().state == "succeeded"
+    assert (folder.spec().save_steps, folder.spec().eval_data) == (3, str(held_out))
+    said = command.run(*run, "--max-steps", "4", "--early-stopping-patience", "2", "--eval-data", held_out, code=2)
+    assert "early_stopping_patience" in said
 
 
 def test_a_job_whose_data_changed_is_never_resumed_on_other_batches(job):

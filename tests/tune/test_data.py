@@ -57,9 +57,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_and_never_learnt_wron
     assert learnt(batch) == "w3 w4 <|end|>"
 
 
-def test_a_missing_chat_template_is_said_so(make):
-    with pytest.raises(DataError, match="chat template"):
-        make([{"messages": [USER, ASSISTANT]}], None)
+def test_a_missing_chat_template_is_said_once_and_never_for_each_line(make):
+    with pytest.raises(DataError, match=r"^[^\n]*line 1, messages: the tokenizer has no chat template[^\n]*$"):
+        make([{"messages": [USER, ASSISTANT]}] * 3, None)
+
+
+def test_an_error_of_json_never_names_a_line_of_its_own(make):
+    with pytest.raises(DataError, match=r"line 2, JSON: Expecting value at character 15$"):
+        make([{"text": "w1 w2"}, b'{"messages": ['])
 
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE, tiny.MARKED], ids=["difference", "marks"])

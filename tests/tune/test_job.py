@@ -151,7 +151,7 @@ def full_disk(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(path)
         if len(written) > after:
             path.write_bytes(content[: len(content) // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, which names no file
         real(path, content)
 
     monkeypatch.setattr(checkpoint, "_forced", forced)

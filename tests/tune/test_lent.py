@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from valve_tune.base.lent import REQUEST, LentMemory
 from valve_tune.base.memory import NoRoom
 from valve_tune.train.build import open_model
+from valve_tune.train.job import Trainer
 from valve_tune.train.report import Answer, End
 from valve_tune.train.spec import JobSpec
 
@@ -178,3 +180,126 @@ def test_lent_tensors_never_overlap_and_never_lie_where_nothing_is_lent(acts: li
     memory.settle()
     assert memory.held() == []
     assert memory.room() == len(lent) * BLOCK
+
+
+def resident(model: Path, out: Path, **more: Any) -> JobSpec:
+    return jobs.job(model, out, resident_layers=3, **more)
+
+
+def test_a_reclaim_of_resident_layers_costs_one_micro_batch_and_changes_no_byte(
+    model: Path, tmp_path: Path, undisturbed
+) -> None:
+    """At every border of the job in turn; sometimes a block of the stash is hit, sometimes one of the weights."""
+    right, _ = undisturbed
+    for first in (2, 5, 7, 9, 10):
+        memory, events = Reclaiming(lambda border, first=first: border % 11 == first % 11), []
+        spec = resident(model, tmp_path / str(first))
+        memory.take_away = (
+            lambda blocks, memory=memory, first=first: Reclaiming.take_away(  # type: ignore[method-assign]
+                memory, memory.held()[first % len(memory.held() or [0]) :][:1] or blocks
+            )
+        )
+        assert jobs.finished(spec, events=events, make_model=with_memory(memory)) == right, first
+        lost = [event.message for event in events if event.kind == "lost"]
+        assert memory.taken_from
+        assert 0 < len(lost) <= memory.taken_from
+
+
+def test_layers_taken_before_the_stash_begins_are_never_read(model: Path, tmp_path: Path, undisturbed) -> None:
+    right, _ = undisturbed
+    memory, events, made = Reclaiming(lambda border: False), [], []
+
+    def make(spec: JobSpec) -> Any:
+        built = open_model(spec, memory=memory)
+        start = built.start
+
+        def late(*given: Any, **named: Any) -> Any:
+            made.append(built)
+            if len(made) == 3:
+                memory.take_away(memory.held()[:2])  # after room was found, before the stash reads its generation
+            return start(*given, **named)
+
+        built.start = late
+        return built
+
+    assert jobs.finished(resident(model, tmp_path), events=events, make_model=make) == right
+    (lost,) = [event.message for event in events if event.kind == "lost"]
+    assert lost.endswith("memory of resident layers was reclaimed; it is done again")
+
+
+def blocks_a_layer(model: Path, out: Path) -> int:
+    return -(-open_model(resident(model, out), memory=Reclaiming(lambda border: False)).weights.least_bytes // BLOCK)
+
+
+def test_the_window_is_what_is_lent_beside_the_stash(model: Path, tmp_path: Path, undisturbed) -> None:
+    """Little is lent at first: one layer at a time is there; then more, until all are and nothing is read again."""
+    right, _ = undisturbed
+    memory = Reclaiming(lambda border: False, blocks=256, returns=False)
+    built: list[Any] = []
+    seen: list[int] = []
+
+    def make(spec: JobSpec) -> Any:
+        built.append(open_model(spec, memory=memory))
+        return built[0]
+
+    spec = resident(model, tmp_path)
+    layer = blocks_a_layer(model, tmp_path)
+    memory.withhold(np.arange(24 + layer, 256, dtype=np.uint32))
+
+    def lend(event: Any) -> None:
+        if event.kind == "step":
+            seen.append(built[0].weights.window)
+            memory.release(np.arange(24 + (1 + event.step) * layer, dtype=np.uint32))
+
+    assert Trainer(spec, jobs.Counting(spec), events=lend, make_model=make).run().end is End.DONE
+    assert jobs.adapter_bytes(spec) == right
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (1, 3)
+    assert all(0 <= start < end <= memory.limit() for start, end in memory._taken)
+
+
+def test_a_job_follows_what_is_lent_and_waits_while_that_is_nothing(model: Path, tmp_path: Path, undisturbed) -> None:
+    """Between two steps, what is lent is another amount: for a moment nothing, then enough for a random window."""
+    right, _ = undisturbed
+    memory, chance = Reclaiming(lambda border: False, blocks=256, returns=False), random.Random(1)
+    events: list[Any] = []
+    windows: list[int] = []
+    built: list[Any] = []
+    layer = blocks_a_layer(model, tmp_path)
+
+    def make(spec: JobSpec) -> Any:
+        built.append(open_model(spec, memory=memory))
+        return built[0]
+
+    def lend() -> None:
+        if not memory.room() and not memory.held():
+            memory.release(np.arange(24 + chance.randint(1, 3) * layer, dtype=np.uint32))
+
+    def see(event: Any) -> None:
+        events.append(event)
+        if event.kind == "step":
+            windows.append(built[0].weights.window)
+            memory.take_away(list(range(256)))
+
+    memory.at_border = lend
+    spec = resident(model, tmp_path)
+    assert Trainer(spec, jobs.Counting(spec), events=see, make_model=make).run().end is End.DONE
+    assert jobs.adapter_bytes(spec) == right
+    assert [event.kind for event in events].count("waits") == len(windows) - 1
+    assert len(set(windows)) > 1, windows
+
+
+def test_a_window_without_a_pool_is_of_the_size_that_was_asked_for(model: Path, tmp_path: Path, undisturbed) -> None:
+    spec = jobs.job(model, tmp_path, resident_layers=2)
+    assert jobs.finished(spec) == undisturbed[0]
+    made = open_model(spec)
+    assert (made.weights.resident, made.weights.lent_bytes) == ([0, 1], 0)
+
+
+def test_a_window_over_a_family_that_is_not_written_out_is_refused_by_name(tmp_path: Path) -> None:
+    import test_autograd
+
+    test_autograd.loaded("olmo2").save_pretrained(tmp_path / "base")
+    outcome = jobs.train(jobs.job(tmp_path / "base", tmp_path / "out", span=0, resident_layers=1))
+    assert outcome.end is End.FAILED
+    assert outcome.message.startswith("resident_layers: ")

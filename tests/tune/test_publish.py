@@ -37,7 +37,9 @@ def test_each_version_has_a_new_path_and_name_and_old_ones_are_retired(engine, j
     command, folder = job
     for number in range(1, 5):
         said = command.run("publish", folder.path, "--to", engine.url, "--keep", "2")
-        assert f"{engine.kind} at {engine.url} answers as mine-v{number}" in said
+        model = f"base:mine-v{number}" if engine.kind == "sglang" else f"mine-v{number}"
+        assert f"{engine.kind} at {engine.url} answers as {model};" in said
+        assert f"mine-v{number}" in engine.answered, "the base answered under its name"
         assert "longest gap in decoding" in said
     assert sorted(engine.adapters) == ["mine-v3", "mine-v4"]
     assert len(set(engine.seen_paths)) == 4
@@ -120,3 +122,39 @@ def test_what_the_engines_serve_unlike_is_refused_before_one_sees_it(job, name):
 def test_a_name_that_leaves_the_folder_is_refused(job):
     command, folder = job
     assert "a name has" in command.run("publish", folder.path, "--name", "../x", code=2)
+
+
+@pytest.mark.parametrize("engine", [{"key": "s3cret"}], indirect=True)
+def test_a_service_with_a_key_is_asked_with_it_and_never_shows_it(engine, job, tmp_path):
+    command, folder = job
+    refused = command.run("publish", folder.path, "--to", engine.url, code=1)
+    assert "401" in refused
+    assert "--token-file" in refused
+    (tmp_path / "key").write_text("s3cret\n")
+    said = command.run("publish", folder.path, "--to", engine.url, "--token-file", tmp_path / "key")
+    assert "answers as mine-v1" in said
+    assert "longest gap in decoding" in said
+    assert "s3cret" not in said + refused
+    for bad in ("", "two\nlines"):
+        (tmp_path / "key").write_text(bad)
+        said = command.run("publish", folder.path, "--to", engine.url, "--token-file", tmp_path / "key", code=2)
+        assert "holds no key" in said
+    assert list(engine.adapters) == ["mine-v1"]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/load_lora_adapter", "/v1/completions"])
+def test_the_key_is_never_sent_to_where_a_service_points(job, tmp_path, path, status):
+    command, folder = job
+    (tmp_path / "key").write_text("s3cret\n")
+    other = FakeEngine()
+    engine = FakeEngine(key="s3cret", away={path: (status, other.url)})
+    try:
+        said = command.run(
+            "publish", folder.path, "--to", engine.url, "--token-file", tmp_path / "key", "--no-probe", code=1
+        )
+        assert f"points to {other.url}{path}; name that one" in said
+        assert other.requests == []
+    finally:
+        engine.close()
+        other.close()

@@ -111,6 +111,24 @@ def test_the_official_client_sees_a_whole_job(service):
     assert [each.id for each in client.models.list()] == ["tiny", "other"]
 
 
+def test_a_validation_file_is_judged_by_and_never_deleted_before_the_job_ends(service):
+    client = service.start()
+    held_out = client.files.create(file=service.data.open("rb"), purpose="fine-tune")
+    job = submit(client, service, validation_file=held_out.id, valve={"eval_steps": 4})
+    try:
+        client.files.delete(held_out.id)
+    except openai.ConflictError:
+        pass
+    else:
+        assert client.fine_tuning.jobs.retrieve(job).status == "succeeded"
+    done = ended(client, job)
+    assert (done.status, done.validation_file) == ("succeeded", held_out.id)
+    saved = list(client.fine_tuning.jobs.checkpoints.list(job))
+    assert [each.metrics.full_valid_loss for each in saved] == [12.0, 8.0, 4.0]  # the counting trainer's
+    said = [each.message for each in client.fine_tuning.jobs.list_events(job, limit=100)]
+    assert len([each for each in said if "validation" in each]) == 3
+
+
 def test_lists_are_paged_and_every_entry_is_seen_once(service):
     client = service.start()
     job = submit(client, service)
@@ -296,13 +314,15 @@ def test_a_failure_says_why(service):
         ({"valve": [1]}, "valve"),
         ({"valve": {"weight": []}}, "valve.weight"),
         ({"valve": {"deterministic": "no"}}, "valve.deterministic"),
-        ({"validation_file": "file-1"}, "validation_file"),
+        ({"integrations": [{"type": "wandb"}]}, "integrations"),
         ({"suffix": "a b/../c"}, "suffix"),
         ({"hyperparameters": {"batch_size": 0}}, "hyperparameters.batch_size"),
         ({"hyperparameters": {"n_epochs": -1}}, "hyperparameters.n_epochs"),
         ({"seed": -1}, "seed"),
         ({"valve": {"out": "/etc"}}, "valve.out"),
         ({"valve": {"model": "/etc"}}, "valve.model"),
+        ({"valve": {"eval_data": "/etc/passwd"}}, "valve.eval_data"),
+        ({"valve": {"early_stopping_patience": 2}}, "valve.early_stopping_patience"),
         ({"valve": {"lora_r": 100000}}, "valve.lora_r"),
         ({"valve": {"use_dora": True}}, "valve.use_dora"),
         ({"valve": {"weight": float("1e9")}}, "valve.weight"),

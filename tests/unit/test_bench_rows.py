@@ -1,7 +1,7 @@
 """What a benchmark prints: a figure is judged by its budget, and a reader sees all of it on any terminal."""
 
 import pytest
-from valve_tools.bench import rungs
+from valve_tools.bench import route, rungs
 from valve_tools.bench.command import registry, show, unasked
 from valve_tools.bench.row import row_of
 
@@ -35,10 +35,20 @@ def test_a_figure_whose_interval_is_wider_than_its_mark_is_void_and_never_a_pass
     assert (row.is_void, row.ok) == (is_void, is_ok)
 
 
+@pytest.mark.parametrize(
+    ("ours", "is_void", "is_ok"),
+    [([90.0] * 11, False, True), ([70.0] * 11, False, False), ([60, 140] * 6, True, False)],
+)
+def test_a_router_whose_pairs_disagree_never_passes(ours, is_void, is_ok):
+    _, row = route.rate_rows([100.0] * len(ours), ours)
+
+    assert (row.is_void, row.ok) == (is_void, is_ok)
+
+
 def test_what_takes_a_quarter_of_an_hour_never_runs_unasked():
     benches = registry()
 
-    assert set(benches) - set(unasked(benches)) == {"rungs", "sparse"}
+    assert set(benches) - set(unasked(benches)) == {"rungs", "sparse", "tune-idle"}
 
 
 def test_time_that_runs_slower_asks_for_the_same_work():

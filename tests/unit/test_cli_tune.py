@@ -82,7 +82,7 @@ def test_where_nothing_stops_the_job_it_says_so(became, tmp_path, capsys):
 @pytest.mark.parametrize("socket", ["valved.sock", "view.sock", "link.sock"])
 @pytest.mark.parametrize("code", [REFUSED, FAILED, NOT_RUNNING])
 def test_a_valved_that_refuses_or_is_silent_never_leaves_training_ungated(became, monkeypatch, tmp_path, socket, code):
-    def refuse(role, name):
+    def refuse(role, name, said):
         raise CliError("no", code, is_silence=code != REFUSED)
 
     environment(tmp_path)

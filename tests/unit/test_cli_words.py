@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli import client, doctor, explain, policy, record, remap, run, systemd, top, up, words
+from valved.cli import client, doctor, explain, policy, record, remap, run, status, systemd, top, up, words
 from valved.cli.exits import REFUSED, USAGE, CliError
 from valved.cli.tables import FittingTable
 from valved.paths import API_SOCKET
@@ -380,3 +380,47 @@ def test_the_prices_that_status_shows_are_those_of_the_page():
         cells = " | ".join(f"{at:+.1f} % ({low:+.1f} to {high:+.1f})" for at, low, high in prices)
 
         assert f"| `{rung}` | {cells} |" in page
+
+
+def test_a_mode_that_does_not_come_into_force_is_never_a_success(monkeypatch, tmp_path):
+    monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(up, "status_of", lambda folder: node_pb2.Status(mode=node_pb2.MODE_HARVEST))
+    options = argparse.Namespace(config=None, mode="observe", foreground=False, metrics_port=None)
+
+    with pytest.raises(CliError, match="in mode harvest") as refused:
+        up.up(options)
+
+    assert (refused.value.code, refused.value.next_step) == (REFUSED, "valve mode observe")
+    options.mode = "harvest"
+    assert up.up(options) == 0
+
+
+def test_a_machine_without_a_gpu_never_looks_like_one_that_waits_for_work():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status.render(node_pb2.Status(mode=node_pb2.MODE_HARVEST)))
+
+    assert "valved found none" in console.file.getvalue()
+
+
+def test_a_fix_of_the_doctor_is_never_broken_over_lines(monkeypatch, capsys):
+    fix = "sudo install " + "-o root " * 30 + "# [quota] in /etc/valve.toml"
+    found = doctor.Finding(check="a", verdict=doctor.Verdict.NOTE, what="b", fix=fix)
+    monkeypatch.setattr(doctor, "CHECKS", [lambda: found])
+    monkeypatch.setattr(doctor, "check_cards", lambda: [])
+    monkeypatch.setenv("COLUMNS", "80")
+    doctor.doctor(argparse.Namespace(json=False))
+
+    assert f"fix: {fix}\n" in capsys.readouterr().out
+
+
+def test_a_failed_start_never_shows_what_an_older_one_wrote(tmp_path):
+    log = tmp_path / "valved.log"
+    log.write_text("an old failure\n")
+    began = log.stat().st_size
+    child = subprocess.Popen(["sh", "-c", f"echo the new one >> {log}; exit 1"])
+    child.wait()
+
+    with pytest.raises(CliError, match="the new one") as refused:
+        up.wait_until_up(child, tmp_path, log, began)
+
+    assert "an old failure" not in str(refused.value)

@@ -132,12 +132,14 @@ def test_a_restart_never_forgets_the_hour_and_the_day(tmp_path: Path) -> None:
         before.book(second, [10.0, 10.0], [4.0, 9.0])
         before.beat(second, [True, second % 20 == 0])
         before.memory(second, 1, 40, 80)
+        before.memory(second, 1, 30, 80, is_held=True)
     seriesfile.write(tmp_path / "s", before.saved(), "boot", ["a", "b"])
 
     assert seriesfile.read(tmp_path / "s", after, "boot", ["a", "b"], 50_030.0) == ""
     for gpu in range(2):
         assert after.windows(gpu) == before.windows(gpu)
         assert after.histogram(gpu) == before.histogram(gpu)
+        assert after.online_memory(gpu) == before.online_memory(gpu)
     assert after.alignment() == before.alignment()
 
 
@@ -183,6 +185,44 @@ def test_free_memory_falls_into_32_bins_of_the_card() -> None:
     histogram = series.histogram(0)
 
     assert (len(histogram), histogram[0], histogram[31]) == (32, 0.25, 0.75)
+
+
+def test_what_online_uses_counts_only_while_it_holds_the_gpu() -> None:
+    series = NodeSeries(2)
+    for second in range(4000):
+        is_held = second % 2 == 0
+        series.memory(second, 0, 20 if is_held and second < 300 else 60, 80, is_held=is_held)
+
+    online = series.online_memory(0)
+
+    assert (online["1h"][8], online["1h"][24]) == (1.0, 0.0), "the first minutes are over an hour ago"
+    assert online["24h"][24] == pytest.approx(150 / 2000)
+    assert series.histogram(0)[24] == 1.0
+    assert series.online_memory(1) == {}
+
+
+def test_online_memory_beyond_the_card_falls_into_its_last_bin() -> None:
+    series = NodeSeries(1)
+    for free in (-5, 0, 80, 200):
+        series.memory(0, 0, free, 80, is_held=True)
+
+    online = series.online_memory(0)["1h"]
+
+    assert (len(online), online[0], online[31]) == (32, 0.5, 0.5)
+
+
+def test_an_upgrade_from_a_release_without_online_memory_never_forgets_the_hour(tmp_path: Path) -> None:
+    before, after = NodeSeries(1), NodeSeries(1)
+    for second in range(0, 3600, 10):
+        before.book(second, [10.0], [4.0])
+        before.memory(second, 0, 40, 80)
+    old = {name: table for name, table in before.saved().items() if "online" not in name}
+    seriesfile.write(tmp_path / "s", old, "boot", ["a"])
+    after.memory(3600, 0, 40, 80, is_held=True)
+
+    assert seriesfile.read(tmp_path / "s", after, "boot", ["a"], 3600.0) == ""
+    assert after.windows(0) == before.windows(0)
+    assert after.online_memory(0) == {}
 
 
 def reading(harvest_s: float, service: int = 7, tokens: int | None = None, gpus: int = 1, work: bool = True) -> Reading:

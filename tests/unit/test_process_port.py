@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -41,6 +42,111 @@ def test_a_process_that_is_gone_has_no_start_time_and_no_name(tmp_path: Path) ->
 
 def test_a_zombie_counts_as_gone(tmp_path: Path) -> None:
     assert world(tmp_path, p5=("x", 1, 777, "Z")).start_time(5) is None
+
+
+def thread(root: Path, pid: int, tid: int, state: str, flags: int) -> None:
+    folder = root / str(pid) / "task" / str(tid)
+    folder.mkdir(parents=True)
+    (folder / "stat").write_text(f"{tid} (x) {state} 1 0 0 0 0 {flags} 0 0 0 0 0 0 0 0 0 0 0 0 777 0 0\n")
+
+
+@pytest.mark.parametrize(
+    ("threads", "is_ending"),
+    [
+        ([("S", 0x400000)], False),
+        ([("Z", 0x40844C)], True),
+        ([("R", 0x40044C)], True),  # killed: its files are closed before it is a zombie
+        ([("D", 0x40044C), ("X", 0x40844C)], True),
+        ([("Z", 0x40844C), ("S", 0x400040)], False),  # only its first thread has ended
+    ],
+)
+def test_a_process_ends_when_none_of_its_threads_runs_code_of_its_own(
+    tmp_path: Path, threads: list[tuple[str, int]], is_ending: bool
+) -> None:
+    processes = world(tmp_path, p5=("x", 1, 777, threads[0][0]))
+    for number, (state, flags) in enumerate(threads):
+        thread(tmp_path, 5, 5 + number, state, flags)
+    (tmp_path / "5/stat").write_text((tmp_path / "5/task/5/stat").read_text())  # as the kernel has it
+
+    assert processes.is_ending(5, 777) is is_ending
+    assert processes.is_ending(5, 778)
+    assert processes.is_ending(6, 777)
+
+
+@pytest.mark.parametrize(
+    ("states", "is_stopped"), [("T", True), ("TtDZ", True), ("TS", False), ("R", False), ("", True)]
+)
+def test_a_process_is_stopped_when_none_of_its_threads_runs_before_it_is_continued(
+    tmp_path: Path, states: str, is_stopped: bool
+) -> None:
+    for number, state in enumerate(states):
+        thread(tmp_path, 5, 5 + number, state, 0x400000)
+
+    assert LinuxProcesses(tmp_path).is_stopped(5) is is_stopped
+
+
+class Opened(LinuxProcesses):
+    """Counts what it reads, and fails from the nth file on."""
+
+    def __init__(self, root: Path, fails_at: int = 1 << 30) -> None:
+        super().__init__(root)
+        self.reads = 0
+        self._fails_at = fails_at
+
+    def _read(self, pid: int | str, name: str) -> str | None:
+        self.reads += 1
+        if self.reads >= self._fails_at:
+            raise OSError(errno.EMFILE, "too many open files")
+        return super()._read(pid, name)
+
+
+def test_no_thread_is_read_when_the_first_says_that_its_process_lives(tmp_path: Path) -> None:
+    """An engine has thousands, and the loop waits."""
+    world(tmp_path, p5=("x", 1, 777, "S"))
+    for number in range(50):
+        thread(tmp_path, 5, 5 + number, "S", 0x400000)
+    processes = Opened(tmp_path)
+
+    assert not processes.is_ending(5, 777)
+    assert processes.reads == 1
+
+
+def test_no_more_threads_are_read_than_up_to_one_that_runs(tmp_path: Path) -> None:
+    world(tmp_path, p5=("x", 1, 777, "Z"))
+    for number in range(1, 51):
+        thread(tmp_path, 5, 5 + number, "S", 0x400000)
+    processes = Opened(tmp_path)
+
+    assert not processes.is_ending(5, 777)
+    assert processes.reads == 2
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_no_lack_of_descriptors_keeps_a_client_from_being_taken_out_of_the_books(tmp_path: Path, fails_at: int) -> None:
+    """It would raise in the middle of a client's leaving."""
+    world(tmp_path, p5=("x", 1, 777, "Z"))
+    thread(tmp_path, 5, 6, "Z", 0x40044C)
+
+    assert not Opened(tmp_path, fails_at).is_ending(5, 777)
+
+
+def test_a_real_process_is_ending_when_its_files_are_closed_and_not_before() -> None:
+    """An end of file that comes from a kill is told from one that comes from a close."""
+    processes = LinuxProcesses()
+    script = "import os, sys; block = bytearray(1 << 28); os.close(1); input()"
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    start = processes.start_time(child.pid)
+    assert start is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+
+    assert child.stdout.read() == b""
+    assert not processes.is_ending(child.pid, start)
+    child.kill()
+    assert child.stderr.read() == b""
+    assert processes.is_ending(child.pid, start)
+    child.communicate()
 
 
 def test_ancestors_lead_up_to_one(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from valve_tools.replay import machine
-from valve_tools.sim.machine import H100, MODELS, Settings, timing
+from valve_tools.sim.machine import H100, MODEL_ERROR, MODELS, Settings, timing
 from valve_tools.sim.traces import TraceError
 
 TRUE = replace(H100, stream_efficiency=0.75, linear_efficiency=0.5, layer_ns=30_000.0, seq_ns=4_000.0)
@@ -63,3 +64,20 @@ def test_a_folder_without_layer_times_and_a_malformed_row_are_refused(tmp_path: 
     (tmp_path / "x.csv").write_text(f"{HEAD}\nh100,Llama-2-7b-hf,2,eight,0.1,0.01\n")
     with pytest.raises(TraceError, match=r"x\.csv:2: .*eight"):
         machine.measured(tmp_path)
+
+
+def test_the_error_on_every_page_is_the_one_that_was_measured():
+    page = Path(__file__).resolve().parents[2] / "docs" / "results" / "replay" / "machine.md"
+    cells = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| H100 | ")]
+    rows = [row for row in cells if len(row) == 11]
+    decoding = {gpus: [float(row[5]) for row in rows if row[2] == gpus] for gpus in ("1", "8")}
+    prompts = {gpus: [float(row[7]) for row in rows if row[2] == gpus] for gpus in ("1", "8")}
+    found = [
+        round(-max(decoding["1"])),
+        round(-min(decoding["1"])),
+        round(-min(decoding["8"])),
+        round(max(prompts["1"])),
+        round(-min(prompts["8"])),
+    ]
+
+    assert [int(word) for word in re.findall(r"(\d+)(?= to | % )", MODEL_ERROR)] == found

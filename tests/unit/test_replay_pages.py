@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
 from valve_tools.replay import cluster as cluster_page
 from valve_tools.replay import eviction as eviction_page
 from valve_tools.replay import fleet as fleet_page
@@ -13,11 +15,12 @@ from valve_tools.replay.command import main
 from valve_tools.replay.pair_results import Outcome, Results
 from valve_tools.replay.report import claims_table, write
 from valve_tools.replay.rerender import render
-from valve_tools.replay.svg import grouped_bars, tornado
+from valve_tools.replay.svg import grouped_bars, look_of, tornado
 from valve_tools.sim.cluster import ClusterPlan, part_of, run_cluster
 from valve_tools.sim.cluster_load import LoadSettings
 from valve_tools.sim.combinations import COMBINATIONS, OURS, PRISM, SHIPPED
 from valve_tools.sim.eviction import EvictionPlan, run_eviction
+from valve_tools.sim.machine import MODEL_ERROR
 from valve_tools.sim.metrics import Interval, Summary
 from valve_tools.sim.pairs import PAIRS
 from valve_tools.sim.shape import Shape
@@ -205,9 +208,55 @@ def test_a_tornado_names_every_setting_that_can_be_seen():
     assert ">512<" in drawn
 
 
-def test_a_bar_too_flat_to_be_seen_carries_its_value_and_an_interval_its_whiskers():
-    drawn = grouped_bars(["P1"], {"ours": [0.02], "other": [40.0]}, unit="%", halves={"ours": [0.0], "other": [2.0]})
-    plain = grouped_bars(["P1"], {"ours": [0.02], "other": [40.0]}, unit="%")
+def test_every_bar_carries_its_value_and_an_interval_its_whiskers():
+    series = {"ours": [0.02], "other": [40.0], "cut": [400.0]}
+    drawn = grouped_bars(["P1"], series, unit="%", cap=50.0, halves={"ours": [0.0], "other": [2.0], "cut": [0.0]})
+    plain = grouped_bars(["P1"], series, unit="%", cap=50.0)
 
-    assert ">0.02<" in drawn
+    assert all(f">{words}</text>" in drawn for words in ("0.02", "40", "400"))
     assert drawn.count("<line") == plain.count("<line") + 3
+
+
+def test_no_two_series_of_a_chart_look_alike_not_even_without_colours():
+    """By hatch where the eye or the print has one grey for two colours."""
+
+    def grey(colour: str) -> float:
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    looks = [look_of(i) for i in range(12)]
+    assert len(set(looks)) == len(looks)
+    for one, (colour, hatch) in enumerate(looks[:8]):
+        for other, other_hatch in looks[one + 1 : 8]:
+            assert hatch != other_hatch or abs(grey(colour) - grey(other)) > 0.1
+
+
+def test_a_chart_fills_its_page():
+    drawn = grouped_bars(["P1"], {"ours": [1.0]}, unit="%")
+
+    assert 'width="100%"' in drawn
+    assert "viewBox" in drawn
+
+
+def test_a_small_page_has_claims_as_a_grid_and_charts_as_files_and_no_details(tmp_path):
+    late = {"mean": 9.0, "p50": 9.0, "p95": 9.0, "p99": 9.0}
+    report = pairs_report(*(outcome_of(f"P{i}", 1, **{SHIPPED: summary_of(own_ttft_increase=late)}) for i in (1, 2)))
+    write(report, tmp_path)
+    page = (tmp_path / "pairs.md").read_text()
+
+    assert "| TTFT mean increase % | 2.50 | **9.00** | **9.00** |" in page
+    assert "(pairs-0.svg)" in page
+    assert (tmp_path / "pairs-0.svg").read_text().startswith("<svg")
+    assert "Channel without hint+OurMem" not in page
+    assert "Channel without hint+OurMem" in (tmp_path / "pairs.html").read_text()
+    assert MODEL_ERROR in page
+
+
+@pytest.mark.parametrize("groups", [5, 10])
+def test_a_chart_of_few_groups_never_leaves_half_its_page_empty(groups: int) -> None:
+    """The legend's width was the page's, and two rules for five loads stood in two fifths of it."""
+    drawn = grouped_bars([f"P{g}" for g in range(groups)], {"ours": [1.0] * groups, "other": [2.0] * groups}, unit="%")
+
+    width = float(re.findall(r'viewBox="0 0 ([0-9.]+)', drawn)[0])
+    ends = [float(x) + float(w) for x, w in re.findall(r'<rect x="([0-9.]+)" y="[^"]*" width="([0-9.]+)"', drawn)]
+    assert max(ends) > 0.8 * width

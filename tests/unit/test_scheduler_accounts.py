@@ -1,5 +1,6 @@
 """Accounts add up over restarts of daemons and controllers, and over the end of pods."""
 
+import json
 from typing import Any
 
 import pytest
@@ -182,3 +183,52 @@ def test_a_namespace_is_shown_as_one_however_many_objects_it_takes() -> None:
     (row,) = [row for account in by_namespace(accounts) for row in usage_rows(account, "namespace")]
 
     assert row["harvested_gpu_h"] == pytest.approx((MOST_SEEN + 1) / 3600, abs=1e-3)
+
+
+LOOKS = st.lists(
+    st.tuples(st.floats(0, 90).map(lambda s: round(s, 3)), st.integers(0, 10**6), st.floats(1e-6, 1e6)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(st.lists(LOOKS, min_size=1, max_size=4))
+def test_saved_time_is_never_more_than_harvested_time(lives: list[list[tuple[float, int, float]]]) -> None:
+    """Once a speed of 0.001 made one harvested GPU-hour 2,777,778 saved ones. Each list is a life of the daemon: its
+    counters rise from 0. What a token saves is whatever the tenant last wrote."""
+    status: Json = {}
+    for looks in lives:
+        harvested_s = tokens = 0.0
+        for grown_s, more, saved_per_token in looks:
+            harvested_s, tokens = round(harvested_s + grown_s, 3), tokens + more
+            counters = {"harvestSeconds": harvested_s, "usefulTokens": tokens}
+            entry = Entry(pod_uid="a", online=False, counters=counters, name="job", saved_per_token=saved_per_token)
+            before, status = status, charge(status, [entry])
+            for part in (status["offline"], *status["owners"]):
+                assert part.get("savedSeconds", 0.0) <= part["harvestSeconds"]
+            assert status["offline"].get("savedSeconds", 0.0) >= before.get("offline", {}).get("savedSeconds", 0.0)
+
+
+def test_tokens_that_are_told_later_than_their_time_are_never_lost() -> None:
+    """A batch that writes its answers at the end."""
+    status = charge({}, [offline("a", harvestSeconds=100, usefulTokens=0)])
+    status = charge(status, [offline("a", harvestSeconds=101, usefulTokens=180)])
+
+    assert status["offline"]["savedSeconds"] == 90
+    assert charge(status, [offline("a", harvestSeconds=101, usefulTokens=10**9)])["offline"]["savedSeconds"] == 101
+
+
+def test_a_profile_slower_than_any_number_never_keeps_harvested_time_from_being_counted() -> None:
+    """Nothing times infinity is no number, and no API server stores one."""
+    priceless = Entry(
+        pod_uid="a",
+        online=False,
+        counters={"harvestSeconds": 10.0, "usefulTokens": 0.0},
+        name="job",
+        saved_per_token=1 / 5e-324,
+    )
+
+    status = charge({}, [priceless])
+
+    assert status["offline"]["harvestSeconds"] == 10.0
+    json.dumps(status, allow_nan=False)

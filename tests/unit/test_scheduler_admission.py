@@ -22,7 +22,7 @@ from valve_scheduler.webhook.admission import (
     mutate_online,
 )
 from valve_scheduler.webhook.jsonpatch import diff
-from valve_scheduler.webhook.service import Webhook, WebhookSettings, review_offline, review_online
+from valve_scheduler.webhook.service import Webhook, WebhookSettings, review_job, review_offline, review_online
 
 Pod = dict[str, Any]
 SETTINGS = AdmissionSettings(offline_env={"VLLM_ENGINE_ITERATION_TIMEOUT_S": "3600"})
@@ -330,3 +330,74 @@ def test_a_review_comes_back_with_its_kind_and_uid() -> None:
 def test_unknown_paths_are_404() -> None:
     assert answer("/mutate/other", {})[0] == 404
     assert answer("/mutate/offline", {}, "GET")[0] == 404
+
+
+IGNORED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def job(role: str = names.OFFLINE, restarts: str = "Never", **spec: Any) -> Pod:
+    metadata = {"annotations": {names.ROLE: role}}
+    return {
+        "spec": {"backoffLimit": 2, "template": {"metadata": metadata, "spec": {"restartPolicy": restarts}}, **spec}
+    }
+
+
+def reviewed_job(given: Pod) -> tuple[Pod, list[str]]:
+    answer = review_job({"uid": "u", "object": given}, SETTINGS)
+    assert answer["allowed"]
+    operations = json.loads(base64.b64decode(answer["patch"])) if "patch" in answer else []
+
+    return apply(given, operations), answer.get("warnings", [])
+
+
+def test_an_offline_job_never_spends_a_retry_on_a_move_for_want_of_a_policy() -> None:
+    changed, warnings = reviewed_job(job())
+
+    assert warnings == []
+    assert changed["spec"]["podFailurePolicy"] == {"rules": [IGNORED]}
+    assert changed["spec"]["podReplacementPolicy"] == "Failed"
+    assert reviewed_job(changed) == (changed, [])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        job(restarts="OnFailure"),
+        job(podFailurePolicy={"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [3]}}]}),
+    ],
+)
+def test_a_job_that_will_spend_retries_is_told_so_and_stays_as_it_is(given: Pod) -> None:
+    changed, (warning,) = reviewed_job(given)
+
+    assert changed == given
+    assert "one of its 2 retries" in warning
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        job(role=names.ONLINE),
+        job(podFailurePolicy={"rules": [IGNORED]}),
+        {"spec": {"template": {}}},
+    ],
+)
+def test_other_jobs_and_those_with_the_rule_are_left_alone_in_silence(given: Pod) -> None:
+    assert reviewed_job(given) == (given, [])
+
+
+def test_a_job_that_cannot_be_read_is_let_in() -> None:
+    assert review_job({"uid": "u", "object": {"spec": None}}, SETTINGS) == {"uid": "u", "allowed": True}
+
+
+@pytest.mark.parametrize("restarts", ["Never", "OnFailure"])
+def test_a_job_that_says_so_never_has_to_wait_for_the_end_of_a_pod_on_a_dead_node(restarts: str) -> None:
+    """Its own ways stay, and nobody warns it of what it chose."""
+    given = {**job(restarts=restarts), "metadata": {"annotations": {names.KEEP_JOB: "true"}}}
+
+    assert reviewed_job(given) == (given, [])
+
+
+def test_any_other_word_never_costs_a_job_its_retries() -> None:
+    changed, _ = reviewed_job({**job(), "metadata": {"annotations": {names.KEEP_JOB: "false"}}})
+
+    assert changed["spec"]["podFailurePolicy"] == {"rules": [IGNORED]}

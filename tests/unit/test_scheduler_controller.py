@@ -58,6 +58,20 @@ def test_a_pod_without_tokens_or_with_enough_is_left_alone(tokens: float | None)
     assert EVICTION not in world.round()
 
 
+@pytest.mark.parametrize(("source", "moves"), [("Manual", 0), ("Measured", 0), ("MeasuredByNode", 1)])
+def test_only_what_valve_measured_of_a_job_ever_moves_a_pod_that_had_its_time(source: str, moves: int) -> None:
+    world = World()
+    world.profile(source)
+    world.pods.sink.put(running())
+    entry = {"podUID": "uid-p1", "demandSeconds": 0.0, "usefulTokens": 0.0, "runnableSeconds": 0.0}
+    world.report(offline=[entry])
+    world.round()
+    world.now_s += 900.0
+    world.report(offline=[entry | {"demandSeconds": 900.0, "usefulTokens": 90_000.0, "runnableSeconds": 600.0}])
+
+    assert world.round().count(EVICTION) == moves
+
+
 def test_best_effort_pods_are_not_watched() -> None:
     world = World()
     best_effort = running()

@@ -69,7 +69,7 @@ def test_every_reason_of_a_shadow_and_of_an_sla_out_of_reach_is_explained(reason
 def test_every_condition_of_a_node_is_named() -> None:
     kinds = re.findall(r'kind="(\w+)"', (ROOT / "valved/kube/status.py").read_text())
 
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     assert f"| GPUHarvestNode | {', '.join(kinds)}; " in MANUAL
 
 

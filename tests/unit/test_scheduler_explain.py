@@ -10,6 +10,8 @@ from valve_scheduler.placement.explain import explain
 from valve_scheduler.placement.rank import REASON_TEXT, PlacementSettings, Reason
 from valve_scheduler.placement.state import ClusterState
 
+from valved.kube.series import NodeSeries
+
 
 def state_of(*nodes: dict[str, object]) -> ClusterState:
     state = ClusterState(PlacementSettings())
@@ -72,6 +74,57 @@ def test_the_judgement_is_that_of_the_scheduler_with_gpus_taken_by_others() -> N
     assert refusal.text == REASON_TEXT[Reason.NO_FREE_GPUS]
 
 
+def seen_online(node: str, used_mib: int, is_held: bool = True, **status: object) -> dict[str, object]:
+    """What a node reports after an hour in which online work held its only GPU with so much memory."""
+    series = NodeSeries(1)
+    for second in range(0, 3600, 10):
+        series.memory(second, 0, 80_000 - used_mib, 80_000, is_held=is_held)
+    told = harvest_node(node, cards=1, **status)
+    if series.online_memory(0):
+        told["status"]["gpus"][0]["onlineMemory"] = series.online_memory(0)
+    return told
+
+
+def with_weights(state: ClusterState, mib: float) -> dict[str, object]:
+    curve = ThroughputCurve(free_mib=(mib, 80_000.0), tokens_per_s=(0.5, 1.0))
+    state.put_profile("default", "w", WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve, fit_mib=mib))
+    return pod(annotations={names.PROFILE: "w"})
+
+
+def test_a_job_is_never_placed_where_online_needs_its_memory_at_peaks_and_its_owner_reads_the_figures() -> None:
+    state = state_of(seen_online("full", 60_000), seen_online("half", 57_000))
+
+    found = explain(state, with_weights(state, 20_000), NOW_S)
+
+    assert [(refusal.text, refusal.nodes) for refusal in found.refusals] == [(REASON_TEXT[Reason.CROWDED], 2)]
+    assert "on half online work uses up to 56.2 GiB while it holds a GPU, and the job would hold 19.5:" in found.advice
+    assert "90% of 78.1" in found.advice
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        seen_online("n1", 40_000),
+        seen_online("n1", 60_000, is_held=False),
+        {**seen_online("n1", 60_000), "spec": {"resolved": {"allowCrowded": True}}},
+    ],
+    ids=["online leaves room", "online never held the GPU, or a former release", "the policy allows it"],
+)
+def test_a_job_is_placed_where_nothing_speaks_against_it(node: dict[str, object]) -> None:
+    state = state_of(node)
+
+    assert explain(state, with_weights(state, 20_000), NOW_S).state == "placeable"
+
+
+def test_a_job_that_nobody_measured_is_taken_to_hold_a_quarter_of_the_card() -> None:
+    state = state_of(seen_online("n1", 55_000))
+
+    found = explain(state, pod(), NOW_S)
+
+    assert found.state == "unplaceable"
+    assert "would hold 19.5 (nobody measured it: a quarter of a card)" in found.advice
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
@@ -97,5 +150,5 @@ def test_all_windows_of_a_node_are_shown_beside_what_is_promised() -> None:
 
     found = explain(state_of(node), pod(), NOW_S)
 
-    assert found.candidates[0][1] == pytest.approx(0.75, abs=0.01)
+    assert found.candidates[0][1] == pytest.approx(0.45, abs=0.01)
     assert [(one.node, one.recent, one.hour, one.day) for one in found.windows] == [("n1", 0.4, 0.9, 0.2)]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -141,6 +142,66 @@ def test_recent_evictions_of_anyone_use_up_the_budget() -> None:
     assert chosen([missing("a", "j1")], {"other": Owner(evicted_at_s=(NOW_S - 600.0,))}, running=10) == ["a"]
 
 
+def test_a_tenant_never_takes_the_budget_of_others_by_a_profile_that_says_too_much() -> None:
+    """Five Jobs with a hundredfold speed took 864 moves a day; pods that really missed waited behind them."""
+
+    def of(namespace: str, number: int, achieved: float) -> Track:
+        track = missing(f"{namespace}-{number}", f"{namespace}-{number % 5}", achieved)
+        return replace(track, sample=replace(track.sample, namespace=namespace))
+
+    waiting = [of("liar", n, 0.001) for n in range(40)] + [of("honest", n, 0.2) for n in range(4)]
+
+    assert sorted(uid.split("-")[0] for uid in chosen(waiting, running=120)) == ["honest"] * 3 + ["liar"] * 3
+    moved = {"liar-0": Owner(evicted_at_s=(NOW_S - 60.0,) * 5)}
+    assert chosen(waiting, moved, running=120) == ["honest-0"]
+    moved = {"honest-0": Owner(evicted_at_s=(NOW_S - 60.0,) * 5)}
+    assert chosen(waiting, moved, running=120) == ["liar-0"]
+
+
+def test_a_namespace_never_takes_every_move_by_its_name() -> None:
+    """Where one move is left in each ten minutes all had none in them. A Job of one pod has no track while it waits."""
+    homes = {f"{namespace}-{number}": namespace for namespace in ("aaa", "zzz") for number in range(8)}
+    waiting = {
+        uid: replace(track := missing(uid, uid), sample=replace(track.sample, namespace=namespace))
+        for uid, namespace in homes.items()
+    }
+    owners: dict[str, Owner] = {}
+    moves: Counter[str] = Counter()
+    for turn in range(20):
+        now_s = NOW_S + 600.0 * turn
+        there = [track for uid, track in waiting.items() if now_s - 601 not in owners.get(uid, Owner()).evicted_at_s]
+        for track in choose_evictions(there, owners, 10, now_s, SETTINGS, homes):
+            uid = track.sample.owner_uid
+            owners[uid] = evicted(owners.get(uid, Owner()), "n1", now_s, SETTINGS)
+            moves[track.sample.namespace] += 1
+
+    assert moves["aaa"] == moves["zzz"] >= 5
+
+
+@given(
+    missed=st.lists(st.tuples(st.integers(0, 5), st.floats(0.001, 0.29)), max_size=30),
+    moved=st.dictionaries(st.integers(0, 5), st.floats(1.0, 1_300.0), max_size=4),
+    running=st.integers(1, 300),
+)
+def test_one_namespace_alone_never_waits_for_its_turn(
+    missed: list[tuple[int, float]], moved: dict[int, float], running: int
+) -> None:
+    """The lab has one: what it measured with the worst first, whoever they are, stands."""
+    tracks = [missing(f"p{number:02}", f"j{owner}", achieved) for number, (owner, achieved) in enumerate(missed)]
+    owners = {f"j{owner}": Owner(evicted_at_s=(NOW_S - ago_s,)) for owner, ago_s in moved.items()}
+    left = max(1, int(SETTINGS.budget_share * running)) - sum(ago_s < SETTINGS.budget_s for ago_s in moved.values())
+    expected: list[str] = []
+    of_owner: Counter[str] = Counter()
+    for track in sorted(tracks, key=lambda one: ((one.achieved or 0.0) / one.sample.sla, one.sample.pod_uid)):
+        uid = track.sample.owner_uid
+        may_go = backoff_until_s(owners.get(uid, Owner()), NOW_S, SETTINGS) <= NOW_S
+        if len(expected) < left and may_go and of_owner[uid] < SETTINGS.at_once:
+            of_owner[uid] += 1
+            expected.append(track.sample.pod_uid)
+
+    assert chosen(tracks, owners, running) == expected
+
+
 def test_an_owner_is_left_alone_for_a_while_after_each_round() -> None:
     owner = evicted(evicted(Owner(), "n1", NOW_S, SETTINGS), "n2", NOW_S, SETTINGS)
 
@@ -229,7 +290,45 @@ def test_a_workload_goes_with_the_job_that_owns_its_pod() -> None:
 
     assert workload["metadata"]["name"] == "owner-job-1"
     assert workload["metadata"]["ownerReferences"][0]["kind"] == "Job"
-    assert workload["spec"] == {"ownerUID": "job-1", "ownerName": "batch", "sla": 0.3}
+    assert workload["spec"] == {"ownerUID": "job-1", "ownerName": "batch", "kind": "batch", "sla": 0.3}
+
+
+def slow(speed: float, open_share: float, **more: Any) -> Track:
+    """Two windows of a job that is `speed` times as fast as its profile says while the gate is open."""
+    sample = replace(FIRST, runnable_s=0.0, **more)
+    track = observe(None, sample, SETTINGS)
+    for _ in range(2):
+        sample = replace(
+            sample,
+            runtime_s=sample.runtime_s + 600.0,
+            demand_s=sample.demand_s + 600.0,
+            runnable_s=(sample.runnable_s or 0.0) + 600.0 * open_share,
+            tokens=(sample.tokens or 0.0) + 600.0 * open_share * speed * sample.standalone_tokens_per_s,
+        )
+        track = observe(track, sample, SETTINGS)
+
+    return track
+
+
+def test_a_tenant_s_word_never_moves_a_pod_that_was_given_what_was_promised() -> None:
+    """The profile says a hundred times the speed that the job has."""
+    track = slow(0.01, 0.5)
+
+    assert track.verdict is Verdict.NODE_GAVE_ENOUGH
+    assert chosen([track]) == []
+
+
+@pytest.mark.parametrize(
+    "track", [slow(1.0, 0.2), slow(0.01, 0.2), slow(0.5, 0.5, memory=0.4), slow(0.1, 0.9, is_measured=True)]
+)
+def test_a_miss_that_the_node_shows_or_valve_has_measured_moves_the_pod(track: Track) -> None:
+    assert chosen([track]) == ["p1"]
+
+
+def test_who_was_promised_something_goes_before_who_was_not() -> None:
+    free = replace(missing("a", "j1", 0.0), sample=replace(FIRST, pod_uid="a", owner_uid="j1", sla=0.0))
+
+    assert chosen([free, missing("b", "j2", 0.2)]) == ["b", "a"]
 
 
 def without_hook(open_shares: list[float]) -> Track:

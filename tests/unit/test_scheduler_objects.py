@@ -108,6 +108,51 @@ def test_a_report_with_an_impossible_part_is_refused_as_a_whole(field: str, valu
         node_report(harvest_node(**{field: value}))
 
 
+def online_memory(bin_: int, rest: float = 0.0) -> list[float]:
+    """Online is in this bin of the card nearly always, and in the highest one for the rest of the time."""
+    return [1.0 - rest if place == bin_ else rest if place == 31 else 0.0 for place in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("told", "peak_mib"),
+    [
+        (None, 0.0),
+        ({}, 0.0),
+        ({"1h": online_memory(7)}, 20_000.0),
+        ({"1h": online_memory(7), "24h": online_memory(15)}, 40_000.0),
+        ({"1h": online_memory(15), "24h": online_memory(7)}, 40_000.0),
+        ({"1h": online_memory(7, rest=0.01)}, 20_000.0),
+        ({"1h": online_memory(7, rest=0.011)}, 80_000.0),
+    ],
+)
+def test_the_peak_of_online_memory_is_that_of_the_worse_window(told: object, peak_mib: float) -> None:
+    """A node of a former release tells nothing: then nobody is refused for it."""
+    given = harvest_node()
+    if told is not None:
+        given["status"]["gpus"][2]["onlineMemory"] = told
+
+    peaks = node_report(given).online_peak
+
+    assert peaks.tolist() == [0.0, 0.0, peak_mib, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("told", [[1.0] * 31, [-1.0] + [1.0] * 31, [float("nan")] * 32, ["x"] * 32, 3])
+def test_a_report_whose_online_memory_is_impossible_is_refused_as_a_whole(told: object) -> None:
+    given = harvest_node()
+    given["status"]["gpus"][0]["onlineMemory"] = {"1h": told}
+
+    with pytest.raises(InvalidObject, match="GPUHarvestNode n1"):
+        node_report(given)
+
+
+def test_a_policy_can_let_jobs_in_beside_any_peak() -> None:
+    given = harvest_node()
+    given["status"]["gpus"][0]["onlineMemory"] = {"1h": online_memory(30)}
+    given["spec"] = {"resolved": {"allowCrowded": True}}
+
+    assert not node_report(given).online_peak.any()
+
+
 def test_a_profile_is_of_use_once_it_is_ready() -> None:
     spec = {
         "workload": {"model": "llama", "gpuModel": "H100"},
@@ -139,7 +184,8 @@ def test_a_curve_that_falls_is_refused_with_the_name_of_the_profile() -> None:
     ("windows", "counted"),
     [
         ({"10m": 0.9, "1h": 0.4, "24h": 0.1}, 0.55),
-        ({"10m": 0.1, "1h": 0.4, "24h": 0.9}, 0.31),
+        ({"10m": 0.35, "1h": 0.4, "24h": 0.9}, 0.385),
+        ({"10m": 0.1, "1h": 0.4, "24h": 0.9}, 0.15),
         ({"1h": 0.7, "24h": 0.3}, 0.7),
         ({"1h": 0.5}, 0.5),
         ({"24h": 0.4}, 0.4),

@@ -45,6 +45,10 @@ def reason_for(node: NodeSpec, job: Job) -> Reason:
         (NodeSpec(taken=set(range(7))), Job(gpus=2), Reason.NO_FREE_GPUS),
         (NodeSpec(gpus=2), Job(gpus=4), Reason.NO_FREE_GPUS),
         (NodeSpec(free_mib=19_000.0), Job(gpus=1, profile=PROFILE), Reason.MEMORY),
+        (NodeSpec(online_peak_mib=52_500.0), Job(gpus=1, profile=PROFILE), Reason.CROWDED),
+        (NodeSpec(online_peak_mib=52_000.0), Job(gpus=1, profile=PROFILE), Reason.NONE),
+        (NodeSpec(online_peak_mib=52_500.0), Job(gpus=1), Reason.CROWDED),
+        (NodeSpec(online_peak_mib=70_000.0, free_mib=19_000.0), Job(gpus=1, profile=PROFILE), Reason.MEMORY),
         (NodeSpec(alignment=0.79), Job(gpus=2), Reason.NOT_ALIGNED),
         (NodeSpec(idle=0.3), Job(gpus=1, sla=0.31, profile=PROFILE), Reason.SLA),
     ],
@@ -55,7 +59,7 @@ def test_a_node_is_refused_for_the_first_reason_that_holds(node: NodeSpec, job: 
 
 def test_every_reason_has_one_short_text_without_numbers() -> None:
     assert set(REASON_TEXT) == set(Reason) - {Reason.NONE}
-    assert len(set(REASON_TEXT.values())) == len(REASON_TEXT) <= 8
+    assert len(set(REASON_TEXT.values())) == len(REASON_TEXT) <= 9
     for text in REASON_TEXT.values():
         assert not any(character.isdigit() for character in text)
 

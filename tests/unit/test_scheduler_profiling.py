@@ -1,22 +1,28 @@
 """Curves: measured ones rise with memory whatever the noise, and a wrong file is refused before anything is stored."""
 
+import asyncio
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+from controller_world import World
 from hypothesis import given
 from hypothesis import strategies as st
-from reports import NOW_S, pod
+from reports import NOW_S, pod, uuids
 from valve_kube import names
+from valve_kube.client import ApiError
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import workload_profile
 from valve_scheduler.controller.profiling import (
+    MEASURED,
     Level,
     curve_of,
     is_enough,
+    is_measured,
     levels_of,
     measured_spec,
     read_by_hand,
+    store_by_hand,
     to_profile,
 )
 
@@ -127,3 +133,61 @@ def test_of_the_pods_that_ask_for_a_missing_profile_the_oldest_is_measured() -> 
 )
 def test_who_is_not_measured(other: dict[str, Any]) -> None:
     assert to_profile([other, placed("a", 10)], {("default", "known")}, NOW_S) == {"n1": ["uid-a"]}
+
+
+class Taken(World):
+    """An API server where the tenant's own profile of the name stands already."""
+
+    async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> dict[str, Any]:
+        self.calls.append((method, path, body))
+        if (method, path.rpartition("/")[2]) == ("POST", "offlineprofiles"):
+            raise ApiError(409, "AlreadyExists", "it stands")
+        return dict(body)
+
+
+def measured_by(world: World) -> list[tuple[str, str, Any]]:
+    """What the controller writes once a pod has shown enough."""
+    levels = [{"limitMiB": mib, "usefulTokens": mib, "runnableSeconds": 100.0} for mib in (1, 2, 3)]
+    world.pods.sink.put(pod(annotations={names.PROFILE: "m"}, node="n1", held=uuids("n1")[0], phase="Running"))
+    world.report(offline=[{"podUID": "uid-p1", "levels": levels}])
+    asyncio.run(world.controller.measure())
+    return world.calls
+
+
+def test_a_profile_that_a_tenant_made_first_is_never_called_measured() -> None:
+    world = Taken()
+
+    assert [method for method, _, _ in measured_by(world)] == ["POST"]
+
+
+def test_a_profile_that_changed_since_it_was_made_is_never_called_measured() -> None:
+    """The tenant may patch between the two writes; the version makes the second one fail."""
+    world = World()
+    world.refusals["status"] = ApiError(409, "Conflict", "changed meanwhile")
+
+    (_, _, made), (_, path, told) = measured_by(world)
+
+    assert (made["kind"], path.endswith("/offlineprofiles/m/status")) == ("OfflineProfile", True)
+    assert told["metadata"] == {"resourceVersion": "1"}
+    assert told["status"]["source"] == MEASURED
+    assert world.events() == []
+
+
+def test_a_spec_by_hand_never_stands_under_the_word_of_the_node() -> None:
+    """Said to be Manual before it changes: an admission policy refuses it otherwise, and a reader would believe it."""
+    world = Taken()
+
+    asyncio.run(store_by_hand(world, BY_HAND))  # type: ignore[arg-type]
+
+    steps = [(method, path.rpartition("/")[2], body.get("status")) for method, path, body in world.calls]
+    assert steps == [
+        ("POST", "offlineprofiles", None),
+        ("PATCH", "status", {"source": "Manual"}),
+        ("PATCH", "llama", None),
+        ("PATCH", "status", {"phase": "Ready", "source": "Manual"}),
+    ]
+
+
+@pytest.mark.parametrize(("source", "believed"), [("MeasuredByNode", True), ("Measured", False), ("Manual", False)])
+def test_what_anybody_could_write_under_a_former_release_is_never_believed(source: str, believed: bool) -> None:
+    assert is_measured({"status": {"source": source}}) is believed

@@ -7,7 +7,7 @@ from reports import NOW_S, harvest_node, uuids
 from valve_kube.objects import PodPlace, node_report
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings
-from valve_scheduler.placement.reach import NEVER, TOO_BUSY, Beyond, beyond
+from valve_scheduler.placement.reach import NEVER, PEAKS, TOO_BUSY, Beyond, beyond
 from valve_scheduler.placement.state import ClusterState
 
 Json = dict[str, Any]
@@ -92,3 +92,34 @@ def test_best_effort_and_a_missing_profile_are_nothing_of_it(job: Job) -> None:
 
 def test_an_empty_fleet_says_nothing() -> None:
     assert asked(Job(gpus=1, sla=0.9, profile=profile())) is None
+
+
+def peaking(name: str = "n1", idle: float = 0.95) -> Json:
+    """Its online work uses a card nearly whole now and then."""
+    node = harvest_node(name, idle=idle)
+    for gpu in node["status"]["gpus"]:
+        gpu["onlineMemory"] = {"24h": [0.0] * 29 + [1.0, 0.0, 0.0]}
+    return node
+
+
+def test_a_job_that_online_peaks_leave_no_memory_is_never_told_to_ask_for_less_throughput() -> None:
+    found = asked(Job(gpus=1, sla=0.4, profile=profile(fit_mib=10_000)), peaking())
+
+    assert found is not None
+    assert (found.reason, "FleetTooBusy" in found.message, "nothing" in found.message) == (PEAKS, False, False)
+    assert "on n1 online work uses up to" in found.message
+    assert "allowCrowded" in found.message
+
+
+def test_a_fleet_that_is_too_busy_even_without_its_peaks_never_blames_memory() -> None:
+    found = asked(Job(gpus=1, sla=0.8, profile=profile(fit_mib=10_000)), peaking(idle=0.5))
+
+    assert found is not None
+    assert found.reason == TOO_BUSY
+
+
+def test_the_node_that_is_named_for_its_peaks_is_never_one_that_is_too_busy_anyway() -> None:
+    found = asked(Job(gpus=1, sla=0.8, profile=profile(fit_mib=10_000)), peaking("n1", idle=0.1), peaking("n2"))
+
+    assert found is not None
+    assert found.message.startswith("on n2 ")

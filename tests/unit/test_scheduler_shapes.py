@@ -18,7 +18,7 @@ from valve_kube.objects import (
     pod_place,
     started_at_s,
 )
-from valve_kube.shapes import PodShape
+from valve_kube.shapes import PodShape, is_bound
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.workloads import new_workload
 
@@ -49,13 +49,16 @@ def realistic(name: str = "p1") -> Json:
         "conditions": [
             {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:00Z", "message": "m"}
         ],
-        "containerStatuses": [{"name": "work", "imageID": "i" * 100, "state": {"running": {}}}],
+        "containerStatuses": [
+            {"name": "work", "imageID": "i" * 100, "state": {"running": {"startedAt": "2026-01-01T00:07:00Z"}}}
+        ],
     }
     return found
 
 
 VARIANTS = {
     "running": realistic(),
+    "bound": {**realistic(), "spec": {**realistic()["spec"], "nodeSelector": {"pool": "a"}}},
     "bare": {"metadata": {"name": "a", "namespace": "b", "uid": "u", "labels": None}, "spec": {}, "status": {}},
     "small": pod(),
     "refused": {**pod(), "status": {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "x"}]}},
@@ -82,6 +85,7 @@ READ = [
     owner_name,
     started_at_s,
     created_at_s,
+    is_bound,
     lambda one: annotation(one, names.PROFILE),
     lambda one: new_workload(one, 0.3),
     lambda one: event(one, Told.SLA_MISSED, "note", NOW_S),
@@ -101,6 +105,21 @@ def test_no_judgement_of_a_pod_changes_by_what_is_left_out(variant: str) -> None
             assert isinstance(answer(read, slim(raw)), dict) == isinstance(answer(read, raw), dict)
     found = PodShape().event(json.dumps({"type": "MODIFIED", "object": raw}).encode())
     assert found == {"type": "MODIFIED", "object": slim(raw)}
+
+
+def test_the_pull_of_an_image_or_a_new_start_of_the_container_never_counts_as_time_to_keep_an_sla() -> None:
+    """Weights load again; the pod's own start was long ago. A sidecar's start is nobody's."""
+    one = realistic()
+    one["spec"]["containers"].append({"name": "sidecar"})
+    later = {"running": {"startedAt": "2026-01-01T09:00:00Z"}}
+    one["status"]["containerStatuses"].append({"name": "sidecar", "state": later})
+    seven = started_at_s({"status": {"startTime": "2026-01-01T00:07:00Z"}})
+
+    assert started_at_s(one) == started_at_s(slim(one)) == seven
+    one["status"]["containerStatuses"][0]["state"] = later
+    assert started_at_s(one) == started_at_s(slim(one)) == seven + 8 * 3600 + 53 * 60
+    one["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "CrashLoopBackOff"}}
+    assert started_at_s(one) == started_at_s(slim(one)) == seven - 6 * 60
 
 
 def test_a_listed_pod_never_takes_more_than_a_few_kilobytes() -> None:

@@ -112,7 +112,14 @@ def test_the_object_of_any_owner_fits() -> None:
 
 def test_what_policies_say_of_a_node_fits() -> None:
     both = {"startMilliseconds": 1, "minMilliseconds": 1, "maxMilliseconds": 2}
-    all_of_it = {"mode": "off", "alignmentThreshold": 0.8, "slotsPerGPU": 1, "cooldown": both, "drain": True}
+    all_of_it = {
+        "mode": "off",
+        "alignmentThreshold": 0.8,
+        "allowCrowded": True,
+        "slotsPerGPU": 1,
+        "cooldown": both,
+        "drain": True,
+    }
     spec = {**all_of_it, "namespaces": [{"name": f"{number:063d}", "mode": "off"} for number in range(1_000)]}
     policies = [{"metadata": {"name": "p" * 253}, "spec": spec}]
     policies.append({"metadata": {"name": "q"}, "spec": {"namespaces": [{"name": "one-more", "mode": "off"}]}})

@@ -99,7 +99,7 @@ def _filter(nodes: int) -> Iterator[Row]:
     state, reports = state_of(nodes)
     extender = Extender(state, NoApi(), now_s=time.time, can_answer=lambda: True)
     everywhere = [node_name(index) for index in range(nodes)]
-    took: dict[str, list[float]] = {"filter": [], "prioritize": []}
+    took: dict[str, list[tuple[float, float]]] = {"filter": [], "prioritize": []}
     due = 0.0
     for number in range(CALLS):
         due += nodes / REPORT_EVERY_S / PODS_PER_S
@@ -113,15 +113,18 @@ def _filter(nodes: int) -> Iterator[Row]:
         state.unreserve(pod["metadata"]["uid"])
     for verb, samples in took.items():
         budget = FILTER_MS[nodes] if verb == "filter" else None
-        yield row_of("extender-size", f"{verb}, {nodes} nodes", "ms", samples, budget, note="in the extender's process")
+        wall_ms = np.percentile([wall for _, wall in samples], 99)
+        note = f"CPU time in the extender's process; with waiting for a core p99 {wall_ms:.1f}"
+        yield row_of("extender-size", f"{verb}, {nodes} nodes", "ms", [cpu for cpu, _ in samples], budget, note=note)
 
 
-def _timed(samples: list[float], call: Callable[[Any], Any], arguments: Any) -> Any:
+def _timed(samples: list[tuple[float, float]], call: Callable[[Any], Any], arguments: Any) -> Any:
+    """Samples are of CPU time and of time, in ms: what others do on the machine is in the second alone."""
     raw = json.dumps(arguments).encode()
-    begun_s = time.perf_counter()
+    begun_s, cpu_s = time.perf_counter(), time.thread_time()
     found = call(msgspec.json.decode(raw))
     msgspec.json.encode(found)
-    samples.append((time.perf_counter() - begun_s) * 1e3)
+    samples.append(((time.thread_time() - cpu_s) * 1e3, (time.perf_counter() - begun_s) * 1e3))
     return found
 
 

@@ -16,12 +16,12 @@ from valve_tools.bench.row import Row
 
 # Each module holds BENCHES: name -> function that yields rows. Order: cheap and basic first.
 MODULES = (
-    *("hotpath", "gate", "daemon", "demo", "policies", "granting", "reclaim", "hook"),
-    *("telemetry", "podstart", "failover", "clustersize", "cluster"),
+    *("hotpath", "gate", "daemon", "demo", "policies", "granting", "grants", "reclaim", "hook"),
+    *("telemetry", "podstart", "failover", "clustersize", "cluster", "route"),
 )
 EXIT_OVER_BUDGET = 3
 EXIT_UNKNOWN = 2
-OPT_IN = ("rungs",)  # modules that run for a quarter of an hour and more: only when named
+OPT_IN = ("rungs", "tune")  # modules that run for a quarter of an hour, or need what is not installed: only when named
 
 Bench = Callable[[], Iterable[Row]]
 

@@ -38,7 +38,7 @@ class Run:
     seed: int = 1
 
 
-def _add_channels(gate: NativeGate, workload: subprocess.Popen[str]) -> None:
+def add_channels(gate: NativeGate, workload: subprocess.Popen[str]) -> None:
     assert workload.stdout is not None
     for gpu, tree in enumerate(json.loads(workload.stdout.readline())):
         for handle, cid in tree["channels"]:
@@ -94,7 +94,7 @@ def measure(run: Run) -> list[list[Stamp]]:
         text=True,
     )
     gate.create_client(WORKLOAD, Role.OFFLINE, ServiceId(0))
-    _add_channels(gate, workload)
+    add_channels(gate, workload)
     gate.put_service(SERVICE, frozenset(map(GpuIndex, range(run.gpus))))
     fds = gate.create_client(ONLINE, Role.ONLINE, SERVICE)
     passed = (fds.control, fds.region, fds.doorbell)

@@ -6,10 +6,15 @@ and then, so that no path is left out. Time is the thread's own: what others tak
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
+from valve_abi import CONTROL_BYTES, GRANT, GRANT_OFFSET, PAGE
+from valve_hook.grant_page import GrantPage
+from valve_hook.grants import Asking
 from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantSettings, Target
 from valve_hook.policy.misses import MissSettings
 from valve_tools.bench.row import Row, row_of
@@ -27,6 +32,11 @@ def bench_granting() -> Iterator[Row]:
         note = f"{granted} of {STEPS} granted"
         yield row_of("granting", f"decide-{requests}", "us", deciding, BUDGET_US, judged="p99", note=note)
         yield row_of("granting", f"tell-{requests}", "us", telling, None, note="with refits, a few in a thousand steps")
+        following, wanting, asked = _hook_steps(requests)
+        yield row_of(
+            "granting", f"hook-wants-{requests}", "us", wanting, BUDGET_US, judged="p99", note=f"{asked} wanted"
+        )
+        yield row_of("granting", f"hook-follows-{requests}", "us", following, None, note="each token of a step")
 
 
 def _steps(requests: int) -> tuple[list[float], list[float], int]:
@@ -64,3 +74,43 @@ def _steps(requests: int) -> tuple[list[float], list[float], int]:
 
 
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"granting": bench_granting}
+
+
+class Consented:
+    """A link whose valved says that the owner consents."""
+
+    def __init__(self) -> None:
+        control, region, bell = os.memfd_create("control"), os.memfd_create("region"), os.eventfd(0)
+        os.ftruncate(control, CONTROL_BYTES)
+        os.ftruncate(region, PAGE)
+        for name, value in (("tpot_ns", 20_000_000), ("gap_ns", 100_000_000), ("consented", 1)):
+            field = GRANT.fields[name]
+            os.pwrite(control, value.to_bytes(field.bytes, "little"), GRANT_OFFSET + field.offset)
+        self.grant: GrantPage | None = GrantPage(control, mmap.mmap(region, PAGE), bell)
+        for fd in (control, region, bell):
+            os.close(fd)
+
+
+def _hook_steps(requests: int) -> tuple[list[float], list[float], int]:
+    """The same, as an engine's hook pays for it."""
+    settings = GrantSettings(grants_per_s=1e9, least_worth=-1.0, misses=MissSettings(trial=0))
+    hook, names, now = Asking(Consented(), settings=settings), count(), time.monotonic_ns()
+    running: list[str] = []
+    facts = EngineFacts(running=requests, kv_pool=10**8, kv_mapped=10**8, max_num_seqs=1_024)
+    following, wanting, wanted = [], [], 0
+    for step in range(STEPS):
+        begun = time.thread_time_ns()
+        if hook.follows:
+            while len(running) < requests:
+                running.append(f"request-{next(names)}")
+                hook.arrived(running[-1], 1_000, now - 500_000_000)
+            ended = running[0] if step % TURNOVER == TURNOVER - 1 else ""
+            hook.stepped(now + 500_000, now + 7_000_000, requests, prefill=False)
+            now += 7_000_000
+            hook.delivered([(name, 1, name == ended) for name in running], now)
+            del running[: bool(ended)]
+        told = time.thread_time_ns()
+        wanted += hook.wants(now, facts) > 0
+        wanting.append((time.thread_time_ns() - told) / 1e3)
+        following.append((told - begun) / 1e3)
+    return following, wanting, wanted

@@ -66,6 +66,9 @@ def _step_rows(part: dict[str, list[float]] | None, metric: str, note: str) -> I
         return
     yield row_of("hook", metric, "us", part["own_us"], MEDIAN_US, judged="p50", note=note)
     yield row_of("hook", f"{metric}, tail", "us", part["own_us"], TAIL_US, judged="p99", note=note)
+    if "beside_us" in part:
+        told = f"{note}; not in a step's way, about sixty times a second"
+        yield row_of("hook", f"{metric}, on the link's thread", "us", part["beside_us"], None, note=told)
     if "added_us" in part:
         stock = part["stock_us"][-1]
         told = f"{note}; step by step against one without the hook, which takes {stock / 1e3:.1f} ms"

@@ -15,6 +15,7 @@ PACKAGES = {
         "valved": "valved",
         "scheduler/valve_kube": "valve_kube",
         "scheduler/valve_scheduler": "valve_scheduler",
+        "scheduler/valve_router": "valve_router",
         "patches/hook": "valve_hook",
         "patches/vllm": "valve_hook/vllm",
         "patches/sglang": "valve_hook/sglang",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valve_tools.check import includes, names, sizes
+from valve_tools.check import includes, names, results, sizes
 from valve_tools.check.tree import ROOT, tracked
 
 PACKAGES = {
@@ -16,12 +16,14 @@ PACKAGES = {
     "valve_tools": "tools",
     "valve_kube": "scheduler/valve_kube",
     "valve_scheduler": "scheduler/valve_scheduler",
+    "valve_router": "scheduler/valve_router",
     "valve_tune": "tune/valve_tune",
 }
 # Laid out file by file, as installed: engines beside the core, and the one file that valved shares.
 HOOK = {
     ".": "patches/hook",
     "policy": "patches/hook/policy",
+    "cotrain": "patches/hook/cotrain",
     "vllm": "patches/vllm",
     "sglang": "patches/sglang",
     "tensorrt_llm": "patches/tensorrt_llm",
@@ -93,6 +95,7 @@ STEPS = {
     "clang-format": clang_format,
     "sizes": sizes.findings,
     "names": names.findings,
+    "results": results.findings,
 }
 
 

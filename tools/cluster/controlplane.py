@@ -20,13 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from valve_tools.cluster.api import Api, Json, Refused
+from valve_tools.cluster import told
+from valve_tools.cluster.api import Api, Refused
 
 TOKEN = "administrator-of-a-test"
-# Services live in the block set aside for benchmarks (RFC 2544), which nobody routes; the first is the API server's.
-SERVICES, API_ADDRESS = "198.18.0.0/24", "198.18.0.1"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 CHART_LEASE = {"leaseDuration": "10s", "renewDeadline": "7s", "retryPeriod": "2s"}
 SHORT_LEASE = {"leaseDuration": "2s", "renewDeadline": "1500ms", "retryPeriod": "500ms"}  # for tests that wait for it
@@ -97,13 +94,15 @@ class ControlPlane:
         self._arguments: dict[str, list[str]] = {}
         self._environments: dict[str, dict[str, str]] = {}
         self.kubeconfig = folder / "kubeconfig"
+        self._server = f"https://127.0.0.1:{self.port}"
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        self._write_identity()
+        told.identity(self.folder, TOKEN)
+        told.kubeconfig(self.kubeconfig, TOKEN, self._server)
         etcd, peers = free_port(), free_port()
-        self.spawn("etcd", *self._etcd_flags(etcd, peers), environment=self._environment)
-        self.spawn("kube-apiserver", *self._apiserver_flags(etcd), environment=self._environment)
+        self.spawn("etcd", *told.etcd(self.folder, etcd, peers), environment=self._environment)
+        self.spawn("kube-apiserver", *told.apiserver(self.folder, self.port, etcd), environment=self._environment)
         # Ready, not only up: the controller manager gives up by itself if it is not, within ten seconds.
         wait_for("the API server", lambda: self.api.get("/readyz"), START_S)
         self.spawn(
@@ -191,7 +190,7 @@ class ControlPlane:
             bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
             spec["boundObjectRef"] = bound
         token = self.api.post(path, {"spec": spec})["status"]["token"]
-        return self._write_kubeconfig(self.folder / f"{namespace}-{name}.kubeconfig", token)
+        return told.kubeconfig(self.folder / f"{namespace}-{name}.kubeconfig", token, self._server)
 
     def start_extender(
         self,
@@ -239,7 +238,7 @@ class ControlPlane:
         election: dict[str, Any] = {"leaderElect": bool(lease)}
         if lease:
             election |= {"resourceName": "valve-scheduler", "resourceNamespace": lease, **lease_times}
-        configuration.write_text(json.dumps(self._scheduler_configuration(extender_port, election, access)))
+        configuration.write_text(json.dumps(told.scheduler(extender_port, election, access)))
         port = free_port()
         self.spawn(
             name,
@@ -266,92 +265,9 @@ class ControlPlane:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def _scheduler_configuration(self, extender_port: int, election: Json, kubeconfig: Path) -> Json:
-        return {
-            "apiVersion": "kubescheduler.config.k8s.io/v1",
-            "kind": "KubeSchedulerConfiguration",
-            "clientConnection": {"kubeconfig": str(kubeconfig), "qps": 500, "burst": 1000},
-            "leaderElection": election,
-            "percentageOfNodesToScore": 100,
-            "podInitialBackoffSeconds": 1,
-            "podMaxBackoffSeconds": 30,
-            "profiles": [{"schedulerName": "valve-scheduler"}],
-            "extenders": [
-                {
-                    "urlPrefix": f"http://127.0.0.1:{extender_port}/scheduler",
-                    "filterVerb": "filter",
-                    "prioritizeVerb": "prioritize",
-                    "bindVerb": "bind",
-                    "weight": 10,
-                    "nodeCacheCapable": True,
-                    "httpTimeout": "12s",
-                    "ignorable": False,
-                    "managedResources": [{"name": "valve.gpu/harvested-gpu", "ignoredByScheduler": False}],
-                }
-            ],
-        }
-
-    def _etcd_flags(self, port: int, peers: int) -> list[str]:
-        return [
-            f"--data-dir={self.folder}/etcd",
-            f"--listen-client-urls=http://127.0.0.1:{port}",
-            f"--advertise-client-urls=http://127.0.0.1:{port}",
-            f"--listen-peer-urls=http://127.0.0.1:{peers}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peers}",
-            f"--initial-cluster=default=http://127.0.0.1:{peers}",
-            "--unsafe-no-fsync",
-            "--log-level=error",
-        ]
-
-    def _apiserver_flags(self, etcd: int) -> list[str]:
-        key = self.folder / "accounts.key"
-        return [
-            f"--etcd-servers=http://127.0.0.1:{etcd}",
-            "--bind-address=127.0.0.1",
-            f"--secure-port={self.port}",
-            f"--cert-dir={self.folder}/apiserver",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-account-key-file={key}",
-            f"--service-account-signing-key-file={key}",
-            "--authorization-mode=RBAC",
-            f"--token-auth-file={self.folder}/tokens.csv",
-            "--endpoint-reconciler-type=none",
-            "--allow-privileged",
-            # On OpenShift it is on: who names an owner that must wait for the owned needs rights on the owner.
-            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
-            f"--service-cluster-ip-range={SERVICES}",
-            # Webhooks are called at their pods: nobody forwards the addresses of services here.
-            "--enable-aggregator-routing",
-        ]
-
-    def _write_identity(self) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        pem = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.TraditionalOpenSSL,
-            serialization.NoEncryption(),
-        )
-        (self.folder / "accounts.key").write_bytes(pem)
-        (self.folder / "tokens.csv").write_text(f"{TOKEN},administrator,1,system:masters\n")
-        self._write_kubeconfig(self.kubeconfig, TOKEN)
-
     def write_kubeconfig(self, path: Path, server: str) -> Path:
         """For the administrator, by another way to the API server."""
-        return self._write_kubeconfig(path, TOKEN, server)
-
-    def _write_kubeconfig(self, path: Path, token: str, server: str = "") -> Path:
-        cluster = {"server": server or f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
-        configuration = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "test",
-            "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": "test", "user": {"token": token}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
-        }
-        path.write_text(json.dumps(configuration))
-
-        return path
+        return told.kubeconfig(path, TOKEN, server)
 
 
 def _die_with_parent() -> None:

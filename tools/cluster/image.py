@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import posixpath
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,10 +66,23 @@ def _write_layer(path: Path, files: Mapping[str, Path], folders: Sequence[str]) 
             entry = tarfile.TarInfo(folder.strip("/") + "/")
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             layer.addfile(entry)
-        for inside, source in files.items():
+        cleaned = {posixpath.normpath(inside): (inside, source) for inside, source in files.items()}
+        for name, (inside, source) in cleaned.items():
             # A link stays one where it lies where it did.
-            kept = source if str(source) == inside else source.resolve()
-            layer.add(kept, inside.lstrip("/"), filter=_for_everyone)
+            _add_file(layer, name.lstrip("/"), source if str(source) == inside else source.resolve())
+
+
+def _add_file(layer: tarfile.TarFile, name: str, source: Path) -> None:
+    """A file that has two names on this machine is two files: a clone may be full of such, as installers link from
+    their caches, and a link to a file of another layer or of the same name is none."""
+    entry = _for_everyone(layer.gettarinfo(source, name))
+    if entry.islnk():
+        entry.type, entry.linkname, entry.size = tarfile.REGTYPE, "", source.stat().st_size
+    if not entry.isreg():
+        layer.addfile(entry)
+        return
+    with source.open("rb") as content:
+        layer.addfile(entry, content)
 
 
 def _for_everyone(entry: tarfile.TarInfo) -> tarfile.TarInfo:

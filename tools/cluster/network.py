@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from valve_tools.cluster.controlplane import API_ADDRESS, ControlPlane
+from valve_tools.cluster.controlplane import ControlPlane
+from valve_tools.cluster.told import API_ADDRESS
 
 Json = dict[str, Any]
 BRIDGE = "valve-pods"

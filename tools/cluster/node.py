@@ -330,28 +330,28 @@ class RealNode:
         env: Mapping[str, str] | None = None,
         on_node: bool = True,
         annotations: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
         folders: Sequence[str] = (),
         **spec: Any,
     ) -> Json:
         """A pod that runs a program of this machine on the emulated GPU; what it starts with is the test's to say."""
         emulation = emulated.environment(self.folder / "emu", {})
-        shared = [*HOST_FOLDERS, str(self.folder / "emu"), str(emulated.LIBRARIES), *folders]
+        shared = list(dict.fromkeys([*HOST_FOLDERS, str(self.folder / "emu"), str(emulated.LIBRARIES), *folders]))
         mounts = [{"name": f"v{index}", "mountPath": path} for index, path in enumerate(shared)]
         volumes = [{"name": f"v{index}", "hostPath": {"path": path}} for index, path in enumerate(shared)]
-        variables = {**emulation, **(env or {})}
         container: Json = {
             "name": "work",
             "image": IMAGE,
             "imagePullPolicy": "Never",
             "command": list(command),
-            "env": [{"name": key, "value": value} for key, value in variables.items()],
+            "env": [{"name": key, "value": value} for key, value in {**emulation, **(env or {})}.items()],
             "volumeMounts": mounts,
             "resources": {"limits": {limit: "1"}} if limit else {},
         }
         return {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": name, "annotations": dict(annotations or {})},
+            "metadata": {"name": name, "annotations": dict(annotations or {}), "labels": dict(labels or {})},
             "spec": {
                 "hostNetwork": True,
                 "enableServiceLinks": False,

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from valve_tools.bench.row import percentile
-from valve_tools.demo import cluster, memory, tune
+from valve_tools.demo import cluster, granted, memory, tune
 from valve_tools.demo.figures import Run, harvested_share, pooled, spread
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import Demo, Plan
@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
         return cluster.main(argv[1:])
     if argv[:1] == ["tune"]:
         return tune.main(argv[1:])
-    others = "See also: valve demo memory, valve demo cluster, valve demo tune"
+    if argv[:1] == ["granted"]:
+        return granted.main(argv[1:])
+    others = "See also: valve demo memory, valve demo granted, valve demo cluster, valve demo tune"
     parser = argparse.ArgumentParser(prog="valve demo", description=__doc__, epilog=others)
     parser.add_argument("--seconds", type=float, default=USUAL.seconds, help="of arrivals in each run")
     parser.add_argument("--rounds", type=int, default=USUAL.rounds, help="of (alone, with Valve)")

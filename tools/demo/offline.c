@@ -117,7 +117,7 @@ struct job {
 	CUstream stream;
 	CUevent done[MAX_FLIGHT];
 	uint64_t begun, finished;
-	double start_s, reported_s;
+	double start_s, reported_s, end_s;
 };
 
 static bool wants_more(const struct job *job)
@@ -162,7 +162,7 @@ static int verdict(const struct job *job)
 	printf("{\"summary\": \"offline\", \"units\": %llu, \"wall_s\": %.3f, \"checksum\": \"%016llx\", "
 	       "\"expected\": "
 	       "\"%016llx\", \"ok\": %s}\n",
-	       (unsigned long long)job->finished, now_s() - job->start_s, (unsigned long long)head[1],
+	       (unsigned long long)job->finished, job->end_s - job->start_s, (unsigned long long)head[1],
 	       (unsigned long long)expected, ok ? "true" : "false");
 	return ok ? 0 : 1;
 }
@@ -200,6 +200,7 @@ int main(int argc, char **argv)
 		page = start_heartbeat();
 	job.start_s = job.reported_s = now_s();
 	work(&job);
+	job.end_s = now_s(); /* what the check of the checksum takes is no work */
 	if (page)
 		__atomic_store_n(&page[2], 1, __ATOMIC_RELEASE);
 	return verdict(&job);

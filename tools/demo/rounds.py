@@ -30,6 +30,7 @@ class Plan:
     seconds: float = 10.0  # of arrivals in each run
     rounds: int = 2  # of (alone, valve), one after the other
     ungated: bool = True  # show once what happens without Valve
+    order: tuple[str, ...] = ()  # the conditions one by one, instead of those two
     trace: Path | None = None
     seed: int = 1
     rate: float = 1.5  # drawn requests per second: busy for about half of the time
@@ -37,6 +38,8 @@ class Plan:
     timings: tuple[str, ...] = ()  # further options of the service
 
     def conditions(self) -> list[str]:
+        if self.order:
+            return list(self.order)
         return ["alone", *(["ungated"] if self.ungated else []), "valve", *["alone", "valve"] * (self.rounds - 1)]
 
     def online(self) -> list[str]:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from valve_tools.demo import tune_served
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.demo.rounds import ONLINE
 
@@ -100,6 +101,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="valve demo tune", description=__doc__)
     parser.add_argument("--python", default=".venv-tune/bin/python", help="of the environment that can train")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--engines", type=Path, default=".venv-engines", help="where vLLM is installed, if it is")
     parser.add_argument("--keep", type=Path, help="leave everything in this folder")
     options = parser.parse_args(argv)
     python = str(Path(options.python).absolute())
@@ -109,7 +111,10 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="valve-demo-tune-") as scratch:
         folder = options.keep.resolve() if options.keep else Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        return perform(folder, python, options.steps)
+        code = perform(folder, python, options.steps)
+        if code or not tune_served.is_installed(options.engines):
+            return code
+        return 0 if tune_served.serve(options.engines, python, folder, folder / "adapter") else 1
 
 
 def perform(folder: Path, python: str, steps: int) -> int:

@@ -8,14 +8,18 @@ forward lies in device memory of the node's KV pool.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+TILES_FILE = os.environ.get("VALVE_DEMO_TILES")  # gets begin and end of each tile and of each update
+TILES = open(TILES_FILE, "a", buffering=1) if TILES_FILE else None  # noqa: SIM115
 WORDS = [f"w{number}" for number in range(48)]
 SPECIALS = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<unk>"]
 TEMPLATE = (
@@ -72,22 +76,31 @@ def emulated_device() -> Any:
     return module.Device()
 
 
+def told(began: float) -> None:
+    if TILES is not None:
+        TILES.write(f"{began:.6f} {time.monotonic():.6f}\n")
+
+
 class OnCard:
     """One micro-batch whose every tile is a kernel of the emulated card."""
 
     def __init__(self, inner: Any, device: Any, spin_us: int, control: Any) -> None:
         self._inner, self._device, self._spin_us, self._control = inner, device, spin_us, control
         self.border, self.close, self.gradients = inner.border, inner.close, inner.gradients
+        self.forward_loss = inner.forward_loss
 
-    def run(self, tile: Any) -> None:
+    def run(self, tile: Any, ask: Any) -> None:
         wall, used = time.monotonic(), time.thread_time()
         with self._device.step(least_us=self._spin_us):
-            self._inner.run(tile)
+            self._inner.run(tile, ask)
+        told(wall)
         took = max(self._spin_us / 1e6, time.thread_time() - used)
         self._control.waited_s += max(0.0, time.monotonic() - wall - took)
 
 
-def train(folder: Path, out: Path, steps: int, spin_us: int, stash_mib: int, controls: Any = None) -> int:
+def train(
+    folder: Path, out: Path, steps: int, spin_us: int, stash_mib: int, controls: Any = None, resident: int = 0
+) -> int:
     device = emulated_device() if spin_us else None
     import torch
 
@@ -113,12 +126,25 @@ def train(folder: Path, out: Path, steps: int, spin_us: int, stash_mib: int, con
                 model.start = lambda *a, **k: OnCard(start(*a, **k), device, spin_us, control)
             return model
 
-        return Trainer(spec, dataset, events=events, control=control, make_model=make)
+        made: Any = Trainer(spec, dataset, events=events, control=control, make_model=make)
+        update = made._update
+
+        def update_on_card(step: int) -> Any:
+            """The optimizer's tensors are on the card, so its arithmetic is."""
+            began = time.monotonic()
+            with device.step() if device is not None else contextlib.nullcontext():
+                found = update(step)
+            told(began)
+            return found
+
+        made._update = update_on_card
+        return made
 
     values = {
         **{"model": str(folder / "base"), "data": str(folder / "train.jsonl"), "out": str(out), "max_steps": steps},
         **{"max_length": 128, "learning_rate": 5e-3, "lora_r": 8, "lora_alpha": 16.0, "save_steps": 10},
         **{"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        "resident_layers": resident,
     }
     return jobs.train(values, None, controls or FolderControl, trainer)
 

@@ -46,6 +46,7 @@ class Channel:
     busy_ns: int
     pid: int
     uvm: bool
+    slice_us: int  # of its group; 0: none was set
 
     @property
     def is_compute(self) -> bool:
@@ -110,6 +111,7 @@ def _channel(row: dict[str, Any]) -> Channel:
         busy_ns=row["busy_ns"],
         pid=row["pid"],
         uvm=row["uvm"],
+        slice_us=row["slice_us"],
     )
 
 

@@ -77,6 +77,12 @@ class Device:
             if least_us:  # out of the step: its threads must not be stopped inside the driver
                 self._call("cuStreamSynchronize", self._beside)
 
+    def spin(self, us: int) -> None:
+        """A kernel that only lasts, and its end."""
+        self.use()
+        self._occupy(us)
+        self._call("cuStreamSynchronize", self._beside)
+
     def _occupy(self, us: int) -> None:
         """Beside what is launched next, on a channel of its own: both run, and are stopped, together."""
         if not self._beside:

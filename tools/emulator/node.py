@@ -21,8 +21,8 @@ LIBRARIES = Path(__file__).resolve().parent / "lib"
 
 # For tests of what happens rather than of how long it takes.
 _COSTS = (
-    "rpc_us preempt_us masking_us alloc_us alloc_mib_us free_us map_us map_mib_us unmap_us unmap_mib_us"
-    " sparse_us sparse_mib_us reserve_us book_us fill_gbps copy_gbps"
+    "rpc_us preempt_us enable_us runlist_us switch_us masking_us alloc_us alloc_mib_us free_us map_us map_mib_us"
+    " unmap_us unmap_mib_us sparse_us sparse_mib_us reserve_us book_us fill_gbps copy_gbps"
 )
 NO_LATENCY = dict.fromkeys(_COSTS.split(), "0")
 

@@ -25,11 +25,12 @@ from rich.console import Console
 from valve.v1 import node_pb2
 from valve_tools.demo.node import EmulatedNode
 from valve_tools.engines.benchmark import Client
-from valve_tools.engines.figures import METRICS, Bench, Look, Outcome, report, share, show
+from valve_tools.engines.figures import METRICS, Bench, Look, Outcome, Verdict, report, share, show
 from valve_tools.engines.sides import CONFIG, PATIENCE_S, POOL_MIB, STEP_US, Sides
 
 from valved.model.ids import Remap
 
+EXIT_VOID = 3
 LOOK_S = 0.1
 RATE_S = 5.0
 ONLINE = ["--dataset-name", "random", "--random-input-len", "384", "--random-output-len", "24"]
@@ -163,7 +164,7 @@ def favour(valved: subprocess.Popen[bytes]) -> None:
 def options() -> Any:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
     parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
-    parser.add_argument("--rounds", type=int, default=3, help="of alone and Valve; ungated runs twice in the first")
+    parser.add_argument("--rounds", type=int, default=5, help="of alone and Valve; ungated runs twice in the first")
     parser.add_argument("--requests", type=int, default=300, help="of the batch, a part in each round")
     parser.add_argument("--prompts", type=int, default=30, help="of each benchmark")
     parser.add_argument("--rate", type=float, default=1.5, help="online requests a second")
@@ -192,11 +193,11 @@ def main() -> int:
             demo = Demo(sides=sides, rate=chosen.rate, say=console.print, **counts)
             demo.perform()
     console.export_text()  # the story so far stays out of the report
-    is_right = show(console, demo.outcome)
+    verdict = show(console, demo.outcome)
     if chosen.report:
         arguments = " ".join(f"--{name} {value}" for name, value in {**counts, "remap": chosen.remap}.items())
         chosen.report.write_text(report(f"{arguments} --rate {chosen.rate} --report FILE", console.export_text()))
-    return 0 if is_right else 1
+    return {Verdict.KEPT: 0, Verdict.BROKEN: 1, Verdict.VOID: EXIT_VOID}[verdict]
 
 
 if __name__ == "__main__":

@@ -37,13 +37,16 @@ def engines(model: str, *, is_aligned: bool) -> list[Engine]:
 
 
 def steps(hooked: Engine, stock: Engine) -> dict[str, list[float]]:
-    own, pairs = [], []
+    own, pairs, beside = [], [], []
     for number in range(STEPS):
         for engine in (hooked, stock) if number % 2 else (stock, hooked):
             engine.step()
         own.append(hooked.hook_ns / 1e3)
+        began = thread_time_ns()
+        hooked.hook.ledger.tend()  # the link's thread does
+        beside.append((thread_time_ns() - began) / 1e3)
         pairs.append((hooked.step_ns - stock.step_ns) / 1e3)
-    return {"own_us": own, "added_us": pairs, "stock_us": [stock.step_ns / 1e3]}
+    return {"own_us": own, "added_us": pairs, "beside_us": beside, "stock_us": [stock.step_ns / 1e3]}
 
 
 def events(engine: Engine) -> list[float]:

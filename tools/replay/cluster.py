@@ -36,9 +36,8 @@ COLUMNS = {
     "below_hours": ("below it, %", 100.0),
     "misses_per_job_day": ("misses per job-day", 1.0),
     "moves_per_job_day": ("moves per job-day", 1.0),
-    "mape": ("error at placement, MAPE %", 100.0),
-    "weighted_error": ("the same, weighted %", 100.0),
-    "model_error": ("model told the load, MAPE %", 100.0),
+    "kept": ("promises kept for 3 h, %", 100.0),
+    "model_error": ("mean error of the model told the load, %", 100.0),
     "decision_p50_ms": ("decision P50, CPU ms", 1.0),
     "decision_p99_ms": ("P99", 1.0),
 }

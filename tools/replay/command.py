@@ -13,14 +13,28 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as Shown
-from valve_tools.replay import early, machine, pairs, rerender, sensitivity, tp8, validate, whatif
+from valve_tools.replay import (
+    crowding,
+    early,
+    machine,
+    pairs,
+    quick,
+    rerender,
+    rivals,
+    sensitivity,
+    services,
+    tp8,
+    validate,
+    whatif,
+)
+from valve_tools.replay.provenance import stale
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
 from valve_tools.replay.work import Shown as Bars
 from valve_tools.sim.generator import generate
 from valve_tools.sim.shape import LONGEST_S
-from valve_tools.sim.traces import Folder, TraceError, read_folder, require_folder
+from valve_tools.sim.traces import Folder, Half, TraceError, read_folder, require_folder
 
 EXIT_MISSED = 3
 EXIT_BAD_INPUT = 2
@@ -40,18 +54,27 @@ def _tp8(options: argparse.Namespace, progress: Progress) -> Report:
     return _replayed(tp8.run, options, progress)
 
 
+def _rivals(options: argparse.Namespace, progress: Progress) -> Report:
+    return _replayed(rivals.run, options, progress)
+
+
 def _sensitivity(options: argparse.Namespace, progress: Progress) -> Report:
     return _replayed(sensitivity.run, options, progress)
+
+
+def _crowding(options: argparse.Namespace, progress: Progress) -> Report:
+    return _replayed(crowding.run, options, progress)
 
 
 def _replayed(run: Callable[..., Report], options: argparse.Namespace, progress: Progress) -> Report:
     """An experiment that replays requests; its page says what of the folder was left out."""
     folder = folder_of(options)
     report = run(folder, seeds_of(options), progress, workers_of(options))
-    files = ", ".join(folder.ignored)
+    files = f" ({', '.join(folder.ignored)})" if folder.ignored else ""
+    of = "" if options.half is Half.ALL else f" (the half for {options.half.value})"
     told = (
-        f"Input: {len(folder.traces)} request traces, {len(folder.lengths)} files of lengths; {len(folder.ignored)} "
-        f"other files ignored{f' ({files})' if files else ''}, {folder.skipped} rows with a blank cell skipped."
+        f"Input: {len(folder.traces)} request traces{of}, {len(folder.lengths)} files of lengths; "
+        f"{len(folder.ignored)} other files ignored{files}, {folder.skipped} rows with a blank cell skipped."
     )
     counts = {"traces": len(folder.traces), "ignored": list(folder.ignored), "skipped rows": folder.skipped}
     return replace(report, summary=(*report.summary, told), input=counts)
@@ -115,11 +138,17 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
         replicas=options.replicas,
         hours=options.hours,
     )
+    if options.requests is not None and options.requests.is_dir():
+        return services.run(question, seeds_of(options), progress, workers_of(options))
     return whatif.run(question, seeds_of(options), progress, workers_of(options))
 
 
 def _early(options: argparse.Namespace, progress: Progress) -> Report:
     return early.run(folder_of(options), seeds_of(options), progress, workers_of(options))
+
+
+def _quick(options: argparse.Namespace, progress: Progress) -> Report:
+    return quick.run(folder_of(options), seeds_of(options), progress, workers_of(options))
 
 
 def _validate(options: argparse.Namespace, progress: Progress) -> Report:
@@ -132,30 +161,36 @@ def _machine(options: argparse.Namespace, progress: Progress) -> Report:
 
 EXPERIMENTS: dict[str, Experiment] = {
     "pairs": _pairs,
+    "rivals": _rivals,
     "tp8": _tp8,
     "eviction": _eviction,
     "cluster": _cluster,
     "sensitivity": _sensitivity,
     "fleet": _fleet,
     "forecast": _forecast,
+    "crowding": _crowding,
 }
 ALL = tuple(EXPERIMENTS)
-EXPERIMENTS |= {"validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
+EXPERIMENTS |= {"quick": _quick, "validate": _validate, "whatif": _whatif, "machine": _machine, "early": _early}
 UNTIMED = ("validate", "machine")
 """Experiments that replay no load, so that hours of it mean nothing."""
 HELP = {
     "pairs": "ten online/offline pairs under every combination of policies",
+    "rivals": "each rival under every value of its setting, to find its best",
     "tp8": "an eight-GPU service on the stock driver and on the patched one",
     "eviction": "which KV columns to take: policies over reclaim rate and size",
     "cluster": "a week of 8,000 GPUs under five schedulers",
     "sensitivity": "one setting of a node at a time, as tornado charts",
     "fleet": "theta and the rules for SLAs on a small fleet, as tornado charts",
     "forecast": "what placement should count on: SLA missed against GPUs saved, and an oracle",
+    "crowding": "which pairs placement refuses, as online needs at its peaks the memory that the job holds",
     "early": "how early to take memory that comes between two offline steps",
     "whatif": "your own load and machine: an estimate and recommended settings",
     "validate": "the simulator against the product on the emulated GPU, in real time",
     "machine": "the machine model against tables of measured layer times, and a refit",
+    "quick": "the claims of pairs once more, small and loosely, in minutes",
     "render": "the pages of finished experiments again, from their JSON",
+    "stale": "pages that another product made: other settings or policies",
     "all": "every experiment but validate, whatif and early; machine where the folder has its tables",
 }
 
@@ -165,6 +200,8 @@ def folder_of(options: argparse.Namespace) -> Folder:
     folder = read_folder(options.traces) if options.traces else generate(GENERATOR_SEED)
     if options.hours is not None:
         folder = replace(folder, traces=tuple(trace.first(options.hours * 3600) for trace in folder.traces))
+    if options.traces:
+        folder = folder.half(options.half)
     if not any(trace.requests for trace in folder.traces):
         within = f" in its first {options.hours:g} hours" if options.hours is not None else ""
         raise TraceError(f"{options.traces or 'the generated folder'} holds no trace with a request{within}")
@@ -192,7 +229,18 @@ def parser() -> argparse.ArgumentParser:
         if name == "render":
             rerender.add_options(command)
             continue
+        if name == "stale":
+            command.add_argument("folder", type=Path, nargs="?", default=Path("docs/results"), help="of pages")
+            continue
         command.add_argument("--traces", type=Path, metavar="DIR", help="folder of request traces (default: generated)")
+        command.add_argument(
+            "--half",
+            type=Half,
+            choices=list(Half),
+            default=Half.ALL,
+            metavar="all|tuning|claims",
+            help="only the traces that settings are chosen on, or only those they are judged on; by hash of the file",
+        )
         command.add_argument("--out", type=Path, metavar="DIR", help="write NAME.json, NAME.md and NAME.html there")
         command.add_argument("--seeds", type=_positive, default=5, metavar="N", help="seeds 1..N (default 5)")
         if name not in UNTIMED:
@@ -213,7 +261,13 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--fresh", action="store_true", help="neither use nor keep finished tasks")
         command.add_argument("--json", action="store_true", help="one line per claim, nothing else")
         if name == "validate":
-            command.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of arrivals (default 60)")
+            command.add_argument(
+                "--seconds",
+                type=float,
+                default=20.0,
+                metavar="S",
+                help="of arrivals (default 20; real time is 15 times that for each seed)",
+            )
         if name == "fleet":
             command.add_argument(
                 "--nodes", type=_positive, default=NODES, metavar="N", help="of 8 GPUs (default %(default)s)"
@@ -225,7 +279,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _whatif_options(command: argparse.ArgumentParser) -> None:
     load = command.add_argument_group("load (one of the two)")
-    load.add_argument("--requests", type=Path, metavar="FILE", help="CSV with t_s,in_tok,out_tok")
+    load.add_argument(
+        "--requests", type=Path, metavar="FILE", help="CSV with t_s,in_tok,out_tok; a folder of them: a service each"
+    )
     load.add_argument("--prometheus", type=Path, metavar="FILE", help="JSON of /api/v1/query_range, see docs/replay.md")
     load.add_argument("--replicas", type=_positive, default=1, metavar="K", help="the load is that of K replicas")
     machine = command.add_argument_group("machine")
@@ -253,7 +309,7 @@ def _hours(words: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        return _render(options) if options.experiment == "render" else _experiments(options)
+        return OTHERS.get(options.experiment, _experiments)(options)
     except (TraceError, OSError) as error:
         print(f"valve replay {options.experiment}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -263,6 +319,15 @@ def _render(options: argparse.Namespace) -> int:
     for path in options.files:
         _say_written(rerender.render(path, options.out))
     return 0
+
+
+def _stale(options: argparse.Namespace) -> int:
+    found = stale(require_folder(options.folder))
+    print("\n".join(found) or f"every page in {options.folder} was made by this product")
+    return EXIT_MISSED if found else 0
+
+
+OTHERS = {"render": _render, "stale": _stale}
 
 
 def _experiments(options: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def report(result: EvictionResult) -> Report:
             "An engine with a full pool loses a share of it again and again and gets it back five seconds later. "
             "Loss is against the same engine left alone; the cut against FIFO on the same allocator, affine (column by "
             "column) or stock (a queue). Claims are judged by the worse end of the 95 % interval over the seeds. "
-            f"Lengths: {result.lengths}.",
+            f"Lengths: {result.lengths}." + ("" if len(result.seeds) > 1 else " One seed: there is no interval."),
         ),
         claims=result.claims,
         tables=(
@@ -113,7 +113,8 @@ def _grid(result: EvictionResult, allocator: str) -> Table:
     def cell(key: tuple[int, float]) -> str:
         losses = f"{100 * fifo[key].mean:.1f} → {100 * ours[key].mean:.1f}"
         smaller = f" [{100 * least[key].mean:.1f}]" if least else ""
-        return f"{losses} ({100 * cut[key].mean:.0f} ± {100 * cut[key].half:.0f}){smaller}"
+        half = f" ± {100 * cut[key].half:.0f}" if cut[key].n > 1 else ""
+        return f"{losses} ({100 * cut[key].mean:.0f}{half}){smaller}"
 
     return Table(
         title=f"Loss of throughput, {allocator} hand-out, %",
@@ -138,7 +139,8 @@ def _policies(result: EvictionResult) -> Table:
             which = Which(policy=rival.name, allocator=allocator)
             for figure in ("loss", "reduction"):
                 found = result.median_over_seeds(which, figure)
-                row += [100 * found.mean, 100 * found.half] if found else [None, None]
+                half = 100 * found.half if found and found.n > 1 else None
+                row += [100 * found.mean if found else None, half]
         rows.append(tuple(row))
     heads = (f"{allocator}: {figure}" for allocator in ALLOCATORS for figure in ("loss %", "cut %"))
     gaps = result.greedy_over_exact

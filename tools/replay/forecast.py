@@ -13,7 +13,7 @@ from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_leas
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.forecast import (
     AMPLE,
-    HELD_OUT,
+    CHOSEN_ON,
     RIVALS,
     RULES,
     SCARCE,
@@ -24,12 +24,24 @@ from valve_tools.sim.forecast import (
     policy_digest,
     run_forecast,
     run_task,
+    settings_digest,
 )
 from valve_tools.sim.metrics import Interval, interval
 
 NODES = 60
 MOST_MISSED, LEAST_OF_ORACLE = 0.01, 0.95
 ORACLE, RANDOM = "oracle", "random"
+
+
+REGISTERED = (
+    f"Written down before the held-out half was run with this rule: the default is `{SHIPPED}`. It was chosen on the "
+    "half called 'chosen on' alone, seeds 1 and 2, where its cap took two thirds of the missed job-hours and none of "
+    "the saved GPUs of the blend without one. Marks, on the held-out half and on generated services, by the worst "
+    f"of two seeds: SLA missed at most {100 * MOST_MISSED:g} % of job-hours, and saved within SLA at least "
+    f"{LEAST_OF_ORACLE:g} of the oracle's. The run is made once; whatever comes out stands, and neither rule nor mark "
+    "nor setting changes because of it. Early trials of other rules had seen all services: it is no untouched half."
+)
+"""What may come out, said before it came."""
 
 
 def run(
@@ -41,18 +53,18 @@ def run(
         lambda tasks: spread(run_task, tasks, progress, workers or Workers(), label="forecast"),
         plan_of(nodes),
     )
-    return report(outcomes, seeds, nodes, policy_digest())
+    return report(outcomes, seeds, nodes, settings_digest(), policy_digest())
 
 
 def from_data(data: Mapping[str, Any], seeds: Sequence[int]) -> Report:
     """The same page from the figures of a `forecast.json`."""
     outcomes = msgspec.convert(data["outcomes"], list[Outcome])
-    return report(outcomes, seeds, data["nodes"], data["policies"])
+    return report(outcomes, seeds, data["nodes"], data["settings"], data["policies"])
 
 
-def report(outcomes: Sequence[Outcome], seeds: Sequence[int], nodes: int, policies: str) -> Report:
+def report(outcomes: Sequence[Outcome], seeds: Sequence[int], nodes: int, settings: str, policies: str) -> Report:
     loads = list(dict.fromkeys(one.load for one in outcomes))
-    judged = HELD_OUT if HELD_OUT in loads else loads[0]
+    judged = [load for load in loads if load != CHOSEN_ON]
     return Report(
         name="forecast",
         title="Forecast: which one keeps its promises",
@@ -60,20 +72,33 @@ def report(outcomes: Sequence[Outcome], seeds: Sequence[int], nodes: int, polici
             f"The product's placement on {8 * nodes} GPUs for a week, under one rule after another for the idle share "
             "that is counted on; everything else is the same code. Pods are moved by the shipped monitor within its "
             "budgets; a move costs two minutes of the engine's start. The services of published rates are halved by "
-            f"hash: the default was chosen on one half and is judged on the other (here: {judged}). The oracle is told "
-            "the next three hours of every GPU and the rule by which pods are moved. most-idle and random see the "
-            "product's forecast; random knows no SLA. ± is half the 95 % interval over the seeds; claims go by its "
-            "worse end.",
-            f"Default settings and sources of the policies: `{policies}`.",
+            "hash; the half that the default was chosen on is shown, and judged by no mark. The oracle is told the "
+            "next three hours of every GPU and the rule by which pods are moved. It places one job after another, as "
+            "the product does, so it is no bound: a rule that packs otherwise may save more. The bound is what idle "
+            "time and free memory held, minute by minute, had every GPU run a job of the model that gets most there, "
+            "at no cost. most-idle and random see the product's forecast; random knows no SLA. ± is half the 95 % "
+            "interval over the seeds.",
+            REGISTERED,
+            *_price_words(outcomes, loads),
+            f"Settings and answers of the shipped functions: `{settings}`; sources: `{policies}`.",
         ),
-        claims=_claims(outcomes, judged),
+        claims=tuple(claim for load in judged for claim in _claims(outcomes, load)),
         tables=(
             *(_frontier(outcomes, load) for load in loads),
+            _halves(outcomes, loads),
             _reliability(outcomes, loads),
             _price(outcomes, loads),
         ),
-        charts=(_frontier_chart(outcomes, judged), _reliability_chart(outcomes, loads)),
-        data={"nodes": nodes, "policies": policies, "outcomes": [asdict(one) for one in outcomes]},
+        charts=(
+            *(_frontier_chart(outcomes, load) for load in judged),
+            _reliability_chart(outcomes, loads),
+        ),
+        data={
+            "nodes": nodes,
+            "settings": settings,
+            "policies": policies,
+            "outcomes": [asdict(one) for one in outcomes],
+        },
         seeds=tuple(seeds),
         has_pictures=True,
     )
@@ -87,33 +112,52 @@ def _over(found: Sequence[Outcome], figure: Callable[[Outcome], float]) -> Inter
     return interval([figure(one) for one in found])
 
 
-def _ratio(
+def _ratios(
     outcomes: Sequence[Outcome], load: str, demand: float, pair: tuple[str, str], figure: Callable[[Outcome], float]
-) -> Interval:
+) -> list[float]:
     """One policy over another, seed by seed, so that a seed's load cancels out."""
     over, under = (_of(outcomes, load, demand, policy) for policy in pair)
-    return interval([figure(a) / figure(b) for a, b in zip(over, under, strict=True) if figure(b) > 0] or [0.0])
+    return [figure(a) / figure(b) for a, b in zip(over, under, strict=True) if figure(b) > 0] or [0.0]
+
+
+def _saved(one: Outcome) -> float:
+    return one.saved
 
 
 def _in_sla(one: Outcome) -> float:
     return one.saved_in_sla
 
 
-def _claims(outcomes: Sequence[Outcome], judged: str) -> tuple[Claim, ...]:
-    ours = _of(outcomes, judged, AMPLE, SHIPPED)
-    above = {
-        policy: _ratio(outcomes, judged, AMPLE, (policy, ORACLE), _in_sla).low for policy in (*RULES, *RIVALS[:-1])
-    }
-    best = max(above, key=lambda policy: above[policy])
+def _claims(outcomes: Sequence[Outcome], load: str) -> tuple[Claim, ...]:
+    """By the worst seed: an interval of two or three says more of the seeds than of the rule."""
+    ours = _of(outcomes, load, AMPLE, SHIPPED)
+    of_oracle = min(_ratios(outcomes, load, AMPLE, (SHIPPED, ORACLE), _in_sla))
+    of_bound = {policy: _over_bound(outcomes, load, policy) for policy in (*RULES, *RIVALS)}
+    best = max(of_bound, key=lambda policy: max(of_bound[policy]))
     return (
-        at_most("SLA missed, share of job-hours", judged, _over(ours, lambda one: one.missed).high, MOST_MISSED),
-        at_least(
-            "saved within SLA over the oracle",
-            judged,
-            _ratio(outcomes, judged, AMPLE, (SHIPPED, ORACLE), _in_sla).low,
-            LEAST_OF_ORACLE,
-        ),
-        at_most("saved within SLA of the best policy over the oracle: a bound", judged, above[best], 1.0, best),
+        at_most("SLA missed, share of job-hours", load, max(one.missed for one in ours), MOST_MISSED),
+        at_least("saved within SLA over the oracle", load, of_oracle, LEAST_OF_ORACLE),
+        at_most("saved of the best policy over what idle time and memory held", load, max(of_bound[best]), 1.0, best),
+    )
+
+
+def _over_bound(outcomes: Sequence[Outcome], load: str, policy: str) -> list[float]:
+    return [one.saved / one.bound for one in _of(outcomes, load, AMPLE, policy)]
+
+
+def _halves(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
+    """The default where it was chosen and where it was not, apart."""
+    rows: list[tuple[Cell, ...]] = []
+    for load in loads:
+        for policy in (SHIPPED, ORACLE):
+            found = _of(outcomes, load, AMPLE, policy)
+            ratios = _ratios(outcomes, load, AMPLE, (policy, ORACLE), _in_sla)
+            of_bound = _over_bound(outcomes, load, policy)
+            rows.append((load, policy, 100 * max(one.missed for one in found), min(ratios), min(of_bound)))
+    return Table(
+        title=f"The half it was chosen on, and what it had not seen, apart: worst of the seeds, demand {AMPLE:g}",
+        columns=("load", "policy", "SLA missed, % of job-hours", "in SLA, over the oracle's", "saved, over the bound"),
+        rows=tuple(rows),
     )
 
 
@@ -126,7 +170,7 @@ def _frontier(outcomes: Sequence[Outcome], load: str) -> Table:
                 policy,
                 plus_minus(_over(found, lambda one: one.missed), 100.0),
                 plus_minus(_over(found, _in_sla), 100.0),
-                plus_minus(_ratio(outcomes, load, AMPLE, (policy, ORACLE), _in_sla)),
+                plus_minus(interval(_ratios(outcomes, load, AMPLE, (policy, ORACLE), _in_sla))),
                 plus_minus(_over(found, lambda one: one.saved), 100.0),
                 plus_minus(_over(found, lambda one: one.kept), 100.0),
                 plus_minus(_over(found, lambda one: one.moves_per_job_day)),
@@ -176,6 +220,19 @@ def _reliability(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
     )
 
 
+def _price_words(outcomes: Sequence[Outcome], loads: Sequence[str]) -> tuple[str, ...]:
+    """What an operator gives up for the SLA, as a sentence."""
+    parts = []
+    for load in loads:
+        ours, random = (_of(outcomes, load, SCARCE, policy) for policy in (SHIPPED, RANDOM))
+        if ours and random:
+            over = interval(_ratios(outcomes, load, SCARCE, (SHIPPED, RANDOM), _saved)).mean
+            missed, theirs = (100 * _over(found, lambda one: one.missed).mean for found in (ours, random))
+            parts.append(f"{load}: {over:.2f} of what random placement saves, {missed:.2g} % missed for {theirs:.2g} %")
+    words = f"What the SLA costs where demand is {SCARCE:g} of supply: {'; '.join(parts)}."
+    return (words,) if parts else ()
+
+
 def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
     """What the SLA costs where everybody could be served: those who wait for a place that keeps it."""
     rows: list[tuple[Cell, ...]] = []
@@ -189,7 +246,7 @@ def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
                     plus_minus(_over(found, lambda one: one.saved), 100.0),
                     plus_minus(_over(found, _in_sla), 100.0),
                     plus_minus(_over(found, lambda one: one.missed), 100.0),
-                    plus_minus(_ratio(outcomes, load, SCARCE, (policy, RANDOM), lambda one: one.saved)),
+                    plus_minus(interval(_ratios(outcomes, load, SCARCE, (policy, RANDOM), _saved))),
                 )
             )
     return Table(
@@ -209,7 +266,7 @@ def _price(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Table:
 
 
 def _frontier_chart(outcomes: Sequence[Outcome], load: str) -> Chart:
-    shown = (*RULES, "oracle", "most-idle")
+    shown = (*RULES, ORACLE, "most-idle")
     points: dict[str, list[tuple[float, float]]] = {}
     for policy in shown:
         found = _of(outcomes, load, AMPLE, policy)
@@ -220,9 +277,7 @@ def _frontier_chart(outcomes: Sequence[Outcome], load: str) -> Chart:
 
 def _reliability_chart(outcomes: Sequence[Outcome], loads: Sequence[str]) -> Chart:
     series = {
-        load: [(100 * said, 100 * was) for count, said, was, _ in _tenths(outcomes, load) if count] for load in loads
+        load: [(100 * said, 100 * kept) for count, said, _, kept in _tenths(outcomes, load) if count] for load in loads
     }
-    ends = [point[0] for values in series.values() for point in values]
-    series["as promised"] = [(min(ends), min(ends)), (max(ends), max(ends))]
-    drawn = svg.curves(series, x_unit="promised share, %", y_unit="achieved in three hours, %")
+    drawn = svg.curves(series, x_unit="promised share, %", y_unit="placements that kept it for three hours, %")
     return Chart(title="Reliability of the shipped forecast", svg=drawn)

@@ -11,10 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.bench.command import commit, machine
-from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, not_judged
+from valve_tools.replay.provenance import LINE, made_with
+from valve_tools.sim.machine import MODEL_ERROR
+from valve_tools.sim.metrics import Claim, Interval, at_least, at_most, not_judged, void
 
+OF_NO_GPU = ("machine", "validate")
+"""Experiments whose page says more of the machine model than a line could, or that use none of a real GPU."""
 Cell = str | float | int | None
-__all__ = ["Cell", "Chart", "Claim", "Report", "Table", "at_least", "at_most", "not_judged", "plus_minus", "write"]
+__all__ = [
+    "Cell",
+    "Chart",
+    "Claim",
+    "Report",
+    "Table",
+    "at_least",
+    "at_most",
+    "not_judged",
+    "plus_minus",
+    "void",
+    "write",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +41,7 @@ class Table:
     note: str = ""
     marks: frozenset[tuple[int, int]] = frozenset()
     """(row, column) of cells that miss a pass mark."""
+    is_detail: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +65,8 @@ class Report:
     """What was read, what was ignored and what was skipped."""
     has_pictures: bool = False
     """Its Markdown page shows the charts, as files beside it."""
+    is_small: bool = False
+    """Its Markdown page has claims as a grid, and no details; the HTML page that is built beside it has all."""
 
     @property
     def ok(self) -> bool:
@@ -58,6 +77,7 @@ class Report:
             "experiment": self.name,
             "commit": commit(),
             "machine": machine(),
+            "made_with": made_with(self.name),
             "seeds": list(self.seeds),
             "summary": list(self.summary),
             "claims": [asdict(claim) for claim in self.claims],
@@ -109,16 +129,40 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     )
 
 
+def claims_grid(claims: Sequence[Claim]) -> Table:
+    """A row for each kind of claim, a column for each pair; what is missed is bold, and its cause stands below."""
+    names, pairs = list(dict.fromkeys(one.claim for one in claims)), list(dict.fromkeys(one.pair for one in claims))
+    found = {(one.claim, one.pair): one for one in claims}
+
+    def cell(name: str, pair: str) -> str:
+        one = found.get((name, pair))
+        if one is None or one.value is None:
+            return "" if one is None else _word(one)
+        return text(one.value) if one.ok else f"**{text(one.value)}**"
+
+    bounds = {name: next(one.bound for one in claims if one.claim == name) for name in names}
+    return Table(
+        title="Claims, worse ends; bold: missed",
+        columns=("claim", "bound", *pairs),
+        rows=tuple((name, text(bounds[name]), *(cell(name, pair) for pair in pairs)) for name in names),
+        note=_verdict(claims),
+    )
+
+
 def _word(claim: Claim) -> str:
     if claim.value is None:
-        return "n/a"
+        return "n/a" if claim.ok else "VOID"
     return "holds" if claim.ok else "MISSED"
 
 
 def counted(claims: Sequence[Claim]) -> str:
     judged = [claim for claim in claims if claim.value is not None]
-    rest = len(claims) - len(judged)
-    return f"{sum(claim.ok for claim in judged)} of {len(judged)} claims hold" + (f", {rest} n/a" if rest else "")
+    voids = sum(claim.value is None and not claim.ok for claim in claims)
+    rest = len(claims) - len(judged) - voids
+    words = [f"{sum(claim.ok for claim in judged)} of {len(judged)} claims hold"]
+    words += [f"{voids} void"] if voids else []
+    words += [f"{rest} n/a"] if rest else []
+    return ", ".join(words)
 
 
 def _verdict(claims: Sequence[Claim]) -> str:
@@ -127,7 +171,7 @@ def _verdict(claims: Sequence[Claim]) -> str:
         f"{claim.claim}, {claim.pair}: {text(claim.value)} against {text(claim.bound)}"
         + (f" ({claim.note})" if claim.note else "")
         for claim in claims
-        if not claim.ok
+        if not claim.ok and claim.value is not None
     ]
     return f"{counted(claims)}." + (f" Missed: {'; '.join(missed)}." if missed else "")
 
@@ -145,10 +189,16 @@ def write(report: Report, folder: Path, origin: Mapping[str, Any] | None = None)
     folder.mkdir(parents=True, exist_ok=True)
     document = report.document() | dict(origin or {})
     head = [f"# {report.title}\n", *(f"{paragraph}\n" for paragraph in report.summary)]
-    tables = [claims_table(report.claims), *report.tables] if report.claims else list(report.tables)
+    claims = [claims_grid(report.claims) if report.is_small else claims_table(report.claims)] if report.claims else []
+    tables = [*claims, *(table for table in report.tables if not (report.is_small and table.is_detail))]
     figures = json.dumps(document, indent=1, sort_keys=True) + "\n"
-    foot = f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n\n" + figures_line(
-        f"{report.name}.json", figures
+    foot = "\n".join(
+        (
+            f"Commit {document['commit']}, seeds {', '.join(map(str, report.seeds)) or 'none'}.\n",
+            LINE.format(document["made_with"]),
+            *([f"{MODEL_ERROR}\n"] if report.name not in OF_NO_GPU else []),
+            figures_line(f"{report.name}.json", figures),
+        )
     )
     pictures = {f"{report.name}-{i}.svg": chart for i, chart in enumerate(report.charts)} if report.has_pictures else {}
     shown = [f"![{chart.title}]({name})\n" for name, chart in pictures.items()]

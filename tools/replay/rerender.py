@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from valve_tools.replay import cluster, eviction, fleet, forecast, pairs, sensitivity
+from valve_tools.replay import cluster, crowding, eviction, fleet, forecast, pairs, rivals, sensitivity
 from valve_tools.replay.report import Report, write
 from valve_tools.sim.traces import TraceError
 
 MADE_FROM: dict[str, Callable[[Mapping[str, Any], Sequence[int]], Report]] = {
     "pairs": pairs.from_data,
+    "rivals": rivals.from_data,
     "sensitivity": sensitivity.from_data,
     "fleet": fleet.from_data,
     "cluster": cluster.from_data,
     "forecast": forecast.from_data,
+    "crowding": crowding.from_data,
     "eviction": lambda data, _: eviction.from_data(data),
 }
 
@@ -36,7 +38,7 @@ def render(path: Path, folder: Path | None = None) -> list[Path]:
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, msgspec.ValidationError) as error:
         known = ", ".join(MADE_FROM)
         raise TraceError(f"{path}: not the figures of one of {known}: {type(error).__name__} {error}") from error
-    origin = {name: document[name] for name in ("commit", "machine")}
+    origin = {name: document[name] for name in ("commit", "machine", "made_with")}
     report = replace(made, input=document.get("input", {}))
     return write(report, folder or path.parent, origin)
 

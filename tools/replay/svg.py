@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-PALETTE = ("#1f6f8b", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#5b5f97", "#a1662f", "#7d8491", "#2e4057", "#c08497")
-BAD, INK, FAINT = "#d1495b", "#24292f", "#d8dee4"
+PALETTE = ("#0072b2", "#e69f00", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#333333", "#cc79a7")
+"""Told apart by the colour-blind (Okabe and Ito)."""
+HATCHES = ("", "M0 6L6 0", "M0 3H6", "M0 0L6 6")
+"""What lies on a colour, so that a print without colours tells neighbours apart: nothing, or lines."""
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+BAD, INK, FAINT = "#a4161a", "#24292f", "#d8dee4"
 LEGEND_COLUMNS, LEGEND_WIDTH = 3, 235
 LEAST_LABELLED = 3.0
 """Pixels by which a tornado's bar must leave the centre to carry a label."""
-FLAT = 2.0
-"""Pixels below which a bar is no more than a line."""
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 11, colour: str = INK) -> str:
@@ -32,9 +34,26 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, title: s
 
 
 def _wrap(width: float, height: float, parts: Sequence[str], label: str) -> str:
-    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="100%"'
     face = f'role="img" aria-label="{escape(label)}" font-family="system-ui,sans-serif"'
-    return f"<svg {size} {face}>{''.join(parts)}</svg>"
+    hatches = "".join(
+        f'<pattern id="h{i}" width="6" height="6" patternUnits="userSpaceOnUse"><path d="{path}" stroke="#fff" '
+        'stroke-width="1.6"/></pattern>'
+        for i, path in enumerate(HATCHES)
+        if path
+    )
+    return f"<svg {size} {face}><defs>{hatches}</defs>{''.join(parts)}</svg>"
+
+
+def look_of(series: int) -> tuple[str, int]:
+    """Colour and hatch of a series: no two of the first 32 have both alike."""
+    return PALETTE[series % len(PALETTE)], (series + series // len(PALETTE)) % len(HATCHES)
+
+
+def _filled(x: float, y: float, width: float, height: float, series: int, title: str = "") -> list[str]:
+    colour, hatch = look_of(series)
+    parts = [_rect(x, y, width, height, colour, title)]
+    return [*parts, _rect(x, y, width, height, f"url(#h{hatch})", title)] if hatch else parts
 
 
 def _legend(names: Sequence[str], left: float) -> tuple[list[str], float]:
@@ -42,7 +61,7 @@ def _legend(names: Sequence[str], left: float) -> tuple[list[str], float]:
     parts = []
     for i, name in enumerate(names):
         x, y = left + (i % LEGEND_COLUMNS) * LEGEND_WIDTH, 12 + 16 * (i // LEGEND_COLUMNS)
-        parts += [_rect(x, y - 9, 10, 10, PALETTE[i % len(PALETTE)], name), _text(x + 15, y, name)]
+        parts += [*_filled(x, y - 9, 12, 10, i, name), _text(x + 17, y, name)]
     return parts, 26 + 16 * math.ceil(len(names) / LEGEND_COLUMNS)
 
 
@@ -55,8 +74,10 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Two decimals at most: what fits beside a bar that is too flat to be seen."""
-    return "0" if abs(value) < 0.005 else f"{value:.2f}"
+    """What fits on a bar."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return "0" if abs(value) < 0.005 else f"{value:.2f}" if abs(value) < 10 else f"{value:.0f}"
 
 
 def figure(value: float) -> str:
@@ -72,17 +93,20 @@ def grouped_bars(
     cap: float | None = None,
     halves: Mapping[str, Sequence[float | None]] | None = None,
 ) -> str:
-    """Bars side by side for every group; one that exceeds `cap` is cut and carries its value, as does one too flat to
-    be seen. `halves`: half the interval of each bar."""
+    """Bars side by side for every group, each with its value; one that exceeds `cap` is cut. `halves`: half the
+    interval of each bar."""
     finite = [value for values in series.values() for value in values if value is not None]
     top = max([*finite, bound or 0.0, 1e-9])
-    top = 1.08 * (min(top, cap) if cap is not None else top)
+    top = 1.16 * (min(top, cap) if cap is not None else top)
     low = max(min([0.0, *finite]), -top)
-    bar, gap, left, plot = 11, 16, 52, 220
+    bar, gap, left, plot, margin = 13.0, 16, 52, 220, 76
+    least = LEGEND_COLUMNS * LEGEND_WIDTH - margin
+    fill = min(max(1.0, least / ((bar * len(series) + gap) * max(len(groups), 1))), 4.0)
+    bar, gap = bar * fill, round(gap * fill)  # few groups fill the page, too
     group_width = bar * len(series) + gap
     parts, base = _legend(list(series), left)
     right = left + group_width * len(groups)
-    width = max(right + 76, left + LEGEND_COLUMNS * LEGEND_WIDTH)
+    width = max(right, left + least) + margin
 
     def at(value: float) -> float:
         return base + plot * (1 - (min(max(value, low), top) - low) / (top - low))
@@ -99,18 +123,16 @@ def grouped_bars(
                 continue
             x, title = x0 + s * bar, f"{group}, {name}: {value:.4g} {unit}"
             y = min(at(value), at(0))
-            parts.append(_rect(x, y, bar - 2, abs(at(value) - at(0)), PALETTE[s % len(PALETTE)], title))
-            if value > top:
-                turn = f'transform="translate({x + 1.5:.1f} {base + 4:.1f}) rotate(90)"'
-                parts.append(f'<text {turn} font-size="9" fill="#fff">{figure(value)}</text>')
-            elif abs(at(value) - at(0)) < FLAT:
-                turn = f'transform="translate({x + bar - 3:.1f} {at(0) - 3:.1f}) rotate(-90)"'
-                parts.append(f'<text {turn} font-size="9" fill="{INK}">{short(value)}</text>')
+            parts += _filled(x, y, bar - 2, abs(at(value) - at(0)), s, title)
             half = halves[name][g] if halves else None
             if half and value <= top:
                 middle, up, down = x + bar / 2 - 1, at(value + half), at(value - half)
                 parts += [_line(middle, up, middle, down, INK)]
                 parts += [_line(middle - 2, end, middle + 2, end, INK) for end in (up, down) if base < end]
+            head = min(at(value + (half or 0.0)), at(0)) if value <= top else base + 34
+            turn = f'transform="translate({x + bar - 3:.1f} {head - 3:.1f}) rotate(-90)"'
+            halo = 'paint-order="stroke" stroke="#fff" stroke-width="2.5"'
+            parts.append(f'<text {turn} font-size="9" fill="{INK}" {halo}>{short(value)}</text>')
     parts.append(_line(left, at(0), right, at(0), INK))
     if bound is not None:
         parts.append(_line(left, at(bound), right, at(bound), BAD, "5 3"))
@@ -146,9 +168,11 @@ def curves(
         parts.append(_text(px(tick), base + plot + 15, figure(tick), "middle", 10))
     parts.append(_text(left + plot_w, base + plot + 30, x_unit, "end", 10))
     for s, values in enumerate(series.values()):
-        colour = PALETTE[s % len(PALETTE)]
+        colour, dash = PALETTE[s % len(PALETTE)], DASHES[look_of(s)[1]]
         path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in values)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
+        )
         if len(values) <= 24:
             parts += [f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6" fill="{colour}"/>' for x, y in values]
     return _wrap(left + plot_w + 60, base + plot + 36, parts, f"{y_unit} over {x_unit}")

@@ -69,6 +69,8 @@ class Task:
     bound: Bound
     settings: Settings
     seed: int
+    is_brief: bool = False
+    """The default settings alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +169,13 @@ def run_task(task: Task) -> Answer:
     own, solo = run_own(bound, task.seed, default), run_solo(bound, task.seed, default)
     alone = run_job_alone(bound, task.seed, default).offline_tokens_per_s
     summaries = {}
-    for name, tuning in tunings.items():
+    for name, tuning in {"defaults": default}.items() if task.is_brief else tunings.items():
         context = Context(bound=bound, seed=task.seed, solo=solo, tuning=tuning)
         summaries[name] = summarise(run_combination(BY_NAME[OURS], context), solo, alone, own)
-    context = Context(bound=bound, seed=task.seed, solo=solo, tuning=default)
-    blind = run_combination(BY_NAME[WITHOUT_HINT], context)
-    summaries["defaults without a hint"] = summarise(blind, solo, alone, own)
+    if not task.is_brief:
+        context = Context(bound=bound, seed=task.seed, solo=solo, tuning=default)
+        blind = run_combination(BY_NAME[WITHOUT_HINT], context)
+        summaries["defaults without a hint"] = summarise(blind, solo, alone, own)
     return Answer(
         idle_share=1 - solo.totals["online_busy_ns"] / NS / solo.seconds,
         largest_gap_ms=bound.service.gap.max_ns / 1e6,

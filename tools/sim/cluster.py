@@ -39,7 +39,7 @@ MARKS = (
     ("GPUs saved per harvested GPU", "saved_per_harvested", 0.85, True),
     ("GPUs saved over fleet", "saved_of_fleet", PAPER_SAVED, True),
     ("SLA missed, share of job-hours", "missed_hours", 0.01, False),
-    ("error of the model told the load, MAPE", "model_error", 0.10, False),
+    ("mean error of the model told the load", "model_error", 0.10, False),
     ("decision p99, CPU ms", "decision_p99_ms", 20.0, False),
 )
 """(claim, figure, bound, whether it is a floor) of the product's week."""
@@ -85,15 +85,11 @@ class WeekResult:
     """Share of job-hours in windows below the SLA, however short."""
     misses_per_job_day: float
     moves_per_job_day: float
-    mape: float
-    """Of instances that ran a day or longer, the time that the reports look back on."""
-    mape_all: float
-    """Of all that ran an hour or longer; those that were moved or ended early weigh by their time."""
-    weighted_error: float
-    """Of those that ran a day: absolute error summed, over what was achieved summed; small shares weigh little."""
+    kept: float
+    """Share of placements that kept their promise for three hours, or as long as they ran."""
     model_error: float | None
-    """Of the product alone, as mape: the model told the load of the very hours in which the instance ran, no forecast
-    in it."""
+    """Of the product alone, mean of |predicted - achieved| / achieved of instances that ran for a day: the model told
+    the load of the very hours in which they ran, no forecast in it."""
     calibrated_error: float | None
     """The same after one factor a workload, fitted on the instances of every other node."""
     bias_by_pressure: tuple[float, ...]
@@ -174,6 +170,10 @@ class Weeks:
         """Every scheduler's week; `plan` may differ from the part's in how jobs are placed, run and lose memory."""
         return [self.week(name, plan, self._part.demand)[0] for name in plan.schedulers]
 
+    def supply(self, plan: ClusterPlan) -> float:
+        """What no policy can save more than, as a share of the fleet."""
+        return self._truth.supply(plan.run.counted_from, WINDOWS)
+
     def week(self, name: str, plan: ClusterPlan, demand: float, rule: Rule = shipped) -> tuple[WeekResult, Tally]:
         """One scheduler's; `rule` is what the product counts on from what nodes have kept."""
         nodes, seed = plan.load.nodes, self._part.seed
@@ -191,8 +191,6 @@ def _week(
     windows = max(tally.windows, 1)
     days = max(tally.job_hours / 24, 1e-9)
     times = np.array(scheduler.decision_ms or [0.0])
-    mape_all, _, bias = _errors(tally, load, 6)
-    mape, weighted, _ = _errors(tally, load, 144)
     return WeekResult(
         scheduler=name,
         demand=demand,
@@ -208,37 +206,29 @@ def _week(
         below_hours=tally.below_job_hours / max(tally.job_hours, 1e-9),
         misses_per_job_day=tally.violations / days,
         moves_per_job_day=tally.moved / days,
-        mape=mape,
-        mape_all=mape_all,
-        weighted_error=weighted,
+        kept=float(np.mean([kept for *_, kept in tally.promises])) if tally.promises else 0.0,
         model_error=_model_error(tally, is_calibrated=False) if name == PRODUCT else None,
         calibrated_error=_model_error(tally, is_calibrated=True) if name == PRODUCT else None,
-        bias_by_pressure=bias,
+        bias_by_pressure=_bias(tally, load),
         decision_p50_ms=float(np.quantile(times, 0.5)),
         decision_p99_ms=float(np.quantile(times, 0.99)),
         finished_jobs=tally.finished,
     )
 
 
-def _errors(tally: Tally, load: FleetLoad, at_least_windows: int) -> tuple[float, float, tuple[float, ...]]:
-    """(MAPE weighted by how long the instance ran, error summed over achieved summed, bias by memory pressure)."""
-    ran = [one for one in tally.predictions if one[2] >= at_least_windows]
-    if not ran:
-        return 0.0, 0.0, ()
-    predicted, achieved, windows, gpu = np.array(ran).T[:4]
-    counted = achieved > 0.01
-    relative = np.abs(predicted - achieved)[counted] / achieved[counted]
-    mape = float(np.average(relative, weights=windows[counted]))
+def _bias(tally: Tally, load: FleetLoad) -> tuple[float, ...]:
+    """Mean of predicted - achieved in tenths by memory pressure; those that were moved early weigh by their time."""
+    if not tally.predictions:
+        return ()
+    predicted, achieved, windows, gpu = np.array(tally.predictions).T[:4]
     free = load.free.mean(axis=1)[load.replica_of_gpu][gpu.astype(np.int64)]
     tenth = np.minimum(np.argsort(np.argsort(free, kind="stable")) * 10 // len(free), 9)
     difference: NDArray[np.float64] = predicted - achieved
-    bias = [float(np.average(difference[tenth == i], weights=windows[tenth == i])) for i in np.unique(tenth)]
-    weighted = float((np.abs(difference) * windows).sum() / max(float((achieved * windows).sum()), 1e-9))
-    return mape, weighted, tuple(bias)
+    return tuple(float(np.average(difference[tenth == i], weights=windows[tenth == i])) for i in np.unique(tenth))
 
 
 def _model_error(tally: Tally, *, is_calibrated: bool) -> float:
-    """MAPE of the model told the true hours; calibrated: judged on odd nodes with the factors of the even ones."""
+    """Mean error of the model told the true hours; calibrated: judged on odd nodes with factors of the even ones."""
     ran = np.array([one for one in tally.predictions if one[2] >= 144 and one[1] > 0.01])
     if len(ran) == 0:
         return 0.0
@@ -289,8 +279,7 @@ def _why(figure: str, weeks: Sequence[WeekResult], rivals: Sequence[str] = SCHED
         return f"{found.mean:.3g}" if found else None
 
     if figure == "model_error":
-        return f"weighted by what was achieved {mean(PRODUCT, 'weighted_error')} with the forecast in it; \
-one factor a workload leaves {mean(PRODUCT, 'calibrated_error')}"
+        return f"one factor a workload leaves {mean(PRODUCT, 'calibrated_error')}"
     reached = ((name, mean(name, figure)) for name in dict.fromkeys((PRODUCT, *rivals)))
     words = f"{figure.replace('_', ' ')}, mean: " + ", ".join(f"{name} {value}" for name, value in reached if value)
     if figure in ("gain", "gain_of_idle", "saved_of_fleet"):

@@ -138,6 +138,15 @@ class Truth:
             axis=1
         )
 
+    def supply(self, first: int, last: int) -> float:
+        """Share of the fleet that jobs could have used in these windows, minute by minute, each GPU by a job of the
+        model that gets most on it alone, at no cost. Whatever a policy knows, it saves no more."""
+        minutes = slice(first * MINUTES_PER_WINDOW, last * MINUTES_PER_WINDOW)
+        free = self._load.free[:, minutes]
+        memory = np.max([relative[free] for relative in self._relative], axis=0)
+        held = (self._load.idle[:, minutes] / STEPS * memory).mean(axis=1)
+        return float(held[self._load.replica_of_gpu].mean())
+
     def _joint_idle(self, idle: Floats, replicas: Ints) -> Floats:
         """Different services are independent within the minute; ranks of one service overlap as its alignment says."""
         together = np.ones(idle[:, 0].shape)

@@ -2,7 +2,8 @@
 
 As the product's nodes do: idle share of the last ten minutes, the last hour and the last 24, histogram of free memory
 and pairwise alignment of the last hour. What is counted on comes from the product's own `forecast`, unless another rule
-takes its place to be compared. The week wraps around, so the first day's reports rest on the last day.
+takes its place to be compared. What online uses at its peaks is not reported, so nobody is refused for it. The week
+wraps around, so the first day's reports rest on the last day.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Reports:
             full_mib=np.full(self.nodes, self.full_mib),
             idle=rule(Seen(hour=hour, day=day, buckets=self._idle[earlier[:, None], replicas].reshape(DAY, *shape))),
             histogram=rows.histogram[replicas].reshape(*shape, HISTOGRAM_BINS).astype(np.float64),
+            online_peak=np.zeros(shape),
             alignment=self._alignment(rows.both, hour),
             open_gpus=open_gpus,
         )

@@ -1,121 +1,92 @@
 """Which compute policy meets which memory policy, by name; each run starts here.
 
 Sources: KernelPreempt is TGS, GPreempt is GPreempt with timeslices, layer is ConServe, edge is a stop-on-drain rival
-without cooldown, Prism is kvcached, UVM is CUDA managed memory. docs/replay.md has their parameters.
+without cooldown, Prism is kvcached, UVM is CUDA managed memory. docs/replay.md has their parameters; those that have
+settings stand in rivals.py, each with the values that are tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-from valve_tools.sim.machine import GIB, Settings
-from valve_tools.sim.memory_policies import (
-    AllOffline,
-    FixedHeadroom,
-    NoShare,
-    Plan,
-    Prism,
-    StaticMem,
-    Uvm,
-    budget_plan,
-)
-from valve_tools.sim.ours import OurMemory, ProductWake
+from valve_tools.sim.memory_policies import AllOffline, FixedHeadroom, NoShare, Plan, Uvm, budget_plan
+from valve_tools.sim.ours import ProductWake
 from valve_tools.sim.pairs import Bound
-from valve_tools.sim.world import CHANNEL_STOP, GPREEMPT_STOP, Compute, MemoryPolicy, Result, Stop, World, run
+from valve_tools.sim.rivals import PRISM, SWEEPS
+from valve_tools.sim.rungs import cut, rung_of, step_ns
+from valve_tools.sim.tuning import Combination, Context, Tuning, ours
+from valve_tools.sim.world import Compute, MemoryPolicy, Result, World, run
 
 from valved.config import Config
-from valved.policy.cooldown import CooldownSettings
-from valved.policy.reservation import ReservationSettings
+from valved.model.ids import Remap
+
+__all__ = [
+    "BUDGET_ORACLE",
+    "BY_NAME",
+    "COMBINATIONS",
+    "COOPERATIVE",
+    "FIXED",
+    "HELPER",
+    "ORACLE",
+    "OURS",
+    "PRISM",
+    "PRODUCT",
+    "SAME_ENGINE",
+    "SHIPPED",
+    "Combination",
+    "Context",
+    "Tuning",
+    "as_shipped",
+    "by_way",
+    "fits",
+    "run_combination",
+    "run_job_alone",
+    "run_own",
+    "run_solo",
+    "world_of",
+]
 
 OURS = "Channel+OurMem"
 SHIPPED = "Channel+OurMem as shipped"
-PRISM = "Channel+Prism"
+HELPER = "Channel+OurMem by helper"
+COOPERATIVE = "Channel+OurMem cooperative"
 FIXED = "Channel+fixed 10 % headroom"
 ORACLE = "Channel+clairvoyant"
 BUDGET_ORACLE = "Channel+clairvoyant in budget"
 SAME_ENGINE = "SameEnginePriority"
-DISK_BYTES_S = 5e9
-START_UP_NS = 20_000_000_000
-KVCACHED_PAGES = 10
-KVCACHED_PAGE_MIB = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """What a sensitivity run varies; the defaults are the product's."""
-
-    reservation: ReservationSettings = field(default_factory=ReservationSettings)
-    cooldown: CooldownSettings = field(default_factory=CooldownSettings)
-    settings: Settings = field(default_factory=Settings)
-    stop: Stop = CHANNEL_STOP
-    serial_gate: bool = True
-    gate_on_hint: bool = True
-    offline_step_ns: int = 0
-    """Memory is taken between two offline steps so long; 0: under the gate."""
-
 
 PRODUCT = Tuning()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Context:
-    """One pair under one seed, with its solo run, from which the clairvoyant and charitable policies learn."""
-
-    bound: Bound
-    seed: int
-    solo: Result
-    tuning: Tuning = field(default_factory=Tuning)
-
-    @property
-    def first_hour_peak(self) -> int:
-        usage = self.solo.usage
-        return int(usage[usage[:, 0] < 3600, 1].max(initial=0))
-
-
-Memory = Callable[[Context], MemoryPolicy]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Combination:
-    name: str
-    compute: Compute
-    memory: Memory
-    stop: Stop | None = None
-    """None: the tuning's."""
-    hinted: bool = True
-    is_baseline: bool = True
-    same_model_only: bool = False
-    tuned: Callable[[Bound, Tuning], Tuning] = lambda _, tuning: tuning
-
-
 def as_shipped(bound: Bound, tuning: Tuning) -> Tuning:
-    """What moves on a default installation: the column of the engine's own layout, K and V of every layer apart, in
-    handles of the default size; and the reserve that the default settings make of it."""
-    layers = max(bound.service.model.layers, 0 if bound.job.is_training else bound.job.model.layers)
-    column_mib = 2 * layers * Config().memory.handle_mib
-    return replace(
-        tuning,
-        settings=replace(tuning.settings, handle_mib=column_mib),
-        reservation=Config().reservation_settings(column_mib << 20),
-    )
+    """A default installation where the process has passed its trial; else it gets `by_way(Remap.COOPERATIVE)`."""
+    return by_way(Remap.AUTO)(bound, tuning)
 
 
-def _prism(context: Context) -> MemoryPolicy:
-    service, settings = context.bound.service, context.tuning.settings
-    reserve_mib = KVCACHED_PAGES * KVCACHED_PAGE_MIB * 2 * service.model.layers / service.tp
-    return Prism(online_reserve=int(reserve_mib / settings.handle_mib))
+def by_way(way: Remap) -> Callable[[Bound, Tuning], Tuning]:
+    """What moves on an installation that takes memory so: the column of the engine's own layout, K and V of every layer
+    apart, in handles of the default size; and the reserve that the default settings make of it."""
 
+    def tuned(bound: Bound, tuning: Tuning) -> Tuning:
+        layers = max(bound.service.model.layers, 0 if bound.job.is_training else bound.job.model.layers)
+        handles = 2 * layers
+        column_mib = handles * Config().memory.handle_mib
+        rung = rung_of(way, handles)
+        settings = replace(tuning.settings, handle_mib=column_mib)
+        reservation = Config().reservation_settings(column_mib << 20)
+        return replace(
+            tuning,
+            settings=settings,
+            reservation=replace(reservation, pressure_ratio=rung.pressure_ratio),
+            offline_step_ns=step_ns(cut(bound.job, rung.step_tokens), settings) if rung.let_ns else 0,
+            offline_step_tokens=rung.step_tokens,
+            let_ns=rung.let_ns,
+            world={**tuning.world, "remap_ns": rung.take_ns, "map_ns": rung.map_ns},
+        )
 
-def _static(context: Context) -> MemoryPolicy:
-    job = context.bound.job
-    reload_ns = int(job.model.weights_gib * GIB / DISK_BYTES_S * 1e9)
-    return StaticMem(restart_ns=reload_ns + START_UP_NS, first_hour_peak=context.first_hour_peak)
-
-
-def _ours(context: Context) -> MemoryPolicy:
-    return OurMemory(settings=context.tuning.reservation, step_ns=context.tuning.offline_step_ns)
+    return tuned
 
 
 def _oracle(context: Context) -> MemoryPolicy:
@@ -129,19 +100,17 @@ def _budget_oracle(context: Context) -> MemoryPolicy:
 
 
 COMBINATIONS = (
-    Combination(name="KernelPreempt+UVM", compute=Compute.KERNEL_TGS, memory=lambda _: Uvm()),
     Combination(name="KernelPreempt strict+UVM", compute=Compute.KERNEL_STRICT, memory=lambda _: Uvm()),
-    Combination(name="GPreempt+UVM", compute=Compute.GPREEMPT, memory=lambda _: Uvm(), stop=GPREEMPT_STOP),
     Combination(name="Channel+UVM", compute=Compute.CHANNEL, memory=lambda _: Uvm()),
-    Combination(name=PRISM, compute=Compute.CHANNEL, memory=_prism),
-    Combination(name="Channel+StaticMem", compute=Compute.CHANNEL, memory=_static),
-    Combination(name=OURS, compute=Compute.CHANNEL, memory=_ours, is_baseline=False),
-    Combination(name=SHIPPED, compute=Compute.CHANNEL, memory=_ours, is_baseline=False, tuned=as_shipped),
-    Combination(name="Channel without hint+OurMem", compute=Compute.CHANNEL, memory=_ours, hinted=False,
+    Combination(name="Layer+OurMem", compute=Compute.LAYER, memory=ours),
+    *(one for sweep in SWEEPS for one in sweep.chosen),
+    Combination(name=OURS, compute=Compute.CHANNEL, memory=ours, is_baseline=False),
+    Combination(name=SHIPPED, compute=Compute.CHANNEL, memory=ours, is_baseline=False, tuned=as_shipped),
+    Combination(name=HELPER, compute=Compute.CHANNEL, memory=ours, is_baseline=False, tuned=by_way(Remap.HELPER)),
+    Combination(name=COOPERATIVE, compute=Compute.CHANNEL, memory=ours, is_baseline=False,
+                tuned=by_way(Remap.COOPERATIVE)),
+    Combination(name="Channel without hint+OurMem", compute=Compute.CHANNEL, memory=ours, hinted=False,
                 is_baseline=False),
-    Combination(name="Edge+OurMem", compute=Compute.EDGE, memory=_ours),
-    Combination(name="Layer+OurMem", compute=Compute.LAYER, memory=_ours),
-    Combination(name="GPreempt+OurMem", compute=Compute.GPREEMPT, memory=_ours, stop=GPREEMPT_STOP),
     Combination(name="Channel+fixed 5 % headroom", compute=Compute.CHANNEL, is_baseline=False,
                 memory=lambda _: FixedHeadroom(share=0.05)),
     Combination(name=FIXED, compute=Compute.CHANNEL, memory=lambda _: FixedHeadroom(share=0.1), is_baseline=False),
@@ -164,7 +133,7 @@ def world_of(bound: Bound, seed: int, tuning: Tuning, **changes: object) -> Worl
     world = World(
         trace=bound.trace,
         service=bound.service,
-        job=bound.job,
+        job=cut(bound.job, tuning.offline_step_tokens),
         settings=tuning.settings,
         stop=tuning.stop,
         serial_gate=tuning.serial_gate,
@@ -172,7 +141,7 @@ def world_of(bound: Bound, seed: int, tuning: Tuning, **changes: object) -> Worl
         seed=seed,
         seconds=bound.seconds,
     )
-    return replace(world, **changes)  # type: ignore[arg-type]
+    return replace(world, **{**tuning.world, **changes})  # type: ignore[arg-type]
 
 
 def run_solo(bound: Bound, seed: int, tuning: Tuning = PRODUCT) -> Result:
@@ -201,7 +170,6 @@ def run_combination(combination: Combination, context: Context) -> Result:
         context.seed,
         tuning,
         compute=combination.compute,
-        stop=combination.stop or tuning.stop,
         hinted=combination.hinted,
     )
     wake = ProductWake(hinted=combination.hinted, cooldown=tuning.cooldown)

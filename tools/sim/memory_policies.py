@@ -36,8 +36,8 @@ class Prism(MemoryPolicy):
     """Sharing without reclaim (kvcached): both sides map free handles; online waits until offline lets go of some."""
 
     online_reserve: int
-    """Handles that each engine keeps mapped when they fall empty: kvcached holds ten pages of 2 MiB for K and V of
-    every layer."""
+    """Handles that online has from the start and keeps mapped when they fall empty: kvcached holds at least ten pages
+    of 2 MiB for K and V of every layer."""
     online_elastic: bool = True
     offline_elastic: bool = True
 
@@ -62,11 +62,13 @@ class StaticMem(MemoryPolicy):
     """Charity: it begins with the knowledge of an hour of this trace, else its first burst would always kill."""
     kill_ns: int = 10_000_000
     release_ns: int = 25_000
+    window_minutes: int = 60
     _memory: Memory = field(init=False)
-    _peaks: deque[int] = field(default_factory=lambda: deque(maxlen=60))
+    _peaks: deque[int] = field(init=False)
     _dead_until: int = 0
 
     def begin(self, memory: Memory) -> None:
+        self._peaks = deque(maxlen=self.window_minutes)
         self._memory = memory
         self._peaks.append(self.first_hour_peak)
         self._apply()

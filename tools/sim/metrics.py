@@ -184,5 +184,10 @@ def at_least(claim: str, pair: str, value: float, bound: float, note: str = "") 
     return Claim(claim=claim, pair=pair, value=value, bound=bound, ok=value >= bound, note=note)
 
 
+def void(claim: str, pair: str, bound: float, note: str) -> Claim:
+    """Measured, and too noisy to say: never a pass."""
+    return Claim(claim=claim, pair=pair, value=None, bound=bound, ok=False, note=note)
+
+
 def not_judged(claim: str, pair: str, bound: float, note: str) -> Claim:
     return Claim(claim=claim, pair=pair, value=None, bound=bound, ok=True, note=note)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 from valve_tools.sim.machine import blocks_per_handle, timing
+from valve_tools.sim.rungs import waited_ns
 from valve_tools.sim.world import Memory, MemoryPolicy
 
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationState
@@ -83,7 +84,9 @@ class OurMemory(MemoryPolicy):
     settings: ReservationSettings = field(default_factory=ReservationSettings)
     step_ns: int = 0
     """Of the offline engine, where memory comes between two of its steps; 0: taken under the gate. What is left of a
-    step at that moment is any part of it, and takes twice as long while it runs beside online work."""
+    step at that moment is any part of it."""
+    let_ns: int = 0
+    """So much of a step that somebody waits for is let run at a time; 0: all of it."""
     _memory: Memory = field(init=False)
     _state: ReservationState = field(init=False)
     _chance: random.Random = field(init=False)
@@ -122,7 +125,7 @@ class OurMemory(MemoryPolicy):
         )
         self._state, decision = reservation.decide(self._state, online, now_ns, self.settings)
         if decision.action is ReservationAction.TAKE:
-            take(memory, decision.handles, round(self._chance.random() * 2 * self.step_ns))
+            take(memory, decision.handles, waited_ns(self._chance.random() * self.step_ns, self.let_ns))
         elif decision.action is ReservationAction.GIVE:
             memory.give(decision.handles)
             memory.back_offline(memory.handles)

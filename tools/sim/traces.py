@@ -9,7 +9,9 @@ would change every figure after it. What was ignored or skipped is counted, and 
 from __future__ import annotations
 
 import csv
+import enum
 import gzip
+import hashlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -34,6 +36,20 @@ class TraceError(ValueError):
     """Input that cannot be a trace; the message names the file, the line and what to correct."""
 
 
+class Half(enum.Enum):
+    """Which traces of a folder an experiment may see. Settings are chosen on one half and judged on the other; the
+    hash of a file says which, so nobody chooses."""
+
+    ALL = "all"
+    TUNING = "tuning"
+    CLAIMS = "claims"
+
+
+def half_of(digest: str) -> Half:
+    """By the first digit of the file's SHA-256; what was drawn and not read belongs to the claims."""
+    return Half.TUNING if digest and int(digest[0], 16) < 8 else Half.CLAIMS
+
+
 class UnreadableError(TraceError):
     """A file of which not even the header can be read."""
 
@@ -49,6 +65,8 @@ class Trace:
     thin: int = 1
     skipped: int = 0
     """Rows with a blank cell."""
+    digest: str = ""
+    """SHA-256 of the file."""
 
     @property
     def requests(self) -> int:
@@ -95,6 +113,15 @@ class Folder:
     traces: tuple[Trace, ...]
     lengths: tuple[Lengths, ...]
     ignored: tuple[str, ...]
+
+    def half(self, half: Half) -> Folder:
+        """The traces of one half; the batch job's lengths are nobody's to tune on and stay."""
+        if half is Half.ALL:
+            return self
+        mine = tuple(trace for trace in self.traces if half_of(trace.digest) is half)
+        if not mine:
+            raise TraceError(f"no trace of the folder belongs to the half for {half.value}; name --half all")
+        return replace(self, traces=mine)
 
     @property
     def skipped(self) -> int:
@@ -193,6 +220,7 @@ def _read_trace(file: Path, name: str, records: Iterator[tuple[int, list[str]]],
         in_tok=_tokens(rows, 1),
         out_tok=_tokens(rows, 2),
         skipped=skipped,
+        digest=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
 
 

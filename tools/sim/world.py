@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from valve_tools.sim.machine import (
+    Gpu,
     Model,
     Settings,
     Timing,
@@ -38,6 +39,7 @@ class Compute(enum.IntEnum):
     LAYER = 5
     EDGE = 6
     SAME_ENGINE = 7
+    TIME_SLICE = 8
 
 
 class Event(enum.IntEnum):
@@ -125,6 +127,10 @@ class World:
     remap_ns: int = 100_000
     map_ns: int = 40_000
     tgs_units_per_ms: float = 5000.0
+    slice_ns: int = 2_000_000
+    """The driver's default time slice; what offline has between two of online's follows."""
+    offline_slice_ns: int = 2_000_000
+    offline_gap_ns: int = 500_000
     log: bool = False
 
     @property
@@ -373,6 +379,8 @@ def _params(ffi: Any, world: World, policy: MemoryPolicy) -> Any:
     p.uvm_evict_ns = handle_bytes / 22e9 * 1e9 + 40_000
     p.uvm_fault_ns = handle_bytes / 3.7e9 * 1e9
     p.tgs_units_per_ms = world.tgs_units_per_ms
+    p.slice_ns, p.offline_slice_ns = world.slice_ns, world.offline_slice_ns
+    p.offline_gap_ns = world.offline_gap_ns
     p.trace = world.log
     if job is not None:
         _fill_job(p, job, settings)
@@ -383,15 +391,19 @@ def _fill_job(p: Any, job: Job, settings: Settings) -> None:
     gpu = settings.gpu
     p.job = 2 if job.is_training else 1
     p.offline_blocks_per_handle = blocks_per_handle(job.model, job.tp, settings)
-    p.offline_gap_ns = 500_000
     p.offline_layers = job.model.layers
     max_seqs = settings.offline_max_seqs
     _fill_timing(p.offline, timing(job.model, job.tp, settings, budget_tokens=job.budget_tokens, max_seqs=max_seqs))
     if job.is_training:
-        flop = 4 * job.model.params * job.train_tokens
-        p.train_step_ns = int(flop / (job.tp * gpu.flops * job.train_efficiency) * 1e9)
+        p.train_step_ns = train_step_ns(job, gpu)
         p.train_step_tokens = job.train_tokens
         p.train_handles = int(job.train_memory_gib * 1024 / settings.handle_mib)
+
+
+def train_step_ns(job: Job, gpu: Gpu) -> int:
+    """One optimiser step."""
+    flop = 4 * job.model.params * job.train_tokens
+    return int(flop / (job.tp * gpu.flops * job.train_efficiency) * 1e9)
 
 
 def _fill_timing(target: Any, source: Timing) -> None:

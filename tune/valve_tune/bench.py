@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,13 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from valve_tune.base.own import OwnCopy
+from valve_tune.base.own import LoadedModel, OwnCopy
 from valve_tune.model.adapter import Adapter
+from valve_tune.model.autograd import AutogradModel, nodes
 from valve_tune.model.dropout import Draw
 from valve_tune.model.explicit import ExplicitModel, ExplicitPass, adapter_sites
+from valve_tune.model.interface import nothing
 from valve_tune.model.names import short_targets
+from valve_tune.serve.control import FolderControl
+from valve_tune.serve.folder import GO, JobFolder
 from valve_tune.tiles.grid import Grid, Phase, TileShape
 from valve_tune.tiles.orders import layer_major
 from valve_tune.train.batch import MicroBatch
@@ -59,6 +65,7 @@ class Bench:
         one, where = np.ones_like(ids), np.tile(np.arange(tokens), (rows, 1))
         self.batch = MicroBatch(input_ids=ids, labels=ids, segments=one, positions=where)
         self.grid = Grid(layers=layers, tokens=tokens)
+        self.foreign: AutogradModel | None = None
 
     def begin(self, model: ExplicitModel, grid: Grid | None = None) -> ExplicitPass:
         scale, draw = 1 / self.batch.label_count, Draw(seed=0, step=0, sequence=0)
@@ -114,6 +121,29 @@ class Bench:
         if turns:
             turns.close()
         return took
+
+    def foreign_backward(self, ask: Callable[[], None]) -> float:
+        """CPU time of a backward by autograd that is one tile, asked before each operator."""
+        if self.foreign is None:
+            base = copy.deepcopy(self.peft.base_model.model)
+            for module in [*base.modules()]:
+                for name, each in [*module.named_children()]:
+                    if isinstance(each, LoraLinear):
+                        setattr(module, name, each.base_layer)
+            self.foreign = AutogradModel(base, LoadedModel({}), MODULES, lambda sites: Adapter(sites, rank=8, alpha=16))
+        shape = TileShape(layers=0)
+        grid = Grid(layers=self.grid.layers, tokens=self.grid.tokens, forward=shape, backward=shape)
+        scale, draw = 1 / self.batch.label_count, Draw(seed=0, step=0, sequence=0)
+        work = self.foreign.start(self.batch, scale=scale, draw=draw, grid=grid)
+        up, down = (layer_major(grid, phase) for phase in Phase)
+        for tile in up:
+            work.run(tile)
+
+        def backward() -> None:
+            for tile in down:
+                work.run(tile, ask)
+
+        return cpu_seconds(backward)
 
 
 class Suspender:
@@ -193,7 +223,46 @@ def main(argv: list[str] | None = None) -> int:
     share = one * chosen.layers / whole
     print(f"suspending after every layer, paired: CPU time x {cost:.4f} (unsplit backward {whole:.2f} s)")
     print(f"one suspension: {one * 1e6:.1f} us of CPU, {100 * share:.4f} % of the backward (budget 0.5 %)")
-    return int(failed or share > 0.005)
+    asked = foreign_suspension(bench, chosen.rounds)
+    return int(failed or share > 0.005 or asked > 0.005)
+
+
+def foreign_suspension(bench: Bench, rounds: int) -> float:
+    """What asking before every operator costs a backward of a model that is not ours, as a share of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = JobFolder(folder)
+        home.want(GO)
+        control, count = FolderControl(home), 0
+
+        def ask() -> None:
+            nonlocal count
+            count += 1
+            control.answer()
+
+        cost, whole = paired(lambda: bench.foreign_backward(ask), lambda: bench.foreign_backward(nothing), rounds)
+        asks = count // (rounds + 1)
+        once = question_seconds(ask)
+    share = asks * once / whole
+    print(
+        f"another's model, asked before each operator, paired: CPU time x {cost:.4f} (unasked backward {whole:.2f} s)"
+    )
+    print(f"{asks} questions of {once * 1e6:.2f} us, {100 * share:.4f} % of the backward (budget 0.5 %)")
+    return share
+
+
+def question_seconds(ask: Callable[[], None], count: int = 2000) -> float:
+    """CPU time of one question before one operator, the way out of the graph included: in a chain of tiny ones."""
+
+    def chain(hooked: bool) -> float:
+        last = first = torch.ones(1, requires_grad=True)
+        for _ in range(count):
+            last = last + 1
+        if hooked:
+            for node in nodes(last.grad_fn):
+                node.register_prehook(lambda _: ask())
+        return cpu_seconds(lambda: torch.autograd.grad(last, first))
+
+    return max(0.0, statistics.median(chain(True) - chain(False) for _ in range(9))) / count
 
 
 def suspension_seconds(count: int = 5000) -> float:

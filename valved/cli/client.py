@@ -18,6 +18,8 @@ Answer = TypeVar("Answer")
 
 DEADLINE_S = 3.0
 """valved answers within milliseconds; one that does not in this time is stuck, and a person should read so."""
+RECONNECT = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
+"""A command that waits for the next valved (`valve events --follow`) looks for it each second."""
 EXITS = {
     grpc.StatusCode.UNAVAILABLE: NOT_RUNNING,
     grpc.StatusCode.INVALID_ARGUMENT: USAGE,
@@ -34,7 +36,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         name = API_SOCKET if may_use(folder) or not may_use(folder, VIEW_SOCKET) else VIEW_SOCKET
-        self._channel = grpc.insecure_channel(f"unix:{folder / name}")
+        self._channel = grpc.insecure_channel(f"unix:{folder / name}", options=RECONNECT)
         self.stub = node_pb2_grpc.NodeStub(self._channel)
 
     def call(self, method: Callable[..., Answer], request: object, *, deadline_s: float = DEADLINE_S) -> Answer:

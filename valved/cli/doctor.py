@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from valve.v1 import node_pb2
 
 from valved.cli import remap, words
@@ -332,9 +333,9 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([{**asdict(item), "verdict": item.verdict.value} for item in findings], indent=2))
     else:
-        console = Console()
+        console = Console(soft_wrap=True)  # a fix is copied from here: no line of ours breaks it
         for item in findings:
-            console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {item.check}: {item.what}")
+            console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {escape(f'{item.check}: {item.what}')}")
             if item.fix:
-                console.print(f"          fix: {item.fix}")
+                console.print(f"          fix: {item.fix}", markup=False)
     return FINDINGS if any(item.verdict is Verdict.BROKEN for item in findings) else OK

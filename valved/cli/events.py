@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.text import Text
-from valve.v1 import node_pb2
 
 from valved.cli import words
-from valved.cli.client import DEADLINE_S, Node, explain_error, node
+from valved.cli.client import node
 from valved.cli.exits import OK
 from valved.cli.record import as_record
+from valved.cli.stream import EventStream
 
 # Each stop and wake, and each channel: hundreds a second at times, and `valve explain` has them.
 MANY = ("gate", "hold", "wake", "wake-refused", "decided", "cooldown", "channel-added", "channel-gone")
@@ -31,10 +29,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def events(options: argparse.Namespace) -> int:
-    console = Console(soft_wrap=True)
+    console, errors = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
     with node() as connection:
         now_ns = connection.status().monotonic_ns
-        for event in read(connection, options.kind, follow=options.follow):
+        stream = EventStream(connection, options.kind, lambda text: errors.print(Text(f"valve: {text}")))
+        for event in stream.follow() if options.follow else stream.kept():
             if event.kind in MANY and not (options.all or options.kind):
                 continue
             if options.json:
@@ -42,21 +41,6 @@ def events(options: argparse.Namespace) -> int:
             else:
                 console.print(line(event, now_ns))
     return OK
-
-
-def read(connection: Node, kinds: list[str], *, follow: bool = False) -> Iterator[Any]:
-    """The events that valved keeps, oldest first; with `follow` those to come as well."""
-    request = node_pb2.WatchRequest(kinds=kinds, since_seq=0)
-    stream = connection.stub.Watch(request, timeout=None if follow else DEADLINE_S)
-    try:
-        kept = next(int(item.value) for item in stream.initial_metadata() if item.key == "valve-kept")
-        while follow or kept:
-            yield next(stream)
-            kept -= 1
-    except grpc.RpcError as error:
-        raise explain_error(error, connection.folder) from None
-    finally:
-        stream.cancel()
 
 
 def line(event: Any, now_ns: int) -> Text:

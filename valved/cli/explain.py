@@ -11,8 +11,9 @@ from rich.console import Console
 from valve.v1 import node_pb2
 
 from valved.cli.client import Node, node
-from valved.cli.events import line, read
+from valved.cli.events import line
 from valved.cli.exits import OK, USAGE, CliError
+from valved.cli.stream import EventStream
 
 SUBJECT = r"(gpu|pid|service|reclaim)?:?(\d+)"
 
@@ -79,7 +80,7 @@ def explain(options: argparse.Namespace) -> int:
 def reclaims(connection: Node) -> int:
     """The reclaims that valved still knows, with the numbers by which each is explained."""
     console, now_ns = Console(soft_wrap=True), connection.status().monotonic_ns
-    found = [line(event, now_ns) for event in read(connection, ["reclaimed"])]
+    found = [line(event, now_ns) for event in EventStream(connection, ["reclaimed"]).kept()]
     for each in found:
         console.print(each)
     console.print("valve explain reclaim NUMBER says who paid, and why" if found else "no reclaim so far")

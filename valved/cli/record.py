@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-import grpc
-from valve.v1 import node_pb2
-
-from valved.cli.client import Node, explain_error, node
+from valved.cli.client import Node, node
 from valved.cli.exits import FAILED, OK, USAGE, CliError
+from valved.cli.stream import EventStream
 from valved.state.trace import read_lines, to_trace_events
 
 SAMPLE_S = 0.05  # how often launch counters are read: a rate, not single launches
@@ -63,20 +62,19 @@ def open_file(path: Path) -> TextIO:
 
 
 def follow(connection: Node, out: TextIO, seconds: float) -> int:
-    """Write events until the time is over or the user stops; returns how many."""
-    stream = connection.stub.Watch(node_pb2.WatchRequest(), timeout=seconds or None)
+    """Write events until the time is over or the user stops; returns how many. A valved that ends is waited for."""
+    stream = EventStream(connection, (), lambda text: print(f"valve: {text}"), since_seq=None, seconds=seconds)
     count = 0
+    for ends in (signal.SIGINT, signal.SIGTERM):  # a shell's background job is begun with the first one ignored
+        signal.signal(ends, signal.default_int_handler)
     try:
-        for event in stream:
+        for event in stream.follow():
             out.write(json.dumps(as_record(event), separators=(",", ":")) + "\n")
             count += 1
             if event.lost:
                 print(f"valve: {event.lost} events were lost: this reader was too slow")
     except KeyboardInterrupt:
-        stream.cancel()
-    except grpc.RpcError as error:
-        if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-            raise explain_error(error, connection.folder) from None
+        pass
     return count
 
 
@@ -101,8 +99,8 @@ def sample(connection: Node, samples: list[dict[str, Any]], done: threading.Even
     while not done.wait(SAMPLE_S):
         try:
             status = connection.status()
-        except CliError:
-            return
+        except CliError:  # valved is started again, perhaps
+            continue
         samples.extend(tracks(status, last))
 
 

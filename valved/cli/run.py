@@ -19,6 +19,7 @@ from valve_hook.export import export
 from valved.cli.client import DEADLINE_S, node
 from valved.cli.exits import NOT_FOUND, REFUSED, USAGE, CliError
 from valved.cli.loadable import obstacle
+from valved.model.consent import EXAMPLE, NO, SILENT, YES, Said, check
 from valved.paths import ENV_ROLE, ENV_RUN_DIR, preload_library, run_dir
 from valved.state import pending
 
@@ -46,6 +47,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     role.add_argument("--offline", action="store_true", help="work that fills the gaps")
     parser.add_argument("--name", default="", help="name of the service in status and metrics (default: the command)")
     parser.add_argument("--ungated", action="store_true", help="offline: run even where no valved answers")
+    parser.add_argument("--slo", default="", metavar="TIMES", help="online: its target, " + EXAMPLE)
+    parser.add_argument(
+        "--grant",
+        action=argparse.BooleanOptionalAction,
+        help="online: pauses within the target may be given to offline work (docs/finetuning.md)",
+    )
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(run=run)
 
@@ -90,19 +97,35 @@ def engine_hook(folder: Path) -> Path | None:
     return None
 
 
-def claim(role: str, name: str) -> None:
+def words(options: argparse.Namespace) -> Said:
+    """What the owner offers, or why that makes no sense."""
+    said = Said(slo=options.slo, grant="" if options.grant is None else YES if options.grant else NO)
+    if said != SILENT and not options.online:
+        raise CliError(
+            "--slo and --grant are words of online work", USAGE, "valve run --online --slo ... --grant -- CMD"
+        )
+    try:
+        check(said)
+    except ValueError as error:
+        raise CliError(f"--{error}", USAGE) from None
+    return said
+
+
+def claim(role: str, name: str, said: Said) -> None:
     """Register this process, which is about to become the command. An online one is not kept waiting."""
     pid = os.getpid()
     wanted = node_pb2.ROLE_ONLINE if role == "online" else node_pb2.ROLE_OFFLINE
     request = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=wanted, name=name)
+    request.slo, request.grant = said.slo, said.grant
     with node() as connection:
         connection.call(connection.stub.Launch, request, deadline_s=ONLINE_WAIT_S if role == "online" else DEADLINE_S)
 
 
-def leave_claim(name: str) -> bool:
+def leave_claim(name: str, said: Said) -> bool:
     """For a valved that does not answer now: it finds the claim when our shim knocks."""
     pid = os.getpid()
-    return pending.leave(run_dir(), pending.PendingClaim(pid=pid, start_time=start_time(pid), name=name))
+    found = pending.PendingClaim(pid=pid, start_time=start_time(pid), name=name, slo=said.slo, grant=said.grant)
+    return pending.leave(run_dir(), found)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,17 +134,18 @@ def run(options: argparse.Namespace) -> int:
         raise CliError("nothing to run", USAGE, "valve run --online -- COMMAND ARGUMENTS")
     role = "online" if options.online else "offline"
     name = options.name or Path(argv[0]).name
+    said = words(options)
     if role == "offline" and not options.ungated and (why := obstacle(argv[0])):
         raise CliError(
             f"offline work is refused: {why}", REFUSED, "run it without protection for online work: --ungated"
         )
     try:
-        claim(role, name)
+        claim(role, name, said)
     except CliError as error:
         if role == "offline" and not options.ungated:
             step = error.next_step or "or run it without protection for online work: --ungated"
             raise CliError(f"offline work is refused: {error}", error.code, step) from None
-        if role == "online" and error.is_silence and leave_claim(name):
+        if role == "online" and error.is_silence and leave_claim(name, said):
             print(f"valve: {error}; {argv[0]} is gated as soon as valved answers", file=sys.stderr)
             return become(argv, environment(role, run_dir()))
         print(f"valve: {error}; {argv[0]} runs untouched", file=sys.stderr)

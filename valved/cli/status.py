@@ -81,7 +81,13 @@ def gpu_state(gpu: Any) -> str:
     return f"[yellow]stopped[/] ({gpu.channels} ch)" if gpu.gated else f"[green]may run[/] ({gpu.channels} ch)"
 
 
-def gpus(answer: Any) -> FittingTable:
+def no_gpus() -> Text:
+    return Text("GPUs: valved found none; valve doctor says why\n", style="yellow")
+
+
+def gpus(answer: Any) -> RenderableType:
+    if not answer.gpus:
+        return no_gpus()
     columns = ("gpu", "offline work", "reached by", "stops", "p50", "p99", "harvested")
     table = FittingTable("GPUs", columns, spare=("p50", "reached by", "p99"))
     for gpu in answer.gpus:
@@ -155,9 +161,20 @@ def memory(answer: Any) -> list[RenderableType]:
     return [line, pools, engines]
 
 
+def granted(offer: Any) -> list[str]:
+    """What is offered and came of it; what granting would give, as long as it gives nothing."""
+    worth = f"granting is {offer.worth}" if offer.worth and not offer.grants else ""
+    return list(filter(None, [offer.words, worth]))
+
+
 def notes(answer: Any) -> list[Text]:
     """What an operator should know: one line for each client's notes and each GPU that is not at its best rung."""
     lines = [f"client {client.pid} ({client.comm}): {note}" for client in answer.clients for note in client.notes]
+    lines += [
+        f"service {service.id} ({service.name}) {'; '.join(granted(service.granted))}"
+        for service in answer.services
+        if service.granted.words or service.granted.HasField("worth_points")
+    ]
     lines += [f"gpu {gpu.index}: {gpu.reach_reason}" for gpu in answer.gpus if gpu.reach_reason and gpu.channels]
     lines += [f"gpu {gpu.index} is not harvested: {gpu.guarded_because}" for gpu in answer.gpus if gpu.guarded_because]
     if not lines:

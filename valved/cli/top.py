@@ -1,45 +1,97 @@
-"""`valve top`: the status, live, with a sparkline per GPU of how much of each second offline work was let run."""
+"""`valve top`: the status, live, with sparklines per GPU and service; keys order, hold and end it."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.text import Text
+from valve.v1 import node_pb2
 
 from valved.cli import words
 from valved.cli.client import node
 from valved.cli.exits import OK
-from valved.cli.status import gpu_state, head, memory, notes, services
+from valved.cli.keys import Keys, keys
+from valved.cli.status import gpu_state, head, memory, no_gpus, notes
 from valved.cli.tables import FittingTable
 
-WIDTH = 30
+WIDTH = 20
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "id": lambda service: service.id,
+    "name": lambda service: service.name,
+    "stops": lambda service: -service.preemptions,
+    "delay": lambda service: -service.delay_ns,
+    "harvested": lambda service: -service.harvest_ns,
+}
+HELP = "q end   s order by the next column   r reverse   space hold"
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """What the keys have chosen."""
+
+    order: str = "id"
+    reverse: bool = False
+    held: bool = False
+
+    def press(self, key: str) -> bool:
+        """False: the view ends."""
+        if key == "s":
+            names = list(ORDERS)
+            self.order = names[(names.index(self.order) + 1) % len(names)]
+        elif key == "r":
+            self.reverse = not self.reverse
+        elif key == " ":
+            self.held = not self.held
+        return key not in ("q", "Q", "\x03", "\x04")
+
+    def sorted(self, services: Sequence[Any]) -> list[Any]:
+        return sorted(services, key=ORDERS[self.order], reverse=self.reverse)
 
 
 class History:
-    """Shares of harvested time between successive looks, per GPU."""
+    """Shares of time between successive looks: per GPU that offline work might run, per service that it worked."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, int]] = {}
-        self.shares: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WIDTH))
+        self._last: dict[tuple[str, int], tuple[int, int]] = {}
+        self.gpus: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WIDTH))
+        self.services: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=WIDTH))
 
     def take(self, answer: Any) -> None:
+        now = answer.monotonic_ns
         for gpu in answer.gpus:
-            now, harvest = answer.monotonic_ns, gpu.harvest_ns
-            if gpu.index in self._last:
-                then, before = self._last[gpu.index]
-                if now > then:
-                    self.shares[gpu.index].append(max(0.0, min(1.0, (harvest - before) / (now - then))))
-            self._last[gpu.index] = (now, harvest)
+            self._add(("gpu", gpu.index), now, gpu.harvest_ns, self.gpus[gpu.index])
+        for service in answer.services:
+            if service.role == node_pb2.ROLE_ONLINE:
+                self._add(
+                    ("service", service.id),
+                    service.busy_ns + service.idle_ns,
+                    service.busy_ns,
+                    self.services[service.id],
+                )
+            else:  # its time is summed over its GPUs
+                harvested = service.harvest_ns // max(1, len(service.gpus))
+                self._add(("service", service.id), now, harvested, self.services[service.id])
+
+    def _add(self, name: tuple[str, int], now: int, value: int, shares: deque[float]) -> None:
+        if name in self._last:
+            then, before = self._last[name]
+            if now > then:
+                shares.append(max(0.0, min(1.0, (value - before) / (now - then))))
+        self._last[name] = (now, value)
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("top", help="live view of this node")
+    parser = commands.add_parser("top", help="live view of this node", epilog=f"keys: {HELP}")
     parser.add_argument("--interval", type=interval, default=1.0, help="seconds between looks (default 1)")
-    parser.add_argument("--looks", type=int, default=0, help="end after this many looks (default: until Ctrl-C)")
+    parser.add_argument("--looks", type=int, default=0, help="end after this many looks (default: until q or Ctrl-C)")
+    parser.add_argument("--sort", choices=list(ORDERS), default="id", help="order of the services (default id)")
     parser.set_defaults(run=top)
 
 
@@ -51,33 +103,90 @@ def interval(text: str) -> float:
     return seconds
 
 
-def gpus(answer: Any, history: History) -> FittingTable:
+def line(shares: deque[float]) -> str:
+    return f"[cyan]{words.sparkline(list(shares)).rjust(WIDTH)}[/]"
+
+
+def gpus(answer: Any, history: History) -> RenderableType:
+    if not answer.gpus:
+        return no_gpus()
     columns = ("gpu", "offline work", "now", "last looks", "stops", "p99", "memory")
-    title = "GPUs: share of time that offline work ran, newest right"
+    title = "GPUs: share of time that offline work might run, newest right"
     table = FittingTable(title, columns, spare=("memory", "p99", "stops"))
     for gpu in answer.gpus:
-        shares = history.shares[gpu.index]
+        shares = history.gpus[gpu.index]
         now = f"{shares[-1]:.0%}" if shares else "-"
         p99 = words.at_most(words.quantile_us(gpu.preempt_latency, 0.99))
-        memory = f"{words.gib(gpu.used_bytes)} of {words.gib(gpu.total_bytes)}" if gpu.total_bytes else "-"
-        line = words.sparkline(list(shares)).rjust(WIDTH)
-        table.add_row(str(gpu.index), gpu_state(gpu), now, f"[cyan]{line}[/]", str(gpu.preemptions), p99, memory)
+        used = f"{words.gib(gpu.used_bytes)} of {words.gib(gpu.total_bytes)}" if gpu.total_bytes else "-"
+        table.add_row(str(gpu.index), gpu_state(gpu), now, line(shares), str(gpu.preemptions), p99, used)
     return table
 
 
-def render(answer: Any, history: History) -> RenderableType:
-    return Group(head(answer), gpus(answer, history), services(answer), *memory(answer), *notes(answer))
+def services(answer: Any, history: History, view: View) -> RenderableType:
+    if not answer.services:
+        return Text("Services: none yet (valve run --online -- CMD)\n")
+    columns = ("id", "name", "role", "now", "last looks", "stops", "delay", "harvested", "granted", "state")
+    title = "Services: share of time busy (offline: let run), newest right"
+    table = FittingTable(title, columns, spare=("state", "granted", "delay", "harvested", "id", "stops", "role"))
+    for service in view.sorted(answer.services):
+        shares = history.services[service.id]
+        online = service.role == node_pb2.ROLE_ONLINE
+        table.add_row(
+            str(service.id),
+            service.name,
+            words.role(service.role),
+            f"{shares[-1]:.0%}" if shares else "-",
+            line(shares),
+            str(service.preemptions) if online else "-",
+            words.duration(service.delay_ns) if online else "-",
+            "-" if online else words.duration(service.harvest_ns),
+            granted(service.granted),
+            service.state,
+        )
+    return table
+
+
+def granted(offer: Any) -> str:
+    """How long pauses were given to offline work, and how often a launch fell into one."""
+    if not offer.grant:
+        return "-"
+    return words.duration(offer.granted_ns) + (f", {offer.broken} broken" if offer.broken else "")
+
+
+def keys_line(view: View) -> Text:
+    order = f"by {view.order}{', reversed' if view.reverse else ''}{', held' if view.held else ''}"
+    return Text(f"{HELP}   ({order})", style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def render(answer: Any, history: History, view: View, *, has_keys: bool = False) -> RenderableType:
+    """What is shown. The line of the keys comes second, where no table can push it off the screen."""
+    middle = [keys_line(view), Text()] if has_keys else []
+    tables = (gpus(answer, history), services(answer, history, view))
+    return Group(head(answer), *middle, *tables, *memory(answer), *notes(answer))
 
 
 def top(options: argparse.Namespace) -> int:
-    history = History()
-    with node() as connection, Live(console=Console(), auto_refresh=False, screen=False) as live:
+    history, view = History(), View(order=options.sort)
+    with node() as connection, keys() as pressed, Live(auto_refresh=False, screen=pressed.is_there) as live:
         looks = 0
         while True:
             answer = connection.status()
             history.take(answer)
-            live.update(render(answer, history), refresh=True)
             looks += 1
             if options.looks and looks >= options.looks:
+                live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
                 return OK
-            time.sleep(options.interval)
+            if not stay(live, pressed, view, answer, history, options.interval):
+                return OK
+
+
+def stay(live: Live, pressed: Keys, view: View, answer: Any, history: History, seconds: float) -> bool:
+    """Show one answer until it is time for the next look, or as long as it is held; False: the view ends."""
+    until_s = time.monotonic() + seconds
+    while True:
+        live.update(render(answer, history, view, has_keys=pressed.is_there), refresh=True)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 and not view.held:
+            return True
+        if not view.press(pressed.wait(max(left_s, 0.1))):
+            return False

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from valved.cli import words
 from valved.cli.client import is_running, status_of
-from valved.cli.exits import FAILED, OK, USAGE, CliError
+from valved.cli.exits import FAILED, OK, REFUSED, USAGE, CliError
 from valved.cli.status import show
 from valved.config import load_config
 from valved.errors import ConfigError
@@ -59,9 +60,9 @@ def arguments(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def up(options: argparse.Namespace) -> int:
     folder = folder_of(options.config)
-    if is_running(folder):
-        print(f"valved is already running in {folder}")
-        return OK
+    running = status_of(folder)
+    if running is not None:
+        return say_running(running, options, folder)
     if options.foreground:
         argv = arguments(options, folder)
         os.execv(argv[0], argv)
@@ -74,6 +75,16 @@ def up(options: argparse.Namespace) -> int:
     show(status_of(folder))
     if folder != run_dir():
         print(f"every command finds it with {ENV_RUN_DIR}={folder}")
+    return OK
+
+
+def say_running(running: Any, options: argparse.Namespace, folder: Path) -> int:
+    """A setting that does not come into force is an error and never a success."""
+    mode = words.MODES.get(running.mode, "unknown")
+    if options.mode and options.mode != mode:
+        text = f"valved is already running in {folder}, in mode {mode}"
+        raise CliError(text, REFUSED, f"valve mode {options.mode}")
+    print(f"valved is already running in {folder}")
     return OK
 
 

@@ -1,9 +1,6 @@
 """What welcomed clients say: their RM clients, channels, schedule calls and notes.
 
-Each message is answered at once except SCHEDULE_WAIT while a GPU of the client is gated: that ioctl would enable the
-channels again, so its ACK is held until the GPU opens. A hold longer than `schedule_hold_s` is answered with EAGAIN and
-the shim asks again. SCHEDULE_DONE closes the race of a gate that falls between the ACK and the ioctl: the channels are
-stopped once more.
+Each message is answered at once except SCHEDULE_WAIT while a GPU of the client is gated (clients/schedules.py).
 
 A channel counts once its sender has shown the file of its RM client (clients/possession.py), and while no other
 client has told of it. One that is refused is in no book, and the answer says no more than that it is refused.
@@ -13,34 +10,25 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from valved.abi.link import Ack, Body, Channel, LinkType, Malformed, Note, NoteMessage, Packet, RmClient, Schedule
+from valved.clients.lease import LeaseFlags
 from valved.clients.leftovers import Leftovers
 from valved.clients.possession import Possession
+from valved.clients.schedules import Schedules
 from valved.config import LinkTable, QuotaTable
 from valved.gate.accounts import Harvest
 from valved.gate.wake import GateService
-from valved.machine.clock import Clock, TimerHandle
+from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, ProverPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.state.journal import Journal
-from valved.state.registry import GUARD_SERVICE, Books, ClientEntry
+from valved.state.registry import Books, ClientEntry
 
-SECOND_NS = 1_000_000_000
 NO_UUID = bytes(16)
-HELD_PER_CLIENT = 64  # twice the threads of one shim that can wait at once
 Send = Callable[[ClientId, LinkType, Body, int], object]  # to a client, if it is still connected
-
-
-@dataclass(slots=True, kw_only=True)
-class HeldSchedule:
-    client: ClientId
-    seq: int
-    gpus: frozenset[GpuIndex]
-    timer: TimerHandle
 
 
 class Channels:
@@ -56,11 +44,12 @@ class Channels:
         send: Send,
         prover: ProverPort,
     ) -> None:
-        self._is_closed = False  # the brake holds every GPU
         self.possession = Possession(prover, clock, quota.channels_per_client)
         self.possession.on_proof = self._owner_found
         self.harvest = Harvest(gating.gpus)
         self.leftovers = Leftovers()
+        self.lease = LeaseFlags(gate, books, gating)
+        self.keeps_files = False  # a rung of granted time needs the drivers' files of offline processes
         self.changed: Callable[[], None] = lambda: None  # the books changed: save them soon
         self._gate = gate
         self._books = books
@@ -68,13 +57,11 @@ class Channels:
         self._journal = journal
         self._clock = clock
         self._quota = quota
-        self._link = link
         self._send = send
-        self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
+        self._schedules = Schedules(gate, books, gating, clock, link, self.possession, self._ack)
         self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
-        gating.after_wake.append(self.release_schedules)
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
         """One message. A descriptor that is kept is taken off the list."""
@@ -88,7 +75,7 @@ class Channels:
             case Channel():
                 self._channel_del(entry, (body.h_client, body.h_channel))
             case Schedule() if packet.type is LinkType.SCHEDULE_WAIT:
-                self._schedule_wait(entry, packet.seq, body)
+                self._schedules.wait(entry, packet.seq, body)
             case Schedule():
                 self._schedule_done(entry, body)
             case NoteMessage():
@@ -107,23 +94,20 @@ class Channels:
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
             return
+        give = partial(self._gate.give_rm_client, entry.id, gpu, body.h_client, body.h_device, body.h_subdevice)
         if entry.role is Role.OFFLINE:
-            self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, -1)
+            give(-1)
         if len(entry.rm_gpus) < self._quota.channels_per_client:
             entry.rm_gpus[body.h_client] = gpu
         if fds:
-            keep = entry.role is Role.OFFLINE and entry.asked_fd
-            take = partial(self._take_fd, entry, gpu, body) if keep else None
+            keep = entry.role is Role.OFFLINE and (entry.asked_fd or self.keeps_files)
+            take = give if keep else None  # once it was found to be what its sender says
             self.possession.offer(entry.id, self._infos[gpu], body.h_client, body.h_subdevice, fds.pop(), take)
             self._ack(entry.id, seq)
         else:  # a shim of 0.1 sends it when it is asked, and only once: then it is kept
             is_missing = not self.possession.is_proven(entry.id, body.h_client, gpu)
             entry.asked_fd |= is_missing
             self._ack(entry.id, seq, want_fd=is_missing)
-
-    def _take_fd(self, entry: ClientEntry, gpu: GpuIndex, body: RmClient, fd: int) -> None:
-        """For the rung channel-fd: its file was found to be what its sender says."""
-        self._gate.give_rm_client(entry.id, gpu, body.h_client, body.h_device, body.h_subdevice, fd)
 
     def _channel_add(self, entry: ClientEntry, seq: int, body: Channel) -> None:
         gpu = self._find_gpu(body.gpu_uuid, body.device_instance)
@@ -136,15 +120,7 @@ class Channels:
             self._gating.counters.refuse("channels")
             self._ack(entry.id, seq, errno.ENOSPC)
             return
-        channel = ChannelRef(
-            gpu=gpu,
-            h_client=body.h_client,
-            h_channel=body.h_channel,
-            cid=body.cid,
-            h_tsg=body.h_tsg,
-            engine=body.engine,
-            compute=body.compute,
-        )
+        channel = _told(gpu, body)
         if self.possession.is_proven(entry.id, body.h_client, gpu):
             self._admit(entry, seq, channel)
         elif entry.role is Role.OFFLINE:
@@ -158,6 +134,7 @@ class Channels:
         """One answer for every reason: what the driver knows of others is not to be had here."""
         self._gating.counters.refuse(why)
         self._ack(entry.id, seq, errno.EOPNOTSUPP)
+        self._schedules.release()
 
     def _admit(self, entry: ClientEntry, seq: int, channel: ChannelRef) -> None:
         """The channel's RM client is its sender's own."""
@@ -175,6 +152,7 @@ class Channels:
         self._book(entry, channel, status)
         entry.asked_fd |= want_fd
         self._ack(entry.id, seq, status, want_fd=want_fd)
+        self._schedules.release()
 
     def _is_anothers(self, entry: ClientEntry, channel: ChannelRef) -> bool:
         """Told of by somebody else who lives: a number that came again, or an inherited file."""
@@ -186,6 +164,8 @@ class Channels:
         """An online process has shown an RM client: whoever else told of its channels is to stop none of them."""
         if self._books.clients[client].role is Role.OFFLINE:
             return
+        left = self.leftovers.take_where(lambda one: one.channel.h_client == h_client)
+        self._gate.enable_foreign([one.channel for one in left])
         for other in self.possession.owners(h_client):
             entry = self._books.clients[other]
             if entry.role is not Role.OFFLINE:
@@ -220,7 +200,7 @@ class Channels:
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            self._gate.enable_foreign([channel])
+            self._gate.enable_unless_held(channel)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False
@@ -259,80 +239,22 @@ class Channels:
         elif entry.role is Role.OFFLINE:
             for gpu in self._gating.gpus:
                 self._count_offline(service, gpu)
-        self.refresh_lease_flags()
+        self.lease.refresh()
 
     def _count_offline(self, service: ServiceId, gpu: GpuIndex) -> None:
         self._gating.set_offline_channels(gpu, self._books.offline_channels(gpu))
         self.harvest.present(service, gpu, self._books.services[service].compute_on[gpu] > 0, self._clock.now_ns())
 
-    def set_closed(self, is_closed: bool) -> None:
-        """Whether the brake holds every GPU."""
-        self._is_closed = is_closed
-        self.refresh_lease_flags()
-
-    def refresh_lease_flags(self) -> None:
-        """Tell each offline client whether it must stop itself if valved dies: if online work shares a GPU with it, or
-        may do so unseen (the guard), or the brake stops it."""
-        services = self._books.services
-        shared = frozenset().union(*(services[online].gpus for online in self._gating.online if online in services))
-        shared |= {gpu for gpu, account in self._gating.gpus.items() if GUARD_SERVICE in account.holders}
-        for entry in self._books.with_role(Role.OFFLINE):
-            flag = self._is_closed or not shared.isdisjoint(services[entry.service].gpus)
-            if entry.lease_flag is not flag:
-                entry.lease_flag = flag
-                self._gate.set_online_registered(entry.id, flag)
-
-    # SCHEDULE calls of the application
-
-    def _schedule_wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
-        gpus = self._gated_gpus(entry, body.h_client)
-        if not gpus or entry.role is not Role.OFFLINE:
-            self._ack(entry.id, seq)
-            return
-        mine = self._held.setdefault(entry.id, {})
-        if seq in mine:
-            self._let_go(mine[seq], None)
-        elif len(mine) >= HELD_PER_CLIENT:
-            self._let_go(next(iter(mine.values())), errno.EAGAIN)
-        until_ns = self._clock.now_ns() + round(self._link.schedule_hold_s * SECOND_NS)
-        timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
-        held = HeldSchedule(client=entry.id, seq=seq, gpus=gpus, timer=timer)
-        self._held.setdefault(entry.id, {})[seq] = held
-        self._gating.want_prompt("schedules", True)
-
-    def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
-        """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process."""
-        known = entry.rm_gpus.get(h_client)
-        of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
-        gpus = of_channels or ({known} if known is not None else entry.gpus())
-        return frozenset(gpu for gpu in gpus if self._gating.is_stopped(gpu))
-
-    def release_schedules(self) -> None:
-        for held in [held for mine in self._held.values() for held in mine.values()]:
-            if not any(self._gating.is_stopped(gpu) for gpu in held.gpus):
-                self._let_go(held, 0)
-
-    def _let_go(self, held: HeldSchedule, status: int | None) -> None:
-        held.timer.cancel()
-        del self._held[held.client][held.seq]
-        if not self._held[held.client]:
-            del self._held[held.client]
-        self._gating.want_prompt("schedules", bool(self._held))
-        if status is not None:
-            self._ack(held.client, held.seq, status)
-
     def forget(self, client: ClientId) -> None:
         """The client is gone: nobody waits for the answers."""
         self.possession.forget(client)
-        for held in list(self._held.get(client, {}).values()):
-            self._let_go(held, None)
+        self._schedules.forget(client)
 
     def _schedule_done(self, entry: ClientEntry, body: Schedule) -> None:
         for key in list(entry.app_disabled):
             if key[0] == body.h_client and body.h_object in (key[1], entry.channels[key].h_tsg):
                 self._app_switched(entry, key, disabled=False)  # a SCHEDULE enables what a disable had stopped
-        if entry.role is Role.OFFLINE and self._gated_gpus(entry, body.h_client):
-            self._gate.stop_again(entry.id, body.h_client)
+        self._schedules.done(entry, body)
 
     # Notes
 
@@ -340,8 +262,7 @@ class Channels:
         if body.code in (Note.APP_DISABLED, Note.APP_ENABLED) and entry.role is Role.OFFLINE:
             self._app_switched(entry, (body.h_client, body.h_channel), body.code == Note.APP_DISABLED)
             return
-        name = Note(body.code).name.lower().replace("_", "-") if body.code in set(Note) else f"note-{body.code}"
-        text = f"{name}: {body.text}" if body.text else name
+        text = _text(body)
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
             self._gate.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
@@ -360,3 +281,20 @@ class Channels:
         else:
             entry.app_disabled.discard(key)
         self.changed()
+
+
+def _told(gpu: GpuIndex, body: Channel) -> ChannelRef:
+    return ChannelRef(
+        gpu=gpu,
+        h_client=body.h_client,
+        h_channel=body.h_channel,
+        cid=body.cid,
+        h_tsg=body.h_tsg,
+        engine=body.engine,
+        compute=body.compute,
+    )
+
+
+def _text(body: NoteMessage) -> str:
+    name = Note(body.code).name.lower().replace("_", "-") if body.code in set(Note) else f"note-{body.code}"
+    return f"{name}: {body.text}" if body.text else name

@@ -1,38 +1,85 @@
-"""Channels that a predecessor may have left off. Nobody else remembers them: the driver keeps no record of who disabled
-what, so each must be enabled by us or taken over with its client.
+"""Channels that are off and in no plan of the gate: a predecessor left them off, or their client left and its process
+lives on. Nobody else remembers them: the driver keeps no record of who disabled what, so each must be enabled by us or
+taken over with its client.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from valved.machine.ports import GatePort, ProcessPort
 from valved.model.ids import ChannelRef, ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    channel: ChannelRef
+    owner: ProcessId
+    has_left: bool  # its owner lives, and left this valved; else it was a predecessor's
 
 
 class Leftovers:
     def __init__(self) -> None:
-        self._channels: dict[tuple[int, int], tuple[ChannelRef, ProcessId]] = {}
+        self._channels: dict[tuple[int, int], Leftover] = {}
+        self._owners: Counter[ProcessId] = Counter()
 
     def __len__(self) -> int:
         return len(self._channels)
 
-    def put(self, channel: ChannelRef, owner: ProcessId) -> None:
-        self._channels[(channel.h_client, channel.h_channel)] = (channel, owner)
+    def put(self, channel: ChannelRef, owner: ProcessId, *, has_left: bool = False) -> None:
+        key = (channel.h_client, channel.h_channel)
+        self._pop(key)
+        self._channels[key] = Leftover(channel=channel, owner=owner, has_left=has_left)
+        self._owners[owner] += 1
+
+    def _pop(self, key: tuple[int, int]) -> Leftover | None:
+        left = self._channels.pop(key, None)
+        if left is not None:
+            self._owners[left.owner] -= 1
+            if not self._owners[left.owner]:
+                del self._owners[left.owner]
+        return left
 
     def take(self, channel: ChannelRef) -> bool:
         """Its client is back and has reported it. True if it was here; a reused handle (other cid) is not the same."""
-        found = self._channels.pop((channel.h_client, channel.h_channel), None)
-        return found is not None and found[0].cid == channel.cid
+        found = self._pop((channel.h_client, channel.h_channel))
+        return found is not None and found.channel.cid == channel.cid
 
-    def take_where(self, condition: Callable[[ChannelRef, ProcessId], bool]) -> list[ChannelRef]:
-        taken = [key for key, (channel, owner) in self._channels.items() if condition(channel, owner)]
-        return [self._channels.pop(key)[0] for key in taken]
+    def take_where(self, condition: Callable[[Leftover], bool]) -> list[Leftover]:
+        taken = [key for key, left in self._channels.items() if condition(left)]
+        return [left for left in map(self._pop, taken) if left is not None]
 
     def take_of(self, process: ProcessId) -> list[ChannelRef]:
-        return self.take_where(lambda _, owner: owner == process)
+        return [left.channel for left in self.take_where(lambda left: left.owner == process)]
 
     def owners(self) -> set[ProcessId]:
-        return {owner for _, owner in self.all()}
+        return set(self._owners)
 
-    def all(self) -> list[tuple[ChannelRef, ProcessId]]:
+    def expected(self) -> set[ProcessId]:
+        """Owners that a predecessor left: their shims come back. Who left us is watched like any other."""
+        return {left.owner for left in self.all() if not left.has_left}
+
+    def all(self) -> list[Leftover]:
         return list(self._channels.values())
+
+
+def enable_due(
+    leftovers: Leftovers, gate: GatePort, processes: ProcessPort, patience_over: bool
+) -> tuple[list[ChannelRef], int]:
+    """Those whose process has ended; and once nobody is waited for, a predecessor's on GPUs that nobody holds. Returns
+    them, and how many the driver still knew.
+    """
+    gone = {owner for owner in leftovers.owners() if processes.is_ending(owner.pid, owner.start_time)}
+    ended = leftovers.take_where(lambda left: left.owner in gone)
+    due = [left.channel for left in ended]
+    known = gate.enable_foreign(due) if due else 0
+    for left in leftovers.take_where(lambda left: patience_over and not left.has_left):
+        was_known = gate.enable_unless_held(left.channel)
+        if was_known is None:
+            leftovers.put(left.channel, left.owner)
+        else:
+            due.append(left.channel)
+            known += was_known
+    return due, known

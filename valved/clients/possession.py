@@ -84,6 +84,11 @@ class Possession:
         known = self._clients.get(client)
         return len(known.waiters) if known is not None else 0
 
+    def is_judging(self, client: ClientId) -> bool:
+        """A channel of this client waits for its proof, and its answer with it."""
+        known = self._clients.get(client)
+        return known is not None and any(waiter.late is not None for waiter in known.waiters.values())
+
     def offer(
         self, client: ClientId, gpu: GpuInfo, h_client: int, h_subdevice: int, fd: int, take: Take | None = None
     ) -> None:

@@ -1,14 +1,13 @@
 """Who is here: claims, welcomes and goodbyes of shims and engine hooks.
 
 A client is known by the kernel's credentials and gets the role of its claim (clients/identity.py). It ends with its
-link or its process, whichever is noticed first, and its channels are enabled before anything else is undone.
+link or its process, whichever is noticed first; its channels are seen to first of all (clients/departures.py).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from valve_abi import CONTROL_BYTES, REGION_BYTES
@@ -26,6 +25,8 @@ from valved.abi.link import (
     Welcome,
 )
 from valved.clients.channels import Channels
+from valved.clients.departures import ANEW, EXIT, Departures
+from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import (
     NOT_YET,
     ClaimSource,
@@ -46,12 +47,19 @@ from valved.machine.ports import ClientFds, ClientView, GatePort, ProcessPort, P
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
+from valved.state.lived import Lived
 from valved.state.registry import Books, Claim, ClientEntry
 
 CLIENT_SLOTS = 4096  # MAX_CLIENTS of valved/native/internal.h
 REFUSALS_KEPT = 4096  # processes whose last refusal is remembered
 DAEMON_FEATURES = (
-    Feature.GAPS | Feature.HINT | Feature.SELF_GATE | Feature.HOLD | Feature.SCHEDULE_DONE | Feature.PLAIN_COUNT
+    Feature.GAPS
+    | Feature.HINT
+    | Feature.SELF_GATE
+    | Feature.HOLD
+    | Feature.SCHEDULE_DONE
+    | Feature.PLAIN_COUNT
+    | Feature.KEEP_STOP
 )
 
 
@@ -82,42 +90,6 @@ class KvMemory(Protocol):
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None: ...
 
 
-class Reactor(Protocol):
-    """The part of the asyncio loop that watches descriptors."""
-
-    def add_reader(self, fd: int, callback: Callable[[], None], /) -> None: ...
-
-    def remove_reader(self, fd: int, /) -> bool: ...
-
-
-@dataclass(slots=True)
-class Exits:
-    """Pidfds of clients and of claimed processes, by who asked."""
-
-    reactor: Reactor
-    processes: ProcessPort
-    _fds: dict[object, int] = field(default_factory=dict)
-
-    def watch(self, key: object, pid: int, gone: Callable[[], None]) -> bool:
-        """False: the process is gone already."""
-        fd = self.processes.open_pidfd(pid)
-        if fd < 0:
-            return False
-        self._fds[key] = fd
-        self.reactor.add_reader(fd, gone)
-        return True
-
-    def forget(self, key: object) -> None:
-        fd = self._fds.pop(key, -1)
-        if fd >= 0:
-            self.reactor.remove_reader(fd)
-            os.close(fd)
-
-    def close(self) -> None:
-        for key in list(self._fds):
-            self.forget(key)
-
-
 class Register:
     def __init__(
         self,
@@ -131,7 +103,9 @@ class Register:
         quota: QuotaTable,
         link: LinkTable,
         prover: ProverPort,
+        lived: Lived,
     ) -> None:
+        self.lived = lived
         self.memory: KvMemory | None = None
         self.pods: ClaimSource | None = None  # on a Kubernetes node
         self.look_for_claims: Callable[[], None] = lambda: None  # that were left while no valved answered
@@ -145,6 +119,8 @@ class Register:
         self._clock = clock
         self._processes = processes
         self._exits = Exits(reactor, processes)
+        left, counters = self.channels.leftovers, gating.counters
+        self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
         self._quota = quota
         self._connections: dict[ClientId, Connection] = {}
 
@@ -202,7 +178,7 @@ class Register:
     def _drop_claim(self, claim: Claim) -> None:
         self._exits.forget(claim.root)
         for client in list(self._books.services[claim.service].clients):
-            self.leave(client, "claimed anew")
+            self.leave(client, ANEW)
         if claim.service in self._books.services:
             self._drop_service(claim.service)
 
@@ -279,7 +255,7 @@ class Register:
         assert isinstance(hello, Hello)
         client = self._books.new_client_id()
         fds = self._create(client, role, service)
-        if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, "exit")):
+        if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, EXIT)):
             self._take_back(client, service, created=fds is not None)
             why = NoPlace(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
             self._refuse(connection, packet.seq, why, peer)
@@ -299,11 +275,13 @@ class Register:
             driver=hello.driver,
             joined_ns=self._clock.now_ns(),
         )
+        if role is Role.ONLINE:
+            self.lived.put(peer.process)
         self._books.add_client(entry)
         self._connections[client] = connection
         self._gating.counters.clients += 1
         self._gating.client_joined(entry)
-        self._came_back(entry)
+        self.channels.lease.client_joined(entry)
         if self.memory is not None:
             self.memory.client_joined(entry)
         welcome = Welcome(
@@ -338,31 +316,21 @@ class Register:
             self._gate.remove_client(client)
         self.drop_if_empty(service)
 
-    def _came_back(self, entry: ClientEntry) -> None:
-        """A client of a predecessor has reconnected: its service need not be braked on its account any more."""
-        online = self._gating.online.get(entry.service)
-        if online is not None and entry.process.pid in online.away:
-            online.away.discard(entry.process.pid)
-            online.back_ns = self._clock.now_ns()
-            self._gating.look_soon(online)
-
     def leave(self, client: ClientId, reason: str) -> None:
-        """A client is gone, by its link or by its process. Its channels are enabled first."""
+        """A client is gone, by its link or by its process. Its channels are seen to first."""
         entry = self._books.clients.get(client)
         if entry is None:
             return
-        self._exits.forget(client)
         self.channels.forget(client)
         self._read_tokens(entry)
-        enabled = self._gate.remove_client(client)
-        self._gating.counters.channels_enabled_on_exit += len(enabled)
+        enabled = self.departures.remove(entry, reason)
         changed = False
         for key in list(entry.channels):
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
         self._gating.client_left(entry)
         if self.memory is not None:
-            is_dead = reason == "exit" or self._processes.start_time(entry.process.pid) != entry.process.start_time
+            is_dead = reason == EXIT or self._processes.start_time(entry.process.pid) != entry.process.start_time
             self.memory.client_left(entry, is_dead=is_dead)
         connection = self._connections.pop(client, None)
         if connection is not None:
@@ -373,7 +341,7 @@ class Register:
             client=client,
             reason=reason,
             pid=entry.process.pid,
-            channels_enabled=len(enabled),
+            channels_enabled=enabled,
         )
         if changed or entry.role is Role.OFFLINE:
             self.channels.gpus_changed(entry.service)
@@ -416,7 +384,7 @@ class Register:
         self._books.drop_service(service)
         self.channels.harvest.forget(service)
         self.useful.forget(service)
-        self.channels.refresh_lease_flags()
+        self.channels.lease.refresh()
         self.channels.changed()
 
     # Messages

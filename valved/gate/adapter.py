@@ -18,6 +18,7 @@ from valve_abi import CONTROL_BYTES, REGION_BYTES, Feature
 from valved.abi import region
 from valved.gate import readings
 from valved.gate.armed import LADDER, Channel, Channels, RmClient, is_worse, weakest
+from valved.gate.grants import NativeGrants
 from valved.machine import cards
 from valved.machine.ports import (
     ArmResult,
@@ -35,6 +36,7 @@ from valved.native._gate import ffi, lib
 SETTLE_NS = 5_000_000_000  # how long close waits for the issuers
 _STAMP_BATCH = 256
 _WAKE = (WakeOutcome.WOKEN, WakeOutcome.REFUSED, WakeOutcome.NOT_HOLDING)
+_STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
 _INVALID_CHANNEL = 0x21
 _NOT_SUPPORTED = 0x56
 _GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
@@ -74,6 +76,7 @@ class NativeGate:
             raise OSError(errno.EMFILE, "the native gate could not start its threads: check ulimit -n and -u")
         self._clients: dict[ClientId, _Client] = {}
         self._services: dict[ServiceId, int] = {}
+        self.granting = NativeGrants(self._gate, self._services, self._clients)
         self._channels = Channels()
         self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
         self._batch = ffi.new("struct valve_stamp[]", _STAMP_BATCH)
@@ -131,15 +134,17 @@ class NativeGate:
         self._clients[client] = _Client(native=native, role=role, service=service, fds=fds)
         return fds
 
-    def remove_client(self, client: ClientId) -> tuple[ChannelRef, ...]:
-        holder = self._clients.pop(client)
-        off: list[ChannelRef] = []
+    def remove_client(self, client: ClientId, *, lives_on: bool = False) -> tuple[ChannelRef, ...]:
+        holder, off = self._clients.pop(client), list[ChannelRef]()
+        lib.valve_client_leaves(holder.native, lives_on)
         mine = self._channels.pop_client(client)
         for gpu in {channel.ref.gpu for channel in mine}:
             gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
-            if self.is_gated(gpu):
-                off.extend(channel.ref for channel in gone)
-            self._arm(gpu, run_now=gone, leaving=holder)
+            kept = _can_wait(gone) if lives_on else []
+            is_off = self.is_gated(gpu)
+            self._arm(gpu, run_now=[channel for channel in gone if channel not in kept], leaving=holder)
+            is_off |= lives_on and self.is_gated(gpu)  # a stop may have come before the new list
+            off.extend(channel.ref for channel in (kept if lives_on else gone) if is_off)
         lib.valve_client_free(self._gate, holder.native)
         os.close(holder.fds.control)
         os.close(holder.fds.region)
@@ -311,8 +316,7 @@ class NativeGate:
         arguments: list[Any] = []
         for group in groups:
             arguments += [ffi.new("struct valve_entry[]", group), len(group)]
-        status: int = lib.valve_arm(self._gate, gpu, *arguments)
-        return status
+        return int(lib.valve_arm(self._gate, gpu, *arguments))
 
     def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None:
         """Forget a channel that its process frees. It is not enabled first: an enabled channel would run its group."""
@@ -383,11 +387,7 @@ class NativeGate:
 
     def _is_stopping(self, gpu: GpuIndex) -> bool:
         """Stopped, or tried to be: what is armed here now is switched on with the rest."""
-        return lib.valve_gpu_state(self._gate, gpu) in (
-            lib.VALVE_GPU_STOPPED,
-            lib.VALVE_GPU_STOPPING,
-            lib.VALVE_GPU_FAILED,
-        )
+        return lib.valve_gpu_state(self._gate, gpu) in _STOPPING
 
     def is_gated(self, gpu: GpuIndex) -> bool:
         return bool(lib.valve_gpu_gated(self._gate, gpu))
@@ -432,12 +432,16 @@ class NativeGate:
         lib.valve_gate_let(self._gate, sum(1 << gpu for gpu in gpus))
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
-        known = 0
-        for channel in channels:
-            if not self._refusal and 0 <= channel.gpu < len(self._infos):
-                status = lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel)
-                known += status == 0
-        return known
+        return sum(self._enable(channel, unless_held=False) == 0 for channel in channels)
+
+    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
+        status = self._enable(channel, unless_held=True)
+        return None if status == -errno.EBUSY else status == 0
+
+    def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
+        if self._refusal or not 0 <= channel.gpu < len(self._infos):
+            return -errno.ENODEV
+        return int(lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel, unless_held))
 
     # stamps
 
@@ -473,6 +477,11 @@ class NativeGate:
 def _is_kept_off(channel: Channel) -> bool:
     """Left out when channels are run. A process that switches its own knows its own."""
     return channel.app_disabled and channel.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)
+
+
+def _can_wait(gone: Sequence[Channel]) -> list[Channel]:
+    """Whose client is gone, and we can enable them later all the same: other rungs go through the client itself."""
+    return [channel for channel in gone if channel.reach is Reach.CHANNEL_OWN]
 
 
 def _step_order(channel: Channel) -> tuple[int, bool, int, int]:

@@ -23,6 +23,7 @@ from valved.state.registry import Books, ClientEntry
 
 SECOND_NS = 1_000_000_000
 LATE_NS = 200_000_000  # ten times what the native side allows for one order
+KILL = "about to be killed"  # why a client is taken out of the books just before the signal
 Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
@@ -118,7 +119,7 @@ class Ladder:
         entry = self._books.clients.get(client)
         if entry is None:
             return
-        self._leave(client, "about to be killed")  # enables its channels
+        self._leave(client, KILL)  # enables its channels
         self._signal(entry.process, signal.SIGKILL)
         self._record(EventKind.KILLED, entry, reason)
 

@@ -9,6 +9,7 @@ from valved.abi.link import Feature
 from valved.gate.requests import RequestTally
 from valved.machine.clock import TimerHandle
 from valved.machine.ports import ClientView, Stamp, WakeRule
+from valved.model.consent import SILENT, Said
 from valved.model.ids import ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerState, Tally
 from valved.policy.cooldown import (
@@ -62,6 +63,7 @@ class OnlineService:
     past_requests: RequestTally = field(default_factory=RequestTally)  # what a predecessor had counted
     open_requests: int = 0
     leaked: int = 0  # of them, that nobody believes in
+    said: Said = SILENT  # its launcher's words on granted time
 
     def begin_hold(self, at_ns: int) -> None:
         self.freed_ns = self.idle_ns(at_ns)

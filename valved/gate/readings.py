@@ -14,7 +14,7 @@ from valved.model.ids import GpuIndex
 from valved.native._gate import ffi
 
 # struct valve_stamp of native/gate.h; a test compares the two.
-_STAMP = struct.Struct("<6Q4Ii4x3Q")
+_STAMP = struct.Struct("<6Q4IiI3Q")
 _KINDS = {kind.value: kind for kind in StampKind}
 
 
@@ -22,7 +22,8 @@ def stamps(batch: Any, count: int) -> list[Stamp]:
     """The first `count` of an array: there may be a thousand a second."""
     found = []
     for fields in _STAMP.iter_unpack(ffi.buffer(batch, count * _STAMP.size)):
-        service, client, launch, seen, ioctl, done, kind, gpu, epoch, channels, status, teller, begun, ended = fields
+        service, client, launch, seen, ioctl, done, kind, gpu, epoch, channels, status, *rest = fields
+        cause, teller, begun, ended = rest
         found.append(
             Stamp(
                 _KINDS[kind],
@@ -39,6 +40,7 @@ def stamps(batch: Any, count: int) -> list[Stamp]:
                 teller,
                 plausible(begun),
                 plausible(ended),
+                cause,
             )
         )
     return found

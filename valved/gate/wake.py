@@ -18,7 +18,7 @@ from valved.gate.online import OnlineService
 from valved.gate.permits import decision_of, is_news, no_permit, reason_of, rule_of
 from valved.gate.records import GateRecords, why
 from valved.machine.clock import Clock, TimerHandle
-from valved.machine.ports import ClientView, GatePort, Stamp, StampKind
+from valved.machine.ports import GRANT_CAUSES, ClientView, GatePort, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Reach, Role, ServiceId
 from valved.policy.breaker import BreakerSettings, BreakerState, Tally, step_breaker
@@ -26,7 +26,7 @@ from valved.policy.cooldown import CooldownSettings, first_cooldown, read_cooldo
 from valved.policy.locks import LockState, Stop, step_locks
 from valved.policy.wake import WakeReason, WakeSettings
 from valved.state.journal import Journal
-from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, STANDING, Books, ClientEntry
+from valved.state.registry import MEMORY_SERVICE, STANDING, Books, ClientEntry
 from valved.state.stats import GpuAccount, NodeCounters
 
 TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when nobody asks for them
@@ -67,7 +67,9 @@ class GateService:
         self._is_reading = False
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
+        self.standing_changed: list[Callable[[], None]] = []  # other holds than those of services and moves
         self.on_failure: Callable[[Stamp], None] = lambda stamp: None  # ladder: freeze what cannot be gated
+        self.clients_changed: Callable[[], None] = lambda: None  # before any of them is answered
         self._let: frozenset[GpuIndex] = frozenset()
         self._gate = gate
         self._books = books
@@ -127,9 +129,13 @@ class GateService:
 
     def client_joined(self, client: ClientEntry) -> None:
         """A new client of an online service finds its gate word as the service has it: odd, and its launches ring."""
+        self.clients_changed()
         online = self.online.get(client.service)
         if online is None:
             return
+        if client.process.pid in online.away:  # a predecessor's: the service is not braked on its account any more
+            online.away.discard(client.process.pid)
+            online.back_ns = self._clock.now_ns()
         if client.role is Role.ONLINE:
             self._gate.set_watch(client.id, online.watching)
         elif client.features & Feature.HINT:
@@ -153,25 +159,18 @@ class GateService:
         account = self.gpus[gpu]
         came_or_went = (channels > 0) != (account.channels > 0)
         account.set_channels(channels, self._clock.now_ns())
+        self.clients_changed()
         if came_or_went:
             self.look_at_all()
-
-    def set_pause(self, gpus: frozenset[GpuIndex]) -> None:
-        """The node's own brake: offline work runs on none of these GPUs until told differently."""
-        self._set_standing_hold(BRAKE_SERVICE, gpus)
 
     def shared(self) -> frozenset[GpuIndex]:
         """GPUs that online services use."""
         return frozenset[GpuIndex]().union(*(online.gpus for online in self.online.values()))
 
-    def set_guarded(self, gpus: frozenset[GpuIndex]) -> None:
-        """GPUs on which offline work must not run whatever the online services there say."""
-        self._set_standing_hold(GUARD_SERVICE, gpus)
-
     def set_moving(self, gpus: frozenset[GpuIndex]) -> None:
         """GPUs on which memory moves right now."""
         self.want_prompt("moving", bool(gpus))
-        self._set_standing_hold(MEMORY_SERVICE, gpus)
+        self.set_standing(MEMORY_SERVICE, gpus)
 
     def is_held(self, gpus: Iterable[GpuIndex]) -> bool:
         self.drain()
@@ -182,9 +181,7 @@ class GateService:
         return any(map(self.is_stopped, gpus)) and all(self.gpus[gpu].holders <= self.online.keys() for gpu in gpus)
 
     def let(self, gpus: frozenset[GpuIndex]) -> None:
-        """Offline work runs on these GPUs, and on no others, although online services hold them. The requests that
-        are open when it is stopped again were hit by it.
-        """
+        """Offline work runs there, and nowhere else, though services hold it: a hit for requests open at its end."""
         ended, self._let = self._let - gpus, gpus
         self.want_prompt("letting", bool(gpus))
         self._gate.let(gpus)
@@ -207,8 +204,8 @@ class GateService:
         self.drain()
         return bool(self.gpus[gpu].holders) and not self._gate.is_stopped(gpu)
 
-    def _set_standing_hold(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
-        """A service without clients holds these GPUs and no others, until told differently."""
+    def set_standing(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
+        """One of STANDING, a service without clients, holds these GPUs and no others, until told differently."""
         self.drain()
         now_ns = self._clock.now_ns()
         held = {gpu for gpu, account in self.gpus.items() if service in account.holders}
@@ -225,6 +222,8 @@ class GateService:
         self.drain()
         self.look_at_all()
         self._may_have_opened()
+        for call in self.standing_changed if service is not MEMORY_SERVICE else ():
+            call()
 
     def ask_idleness(self, asker: str, on: bool) -> None:
         """Somebody wants to know how idle GPUs are although no offline work is there to gain by it."""
@@ -288,7 +287,7 @@ class GateService:
 
     def _count_preemption(self, online: OnlineService | None, account: GpuAccount | None, stamp: Stamp) -> None:
         """Only a launch that found offline work running was delayed by us."""
-        if not stamp.channels:
+        if not stamp.channels or stamp.cause in GRANT_CAUSES:
             return
         delay_ns = max(0, stamp.done_ns - stamp.launch_ns)
         if account is not None:

@@ -58,7 +58,6 @@ class ApiServer:
             client,
             "/api/v1/namespaces",
             Sink(replace=book.replace_namespaces, put=book.put_namespace, drop=book.drop_namespace),
-            query={"labelSelector": names.TRUST},
         )
         self.own = Reflector(
             client,
@@ -70,7 +69,7 @@ class ApiServer:
         self.brake = brake_view(client, braked)
 
     async def run(self) -> None:
-        """Follow pods, namespaces that trust others, the own object and the fleet's brake until cancelled."""
+        """Follow pods, what namespaces say, the own object and the fleet's brake until cancelled."""
         await asyncio.gather(self.pods.run(), self.namespaces.run(), self.own.run(), self.brake.run())
 
     async def fetch_pod(self, namespace: str, name: str) -> None:

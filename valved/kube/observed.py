@@ -55,6 +55,11 @@ class Observed:
         kept = {_pod(name) for name in live} | set(known.values())
         self._idles = {pod: count for pod, count in self._idles.items() if pod in kept}
 
+    def note_free(self, place: int, free_bytes: int, is_held: bool) -> None:
+        """What is free while online computes is no offer."""
+        if not is_held:
+            self.offers[place].free_bytes = free_bytes
+
     def families(self) -> Iterator[Metric]:
         labels = ["gpu", "uuid"]
         seen = CounterMetricFamily(

@@ -20,7 +20,7 @@ from valved.kube.pods import Pod, PodBook
 from valved.kube.status import LentFacts
 from valved.kv.engines import Engine
 from valved.machine.cards import CardUse
-from valved.machine.ports import GpuInfo, ProcessPort
+from valved.machine.ports import GpuInfo, GrantPort, ProcessPort
 from valved.model.ids import GpuIndex, ProcessId, Role, ServiceId
 from valved.node.kv import Kv
 from valved.policy.guard import Card, Holder, Stranger
@@ -160,7 +160,7 @@ class Observer:
         lender = self.kv.lender
         withheld = lender.withheld(engine)
         uses = {gpu.index: cards.get(gpu.uuid) for gpu in self.gpus if gpu.index in engine.gpus}
-        free = [self.free_bytes(use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
+        free = [self.free_bytes(gpu, use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
         if len(free) < len(engine.gpus):
             return None
         return Standing(
@@ -175,7 +175,7 @@ class Observer:
         series = (levels.series(group.uid) for group in groups if group is not None)
         return min((one.share for one in series if one is not None), default=1.0)
 
-    def lent(self, lent_s: Mapping[ServiceId, float]) -> Iterator[LentFacts]:
+    def lent(self, lent_s: Mapping[ServiceId, float], grants: GrantPort) -> Iterator[LentFacts]:
         """What online pods lent, and what it cost them."""
         for claim in self.books.claims.values():
             group, online = pod_of(claim.cgroup), self.gating.online.get(claim.service)
@@ -191,6 +191,7 @@ class Observer:
                 lent_s=lent_s.get(claim.service, 0.0),
                 delay_s=online.delay_ns / 1e9,
                 preemptions=online.preemptions,
+                granted_s=grants.grants(claim.service).granted_ns / 1e9,
             )
 
     def uses(self, now_ns: int, cards: Mapping[bytes, CardUse]) -> Iterator[OnlineUse]:
@@ -210,10 +211,11 @@ class Observer:
         resting = (key for key, online in self.gating.online.items() if now_ns < online.breaker.open_until_ns)
         return sorted(self.books.services[key].name for key in resting)
 
-    def free_bytes(self, use: CardUse) -> int:
-        """What offline work could have: all but what others use."""
+    def free_bytes(self, gpu: GpuIndex, use: CardUse) -> int:
+        """What offline work could have: all but what others use. Free handles of the pool are nobody's use."""
         offline = {client.process.pid for client in self.books.with_role(Role.OFFLINE)}
         theirs = use.used_bytes - sum(held for pid, held in use.by_pid.items() if pid in offline)
+        theirs -= self.kv.books.pool.free_handles(gpu) * self.kv.books.pool.handle_bytes if self.kv is not None else 0
         return use.total_bytes - max(0, theirs)
 
     def _heard_pods(self) -> set[str]:

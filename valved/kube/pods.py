@@ -11,6 +11,7 @@ from valve_kube.objects import annotation, asks_for_gpus, names_gpus, owner_name
 
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
 from valved.kube.cgroup import pod_of
+from valved.model.consent import SILENT, Said
 from valved.model.ids import Role
 
 Json = Mapping[str, Any]
@@ -29,6 +30,7 @@ class Pod:
     wish: str = ""  # annotation inject
     is_injected: bool = False  # so say the webhook or the policy
     mode: str = ""  # annotation mode: how far Valve may go with its GPUs
+    said: Said = SILENT  # annotations slo and grant
     gpus: tuple[str, ...] = ()  # the placement of an offline pod: UUIDs in CUDA order
     gpu_containers: frozenset[str] | None = None  # who asks for GPUs, by a resource or a claim; None: nobody told us
     claims: Mapping[str, frozenset[str]] = field(default_factory=dict)  # ResourceClaim -> containers that use it
@@ -50,6 +52,7 @@ class PodBook:
         self.pods: dict[str, Pod] = {}
         self._all_gpu_pods = all_gpu_pods
         self._trust: dict[str, str] = {}  # by namespace, where a label says so
+        self._said: dict[str, Said] = {}  # by namespace, where annotations say so
         self.changed: Callable[[], None] = lambda: None
 
     # From the API server's watch
@@ -69,16 +72,27 @@ class PodBook:
             self.changed()
 
     def replace_namespaces(self, items: list[Any]) -> None:
-        self._trust = {}
+        before, self._trust, self._said = self._said, {}, {}
         for item in items:
-            self.put_namespace(item)
+            self._book_namespace(item)
+        if _spoken(self._said) != _spoken(before):
+            self.changed()
 
     def put_namespace(self, item: Any) -> None:
+        before = self._said.get(item["metadata"]["name"], SILENT)
+        if self._book_namespace(item) != before:
+            self.changed()
+
+    def _book_namespace(self, item: Any) -> Said:
         metadata = item["metadata"]
         self._trust[metadata["name"]] = (metadata.get("labels") or {}).get(names.TRUST, "")
+        self._said[metadata["name"]] = said = _said(item)
+        return said
 
     def drop_namespace(self, item: Any) -> None:
         self._trust.pop(item["metadata"]["name"], None)
+        if self._said.pop(item["metadata"]["name"], SILENT) != SILENT:
+            self.changed()
 
     # From the runtime
 
@@ -94,6 +108,7 @@ class PodBook:
                 wish=_wish(metadata),
                 is_injected=_is_injected({"metadata": metadata}),
                 mode=annotation({"metadata": metadata}, names.MODE),
+                said=_said({"metadata": metadata}),
                 gpus=_gpus(metadata),
             )
             self.pods[uid] = known
@@ -113,6 +128,11 @@ class PodBook:
 
     def offline(self) -> Iterable[Pod]:
         return (pod for pod in self.pods.values() if pod.role is Role.OFFLINE and not pod.finished)
+
+    def said_of(self, cgroup: str) -> tuple[Said, ...]:
+        group = pod_of(cgroup)
+        pod = self.pods.get(group.uid) if group is not None else None
+        return (pod.said, self._said.get(pod.namespace, SILENT)) if pod is not None else ()
 
     def trust_of(self, namespace: str) -> str:
         return self._trust.get(namespace, "")
@@ -142,6 +162,7 @@ def read_pod(item: Json) -> Pod:
         wish=_wish(metadata),
         is_injected=_is_injected(item),
         mode=annotation(item, names.MODE),
+        said=_said(item),
         gpus=_gpus(metadata),
         gpu_containers=asking,
         claims=_claims(spec, item.get("status") or {}, containers),
@@ -154,6 +175,15 @@ def read_pod(item: Json) -> Pod:
 
 def _role(item: Json) -> Role:
     return ROLES.get(annotation(item, names.ROLE), Role.NONE)
+
+
+def _said(item: Json) -> Said:
+    return Said(slo=annotation(item, names.SLO), grant=annotation(item, names.GRANT))
+
+
+def _spoken(said: Mapping[str, Said]) -> dict[str, Said]:
+    """Of those that say anything."""
+    return {namespace: one for namespace, one in said.items() if one != SILENT}
 
 
 def _claims(spec: Json, status: Json, containers: Iterable[Json]) -> dict[str, frozenset[str]]:

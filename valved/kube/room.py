@@ -22,6 +22,7 @@ from valve_kube.client import KubeClient
 from valve_kube.injection import InjectionSettings
 
 from valved import paths
+from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.config import KubeTable
 from valved.gate.freeze import Ladder
@@ -83,6 +84,7 @@ class Host:
     version: str
     ladder: Ladder
     kv: Kv | None = None
+    consents: Consents | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,8 +107,7 @@ class Room:
     def __init__(
         self, host: Host, table: KubeTable, client: KubeClient | None = None, *, list_s: float = LIST_S
     ) -> None:
-        self._host = host
-        self._table = table
+        self._host, self._table = host, table
         self._gpus = tuple(host.gate.gpus())
         self._memory = Memory()
         self._wake = asyncio.Event()
@@ -137,7 +138,7 @@ class Room:
         self._observer.is_standing = self._is_held_by_order
         if host.kv is not None:
             host.kv.lender.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
-        self._follower = Follower(host.brake, host.gating)
+        self._follower = Follower(host.brake, host.gating, host.kv, host.consents)
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)
         self.api.found = self._own_object
         self._cards = CardReader()
@@ -166,7 +167,7 @@ class Room:
         # From here on, before any shim is heard: nobody has said yet who uses what.
         host.register.pods = self.book
         host.gating.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
-        host.gating.set_guarded(frozenset(gpu.index for gpu in self._gpus))
+        host.gating.set_standing(GUARD_SERVICE, frozenset(gpu.index for gpu in self._gpus))
         for reading in self._observer.readings(host.clock.now_ns(), {}, {}):
             self.offline.adopt(reading.service, reading.harvest_s, reading.tokens or 0)
 
@@ -238,11 +239,11 @@ class Room:
             seen_ns, before = now_ns, after
             self._memory.cards = await asyncio.to_thread(self._cards.look)
             for place, gpu in enumerate(self._gpus):
-                use = self._memory.cards.get(gpu.uuid)
-                is_left = not self._host.gating.gpus[gpu.index].holders - STANDING
-                if use is not None and is_left and not self._is_standing(gpu.index):
-                    self.observed.offers[place].free_bytes = self._observer.free_bytes(use)
-                    self.series.memory(now_ns / 1e9, place, self._observer.free_bytes(use), use.total_bytes)
+                is_held = bool(self._host.gating.gpus[gpu.index].holders - STANDING)
+                if (use := self._memory.cards.get(gpu.uuid)) is not None and not self._is_standing(gpu.index):
+                    free = self._observer.free_bytes(gpu.index, use)
+                    self.series.memory(now_ns / 1e9, place, free, use.total_bytes, is_held=is_held)
+                    self.observed.note_free(place, free, is_held)
             if now_ns >= save_ns:
                 save_ns = now_ns + SAVE_NS
                 await asyncio.to_thread(self._save_series, self.series.saved())
@@ -326,8 +327,8 @@ class Room:
         settings = GuardSettings(harvest_unallocated=self._table.harvest_unallocated)
         before = {verdict.gpu: verdict for verdict in self._memory.verdicts}
         self._memory.verdicts = judge(cards, holders, strangers, settings)
-        self._host.gating.set_guarded(frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
-        self._host.register.channels.refresh_lease_flags()
+        self._host.gating.set_standing(GUARD_SERVICE, frozenset(v.gpu for v in self._memory.verdicts if v.is_guarded))
+        self._host.register.channels.lease.refresh()
         for verdict in self._memory.verdicts:
             old = before.get(verdict.gpu)
             if old is None or (old.is_guarded, old.reason) != (verdict.is_guarded, verdict.reason):
@@ -355,11 +356,12 @@ class Room:
                 for verdict in memory.verdicts
             ),
             offline=self.offline.facts(live),
-            lent=tuple(self._observer.lent(memory.lent_s)),
+            lent=tuple(self._observer.lent(memory.lent_s, self._host.gate.granting)),
             bare=tuple(f"{one.name}: {one.reason}" for one in self.injector.bare()),
             resting=tuple(self._observer.resting(self._host.clock.now_ns())),
             profiling=tuple(map(self._named, self.offline.levels.under_way())),
             drain=self._follower.drain,
+            refused=self._follower.refused,
             ungated=self.ungated.facts(live),
             is_serving=not self.missing(),
         )
@@ -419,7 +421,7 @@ class Room:
         yield from figures.families(self._memory.verdicts, self.slots, self.plugin, self.injector, self.api, resting)
         yield from self.observed.families()
         known = ((gpu.index, cards.get(gpu.uuid)) for gpu in self._gpus)
-        used = {gpu: use.total_bytes - self._observer.free_bytes(use) for gpu, use in known if use is not None}
+        used = {gpu: use.total_bytes - self._observer.free_bytes(gpu, use) for gpu, use in known if use is not None}
         yield from figures.without_offline(self._gpus, used, self._observer.uses(now_ns, cards))
 
     def _now_s(self) -> float:

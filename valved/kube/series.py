@@ -1,8 +1,9 @@
-"""An hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, and how much
-memory was free.
+"""An hour of this node in buckets of ten seconds and a day in buckets of ten minutes: who was busy when, what memory
+was free and what online used.
 
 Busy is what the gate knows (an online service holds the GPU), not what the card reports: utilisation counts offline
-work as well. Memory counts only while online leaves the GPU; what is free while it computes is of no use to offline.
+work as well. Free memory counts only while online leaves the GPU; what is free while it computes is of no use to
+offline. What online uses counts only while it holds the GPU: a job must leave room for that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from valve_scheduler.model import HISTOGRAM_BINS
 WINDOWS_S = {"1m": 60, "10m": 600, "1h": 3600, "24h": 86400}
 SHORTEST_S, HOUR_S = 60, 3600
 SEEN_SHARE = 0.5  # of a window that must have been seen before it is reported; the shortest is from its first bucket on
-TABLES = ("beats", "elapsed", "left", "free")
+TABLES = ("beats", "elapsed", "left", "free", "online")
+YOUNG_TABLES = ("online",)
+"""A release before this one saved none: they begin empty."""
 Floats = NDArray[np.float64]
 Saved = dict[str, NDArray[np.float64]]
 
@@ -32,6 +35,7 @@ class Ring:
             "elapsed": np.zeros((buckets, gpus)),
             "left": np.zeros((buckets, gpus)),
             "free": np.zeros((buckets, gpus, HISTOGRAM_BINS)),
+            "online": np.zeros((buckets, gpus, HISTOGRAM_BINS)),
         }
 
     def row(self, at_s: float) -> int:
@@ -66,18 +70,24 @@ class NodeSeries:
                 ring.tables["beats"][row] += np.outer(mask, mask)
 
     def book(self, at_s: float, seen_s: Sequence[float], left_s: Sequence[float]) -> None:
-        """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left."""
+        """Of each GPU: the time since the last call in which anybody could tell, and how much of it online left.
+
+        A longer silence was seen by nobody: as one sum it would stand for the minutes that it ended in.
+        """
         seen = np.array(seen_s)
+        seen = np.where(seen > SHORTEST_S, 0.0, seen)
         for ring in (self._hour, self._day):
             row = ring.row(at_s)
             ring.tables["elapsed"][row] += seen
             ring.tables["left"][row] += np.clip(np.array(left_s), 0.0, seen)
 
-    def memory(self, at_s: float, gpu: int, free: int, total: int) -> None:
+    def memory(self, at_s: float, gpu: int, free: int, total: int, *, is_held: bool = False) -> None:
+        """`free`: all but what online and the card itself use; `is_held`: an online service has the GPU."""
         if total > 0:
-            bin_ = min(HISTOGRAM_BINS - 1, max(0, free) * HISTOGRAM_BINS // total)
+            bytes_ = min(total, max(0, total - free if is_held else free))
+            bin_ = min(HISTOGRAM_BINS - 1, bytes_ * HISTOGRAM_BINS // total)
             for ring in (self._hour, self._day):
-                ring.tables["free"][ring.row(at_s), gpu, bin_] += 1.0
+                ring.tables["online" if is_held else "free"][ring.row(at_s), gpu, bin_] += 1.0
 
     def idle(self, gpu: int, window_s: int) -> float:
         """Share of the window in which no online service was busy; of the time seen, if that is shorter."""
@@ -102,8 +112,13 @@ class NodeSeries:
             counts = ring.tables["free"][:, gpu].sum(axis=0)
             if counts.sum() > 0:
                 break
-        total = counts.sum()
-        return [float(share) for share in (counts / total if total > 0 else counts).round(4)]
+        return _shares(counts)
+
+    def online_memory(self, gpu: int) -> dict[str, list[float]]:
+        """Histograms of what online used while it held the GPU; only windows in which it did."""
+        rings = {"1h": self._hour, "24h": self._day}
+        sums = {window: ring.tables["online"][:, gpu].sum(axis=0) for window, ring in rings.items()}
+        return {window: _shares(counts) for window, counts in sums.items() if counts.sum() > 0}
 
     def alignment(self) -> list[float]:
         """|i and j busy| / |i or j busy| over the hour, upper triangle by rows; 1 where both were always idle."""
@@ -135,9 +150,19 @@ class NodeSeries:
                 return False
             for table in TABLES:
                 found = saved.get(f"{name}-{table}")
+                if found is None and table in YOUNG_TABLES:
+                    continue
                 if found is None or found.shape != ring.tables[table].shape or not np.isfinite(found).all():
                     return False
         for name, ring in rings:
             ring.bucket = int(saved[f"{name}-bucket"][0])
-            ring.tables = {table: np.maximum(saved[f"{name}-{table}"], 0.0) for table in TABLES}
+            empty = ring.tables
+            ring.tables = {
+                table: np.maximum(saved.get(f"{name}-{table}", np.zeros_like(empty[table])), 0.0) for table in TABLES
+            }
         return True
+
+
+def _shares(counts: Floats) -> list[float]:
+    total = counts.sum()
+    return [float(share) for share in (counts / total if total > 0 else counts).round(4)]

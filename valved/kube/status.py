@@ -56,6 +56,7 @@ class LentFacts:
     lent_s: float  # GPU time that offline work ran on its GPUs
     delay_s: float
     preemptions: int
+    granted_s: float = 0.0  # of its pauses, by its consent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class NodeFacts:
     profiling: tuple[str, ...]  # offline pods that are lent their memory in steps
     ungated: tuple[UngatedFacts, ...]  # offline pods that use a GPU without the shim
     drain: str  # why the cluster wants no offline work here; empty: it does not mind
+    refused: tuple[str, ...]  # words of the cluster that this node cannot obey
     is_serving: bool  # registered with the kubelet, and the last reconciliation went through
 
     @property
@@ -147,6 +149,12 @@ def conditions_of(facts: NodeFacts) -> tuple[Condition, ...]:
             reason="Asked" if facts.drain else "NotAsked",
             message=facts.drain or "offline pods may stay",
         ),
+        Condition(
+            kind="PolicyRefused",
+            is_true=bool(facts.refused),
+            reason="NotPossibleHere" if facts.refused else "Obeyed",
+            message=_some(facts.refused) or "what the HarvestPolicies say is in force",
+        ),
     )
 
 
@@ -160,7 +168,8 @@ def standing(
         for index, gpu in enumerate(facts.gpus)
     )
     verdicts = tuple((gpu.verdict.reason, gpu.verdict.risk) for gpu in facts.gpus)
-    return facts.phase, (verdicts, facts.resting, tuple(one.pod_uid for one in facts.ungated)), sides
+    ungated = tuple(one.pod_uid for one in facts.ungated)
+    return facts.phase, (verdicts, facts.resting, ungated, facts.refused), sides
 
 
 def build(facts: NodeFacts, series: NodeSeries, epoch: int, now: str, since: Mapping[str, str]) -> Json:
@@ -216,6 +225,8 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
         "observedSeconds": round(series.seen_s(index, WINDOWS_S["24h"])),
         "freeMemory": series.histogram(index),
     }
+    if online := series.online_memory(index):
+        entry["onlineMemory"] = online
     if verdict.reason:
         entry["reason"] = verdict.reason[:256]
     if verdict.risk:
@@ -256,6 +267,7 @@ def _lent(pod: LentFacts) -> Json:
         "service": pod.service,
         "lentSeconds": round(pod.lent_s, 3),
         "delaySeconds": round(pod.delay_s, 6),
+        "grantedSeconds": round(pod.granted_s, 3),
         "preemptions": pod.preemptions,
     }
 

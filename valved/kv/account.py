@@ -10,7 +10,7 @@ from valved.kv.supply import Need
 from valved.kv.victims import Victims
 from valved.model.events import Event
 from valved.model.ids import GpuIndex, Remap
-from valved.state.stats import Histogram, MemoryCounters
+from valved.state.stats import RECLAIM_BOUNDS_US, Histogram, MemoryCounters
 
 PHASES = ("gate", "select", "tell", "take", "give", "total", "let")
 KEPT = 256  # reclaims that can be explained
@@ -74,7 +74,7 @@ class ReclaimLog:
 
     def __init__(self, counters: MemoryCounters) -> None:
         self.counters = counters
-        self.phases = {name: Histogram() for name in PHASES}
+        self.phases = {name: Histogram(RECLAIM_BOUNDS_US) for name in PHASES}
         self._reclaims: deque[tuple[int, Reclaim]] = deque(maxlen=KEPT)
 
     def note(self, reclaim: Reclaim, event: Event) -> None:

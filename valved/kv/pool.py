@@ -239,25 +239,31 @@ class Pool:
 
     def readopt(self, process: ProcessId, names: Ints, book: KvRangeBook, slots: Ints) -> NDArray[np.bool_]:
         """A process that came back names what it holds: which of these are its own orphans. Those are mapped again."""
-        mine = self._orphans.get(process, NOTHING)
+        mine = self._own_orphans(process, book)
         if not len(mine):
             return np.zeros(len(names), np.bool_)
         order = np.argsort(self._name[mine])
         at = np.minimum(np.searchsorted(self._name[mine], names, sorter=order), len(mine) - 1)
         rows = mine[order][at]
-        known: NDArray[np.bool_] = (self._name[rows] == names) & (self._gpu[rows] == book.gpu)
-        known &= self._domain[rows] == self._number(book.domain)
-        self._orphans[process] = np.setdiff1d(mine, rows[known])
+        known: NDArray[np.bool_] = self._name[rows] == names
+        self._orphans[process] = np.setdiff1d(self._orphans[process], rows[known])
         self.land(rows[known], book, slots[known])
         return known
+
+    def _own_orphans(self, process: ProcessId, book: KvRangeBook) -> Ints:
+        """What this process left behind that may stand in this range: of its GPU, and of its trust domain."""
+        mine = self._orphans.get(process, NOTHING)
+        fits: NDArray[np.bool_] = (self._gpu[mine] == book.gpu) & (self._domain[mine] == self._number(book.domain))
+        ours: Ints = mine[fits]
+        return ours
 
     def has_orphans(self, process: ProcessId) -> bool:
         return bool(len(self._orphans.get(process, NOTHING)))
 
-    def is_owned(self, names: Ints, process: ProcessId) -> NDArray[np.bool_]:
-        """Which of these names mean a handle that this process has not left behind."""
+    def is_taken(self, names: Ints, process: ProcessId, book: KvRangeBook) -> NDArray[np.bool_]:
+        """Which of these names mean a handle that is in the books, and is none that `readopt` would find."""
         others = self._place != Place.GONE
-        others[self._orphans.get(process, NOTHING)] = False
+        others[self._own_orphans(process, book)] = False
         return np.isin(names, self._name[others])
 
     # Questions

@@ -140,7 +140,8 @@ class Ranges:
             raise Malformed("KV_HELD names a slot or a handle twice")
         if int(slots.max(initial=0)) >= book.slots or (book.at[slots] != NO_HANDLE).any():
             raise Malformed("KV_HELD names a slot that does not exist or is known")
-        if self._pool.total + len(slots) > self._pool.most or self._pool.is_owned(names, entry.process).any():
+        if self._pool.total + len(slots) > self._pool.most or self._pool.is_taken(names, entry.process, book).any():
+            self._gating.counters.refuse("kv-held")  # the range stays untold: nothing is given to it, nothing taken
             self._books.ack(entry.id, seq, errno.EEXIST)
             return
         known = self._pool.readopt(entry.process, names, book, slots)

@@ -49,7 +49,7 @@ class MemoryReport:
             managed=True,
             handle_bytes=pool.handle_bytes,
             remap=settings.remap.value,
-            target_per_hour=settings.target_per_hour,
+            target_per_hour=self._reserve.target_per_hour,
             gpus=tuple(self._gpu(gpu) for gpu in self._gpus),
             engines=tuple(self._engine(engine) for engine in self._books.engines.values()),
             phases=tuple(PhaseState(name=name, latency=one.state()) for name, one in self._log.phases.items()),

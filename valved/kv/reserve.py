@@ -61,6 +61,7 @@ class Reserve:
         self.online: dict[ServiceId, Online] = {}
         self.saved: dict[ServiceId, ReservationState] = {}  # of a predecessor, until their engines attach again
         self.budget = ReclaimBudget(uuids)
+        self.target_per_hour = config.memory.target_per_hour
         self._books = books
         self._supply = supply
         self._growth = growth
@@ -97,6 +98,13 @@ class Reserve:
             self._set_target(engine, online, memory.mapped_handles - decision.handles)
         self._note(engine, online, decision)  # last: who waits for memory waits for no file
 
+    def accept(self, per_hour: float | None) -> None:
+        """Reclaims an hour and GPU that the cluster accepts on this node from now on; None: as configured."""
+        self.target_per_hour = self._config.memory.target_per_hour if per_hour is None else per_hour
+        for online in self.online.values():
+            online.settings = replace(online.settings, target_per_hour=self.target_per_hour)
+        self._changes.put(Look())
+
     def engine_left(self, engine: Engine) -> None:
         online = self.online.pop(engine.service, None)
         if online is not None:
@@ -106,6 +114,7 @@ class Reserve:
         """In columns: nothing smaller moves."""
         column_bytes = engine.handles_per_column * self._books.pool.handle_bytes
         settings = self._config.reservation_settings(column_bytes)
+        settings = replace(settings, target_per_hour=self.target_per_hour)
         state = self.saved.pop(engine.service, None) or first_state(self._clock.now_ns(), settings)
         online = self.online[engine.service] = Online(state=state, settings=settings)
         self._trim(engine, online)

@@ -16,7 +16,8 @@ from valved.abi.kv_link import (
     KvStep,
 )
 from valved.abi.link import Feature, LinkType, Malformed, Packet
-from valved.clients.register import Exits, Register
+from valved.clients.exits import Exits
+from valved.clients.register import Register
 from valved.config import MIB
 from valved.gate.freeze import Ladder
 from valved.kv.account import ReclaimLog

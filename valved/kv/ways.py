@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+
+from valved.abi.kv_link import KvHow
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import all_of
@@ -60,12 +63,24 @@ class Ways:
         """Their processes launch nothing until the orders have come back, and are asked between steps from then on."""
         for client in sorted({order.client for order in late}):
             self.unsafe.add(client)
-            self._books.holds.hold(client, HUNG)
-            mine = all_of([order.settled for order in late if order.client == client])
-            mine.then(lambda client=client: self._books.holds.release(client, HUNG))  # type: ignore[misc]
+            self._hold(client, [order for order in late if order.client == client])
             self._journal.emit(
                 EventKind.REMAP_UNSAFE,
                 service=self._books.service_of(client),
                 client=client,
                 reason=f"a mapping order took longer than {self._books.settings.order_s:g} s",
             )
+
+    def _hold(self, client: ClientId, late: list[Order]) -> None:
+        """One that stands behind orders for the place between two steps has not begun: that step must end first."""
+        first = min(order.number for order in late)
+        under_way = self._books.orders.under_way(client)
+        ahead = [order for order in under_way if order.how is KvHow.AT_STEP and order.number < first]
+        back = all_of([order.settled for order in late])
+
+        def hold() -> None:
+            if not back.is_set and not any(order.status == errno.ECONNRESET for order in ahead):
+                self._books.holds.hold(client, HUNG)
+                back.then(lambda: self._books.holds.release(client, HUNG))
+
+        all_of([order.settled for order in ahead]).then(hold)

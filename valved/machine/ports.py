@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 from uuid import UUID
 
@@ -31,6 +31,18 @@ class StampKind(enum.IntEnum):
     WAKE_REFUSED = 4
     GATE_FAILED = 5  # a disable failed or timed out; status says how
     LEARN = 6  # a gap inside a hold must be learned from before this service is woken
+
+
+class StopCause(enum.IntEnum):
+    """Why a hold was taken, as enum valve_cause of native/gate.h counts."""
+
+    ASKED = 0
+    RING = 1
+    GRANT_END = 2
+    GRANT_BROKEN = 3  # a launch fell into a grant
+
+
+GRANT_CAUSES = frozenset({StopCause.GRANT_END, StopCause.GRANT_BROKEN})
 
 
 class Stamp(NamedTuple):
@@ -50,6 +62,7 @@ class Stamp(NamedTuple):
     teller: int = 0  # the only client of the service that tells of requests; 0: none, or several
     requests_started: int = 0  # its totals then
     requests_ended: int = 0
+    cause: int = 0  # GATE and HOLD: StopCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +184,51 @@ class WakeOutcome(enum.Enum):
     NOT_HOLDING = "not-holding"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grants:
+    """What a service has granted since it was claimed."""
+
+    grants: int = 0
+    broken: int = 0
+    granted_ns: int = 0
+    until_ns: int = 0  # of the one that is open; 0: none
+    refused: Mapping[str, int] = field(default_factory=dict)  # by reason, those that occurred
+
+
+class GrantPort(Protocol):
+    """Granted time at the native gate. Every call may be made from the one asyncio thread only."""
+
+    def consent(self, service: ServiceId, most_ns: int, rest_ns: int) -> None:
+        """The longest grant, and from one's beginning to the next. 0: none; one that is open has ended on return."""
+        ...
+
+    def set_grantable(self, gpus: frozenset[GpuIndex]) -> None:
+        """Offline work there ends a grant by itself should valved be gone. Grants elsewhere have ended on return."""
+        ...
+
+    def set_sliceable(self, on: bool, gpus: frozenset[GpuIndex]) -> None:
+        """Whether grants go by time slices, and where offline work has short ones. Others have ended on return."""
+        ...
+
+    def step(self, client: ClientId) -> tuple[int, int]:
+        """When the last step of a hook's engine began and ended, in its own words. Zeros: it tells of none."""
+        ...
+
+    def has_file(self, client: ClientId, h_client: int) -> bool:
+        """Whether its driver file for this RM client was passed, and is kept."""
+        ...
+
+    def shorten(self, client: ClientId, channel: ChannelRef, us: int) -> str:
+        """Set the time slice of a channel's group by that file, and ask for it. Empty, or why not."""
+        ...
+
+    def offer(self, client: ClientId, tpot_ns: int, gap_ns: int) -> None:
+        """Tell an engine's hook that its owner consents, and what was stated. 0: no consent."""
+        ...
+
+    def grants(self, service: ServiceId) -> Grants: ...
+
+
 class GatePort(Protocol):
     """The native gate: regions, doorbells, issuers. Every call may be made from the one asyncio thread only."""
 
@@ -182,8 +240,9 @@ class GatePort(Protocol):
         """Create and map both memfds and both eventfds; an online client's doorbell is listened to from now on."""
         ...
 
-    def remove_client(self, client: ClientId) -> tuple[ChannelRef, ...]:
-        """Forget a client, its channels and fds. Returns the channels that were off (they were enabled first)."""
+    def remove_client(self, client: ClientId, *, lives_on: bool = False) -> tuple[ChannelRef, ...]:
+        """Forget a client, its channels and fds. Returns the channels that were off: they were enabled first, or if its
+        process lives on they are off still, and nobody here remembers them."""
         ...
 
     def put_service(self, service: ServiceId, gpus: frozenset[GpuIndex]) -> None:
@@ -283,6 +342,10 @@ class GatePort(Protocol):
         """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
         ...
 
+    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
+        """The same for one whose process lives. None: its GPU is held, and nothing was done."""
+        ...
+
     def disabled(self) -> tuple[ChannelRef, ...]:
         """Channels that this port holds off now, for the state file."""
         ...
@@ -296,6 +359,9 @@ class GatePort(Protocol):
         ...
 
     def drain_stamps(self) -> list[Stamp]: ...
+
+    @property
+    def granting(self) -> GrantPort: ...
 
     def close(self) -> None:
         """Enable every channel that this port disabled, and end."""
@@ -369,6 +435,14 @@ class ProcessPort(Protocol):
 
     def start_time(self, pid: int) -> int | None:
         """Field 22 of /proc/PID/stat; None for a process that is gone."""
+        ...
+
+    def is_ending(self, pid: int, start_time: int) -> bool:
+        """Whether it is gone, or every thread of it is past the point from which no code of its own runs."""
+        ...
+
+    def is_stopped(self, pid: int) -> bool:
+        """Whether no thread of it runs code of its own before it is continued: a stop signal takes its time."""
         ...
 
     def ancestors(self, pid: int) -> Sequence[int]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 _FIELD_STATE = 3
 _FIELD_PARENT = 4
+_FIELD_FLAGS = 9
 _FIELD_START = 22
+_EXITING = 0x4  # PF_EXITING of include/linux/sched.h
 _DEPTH = 64  # no honest chain of ancestors is deeper; a torn one must not loop
 
 
@@ -20,13 +22,13 @@ class LinuxProcesses:
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
 
-    def _read(self, pid: int, name: str) -> str | None:
+    def _read(self, pid: int | str, name: str) -> str | None:
         try:
             return (self._root / str(pid) / name).read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             return None
 
-    def _stat(self, pid: int) -> list[str] | None:
+    def _stat(self, pid: int | str) -> list[str] | None:
         """Fields of stat from the third on: the second, the name, may hold blanks and brackets of its own."""
         text = self._read(pid, "stat")
         if text is None or ")" not in text:
@@ -39,6 +41,32 @@ class LinuxProcesses:
         if fields is None or len(fields) <= _FIELD_START - _FIELD_STATE or fields[0] in ("Z", "X"):
             return None
         return int(fields[_FIELD_START - _FIELD_STATE])
+
+    def is_ending(self, pid: int, start_time: int) -> bool:
+        """A first thread that is a zombie says nothing of the others, one that runs says it all. No more is read than
+        needed: a process may have thousands. Where it cannot be read, it lives."""
+        try:
+            leader = self._stat(pid)
+            if leader is None or int(leader[_FIELD_START - _FIELD_STATE]) != start_time:
+                return True
+            if _runs(leader):
+                return False
+            with os.scandir(self._root / str(pid) / "task") as threads:
+                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
+                return not any(fields and _runs(fields) for fields in found)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:
+            return False
+
+    def is_stopped(self, pid: int) -> bool:
+        """A thread that the kernel keeps (D) meets the signal before it is back. Where it cannot be read, it is."""
+        try:
+            with os.scandir(self._root / str(pid) / "task") as threads:
+                found = (self._stat(f"{pid}/task/{thread.name}") for thread in threads)
+                return not any(fields and fields[0] in ("R", "S") for fields in found)
+        except OSError:
+            return True
 
     def ancestors(self, pid: int) -> Sequence[int]:
         chain: list[int] = []
@@ -65,3 +93,8 @@ class LinuxProcesses:
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)
         return -1
+
+
+def _runs(fields: list[str]) -> bool:
+    """Fields of a thread's stat, from the third on."""
+    return fields[0] not in ("Z", "X") and not int(fields[_FIELD_FLAGS - _FIELD_STATE]) & _EXITING

@@ -14,6 +14,7 @@ class EventKind(enum.Enum):
     TAKEN_OVER = "taken-over"  # state of a predecessor was found and used
     STOPPED = "stopped"
     CLAIMED = "claimed"  # a process was claimed for a role (Launch)
+    CONSENT = "consent"  # the owner of an online service stated a target, or said whether it may be paused
     JOINED = "joined"
     REFUSED = "refused"  # a client was turned away
     LEFT = "left"
@@ -54,6 +55,7 @@ AUDITED = frozenset(
         EventKind.TAKEN_OVER,
         EventKind.STOPPED,
         EventKind.CLAIMED,
+        EventKind.CONSENT,
         EventKind.REFUSED,
         EventKind.GATE_FAILED,
         EventKind.FROZEN,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from valved.model.events import Event
 from valved.model.ids import Mode, Role
@@ -45,6 +45,22 @@ class GpuState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedState:
+    """Granted time: what an online service offers, and what came of it."""
+
+    slo: str = ""  # the target that its owner stated
+    grant: bool = False  # and consents to pauses within it
+    words: str = ""  # the same for people, with what came of it
+    grants: int = 0
+    broken: int = 0  # of them, that a launch fell into
+    granted_ns: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)  # requests of its hook, by reason
+    worth: str = ""  # what granting would give, or why that is unknown, for people
+    worth_points: float | None = None  # of a GPU, for each ms of tpot given, at most; None: unknown
+    rung: str = ""  # by which pauses are given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
     id: int
     name: str
@@ -66,6 +82,7 @@ class ServiceState:
     preemptions_per_request: tuple[int, ...]
     busy_ns: int = 0  # online: time in which it held its GPUs
     idle_ns: int = 0  # and in which it left them
+    granted: GrantedState = GrantedState()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

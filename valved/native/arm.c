@@ -89,9 +89,21 @@ int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint
 	return gate->branch->has_unique_id ? ask(&gate->gpu[gpu], &mail, cid) : -EOPNOTSUPP;
 }
 
-int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel)
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
+                     uint32_t unless_held)
 {
-	struct mail mail = {.kind = MAIL_ENABLE, .h_client = h_client, .h_channel = h_channel};
+	struct mail mail = {.kind = unless_held ? MAIL_ENABLE_UNLESS_HELD : MAIL_ENABLE,
+	                    .h_client = h_client,
+	                    .h_channel = h_channel};
+
+	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
+}
+
+int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, int fd, uint32_t h_client, uint32_t h_tsg,
+                    uint32_t us)
+{
+	struct mail mail = {
+	        .kind = MAIL_SLICE, .h_client = h_client, .h_channel = h_tsg, .slice_us = us, .fd = fd};
 
 	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
 }

@@ -40,8 +40,8 @@ static void fill_control(struct valve_gate *gate, struct valve_client *client, u
 
 	control->abi = VALVE_REGION_ABI;
 	control->bytes = VALVE_CONTROL_BYTES;
-	control->features =
-	        VALVE_FEATURE_GAPS | VALVE_FEATURE_HINT | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD;
+	control->features = VALVE_FEATURE_GAPS | VALVE_FEATURE_HINT | VALVE_FEATURE_SELF_GATE |
+	                    VALVE_FEATURE_HOLD | VALVE_FEATURE_GRANT;
 	control->role = client->role;
 	control->service = service_id;
 	control->lease_ns = gate->config.lease_ns;
@@ -158,6 +158,8 @@ void valve_client_free(struct valve_gate *gate, struct valve_client *client)
 	if (client->service >= 0) {
 		listener_remove(gate, client);
 		service_enlist(gate, client, false); /* waits until the listener is out of this client, too */
+		if (client->role == VALVE_ROLE_HOOK)
+			waking_kick(gate); /* nobody moves the end of its slices on */
 	}
 	give_up_passed(client);
 	client->dropped = true;
@@ -315,6 +317,37 @@ void valve_client_kv_free(struct valve_client *client, uint32_t index, const uin
 		return;
 	memcpy(entry->gpu_uuid, gpu_uuid, sizeof(entry->gpu_uuid));
 	store_release(&entry->bytes, bytes);
+}
+
+struct valve_grant *client_grant(const struct valve_client *client)
+{
+	return (struct valve_grant *)(void *)((char *)client->control + VALVE_GRANT_OFFSET);
+}
+
+void valve_client_leaves(struct valve_client *client, uint32_t lives_on)
+{
+	store_relaxed(&client->leaves, lives_on);
+}
+
+/* To an engine's hook: what its owner stated, and whether it may ask for pauses. */
+void valve_client_offer(struct valve_client *client, uint32_t consented, uint64_t tpot_ns, uint64_t gap_ns,
+                        uint32_t by_slices)
+{
+	struct valve_grant *grant = client_grant(client);
+
+	store_relaxed(&grant->by_slices, by_slices);
+	store_relaxed(&grant->tpot_ns, tpot_ns);
+	store_relaxed(&grant->gap_ns, gap_ns);
+	store_release(&grant->consented, consented); /* last: it says that the others count */
+}
+
+/* The last step of an engine, as its hook says. */
+void valve_client_step(const struct valve_client *client, uint64_t *begin_ns, uint64_t *end_ns)
+{
+	const struct valve_region *region = client->region;
+
+	*end_ns = load_acquire(&region->step_end_ns);
+	*begin_ns = load_relaxed(&region->step_begin_ns);
 }
 
 /* Hold its launches on account of no GPU: a mapping order that hangs may leave a hole until it comes back. */

@@ -31,6 +31,8 @@ enum valve_gpu_state gpu_target(const struct gpu *gpu, uint64_t holders)
 
 	if (holders_count(holders) == 0)
 		return VALVE_GPU_RUNNING;
+	if (holders_count(holders) == 1 && load_full(&gpu->sliced))
+		return VALVE_GPU_WATCHED;
 	return load_acquire(&gate->let) & 1u << gpu->index ? VALVE_GPU_WATCHED : VALVE_GPU_STOPPED;
 }
 

@@ -55,10 +55,25 @@ struct valve_stamp {
 	uint32_t kind, gpu, epoch;
 	uint32_t channels; /* WAKE: open requests that were not believed */
 	int32_t status;    /* WAKE: valve_wake_reason */
-	uint32_t pad0;
+	uint32_t cause;    /* GATE and HOLD: valve_cause */
 	/* GATE, HOLD and WAKE: what the service's one client that tells of requests had counted then. teller 0: there
 	 * is none, or more than one. */
 	uint64_t teller, requests_started, requests_ended;
+};
+
+/* Why a hold was taken. */
+enum valve_cause {
+	VALVE_CAUSE_ASKED = 0,        /* by the caller */
+	VALVE_CAUSE_RING = 1,         /* a launch */
+	VALVE_CAUSE_GRANT_END = 2,    /* a grant ended as it was to */
+	VALVE_CAUSE_GRANT_BROKEN = 3, /* a launch fell into a grant */
+};
+
+/* What a service has granted so far. */
+struct valve_grants {
+	uint64_t grants, broken, granted_ns;
+	uint64_t until_ns;    /* of the one that is open; 0: none */
+	uint64_t answers[11]; /* by valve_grant_answer of region.h */
 };
 
 struct valve_gap_view {
@@ -169,6 +184,13 @@ int valve_hold(struct valve_gate *gate, int32_t service);
 int valve_wake(struct valve_gate *gate, int32_t service);
 void valve_service_permit(struct valve_gate *gate, int32_t service, const struct valve_wake_rule *rule);
 void valve_service_look(struct valve_gate *gate, int32_t service, struct valve_look *out);
+void valve_service_consent(struct valve_gate *gate, int32_t service, uint64_t most_ns, uint64_t rest_ns);
+void valve_service_grants(struct valve_gate *gate, int32_t service, struct valve_grants *out);
+void valve_gate_grantable(struct valve_gate *gate, uint32_t mask);
+void valve_gate_sliceable(struct valve_gate *gate, uint32_t on, uint32_t mask);
+/* The slice of a channel group (h_tsg) in the name of its own RM client, on its passed file; 0: it is so now, by the driver's word. */
+int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, int fd, uint32_t h_client, uint32_t h_tsg,
+                    uint32_t us);
 void valve_gate_prompt(struct valve_gate *gate, uint32_t prompt);
 /* Pure: any thread may ask. */
 void valve_wake_begin(struct valve_wake_seen *seen, uint64_t held_since_ns);
@@ -185,7 +207,12 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 void valve_client_free(struct valve_gate *gate, struct valve_client *client);
 int valve_client_take_fd(struct valve_client *client, int fd);
 int valve_client_view(struct valve_client *client, struct valve_view *out, uint32_t with_gaps);
+void valve_client_leaves(struct valve_client *client,
+                         uint32_t lives_on); /* then an end that it was told stands */
 void valve_client_hints(struct valve_client *client, uint32_t on);
+void valve_client_offer(struct valve_client *client, uint32_t consented, uint64_t tpot_ns, uint64_t gap_ns,
+                        uint32_t by_slices);
+void valve_client_step(const struct valve_client *client, uint64_t *begin_ns, uint64_t *end_ns);
 void valve_client_watch(struct valve_client *client, uint32_t on);
 void valve_client_online(struct valve_client *client, uint32_t on);
 void valve_client_memory(struct valve_client *client, uint64_t handle_bytes, uint64_t budget_bytes,
@@ -200,7 +227,9 @@ uint32_t valve_gate_turning(struct valve_gate *gate);
 int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                   uint32_t *cid);
 int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entry *entry);
-int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel);
+/* `unless_held`: -EBUSY, and nothing is done, while somebody holds the GPU. The issuer looks, so no stop comes between. */
+int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
+                     uint32_t unless_held);
 /*
  * The exceptions to "one thread": called on threads that may wait in the driver, knows no gate. Makes `count` runs (pairs of
  * address and bytes) of the process behind `fd` sparse; *done: how many were.

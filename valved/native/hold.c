@@ -18,7 +18,11 @@
  * already retaken), and a slow writer cannot undo a later close. A launch that saw the closed word was counted before the
  * fence, so the counters show it and the wake is refused; one that saw the open word rings, and a ring is never lost: the
  * doorbell is an eventfd, heard after the wake at the latest.
- */
+ *
+ * A grant (grant.c) is a wake with an end, by the listener and with a permission only, so all of the above holds for it. It
+ * adds one more way back: at its end the listener takes the hold as a ring does, by the same swap; whichever of ring, end and
+ * caller wins the swap counts the hold, closes the grant, and says the cause. A launch that comes as it ends either rang (it
+ * saw the open word) or saw the closed one, and then the hold is being counted already. */
 #include <linux/membarrier.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -36,17 +40,23 @@ uint32_t holders_closer(uint64_t holders)
 	return (uint32_t)(holders >> 16 & 0xFFFFu);
 }
 
-/* Count one more hold. True if nobody held this GPU before: its issuer must look. */
+/* Count one more hold. True if nobody held this GPU before, or its holder shared it in slices: its issuer must look. */
 static bool gpu_hold(struct gpu *gpu, uint32_t service)
 {
 	uint64_t old = load_relaxed(&gpu->holders), next; /* the swap decides */
+	bool closes;
 
 	do {
+		closes = holders_count(old) == 0 || load_full(&gpu->sliced);
 		next = old + 1;
-		if (holders_count(old) == 0)
-			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | 1u;
+		if (closes)
+			next = ((old >> 32) + 1) << 32 | (uint64_t)service << 16 | (holders_count(old) + 1);
 	} while (!compare_swap(&gpu->holders, &old, next));
-	return holders_count(old) == 0;
+	/* again, after the swap: who shares it looks at the holders after that (slice_open), so one sees the other */
+	if (closes ? holders_count(old) == 0 : !load_full(&gpu->sliced))
+		return closes;
+	slice_break(gpu);
+	return true;
 }
 
 static void gpu_drop(struct gpu *gpu)
@@ -105,6 +115,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 	} while (!compare_swap(&service->epoch, &epoch, epoch + 1));
 	epoch++;
 	raise_words(service, epoch); /* before any ioctl: whoever launches from here on need not ring */
+	store_relaxed(&service->cause, grant_close(service, cause != NULL, seen_ns));
 	store_relaxed(&service->cause_client, cause ? cause->id : 0);
 	store_relaxed(&service->launch_ns, launch_ns);
 	store_relaxed(&service->seen_ns, seen_ns);
@@ -121,6 +132,8 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 		else
 			issuer_kick(&gate->gpu[i]);
 	}
+	grant_clear(gate, service,
+	            mask); /* after the holds: an issuer that finds it cleared finds them, too */
 	if (!closed) {
 		struct valve_stamp stamp = {
 		        .kind = VALVE_STAMP_HOLD,
@@ -128,6 +141,7 @@ bool service_hold(struct valve_gate *gate, uint32_t index, const struct valve_cl
 		        .client = cause ? cause->id : 0,
 		        .gpu = mask ? (uint32_t)__builtin_ctz(mask) : 0,
 		        .epoch = epoch,
+		        .cause = load_relaxed(&service->cause),
 		        .launch_ns = launch_ns,
 		        .seen_ns = seen_ns,
 		        .done_ns = now_ns(),
@@ -162,6 +176,7 @@ void service_owe(struct gpu *gpu)
 			continue;
 		stamp.service = load_relaxed(&service->id);
 		stamp.client = load_relaxed(&service->cause_client);
+		stamp.cause = load_relaxed(&service->cause);
 		stamp.launch_ns = load_relaxed(&service->launch_ns);
 		stamp.seen_ns = load_relaxed(&service->seen_ns);
 		stamp.done_ns = now_ns();
@@ -181,6 +196,7 @@ struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders)
 	        .epoch = load_acquire(&closer->epoch) &
 	                 ~1u, /* odd: woken since; the hold was the one before */
 	        .client = load_relaxed(&closer->cause_client),
+	        .cause = load_relaxed(&closer->cause),
 	        .launch_ns = load_relaxed(&closer->launch_ns),
 	        .seen_ns = load_relaxed(&closer->seen_ns),
 	};
@@ -220,7 +236,7 @@ static void drop_hold(struct valve_gate *gate, const struct service *service)
 	}
 }
 
-static bool all_idle(const struct service *service)
+bool service_is_idle(const struct service *service)
 {
 	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
 
@@ -275,7 +291,7 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 {
 	struct service *service = &gate->service[index];
 	uint32_t epoch = service_settle(service), open = epoch + 1;
-	bool retaken;
+	bool retaken, is_grant = load_relaxed(&service->granted_until_ns) && !load_relaxed(&service->slicing);
 
 	if (epoch % 2)
 		return VALVE_NOT_HOLDING;
@@ -284,7 +300,7 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 	            open); /* each a full fence: launches counted before are seen below, later ones ring */
 	fence_clients();
 	at_point(gate, VALVE_POINT_WAKE_OPENED);
-	if (!all_idle(service)) {
+	if (!service_is_idle(service)) {
 		uint32_t expect = open;
 
 		if (compare_swap(&service->epoch, &expect, open + 1)) { /* our hold simply goes on */
@@ -295,12 +311,16 @@ int service_wake(struct valve_gate *gate, uint32_t index)
 			service_settle(service);
 			drop_hold(gate, service);
 		}
-		stamp_wake(gate, service, VALVE_STAMP_WAKE_REFUSED, open);
+		if (!is_grant)
+			stamp_wake(gate, service, VALVE_STAMP_WAKE_REFUSED, open);
 		return VALVE_WAKE_REFUSED;
 	}
 	at_point(gate, VALVE_POINT_WAKE_PROVEN);
 	retaken = service_settle(service) != open;
+	slice_close(gate, service, now_ns(), false);
 	drop_hold(gate, service);
+	if (is_grant) /* in the books the service goes on holding */
+		return retaken ? VALVE_WAKE_REFUSED : VALVE_WOKEN;
 	stamp_wake(gate, service, retaken ? VALVE_STAMP_WAKE_REFUSED : VALVE_STAMP_WAKE, open);
 	if (!retaken)
 		store_release(&service->told_open, 1); /* after the stamp: who reads it finds that one */
@@ -338,6 +358,7 @@ int32_t valve_service_new(struct valve_gate *gate, uint64_t id)
 		store_relaxed(&service->held_since_ns, now_ns());
 		store_relaxed(&service->told_open, 0);
 		store_relaxed(&service->said_reason, 0);
+		grant_reset(service);
 		service->wake = (struct valve_wake_state){0};
 		store_relaxed(&service->stamped, service->epoch);
 		store_relaxed(&service->settled, service->epoch);

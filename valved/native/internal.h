@@ -77,7 +77,9 @@ enum mail_kind {
 	MAIL_OFF,    /* self-test: switch stop_now off, whatever the state ... */
 	MAIL_ON,     /* ... and on again */
 	MAIL_CID,    /* ask the driver for a channel's number */
-	MAIL_ENABLE, /* enable a channel that a predecessor left off */
+	MAIL_ENABLE, /* enable a channel that is in no plan */
+	MAIL_ENABLE_UNLESS_HELD,
+	MAIL_SLICE, /* set the time slice of a channel group */
 };
 
 /* What the caller asks of an issuer. Nobody else talks to the driver about channels, so that a call that hangs there
@@ -87,7 +89,9 @@ struct mail {
 	enum mail_kind kind;
 	struct plan *plan, *stop_now,
 	        *run_now;             /* MAIL_PLAN: the deltas count only while the GPU is stopped */
-	uint32_t h_client, h_channel; /* MAIL_CID, MAIL_ENABLE */
+	uint32_t h_client, h_channel; /* MAIL_CID, both MAIL_ENABLE; MAIL_SLICE: of the group */
+	uint32_t slice_us;            /* MAIL_SLICE */
+	int fd;                       /* MAIL_SLICE */
 	uint32_t cid;                 /* out */
 	struct plan *old;             /* out: the plan that this one replaced */
 	int status;                   /* out */
@@ -119,6 +123,13 @@ struct gpu {
 	/* Who holds: closings << 32 | closer << 16 | count. Listener and caller, by compare-and-swap. The closer is
 	 * the service that made the count leave 0; closings rises each time that happens. */
 	_Alignas(64) uint64_t holders;
+
+	uint64_t
+	        until_ns; /* of the grant that is open here, 0: none. By whoever opens and closes its service */
+	uint32_t
+	        sliced; /* its one holder shares it in time slices (slice.c): cleared by whoever holds it, too */
+	uint64_t told_until_ns; /* issuer's alone: the end that its clients were told */
+	bool was_sliced;        /* issuer's alone: that is why it let the channels run */
 
 	_Alignas(64) uint32_t seat; /* issuer and listener */
 
@@ -168,6 +179,19 @@ struct service {
 	uint32_t
 	        said_reason; /* of the last decision; the caller reads: hinted << 16 | action << 8 | reason */
 	uint64_t said_quiet_ns, said_leaked;
+
+	/* granted time (grant.c). The caller writes most and rest; the others are of whoever opens and closes */
+	uint64_t grant_most_ns,
+	        grant_rest_ns; /* the longest grant, 0: no consent; and from one's beginning to the next */
+	uint64_t granted_since_ns, granted_until_ns; /* of the grant that is open; until 0: none is */
+	uint64_t grant_next_ns;
+	uint32_t slicing;       /* the grant that is open goes by slices, ... */
+	uint64_t granted_asker; /* ... and this hook moves its end on: generation << 32 | slot */
+	uint64_t wish_ns, wish_asker, wish_look_ns,
+	        wish_end_ns; /* listener's: a request that waits for a proof */
+	uint32_t wish_seq;
+	uint32_t cause; /* of the present hold: valve_cause */
+	uint64_t grants, broken, granted_ns, answers[VALVE_GRANT_ANSWERS];
 };
 
 /* What rings order eventfds without ever waiting (bell.c). */
@@ -190,8 +214,13 @@ struct valve_client {
 	uint32_t idle_rings; /* listener's alone: rings that changed nothing since window_ns */
 	uint64_t window_ns;
 
-	uint32_t hints;       /* caller writes: an engine hook that tells of open requests */
-	uint64_t gaps_judged; /* listener's alone */
+	uint32_t hints;        /* caller writes: an engine hook that tells of open requests */
+	uint64_t gaps_judged;  /* listener's alone */
+	uint32_t grant_seen;   /* listener's alone: the last request that was heard */
+	uint32_t leaves;       /* caller writes: it has left, and its process goes on */
+	uint64_t late_claim;   /* issuers': a claim of until_told whose end was waited for in vain */
+	uint64_t until_told;   /* issuers': the end of a grant that it was told last */
+	uint64_t until_before; /* issuers': and the one before; 0: none, or waited for in vain */
 
 	uint32_t refs; /* caller's alone: plan entries that name this client */
 	bool dropped;
@@ -229,9 +258,12 @@ struct valve_gate {
 	char version[64];
 	char refusal[96]; /* why nothing may be issued; empty when something may */
 	const struct nv_branch *branch;
-	uint64_t alive_ns; /* when the caller last said that it turns, 0 never; the watchdog reads */
-	uint32_t guarding; /* watchdog's: it holds every GPU because the caller is silent */
-	uint32_t let;      /* GPUs: the caller writes, issuers read */
+	uint64_t alive_ns;  /* when the caller last said that it turns, 0 never; the watchdog reads */
+	uint32_t guarding;  /* watchdog's: it holds every GPU because the caller is silent */
+	uint32_t let;       /* GPUs: the caller writes, issuers read */
+	uint32_t grantable; /* GPUs whose offline work stops itself: the caller writes, the listener reads */
+	uint32_t sliceable,
+	        by_slices; /* the same: where it has short slices; and whether grants go by them */
 	uint32_t quit;     /* futex */
 	uint32_t gpu_count;
 	struct gpu gpu[MAX_GPUS];
@@ -264,6 +296,7 @@ int rm_control(const struct valve_os *os, const struct rm_client *client, uint32
                void *params, uint32_t bytes);
 int rm_switch(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_subdevice,
               struct nv2080_fifo_disable_channels *lists);
+int rm_slice(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_tsg, uint32_t us);
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,
                  uint32_t h_channel, uint32_t *cid);
 bool rm_is_stale(int status);
@@ -280,11 +313,13 @@ int step_issue(struct gpu *gpu, const struct plan_step *step, struct nv2080_fifo
 uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order order, bool on, bool again);
 int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns);
 void order_release(struct gpu *gpu, struct plan *plan);
+void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
 void order_hold_all(struct gpu *gpu, struct plan_step *step);
 
 /* plan.c */
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
 void plan_free(struct plan *plan);
+bool plan_names(const struct plan *plan, const struct valve_client *client);
 uint32_t plan_channels(const struct plan *plan);
 
 /* bell.c */
@@ -320,13 +355,37 @@ void guard_hold(struct valve_gate *gate, bool on);
 struct valve_stamp service_stamp(struct gpu *gpu, uint64_t holders);
 void service_tell(struct gpu *gpu, uint64_t holders, const struct valve_stamp *stamp);
 int service_wake(struct valve_gate *gate, uint32_t index);
+bool service_is_idle(const struct service *service);
 uint32_t service_settle(const struct service *service);
 void at_point(struct valve_gate *gate, enum valve_point point); /* tests look in here */
 uint32_t holders_count(uint64_t holders);
 uint32_t holders_closer(uint64_t holders);
 void word_raise(uint32_t *word, uint32_t epoch);
 
+/* grant.c */
+bool grant_heard(struct valve_gate *gate, struct valve_client *client, uint64_t seen_ns, struct gpu **taken);
+uint64_t grant_turn(struct valve_gate *gate, uint32_t index, uint64_t now);
+void grant_clear(struct valve_gate *gate, const struct service *service, uint32_t mask);
+void grant_reset(struct service *service);
+enum valve_cause grant_close(struct service *service, bool by_launch, uint64_t seen_ns);
+
+void grant_recall_all(struct valve_gate *gate);
+
+/* slice.c */
+enum valve_grant_answer slice_refuses(struct valve_gate *gate, uint32_t gpu);
+enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *service, uint64_t now);
+uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t now, bool may_go_on);
+void slice_close(struct valve_gate *gate, struct service *service, uint64_t now, bool is_broken);
+void slice_break(struct gpu *gpu);
+
+/* until.c */
+bool until_is_claimed(const struct plan *plan, uint64_t until_ns);
+void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns);
+void until_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
+void until_wait(struct gpu *gpu, const struct plan *plan);
+
 /* client.c */
+struct valve_grant *client_grant(const struct valve_client *client);
 void client_reap(struct valve_client *client);
 bool client_is_idle(const struct valve_client *client);
 void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in);
@@ -339,10 +398,12 @@ void stamp_push(struct stamp_ring *ring, const struct valve_stamp *stamp, bool l
 /* waking.c */
 void waking_turn(struct valve_gate *gate, uint64_t now);
 void waking_arm(struct valve_gate *gate);
+void waking_rouse(const struct valve_client *client);
 void waking_held(struct valve_gate *gate, struct service *service, uint64_t now);
 void waking_withdraw(struct valve_gate *gate, struct service *service);
 void waking_note_requests(struct service *service);
 void waking_fill_requests(const struct service *service, struct valve_stamp *stamp);
+void waking_kick(struct valve_gate *gate);
 bool waking_is_ordinary(const struct service *service);
 
 /* arm.c */

@@ -85,7 +85,8 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 	struct valve_stamp stamp = service_stamp(gpu, holders);
 	bool again = gpu->state == VALVE_GPU_FAILED;
 
-	if (gpu->state == VALVE_GPU_WATCHED) /* held for a while already: no launch has waited for this */
+	if (gpu->state == VALVE_GPU_WATCHED && !(gpu->was_sliced && stamp.cause == VALVE_CAUSE_RING))
+		/* held for a while already: no launch has waited for this */
 		stamp.client = stamp.launch_ns = stamp.seen_ns = 0;
 	stamp.channels = plan_channels(gpu->plan);
 	stamp.done_ns = now_ns();
@@ -98,6 +99,8 @@ static bool stop(struct gpu *gpu, uint64_t holders)
 		stamp.done_ns = now_ns();
 		land(gpu);
 	}
+	if (!stamp.status)
+		until_tell(gpu, gpu->plan, 0);
 	tell_stop(gpu, holders, &stamp, again);
 	store_release(&gpu->state, /* last: who reads it finds the stamp */
 	              stamp.status ? VALVE_GPU_FAILED : VALVE_GPU_STOPPED);
@@ -116,20 +119,32 @@ static bool leave_stopped(struct gpu *gpu)
 	return false;
 }
 
-static int run(struct gpu *gpu)
+/* With the end of a grant told first: who dies from here on leaves channels that stop themselves. If that end has changed
+ * meanwhile it is told anew, but not to a GPU that is held by now: its channels keep the end that they were enabled with
+ * until they are stopped. */
+static int run(struct gpu *gpu, uint64_t until_ns)
 {
 	int status;
 
-	take_off(gpu, now_ns());
-	status = walk(gpu, gpu->plan, false);
-	land(gpu);
-	return status;
+	for (;;) {
+		until_tell(gpu, gpu->plan, until_ns);
+		until_wait(gpu, gpu->plan);
+		take_off(gpu, now_ns());
+		status = walk(gpu, gpu->plan, false);
+		land(gpu);
+		if (status || load_full(&gpu->until_ns) == until_ns ||
+		    gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED)
+			return status;
+		until_ns = load_full(&gpu->until_ns);
+	}
 }
 
 /* Make state the target. False when that failed and must be tried again. */
 static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
 	enum valve_gpu_state state = gpu->state;
+	uint64_t until_ns =
+	        load_full(&gpu->until_ns); /* before the holders are looked at: hold.c clears it after */
 
 	if (target == VALVE_GPU_STOPPED)
 		return stop(gpu, holders);
@@ -137,7 +152,7 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 		return true;
 	if (state == VALVE_GPU_FAILED) /* proves nothing, so there is nothing to take back */
 		store_release(&gpu->state, VALVE_GPU_ENABLING);
-	if (state >= VALVE_GPU_STOPPED && run(gpu) != 0)
+	if (state >= VALVE_GPU_STOPPED && run(gpu, until_ns) != 0)
 		return false;
 	if (state == VALVE_GPU_RUNNING) { /* held, but let: say so all the same */
 		struct valve_stamp stamp = service_stamp(gpu, holders);
@@ -145,8 +160,22 @@ static bool turn(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 		stamp.done_ns = now_ns();
 		service_tell(gpu, holders, &stamp);
 	}
+	gpu->was_sliced = target == VALVE_GPU_WATCHED && until_ns;
 	store_release(&gpu->state, target);
 	return true;
+}
+
+/* While channels run their end may move, or be taken away. Who had claimed the old one may have stopped itself for it. */
+static void follow_end(struct gpu *gpu)
+{
+	uint64_t until_ns = load_full(&gpu->until_ns); /* first: see turn */
+
+	if (gpu->state > VALVE_GPU_WATCHED || gpu->told_until_ns == until_ns ||
+	    gpu_target(gpu, load_full(&gpu->holders)) != (enum valve_gpu_state)gpu->state)
+		return;
+	until_tell(gpu, gpu->plan, until_ns);
+	if (until_is_claimed(gpu->plan, until_ns) && run(gpu, until_ns))
+		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
 }
 
 /* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
@@ -211,8 +240,15 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 		return status;
 	case MAIL_CID:
 		return own_unique_id(gpu, mail->h_client, mail->h_channel, &mail->cid);
+	case MAIL_ENABLE_UNLESS_HELD:
+		if (gpu->state >= VALVE_GPU_STOPPED ||
+		    gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED)
+			return -EBUSY;
+		return enable_one(gpu, mail);
 	case MAIL_ENABLE:
 		return enable_one(gpu, mail);
+	case MAIL_SLICE:
+		return rm_slice(&gpu->gate->os, mail->fd, mail->h_client, mail->h_channel, mail->slice_us);
 	}
 	return -EINVAL;
 }
@@ -239,6 +275,8 @@ static void answer(struct gpu *gpu, struct mail *mail)
 	if (mail->kind == MAIL_PLAN) {
 		mail->old = gpu->plan;
 		gpu->plan = mail->plan;
+		until_move(gpu, mail->old, mail->plan);
+		order_move(gpu, mail->old, mail->plan);
 	}
 	take_off(gpu, now_ns());
 	mail->status = carry_out(gpu, mail);
@@ -305,6 +343,7 @@ void issuer_serve(struct gpu *gpu)
 		holders = load_full(&gpu->holders);
 		target = gpu_target(gpu, holders);
 		timeout_ns = pursue(gpu, target, holders);
+		follow_end(gpu);
 		if ((uint32_t)(holders >> 32) != gpu->closings) {
 			gpu->closings = (uint32_t)(holders >> 32);
 			service_owe(gpu);

@@ -31,13 +31,15 @@ static void ring(struct valve_gate *gate, uint64_t name, uint64_t seen_ns, struc
 {
 	struct valve_client *client = load_full(&gate->client[name & 0xFFFFFFFFu]);
 	uint64_t launch_ns;
+	bool heard;
 
 	if (!client || client->generation != (uint32_t)(name >> 32))
 		return;
 	launch_ns = load_relaxed(&client->region->launch_ns); /* a claim: used for a statistic only */
 	if (launch_ns > seen_ns || seen_ns - launch_ns > PLAUSIBLE)
 		launch_ns = 0;
-	if (service_hold(gate, (uint32_t)client->service, client, launch_ns, seen_ns, taken))
+	heard = client->role == VALVE_ROLE_HOOK && grant_heard(gate, client, seen_ns, taken);
+	if (!heard && service_hold(gate, (uint32_t)client->service, client, launch_ns, seen_ns, taken))
 		return;
 	if (seen_ns - client->window_ns > WINDOW_NS) {
 		client->window_ns = seen_ns;

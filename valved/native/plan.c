@@ -98,6 +98,17 @@ void plan_free(struct plan *plan)
 	free(plan);
 }
 
+bool plan_names(const struct plan *plan, const struct valve_client *client)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
+			if (plan->step[i].owner[k] == client)
+				return true;
+		}
+	}
+	return false;
+}
+
 uint32_t plan_channels(const struct plan *plan)
 {
 	uint32_t channels = 0;

@@ -3,6 +3,9 @@
  * channels) and HOLD (its launches wait). An order is a word in the control page, a sequence number, and a ring of
  * the order eventfd; the client answers with order_done in its region, and is believed for no longer than a bound.
  *
+ * Launches read the gate word and nothing else, so it is odd while they are to be held: an even one never leads them to the
+ * order.
+ *
  * A process may use several GPUs, each with an issuer of its own, and the watchdog may add a hold: so each side only
  * sets or clears its GPU's bit, and the word is derived from all bits.
  */
@@ -10,11 +13,21 @@
 
 #define POLL_NS 20000u /* order_done is not a futex: the client would need write access to a word of ours */
 
+/* STOP stands beside a hold: the hold is the odd word, and what is queued on the card runs until the channels are off. */
 static enum valve_order order_of(uint64_t bits)
 {
-	if (bits >> 32)
-		return VALVE_ORDER_HOLD; /* the weaker order wins: it is asked for when STOP did not work */
-	return (uint32_t)bits ? VALVE_ORDER_STOP : VALVE_ORDER_RUN;
+	if ((uint32_t)bits)
+		return VALVE_ORDER_STOP;
+	return bits ? VALVE_ORDER_HOLD : VALVE_ORDER_RUN;
+}
+
+/* Whatever another thread has written meanwhile. That of an online client is its service's (hold.c). */
+static void set_word(struct valve_client *client, bool held)
+{
+	uint32_t *word = &client->control->gate_epoch, old = load_relaxed(word);
+
+	while (client->role == VALVE_ROLE_OFFLINE && old % 2 != held && !compare_swap(word, &old, old + 1))
+		;
 }
 
 /* Say the order that the bits mean, until nobody changed them meanwhile. Two threads may say it side by side: the
@@ -30,6 +43,7 @@ static uint32_t publish(struct valve_client *client, bool again)
 
 		bits = load_full(&client->orders);
 		order = order_of(bits);
+		set_word(client, bits >> 32);
 		if (!again && load_relaxed(&control->order) == order)
 			continue;
 		store_release(&control->order, order); /* the client reads order_seq, then order */
@@ -95,19 +109,35 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step)
 		order_set(step->owner[i], gpu->index, VALVE_ORDER_HOLD, true, false);
 }
 
-/* After an enable: take back the holds that failures or the watchdog added for this GPU. */
-void order_release(struct gpu *gpu, struct plan *plan)
+static void release(struct gpu *gpu, struct valve_client *client)
 {
 	uint64_t bits = 1ull << gpu->index | 1ull << (gpu->index + 32);
 
-	for (uint32_t i = 0; plan && i < plan->steps; i++) {
-		struct plan_step *step = &plan->step[i];
+	if (!(load_full(&client->orders) & bits))
+		return;
+	__atomic_fetch_and(&client->orders, ~bits, __ATOMIC_SEQ_CST);
+	publish(client, false);
+}
 
-		for (uint32_t k = 0; k < step->owners; k++) {
-			if (!(load_full(&step->owner[k]->orders) & bits))
-				continue;
-			__atomic_fetch_and(&step->owner[k]->orders, ~bits, __ATOMIC_SEQ_CST);
-			publish(step->owner[k], false);
+/* After an enable: take back the holds that failures or the watchdog added for this GPU. */
+void order_release(struct gpu *gpu, struct plan *plan)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		for (uint32_t k = 0; k < plan->step[i].owners; k++)
+			release(gpu, plan->step[i].owner[k]);
+	}
+}
+
+/* A new plan: who has left it has nothing on this GPU that an order could be for, and no enable to come would find it.
+ * Whose process goes on without us has channels still, and keeps the order that it was given. */
+void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
+{
+	for (uint32_t i = 0; old && i < old->steps; i++) {
+		for (uint32_t k = 0; k < old->step[i].owners; k++) {
+			struct valve_client *client = old->step[i].owner[k];
+
+			if (!load_relaxed(&client->leaves) && !plan_names(fresh, client))
+				release(gpu, client);
 		}
 	}
 }

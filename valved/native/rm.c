@@ -213,6 +213,20 @@ int rm_switch(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_s
 	return rm_control(os, &as, h_subdevice, NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, lists, sizeof *lists);
 }
 
+/* Set the time slice of a channel group, and ask for it: only what the driver says counts. The call takes the API lock to
+ * write and all GPU locks, and puts the group off for a moment: at registration only. */
+int rm_slice(const struct valve_os *os, int fd, uint32_t h_client, uint32_t h_tsg, uint32_t us)
+{
+	struct rm_client as = {.ctl = fd, .h_client = h_client};
+	struct nva06c_timeslice slice = {.timesliceUs = us};
+	int rc = rm_control(os, &as, h_tsg, NVA06C_CTRL_CMD_SET_TIMESLICE, &slice, sizeof slice);
+
+	slice.timesliceUs = 0;
+	if (rc == 0)
+		rc = rm_control(os, &as, h_tsg, NVA06C_CTRL_CMD_GET_TIMESLICE, &slice, sizeof slice);
+	return rc ? rc : slice.timesliceUs == us ? 0 : -ERANGE;
+}
+
 /* The driver's own number of a channel, whoever owns it: the control resolves foreign pairs without asking
  * (kernel_fifo_ctrl.c, QueryChannelUniqueId). It takes the API lock in write mode: at registration only. */
 int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint32_t h_client,

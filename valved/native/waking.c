@@ -63,6 +63,17 @@ bool waking_is_ordinary(const struct service *service)
 	return load_relaxed(&service->permitted) && load_relaxed(&service->tellers) < 2;
 }
 
+/* A watcher that has proven idleness sleeps until a launch rings. Where another hand closed the word, launches ring no more:
+ * its proof is old, and it does not know. One that is awake hears nothing. */
+void waking_rouse(const struct valve_client *client)
+{
+	struct valve_region *region = client->region;
+
+	if (client->role == VALVE_ROLE_ONLINE && load_relaxed(&region->watcher_state) == VALVE_WATCHER_IDLE &&
+	    !client_is_idle(client))
+		futex_wake_shared(&region->busy);
+}
+
 static void see_launcher(const struct valve_client *client, const struct valve_wake_rule *rule, uint64_t now,
                          struct valve_wake_seen *seen)
 {
@@ -73,6 +84,7 @@ static void see_launcher(const struct valve_client *client, const struct valve_w
 	heard_ns = view.watcher_ns > rule->watch_since_ns ? view.watcher_ns : rule->watch_since_ns;
 	if (!view.submitted && !view.watcher_ns)
 		heard_ns = now; /* who launched nothing has no watcher yet, and nothing to prove */
+	waking_rouse(client);
 	valve_wake_launcher(seen, rule, now, view.filled && view.submitted == view.idle_submitted,
 	                    view.idle_ns < now ? view.idle_ns : now, heard_ns);
 }
@@ -209,7 +221,9 @@ void waking_turn(struct valve_gate *gate, uint64_t now)
 	swap(&gate->kicked, 0);
 	for (uint32_t i = 0; i < load_acquire(&gate->services); i++) {
 		struct service *service = &gate->service[i];
+		uint64_t grant_ns = grant_turn(gate, i, now);
 
+		next = grant_ns < next ? grant_ns : next;
 		/* Full order: either the caller, who takes it back, waits for this turn, or we see it taken. */
 		if (!load_full(&service->permitted) || load_relaxed(&service->epoch) % 2)
 			continue;
@@ -233,7 +247,7 @@ void waking_arm(struct valve_gate *gate)
 		timerfd_settime(gate->timer, TFD_TIMER_ABSTIME, &at, NULL);
 }
 
-static void kick(struct valve_gate *gate)
+void waking_kick(struct valve_gate *gate)
 {
 	uint64_t one = 1;
 
@@ -242,7 +256,7 @@ static void kick(struct valve_gate *gate)
 		return; /* the counter is full: it has an edge that nobody has seen yet */
 }
 
-void waking_withdraw(struct valve_gate *gate, struct service *service)
+static void take_back(struct valve_gate *gate, struct service *service)
 {
 	if (!load_relaxed(&service->permitted)) /* only the caller writes it */
 		return;
@@ -250,20 +264,29 @@ void waking_withdraw(struct valve_gate *gate, struct service *service)
 	listener_quiesce(gate);
 }
 
+/* Nobody would end slices without a permission. */
+void waking_withdraw(struct valve_gate *gate, struct service *service)
+{
+	take_back(gate, service);
+	slice_close(gate, service, now_ns(), false);
+}
+
 /* From here on the listener alone changes the epoch of this service, until the permission is withdrawn. */
 void valve_service_permit(struct valve_gate *gate, int32_t index, const struct valve_wake_rule *rule)
 {
 	struct service *service = &gate->service[index];
 
-	waking_withdraw(gate, service);
-	if (!rule)
+	if (!rule) {
+		waking_withdraw(gate, service);
 		return;
+	}
+	take_back(gate, service); /* a new rule ends nothing */
 	service->rule = *rule;
 	service->due_ns = 0;
 	service_settle(service);
 	store_full(&service->permitted, 1); /* pairs with the load in waking_turn: the rule is whole */
 	if (load_full(&service->epoch) % 2 == 0)
-		kick(gate); /* a ring from here on sees the permission, and says when to look */
+		waking_kick(gate); /* a ring from here on sees the permission, and says when to look */
 }
 
 /* What was decided last. */

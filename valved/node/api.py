@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import msgspec
 
+from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.errors import InvalidRequest, NotFound, NotNow
 from valved.gate.wake import GateService
+from valved.model.consent import SILENT, Said, check
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Role
 from valved.model.states import Explanation, NodeState, PolicyState
@@ -31,6 +33,7 @@ class Node:
         reporter: Reporter,
         handover: Handover,
         journal: Journal,
+        consents: Consents,
         *,
         lease_ns: int,
         stop: Callable[[], None],
@@ -41,14 +44,20 @@ class Node:
         self._reporter = reporter
         self._handover = handover
         self._journal = journal
+        self._consents = consents
         self._lease_ns = lease_ns
         self._stop = stop
-        self.explain_reclaim: Callable[[int], Explanation | None] = lambda number: None
 
     def status(self) -> NodeState:
         return self._reporter.status()
 
-    def watch(self, kinds: Iterable[str], wake: Callable[[], None], since_seq: int | None = None) -> Watcher:
+    @property
+    def epoch(self) -> int:
+        return self._journal.epoch
+
+    def watch(
+        self, kinds: Iterable[str], wake: Callable[[], None], since_seq: int | None = None, epoch: int | None = None
+    ) -> Watcher:
         known = {kind.value for kind in EventKind}
         unknown = sorted(set(kinds) - known)
         if unknown:
@@ -57,16 +66,17 @@ class Node:
                 field="kinds",
                 next_step=f"known: {', '.join(sorted(known))}",
             )
-        return self._journal.watch(kinds, WATCH_QUEUE, wake, since_seq)
+        return self._journal.watch(kinds, WATCH_QUEUE, wake, since_seq, epoch)
 
     def unwatch(self, watcher: Watcher) -> None:
         self._journal.unwatch(watcher)
 
-    def launch(self, pid: int, start_time: int, role: Role, name: str) -> int:
+    def launch(self, pid: int, start_time: int, role: Role, name: str, said: Said = SILENT) -> int:
         if role not in (Role.ONLINE, Role.OFFLINE):
             raise InvalidRequest("a process can be claimed as online or offline", field="role")
         if pid <= 0:
             raise InvalidRequest(f"pid {pid} is no process", field="pid")
+        self._check_words(role, said)
         if role is Role.OFFLINE and self._brake.refusal:
             step = "valve resume" if self._brake.is_draining else "set the mode to harvest"
             raise NotNow(self._brake.refusal, field="role", next_step=step)
@@ -77,7 +87,20 @@ class Node:
                 field="start_time",
                 next_step="pass field 22 of /proc/PID/stat, and call while the process lives",
             )
+        if role is Role.ONLINE:
+            self._consents.say(claim.service, said)
+            self._handover.save()  # however suddenly this valved ends, the process comes back as what it is
         return int(claim.service)
+
+    @staticmethod
+    def _check_words(role: Role, said: Said) -> None:
+        if said != SILENT and role is not Role.ONLINE:
+            raise InvalidRequest("only online work states a target or consents to pauses", field="slo")
+        try:
+            check(said)
+        except ValueError as error:
+            text = str(error)
+            raise InvalidRequest(text, field=text.partition(":")[0], next_step="see docs/finetuning.md") from None
 
     def policy(self) -> PolicyState:
         cooldown = self._gating.settings.cooldown
@@ -137,7 +160,7 @@ class Node:
             "gpu": self._reporter.explain_gpu,
             "pid": self._reporter.explain_pid,
             "service": self._reporter.explain_service,
-            "reclaim": self.explain_reclaim,
+            "reclaim": self._reporter.explain_reclaim,
         }
         if subject not in explainers:
             raise InvalidRequest("name a GPU, a process, a service or a reclaim", field="subject")

@@ -23,10 +23,12 @@ from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.model.events import EventKind
 from valved.model.ids import Mode
+from valved.node.kv import Kv
 from valved.node.leaving import Leaving
 from valved.paths import DRAIN_FILE
 from valved.policy.stopping import Switches, Work, decide_work
 from valved.state.journal import Journal
+from valved.state.registry import BRAKE_SERVICE
 
 
 class Brake:
@@ -38,18 +40,18 @@ class Brake:
         leaving: Leaving,
         journal: Journal,
         pause_file: Path,
+        kv: Kv | None = None,
     ) -> None:
         self.mode = Mode.HARVEST
         self.is_paused = False
         self.paused_by = ""
         self.is_draining = False
         self.leaving = leaving
-        self.allow_reclaim: Callable[[bool], None] = lambda on: None
-        self.when_still: Callable[[Callable[[], None]], None] = lambda call: call()
         self._gating = gating
         self._register = register
         self.ladder = ladder
         self._journal = journal
+        self._kv = kv
         self._pause_file = pause_file
         self._drain_file = pause_file.with_name(DRAIN_FILE)
         self._is_drained_by_file = False
@@ -125,7 +127,9 @@ class Brake:
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
         self._is_handed_over = True  # no switch takes this back
         self._gating.is_braked = True  # nobody who comes from here on is woken
-        self._gating.set_pause(frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared())
+        self._gating.set_standing(
+            BRAKE_SERVICE, frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared()
+        )
 
     def _begin_drain(self) -> None:
         self.is_draining = True
@@ -143,19 +147,23 @@ class Brake:
     def _emptied(self) -> None:
         calls, self._then = self._then, []
         for call in calls if self.is_draining else ():
-            self.when_still(call)
+            if self._kv is None:
+                call()
+            else:
+                self._kv.turn.when_still(call)
 
     def _apply(self) -> None:
         """The hold first: whatever else follows, offline work is stopped by then."""
         if self._is_handed_over:
             return
         switches = self.switches
-        self._gating.set_pause(frozenset(self._gating.gpus if switches.is_closed else ()))
-        self._register.channels.set_closed(switches.is_closed)
+        self._gating.set_standing(BRAKE_SERVICE, frozenset(self._gating.gpus if switches.is_closed else ()))
+        self._register.channels.lease.set_closed(switches.is_closed)
         # Observing goes on looking when online services are idle; GPUs stay held all the same.
         self._gating.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
         self._gating.ask_idleness("observe", self.mode is Mode.OBSERVE)
-        self.allow_reclaim(not switches.must_leave)
+        if self._kv is not None:
+            self._kv.allow(not switches.must_leave)
         if switches.must_leave:
             self.leaving.begin()
         else:

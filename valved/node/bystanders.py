@@ -18,7 +18,7 @@ from valved.machine.ports import GpuInfo, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ProcessId, Role
 from valved.state.journal import Journal
-from valved.state.registry import Books, Claim
+from valved.state.registry import GUARD_SERVICE, Books, Claim
 
 LOOK_S = 1.0  # while there is offline work to stop
 REST_S = 5.0  # before that: nobody is hurt yet, and NVML takes locks of the driver
@@ -35,7 +35,7 @@ class Bystanders:
         journal: Journal,
         gpus: Sequence[GpuInfo],
         freeze: Freeze,
-        owners: Callable[[], set[ProcessId]],
+        expected: Callable[[], set[ProcessId]],
     ) -> None:
         self._books = books
         self._gating = gating
@@ -43,8 +43,9 @@ class Bystanders:
         self._journal = journal
         self._gpus = gpus
         self._freeze = freeze
-        self._owners = owners  # of channels that a predecessor left: they come back, or are let go
+        self._expected = expected  # owners of channels that a predecessor left: they come back, or are let go
         self._users: dict[GpuIndex, tuple[str, ...]] = {}  # who uses a GPU unheard, in words
+        self.has_looked = False
         self._looks: dict[ProcessId, int] = {}  # at claimed offline jobs without the shim
 
     def reason(self, gpu: GpuIndex) -> str:
@@ -59,14 +60,15 @@ class Bystanders:
             while True:
                 self.look(await loop.run_in_executor(None, reader.look))
                 has_offline = any(claim.role is Role.OFFLINE for claim in self._books.claims.values())
-                await asyncio.sleep(LOOK_S if has_offline or self._books.with_role(Role.OFFLINE) else REST_S)
+                has_offline |= any(self._books.with_role(Role.OFFLINE))
+                await asyncio.sleep(LOOK_S if has_offline else REST_S)
         finally:
             reader.close()
 
     def look(self, cards: Mapping[bytes, CardUse]) -> None:
         """Close what somebody uses unheard, open what nobody does. A card that does not answer stays as it is."""
         shims = [client for client in self._books.clients.values() if client.role is not Role.HOOK]
-        known = {client.process for client in shims} | self._owners()  # a hook alone stops and hears nothing
+        known = {client.process for client in shims} | self._expected()  # a hook alone stops and hears nothing
         ungated: dict[ProcessId, str] = {}
         for gpu in self._gpus:
             if gpu.uuid not in cards:
@@ -87,7 +89,8 @@ class Bystanders:
                     users.append(name)
             self._set(gpu.index, tuple(users))
         self._stop(ungated)
-        self._gating.set_guarded(frozenset(gpu for gpu, users in self._users.items() if users))
+        self._gating.set_standing(GUARD_SERVICE, frozenset(gpu for gpu, users in self._users.items() if users))
+        self.has_looked = True
 
     def _set(self, gpu: GpuIndex, users: tuple[str, ...]) -> None:
         if users == self._users.get(gpu, ()):

@@ -13,17 +13,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from valved.clients.channels import SECOND_NS
+from valved.clients.leftovers import enable_due
 from valved.clients.register import Register
+from valved.clients.schedules import SECOND_NS
+from valved.gate.freeze import Ladder
 from valved.gate.online import OnlineService
 from valved.gate.requests import RequestTally
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import GatePort, ProcessPort
+from valved.model.consent import Said
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, GpuIndex, ProcessId, Role, ServiceId
+from valved.node.comeback import TELL_NS
+from valved.node.kv import Kv
+from valved.node.snapshot import COUNTERS, Snapshots
 from valved.policy.cooldown import CooldownSettings, CooldownState, read_cooldown
 from valved.state import saved as files
 from valved.state.journal import Journal
@@ -31,28 +35,13 @@ from valved.state.registry import Books, Claim, ServiceEntry
 from valved.state.saved import (
     SavedChannel,
     SavedClient,
-    SavedGpu,
-    SavedMemory,
     SavedPolicy,
-    SavedRequests,
     SavedService,
     SavedState,
 )
 
 DEBOUNCE_NS = 50_000_000  # a burst of registrations becomes one write ...
 SAVE_SHARE = 20  # ... and a long one costs at most a twentieth of the time
-TELL_NS = 1_000_000_000  # a client that came back and shows nothing for so long has told of all its channels
-COUNTERS = (
-    "gates",
-    "wakes",
-    "wake_refused",
-    "gate_failures",
-    "clients",
-    "refused",
-    "malformed",
-    "restarts",
-    "channels_enabled_on_exit",
-)
 
 
 class Handover:
@@ -67,13 +56,17 @@ class Handover:
         clock: Clock,
         processes: ProcessPort,
         boot: str,
+        ladder: Ladder,
+        kv: Kv | None = None,
+        *,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`is_ours`: whether the folder that the state is written to is still this daemon's."""
         self.policy = SavedPolicy()
-        self.is_ours: Callable[[], bool] = lambda: True  # the folder that the state is written to
-        self.frozen: Callable[[], list[ProcessId]] = list
-        self.let_go: Callable[[ProcessId], None] = lambda process: None
-        self.memory: Callable[[], SavedMemory] = SavedMemory
-        self.restore_memory: Callable[[SavedMemory], None] = lambda saved: None
+        self._is_ours = is_ours
+        self._ladder = ladder
+        self._kv = kv
+        self._snapshots = Snapshots(gate, books, gating, register, clock, processes, boot, ladder, kv)
         self._path = path
         self._gate = gate
         self._books = books
@@ -99,7 +92,7 @@ class Handover:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self.is_ours():
+        if not self._is_ours():
             return
         began_ns = self._clock.now_ns()
         try:
@@ -109,92 +102,7 @@ class Handover:
         self._took_ns = self._clock.now_ns() - began_ns
 
     def snapshot(self) -> SavedState:
-        self._gating.drain()
-        counters = self._gating.counters
-        leftovers = [
-            SavedClient(
-                pid=owner.pid,
-                start_time=owner.start_time,
-                role=Role.OFFLINE,
-                service=0,
-                channels=[_saved_channel(channel)],
-            )
-            for channel, owner in self._register.channels.leftovers.all()
-        ]
-        return SavedState(
-            version=files.VERSION,
-            boot_id=self._boot,
-            driver=self._gate.driver_version(),
-            counters={name: getattr(counters, name) for name in COUNTERS},
-            refusals=dict(counters.refusals),
-            gpus=[self._saved_gpu(info.index, info.uuid) for info in self._gate.gpus()],
-            services=[self._saved_service(entry) for entry in self._books.services.values()],
-            clients=[*self._saved_clients(), *leftovers],
-            next_client=self._books.next_client,
-            next_service=self._books.next_service,
-            policy=self.policy,
-            memory=self._saved_memory(),
-            frozen=[(process.pid, process.start_time) for process in self.frozen()],
-        )
-
-    def _saved_memory(self) -> SavedMemory:
-        """Of the services that there are: one that ended never comes back under its number."""
-        memory = self.memory()
-        living = {service: state for service, state in memory.reservations.items() if service in self._books.services}
-        return msgspec.structs.replace(memory, reservations=living)
-
-    def _saved_gpu(self, gpu: GpuIndex, uuid: bytes) -> SavedGpu:
-        account = self._gating.gpus[gpu]
-        account.advance(self._clock.now_ns())
-        return SavedGpu(
-            uuid=uuid.hex(),
-            harvest_ns=account.harvest_ns,
-            gated_ns=account.gated_ns,
-            gates=account.gates,
-            latency=list(account.latency.counts),
-            latency_sum_ns=account.latency.sum_ns,
-        )
-
-    def _saved_service(self, entry: ServiceEntry) -> SavedService:
-        claim = self._books.claims.get(entry.root) if entry.root is not None else None
-        saved = SavedService(
-            id=entry.id,
-            name=entry.name,
-            role=entry.role,
-            root=(entry.root.pid, entry.root.start_time) if entry.root is not None else None,
-            cgroup=claim.cgroup if claim is not None else "",
-            gpus=sorted(entry.gpus),
-            harvest_ns=self._register.channels.harvest.harvest_ns(entry.id, self._clock.now_ns()),
-            tokens=[(by.pid, by.start_time, n) for by, n in self._register.tokens_by_process(entry.id).items()],
-        )
-        online = self._gating.online.get(entry.id)
-        return saved if online is None else _with_online(saved, online, self._saved_requests(online))
-
-    def _saved_requests(self, online: OnlineService) -> list[SavedRequests]:
-        told = dict(online.left)
-        for client in self._books.clients_of(online.id):
-            told[client.process, client.role] = online.tally_of(client)
-        return [
-            SavedRequests(process.pid, process.start_time, role, *tally.seen, tally.open_hits())
-            for (process, role), tally in told.items()
-            if tally.is_heard and self._is_alive(process.pid, process.start_time)
-        ]
-
-    def _saved_clients(self) -> list[SavedClient]:
-        return [
-            SavedClient(
-                pid=entry.process.pid,
-                start_time=entry.process.start_time,
-                role=entry.role,
-                service=entry.service,
-                channels=[
-                    _saved_channel(channel)
-                    for key, channel in entry.channels.items()
-                    if entry.role is Role.OFFLINE and key not in entry.app_disabled
-                ],
-            )
-            for entry in self._books.clients.values()
-        ]
+        return self._snapshots.take(self.policy)
 
     # Reading
 
@@ -202,7 +110,8 @@ class Handover:
         """Take over from a predecessor. Called once, before the link opens."""
         self._senseless = []
         self._try("counters", lambda: self._restore_counters(saved))
-        self._try("memory", lambda: self.restore_memory(saved.memory))
+        if (kv := self._kv) is not None:
+            self._try("memory", lambda: kv.report.restore(saved.memory))
         self._try("policy", lambda: self._restore_policy(saved.policy))
         self._restore_books(saved, come_back_s)
         if self._senseless:
@@ -233,7 +142,7 @@ class Handover:
             return
         for pid, start_time in saved.frozen:
             thawed = ProcessId(pid=pid, start_time=start_time)
-            self._try(f"frozen process {pid}", partial(self.let_go, thawed))
+            self._try(f"frozen process {pid}", partial(self._ladder.release, thawed))
         for service in saved.services:
             members = [client for client in saved.clients if client.service == service.id]
             self._try(f"service {service.id}", partial(self._restore_service, service, members))
@@ -246,6 +155,7 @@ class Handover:
             channels=len(self._register.channels.leftovers),
         )
         self.settle(patience_over=False)
+        self._register.departures.watch()
         after_ns = self._clock.now_ns() + round(come_back_s * SECOND_NS)
         self._clock.call_at_ns(after_ns, lambda: self.settle(patience_over=True))
 
@@ -313,14 +223,8 @@ class Handover:
 
     def settle(self, *, patience_over: bool) -> None:
         """Enable what nobody came back for. Called again from time to time while anything is left."""
-
-        def is_due(channel: ChannelRef, owner: ProcessId) -> bool:
-            if not self._is_alive(owner.pid, owner.start_time):
-                return True
-            return patience_over and not self._gate.is_gated(channel.gpu)
-
-        if due := self._register.channels.leftovers.take_where(is_due):
-            known = self._gate.enable_foreign(due)
+        due, known = enable_due(self._register.channels.leftovers, self._gate, self._processes, patience_over)
+        if due:
             self._journal.emit(
                 EventKind.ENABLED_LEFTOVER,
                 gpus=tuple(sorted({channel.gpu for channel in due})),
@@ -331,6 +235,7 @@ class Handover:
             self.save_soon()
         for online in list(self._gating.online.values()):
             self._settle_service(online, patience_over)
+        self._register.lived.keep(lambda process: self._is_alive(process.pid, process.start_time))
 
     def _settle_service(self, online: OnlineService, patience_over: bool) -> None:
         if (entry := self._books.services.get(online.id)) is None:
@@ -343,7 +248,7 @@ class Handover:
             entry.kept_gpus = frozenset()
             if entry.refresh_gpus():
                 self._gating.set_gpus(online.id, entry.gpus)
-                self._register.channels.refresh_lease_flags()
+                self._register.channels.lease.refresh()
         if patience_over and not online.away:
             self._register.drop_if_empty(online.id)
 
@@ -351,26 +256,10 @@ class Handover:
         return self._processes.start_time(pid) == start_time
 
 
-def _with_online(saved: SavedService, online: OnlineService, told: list[SavedRequests]) -> SavedService:
-    requests, most, histogram = online.request_figures()
-    mark = online.cooldown_state
-    return msgspec.structs.replace(
-        saved,
-        cooldown=(mark.mark_ns, mark.age_ns, mark.gaps),
-        preemptions=online.preemptions,
-        delay_ns=online.delay_ns,
-        held_ns=online.held_ns,
-        freed_ns=online.freed_ns,
-        requests=requests,
-        most_preempted=most,
-        preempted=histogram,
-        told=told,
-    )
-
-
 def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> None:
     online.preemptions, online.delay_ns = saved.preemptions, saved.delay_ns
     online.held_ns, online.freed_ns = saved.held_ns, saved.freed_ns
+    online.said = Said(slo=saved.slo, grant=saved.grant)
     past = online.past_requests
     past.ended, past.most = saved.requests, saved.most_preempted
     if len(saved.preempted) == len(past.histogram):
@@ -381,11 +270,6 @@ def _restore_online(online: OnlineService, saved: SavedService, now_ns: int) -> 
     if saved.cooldown is not None:
         mark_ns, age_ns, gaps = saved.cooldown
         online.cooldown_state = CooldownState(mark_ns=mark_ns, age_ns=age_ns, seen_ns=now_ns, gaps=gaps)
-
-
-def _saved_channel(channel: ChannelRef) -> SavedChannel:
-    c = channel  # positional: a node may have thousands
-    return SavedChannel(c.gpu, c.h_client, c.h_channel, c.cid, c.h_tsg, c.engine, c.compute)
 
 
 def _channel(saved: SavedChannel) -> ChannelRef:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from valved.clients.register import Exits, Reactor, Register
-from valved.config import Config
+from valved.clients.exits import Exits, Reactor
+from valved.clients.register import Register
+from valved.config import Config, MemoryTable
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
 from valved.kv.account import ReclaimLog
@@ -32,10 +33,7 @@ from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, WorkPort
-from valved.node.api import Node
-from valved.node.brake import Brake
-from valved.node.handover import Handover
-from valved.node.status import Reporter
+from valved.model.states import MemoryState
 from valved.state.journal import Journal
 from valved.state.registry import Books
 from valved.state.stats import MemoryCounters
@@ -57,6 +55,10 @@ class Kv:
     service: KvService
     log: ReclaimLog
     report: MemoryReport
+    settings: MemoryTable
+
+    def state(self) -> MemoryState:
+        return self.report.state(self.settings)
 
     def allow(self, on: bool) -> None:
         """Whether memory may be taken from offline work."""
@@ -67,15 +69,6 @@ class Kv:
 
     def close(self) -> None:
         self.service.close()
-
-
-def tell_others(kv: Kv, reporter: Reporter, node: Node, handover: Handover, brake: Brake, config: Config) -> None:
-    """Status, explanations, the state file and the brakes know of it."""
-    reporter.memory = lambda: kv.report.state(config.memory)
-    reporter.used_bytes = kv.supply.used_bytes
-    node.explain_reclaim = kv.report.explain_reclaim
-    handover.memory, handover.restore_memory = kv.report.saved, kv.report.restore
-    brake.allow_reclaim, brake.when_still = kv.allow, kv.turn.when_still
 
 
 def put_together(
@@ -99,7 +92,6 @@ def put_together(
     uuids = {info.index: info.uuid for info in gate.gpus()}
     counters, changes = MemoryCounters(), Changes()
     log = ReclaimLog(counters)
-
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
     unheeded = Unheeded(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
@@ -157,4 +149,5 @@ def put_together(
         service=service,
         log=log,
         report=report,
+        settings=settings,
     )

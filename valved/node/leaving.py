@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from valved.clients.register import Register
 from valved.config import Config
+from valved.gate.freeze import KILL
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
@@ -21,6 +22,7 @@ from valved.state.registry import Books
 
 SECOND_NS = 1_000_000_000
 LOOK_NS = SECOND_NS // 4  # who has come, who has gone, whose time is over
+STOP_NS, STOP_LOOK_NS = SECOND_NS // 2, SECOND_NS // 500  # how long a stop signal may take to arrive
 Signaller = Callable[[ProcessId, signal.Signals], bool]
 
 
@@ -124,17 +126,24 @@ class Leaving:
 
     def _kill(self, processes: list[ProcessId], now_ns: int) -> None:
         """Stopped first, so that nothing is launched while the channels are on. Who cannot be signalled stays held."""
-        stopped = [process for process in processes if self._signal(process, signal.SIGSTOP)]
-        for process in stopped:
-            for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
-                self._register.leave(entry.id, "about to be killed")  # enables its channels
-            left = self._register.channels.leftovers.take_of(process)
-            if left:
-                self._gate.enable_foreign(left)
-            self._signal(process, signal.SIGKILL)
-            self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
         for process in processes:
             self._until_ns[process] = now_ns + SECOND_NS
+            if self._signal(process, signal.SIGSTOP):
+                self._end_stopped(process, now_ns + STOP_NS)
+
+    def _end_stopped(self, process: ProcessId, until_ns: int) -> None:
+        """Once the signal has reached all of its threads, which takes longer on a busy machine."""
+        now_ns = self._clock.now_ns()
+        if now_ns < until_ns and self._is_alive(process) and not self._processes.is_stopped(process.pid):
+            self._clock.call_at_ns(now_ns + STOP_LOOK_NS, lambda: self._end_stopped(process, until_ns))
+            return
+        for entry in [entry for entry in self._books.clients.values() if entry.process == process]:
+            self._register.leave(entry.id, KILL)  # enables its channels
+        left = self._register.channels.leftovers.take_of(process)
+        if left:
+            self._gate.enable_foreign(left)
+        self._signal(process, signal.SIGKILL)
+        self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
 
     def _is_alive(self, process: ProcessId) -> bool:
         return self._processes.start_time(process.pid) == process.start_time

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from valved.clients.register import Register
+from valved.gate.granting import Granting
 from valved.gate.online import OnlineService
 from valved.gate.wake import GateService
 from valved.machine.clock import Clock
@@ -20,18 +20,33 @@ from valved.model.states import (
     DriverState,
     Explanation,
     GpuState,
+    GrantedState,
     MemoryState,
     NodeState,
     ServiceState,
 )
 from valved.node.brake import Brake
 from valved.node.bystanders import Bystanders
+from valved.node.kv import Kv
 from valved.policy.wake import WakeAction, WakeReason
 from valved.state.journal import Journal
-from valved.state.registry import BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, Books, ClientEntry, ServiceEntry
+from valved.state.registry import (
+    BRAKE_SERVICE,
+    COME_BACK_SERVICE,
+    GUARD_SERVICE,
+    MEMORY_SERVICE,
+    Books,
+    ClientEntry,
+    ServiceEntry,
+)
 
 EXPLAINED = 50  # events in one explanation
-STANDING = {BRAKE_SERVICE: "the brake", GUARD_SERVICE: "the guard", MEMORY_SERVICE: "a move of memory"}
+STANDING = {
+    BRAKE_SERVICE: "the brake",
+    GUARD_SERVICE: "the guard",
+    MEMORY_SERVICE: "a move of memory",
+    COME_BACK_SERVICE: "the start of valved, until online processes are back,",
+}
 WORDS = {
     WakeReason.COOLING: "cooling down",
     WakeReason.REFUSED_LATELY: "busy: a launch came as it was about to give way",
@@ -46,6 +61,11 @@ WORDS = {
 def is_telling(event: Event) -> bool:
     """Whether an event explains anything: a process brings ten channels and more, which drown the decisions."""
     return event.kind not in (EventKind.CHANNEL_ADDED, EventKind.CHANNEL_GONE)
+
+
+def granted_facts(granted: GrantedState) -> list[str]:
+    refused = ", ".join(f"{reason} {times}" for reason, times in sorted(granted.refused.items()))
+    return list(filter(None, [granted.words, granted.worth, f"pauses refused: {refused}" if refused else ""]))
 
 
 class Reporter:
@@ -64,9 +84,10 @@ class Reporter:
         lease_ns: int,
         driver: DriverState,
         bystanders: Bystanders | None = None,
+        kv: Kv | None = None,
+        granting: Granting | None = None,
     ) -> None:
-        self.memory: Callable[[], MemoryState] = MemoryState
-        self.used_bytes: Callable[[bytes], int] = lambda uuid: 0  # device memory in use on a card
+        self._kv, self._granting = kv, granting
         self._gate = gate
         self._books = books
         self._gating = gating
@@ -110,13 +131,14 @@ class Reporter:
             ),
             lease_ns=self._lease_ns,
             run_dir=str(self._run_dir),
-            memory=self.memory(),
+            memory=self._kv.state() if self._kv is not None else MemoryState(),
         )
 
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
         account = self._gating.gpus[info.index]
         account.advance(now_ns)
         reach, reason = self._gate.reach(info.index)
+        kv, bystanders = self._kv, self._bystanders
         return GpuState(
             index=info.index,
             uuid=info.uuid_text,
@@ -131,12 +153,9 @@ class Reporter:
             preemptions=account.gates,
             preempt_latency=account.latency.state(),
             total_bytes=info.total_bytes,
-            used_bytes=self.used_bytes(info.uuid),
-            guarded_because=self._guarded_because(info.index),
+            used_bytes=kv.supply.used_bytes(info.uuid) if kv is not None else 0,
+            guarded_because=bystanders.reason(info.index) if bystanders is not None else "",
         )
-
-    def _guarded_because(self, gpu: GpuIndex) -> str:
-        return self._bystanders.reason(gpu) if self._bystanders is not None else ""
 
     def _service(self, entry: ServiceEntry, now_ns: int) -> ServiceState:
         online = self._gating.online.get(entry.id)
@@ -162,6 +181,7 @@ class Reporter:
             preemptions_per_request=tuple(histogram),
             busy_ns=online.busy_ns(now_ns) if online is not None else 0,
             idle_ns=online.idle_ns(now_ns) if online is not None else 0,
+            granted=self._granting.state(entry.id) if self._granting is not None else GrantedState(),
         )
 
     def _online_words(self, online: OnlineService, now_ns: int) -> str:
@@ -252,13 +272,13 @@ class Reporter:
             return None
         self._gating.drain()
         state = self._service(entry, self._clock.now_ns())
-        facts = [
-            f"GPUs {list(state.gpus)}, processes {list(state.pids)}",
-            f"preempted offline work {state.preemptions} times, delayed by {state.delay_ns / 1e6:.3f} ms in all",
-        ]
+        facts = [f"GPUs {list(state.gpus)}, processes {list(state.pids)}", *granted_facts(state.granted)]
+        if entry.role is Role.OFFLINE:
+            facts.append(f"was let run for {state.harvest_ns / 1e9:.3f} s in all")
         online = self._gating.online.get(entry.id)
         if online is not None:
-            cooldown = online.cooldown
+            cooldown, delay_ms = online.cooldown, state.delay_ns / 1e6
+            facts.append(f"preempted offline work {state.preemptions} times, delayed by {delay_ms:.3f} ms in all")
             facts.append(
                 f"cooldown {cooldown.cooldown_ns / 1e6:.1f} ms, from a largest gap of {cooldown.gap_ns / 1e6:.1f} ms "
                 f"({cooldown.reason})"
@@ -270,6 +290,9 @@ class Reporter:
                 self._journal.recent(lambda event: is_telling(event) and event.service == service, EXPLAINED)
             ),
         )
+
+    def explain_reclaim(self, number: int) -> Explanation | None:
+        return self._kv.report.explain_reclaim(number) if self._kv is not None else None
 
     def explain_pid(self, pid: int) -> Explanation | None:
         clients = [entry for entry in self._books.clients.values() if entry.process.pid == pid]

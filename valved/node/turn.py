@@ -1,5 +1,7 @@
-"""A successor that waits for its turn, as in the surge of a DaemonSet: it counts as ready, so that its predecessor is
-told to leave; and that one sees that somebody waits, and hands over instead of draining.
+"""Lets a new valved wait until the old one has ended, as when a DaemonSet is updated with a surge.
+
+The new one answers as ready while it waits, so Kubernetes ends the old one. The old one sees that a successor waits,
+and hands over instead of draining.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What valved does by itself, now and then: nothing here is in a hurry, and nothing waits for it."""
+"""Work that valved does every few seconds: lost stamps, leftovers, the state file, the cards. Nothing waits for it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _scalar(value: Any) -> Any:
     return int(value) if isinstance(value, enum.IntEnum) else value
 
 
-def event(value: Event, lost: int = 0) -> Any:
+def event(value: Event, epoch: int, lost: int = 0) -> Any:
     return node_pb2.Event(
         seq=value.seq,
         t_ns=value.t_ns,
@@ -71,6 +71,7 @@ def event(value: Event, lost: int = 0) -> Any:
         reason=value.reason,
         detail={name: str(inner) for name, inner in value.detail.items()},
         lost=lost,
+        epoch=epoch,
     )
 
 

@@ -7,21 +7,25 @@ Errors keep their kind: a ValveError becomes a status code with the field and th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 from valve.v1 import node_pb2, node_pb2_grpc
 
 from valved.errors import InvalidRequest, NotFound, NotNow, ValveError
+from valved.model.consent import Said
 from valved.node.api import Node
 from valved.rpc import convert
+from valved.rpc.front import Caller, Crowd, Places
+from valved.state.journal import Watcher
 
 CODES = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (NotFound, grpc.StatusCode.NOT_FOUND),
     (NotNow, grpc.StatusCode.FAILED_PRECONDITION),
 )
+MODES = "known: " + ", ".join(f"{mode.value} ({number})" for number, mode in convert.MODE_OF.items())
 COOLDOWN_FIELDS = {
     "cooldown_start_ns": "start_ns",
     "cooldown_floor_ns": "floor_ns",
@@ -29,19 +33,24 @@ COOLDOWN_FIELDS = {
     "cooldown_factor": "factor",
     "cooldown_window_ns": "window_ns",
 }
+WATCHERS = Places(per_user=4, others=32, own=32)  # each costs some 0.1 ms of the loop for every event that it reads
+SLOW_S = 10.0  # a reader that takes nothing for so long is ended; it can go on from the last event it has
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, watchers: Crowd | None = None, *, slow_s: float = SLOW_S) -> None:
         self._node = node
+        self._watchers = watchers or Crowd("watchers", WATCHERS)
+        self._slow_s = slow_s
+        self._turn = asyncio.Lock()
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         del request
-        return await _answer(context, lambda: convert.fill(node_pb2.Status(), self._node.status()))
+        return await self._answer(context, lambda: convert.fill(node_pb2.Status(), self._node.status()))
 
     async def GetPolicy(self, request: Any, context: Any) -> Any:
         del request
-        return await _answer(context, lambda: convert.fill(node_pb2.Policy(), self._node.policy()))
+        return await self._answer(context, lambda: convert.fill(node_pb2.Policy(), self._node.policy()))
 
     async def SetPolicy(self, request: Any, context: Any) -> Any:
         changes = {
@@ -50,31 +59,34 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         mode = convert.MODE_OF.get(request.mode)
 
         def call() -> Any:
+            if mode is None and request.mode != node_pb2.MODE_UNSPECIFIED:
+                raise InvalidRequest(f"there is no mode {request.mode}", field="mode", next_step=MODES)
             return convert.fill(node_pb2.Policy(), self._node.set_policy(mode, changes, request.lease_ns))
 
-        return await _answer(context, call)
+        return await self._answer(context, call)
 
     async def Launch(self, request: Any, context: Any) -> Any:
         role = convert.role(request.role)
+        said = Said(slo=request.slo, grant=request.grant)
 
         def call() -> Any:
-            service = self._node.launch(request.pid, request.start_time, role, request.name)
+            service = self._node.launch(request.pid, request.start_time, role, request.name, said)
             return node_pb2.LaunchReply(service=service)
 
-        return await _answer(context, call)
+        return await self._answer(context, call)
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        return await _answer(context, lambda: convert.fill(node_pb2.Status(), self._node.pause(request.by)))
+        return await self._answer(context, lambda: convert.fill(node_pb2.Status(), self._node.pause(request.by)))
 
     async def Resume(self, request: Any, context: Any) -> Any:
         del request
-        return await _answer(context, lambda: convert.fill(node_pb2.Status(), self._node.resume()))
+        return await self._answer(context, lambda: convert.fill(node_pb2.Status(), self._node.resume()))
 
     async def Drain(self, request: Any, context: Any) -> Any:
         def call() -> Any:
             return convert.fill(node_pb2.Status(), self._node.drain(request.by, stop=request.stop))
 
-        return await _answer(context, call)
+        return await self._answer(context, call)
 
     async def Explain(self, request: Any, context: Any) -> Any:
         subject = request.WhichOneof("subject") or ""
@@ -84,26 +96,90 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
             return node_pb2.Explanation(
                 summary=answer.summary,
                 facts=answer.facts,
-                decisions=[convert.event(decision) for decision in answer.decisions],
+                decisions=[convert.event(one, self._node.epoch) for one in answer.decisions],
             )
 
-        return await _answer(context, call)
+        return await self._answer(context, call)
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def Watch(self, request: Any, context: Any) -> None:
+        uid = (await caller(context)).uid
+        refusal = self._watchers.refusal(uid)
+        if refusal:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
+        self._watchers.enter(uid)
+        try:
+            await self._watch(request, context)
+        finally:
+            self._watchers.leave(uid)
+
+    async def _watch(self, request: Any, context: Any) -> None:
         ready = asyncio.Event()
         since = request.since_seq if request.HasField("since_seq") else None
-        watcher = await _answer(context, lambda: self._node.watch(tuple(request.kinds), ready.set, since))
-        await context.send_initial_metadata(
-            (("valve-kept", str(watcher.kept)),)
-        )  # tells the caller that nothing is missed from here on
+        epoch = request.epoch if request.HasField("epoch") else None
+        watcher = await self._answer(context, lambda: self._node.watch(tuple(request.kinds), ready.set, since, epoch))
         try:
-            while True:
+            await context.send_initial_metadata(  # tells the caller that nothing is missed from here on
+                (
+                    ("valve-kept", str(watcher.kept)),
+                    ("valve-epoch", str(self._node.epoch)),
+                    ("valve-missed", "unknown" if watcher.missed is None else str(watcher.missed)),
+                )
+            )
+            while await self._send(watcher, context):
                 await ready.wait()
                 ready.clear()
-                for event, lost in watcher.take():
-                    yield convert.event(event, lost)
         finally:
             self._node.unwatch(watcher)
+        await context.abort(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"this reader took no event for {self._slow_s:g} s",
+            (("valve-next-step", "ask again with since_seq and epoch of the last event that arrived"),),
+        )
+
+    async def _send(self, watcher: Watcher, context: Any) -> bool:
+        """Write what is queued; False if the reader does not take it."""
+        loop, task, is_slow = asyncio.get_running_loop(), asyncio.current_task(), False
+        assert task is not None
+
+        def give_up() -> None:
+            nonlocal is_slow
+            is_slow = True
+            task.cancel()
+
+        for event, lost in watcher.take():
+            message = convert.event(event, self._node.epoch, lost)
+            timer = loop.call_later(self._slow_s, give_up)
+            try:
+                await context.write(message)
+            except asyncio.CancelledError:
+                if is_slow:
+                    return False
+                raise
+            finally:
+                timer.cancel()
+        return True
+
+    async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:
+        """Users other than root and valved's own are answered one at a time, and others of the loop come between."""
+        who = await caller(context)
+        try:
+            if who.uid in self._watchers.own:
+                return call()
+            async with self._turn:
+                await asyncio.sleep(0)
+                return call()
+        except ValveError as error:
+            code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+            problem = node_pb2.Problem(field=error.field, next_step=error.next_step)
+            await context.abort(
+                code,
+                str(error),
+                (
+                    ("valve-field", error.field),
+                    ("valve-next-step", error.next_step),
+                    ("valve-problem-bin", problem.SerializeToString()),
+                ),
+            )
 
 
 class ViewServicer(NodeServicer):
@@ -116,18 +192,13 @@ class ViewServicer(NodeServicer):
     SetPolicy = Launch = Pause = Resume = Drain = _refuse
 
 
-async def _answer(context: Any, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except ValveError as error:
-        code = next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-        problem = node_pb2.Problem(field=error.field, next_step=error.next_step)
+async def caller(context: Any) -> Caller:
+    """Who calls. A connection beyond those that its user may have gets no answer but this."""
+    who = Caller.of(context.peer())
+    if not who.is_welcome:
         await context.abort(
-            code,
-            str(error),
-            (
-                ("valve-field", error.field),
-                ("valve-next-step", error.next_step),
-                ("valve-problem-bin", problem.SerializeToString()),
-            ),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"no more connections for user {who.uid}",
+            (("valve-next-step", "end another command of this user that talks to valved"),),
         )
+    return who

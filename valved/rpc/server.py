@@ -4,44 +4,62 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import grpc
 from valve.v1 import node_pb2_grpc
 
 from valved.config import EVERYBODY, group_id
 from valved.node.api import Node
+from valved.rpc.front import Crowd, Front, Places
 from valved.rpc.node import NodeServicer, ViewServicer
 
 API_MODE = 0o660  # whoever may call this may claim roles and stop the harvest
-OPTIONS = (("grpc.max_receive_message_length", 1 << 20), ("grpc.so_reuseport", 0))
+CONNECTIONS = Places(per_user=8, others=64, own=64)  # a command has one, an exporter one
+CALLS_PER_CONNECTION = 8  # `valve record` has two at a time; further ones wait in their own client
+OPTIONS = (
+    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+    ("grpc.so_reuseport", 0),
+)
 
 
-async def serve(node: Node, path: Path, group: str = "") -> Any:
+class GrpcServer:
+    """A gRPC server that nobody but valved reaches, and the front that passes callers on to it."""
+
+    def __init__(self, servicer: NodeServicer, path: Path, crowd: Crowd) -> None:
+        self._behind = path.with_name(path.name + ".in")
+        self._front = Front(path, self._behind, crowd)
+        self._server = grpc.aio.server(options=OPTIONS)
+        node_pb2_grpc.add_NodeServicer_to_server(servicer, self._server)
+
+    async def start(self, mode: int, gid: int) -> None:
+        self._behind.unlink(missing_ok=True)
+        before = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix:{self._behind}")
+        finally:
+            os.umask(before)
+        await self._server.start()
+        await self._front.start(mode, gid)
+
+    async def stop(self, grace: float) -> None:
+        self._front.stop_listening()
+        await self._server.stop(grace)
+        self._front.close()
+
+
+async def serve(node: Node, path: Path, group: str = "") -> GrpcServer:
     """A server that answers on `path`, for root and the members of `group`."""
-    return await _serve(NodeServicer(node), path, API_MODE, group_id(group))
+    return await start(NodeServicer(node), path, API_MODE, group_id(group))
 
 
-async def serve_view(node: Node, path: Path, group: str) -> Any:
+async def serve_view(node: Node, path: Path, group: str) -> GrpcServer:
     """The same for those who may look: what would change anything is refused."""
     everybody = group == EVERYBODY
-    return await _serve(
-        ViewServicer(node), path, 0o666 if everybody else API_MODE, group_id("" if everybody else group)
-    )
+    return await start(ViewServicer(node), path, 0o666 if everybody else API_MODE, group_id("" if everybody else group))
 
 
-async def _serve(servicer: NodeServicer, path: Path, mode: int, gid: int) -> Any:
-    """The umask closes the moment between bind and chmod."""
-    path.unlink(missing_ok=True)
-    server = grpc.aio.server(options=OPTIONS)
-    node_pb2_grpc.add_NodeServicer_to_server(servicer, server)
-    before = os.umask(0o117)
-    try:
-        server.add_insecure_port(f"unix:{path}")
-    finally:
-        os.umask(before)
-    await server.start()
-    if gid >= 0:
-        os.chown(path, -1, gid)
-    path.chmod(mode)
+async def start(servicer: NodeServicer, path: Path, mode: int, gid: int) -> GrpcServer:
+    server = GrpcServer(servicer, path, Crowd("connections to this socket", CONNECTIONS))
+    await server.start(mode, gid)
     return server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -42,6 +43,7 @@ class Watcher:
         self._wake = wake
         self._lost = 0
         self.kept = 0  # events from before that come first
+        self.missed: int | None = 0  # events after those the reader has that nobody keeps any more; None: unknown
 
     def wants(self, event: Event) -> bool:
         return not self._kinds or event.kind.value in self._kinds
@@ -73,10 +75,12 @@ class Journal:
     def __init__(self, clock: Clock, ring_events: int, files: Iterable[tuple[LineFile, bool]] = ()) -> None:
         """`files`: each with whether it takes every event, or the audited kinds only."""
         self._clock = clock
+        self._ring_events = ring_events
         self._edges: deque[Event] = deque(maxlen=ring_events)  # hundreds a second at times
         self._rest: deque[Event] = deque(maxlen=ring_events)  # what an hour of edges must not push out
         self._files = tuple(files)
         self._watchers: set[Watcher] = set()
+        self.epoch = time.time_ns()  # names this start of valved: the numbers of events begin anew with each
         self._seq = 0
         self._flush: TimerHandle | None = None
 
@@ -116,13 +120,26 @@ class Journal:
         return list(itertools.islice(filter(matches, newest), most))[::-1]
 
     def watch(
-        self, kinds: Iterable[str], limit: int, wake: Callable[[], None], since_seq: int | None = None
+        self,
+        kinds: Iterable[str],
+        limit: int,
+        wake: Callable[[], None],
+        since_seq: int | None = None,
+        epoch: int | None = None,
     ) -> Watcher:
-        """Events from now on; with `since_seq` those before that are still kept and came after it, first."""
+        """Events from now on; with `since_seq` those before that are still kept and came after it, first.
+
+        A number of another epoch, or one without an epoch that is not reached yet, is of another start of valved: then
+        all that is kept.
+        """
         watcher = Watcher(frozenset(kinds), limit, wake)
         if since_seq is not None:
-            kept = self.recent(lambda event: event.seq > since_seq and watcher.wants(event), limit)
-            watcher.begin(kept)
+            is_other = since_seq > self._seq if epoch is None else epoch != self.epoch
+            first = 0 if is_other else min(since_seq, self._seq)
+            after = self.recent(lambda event: event.seq > first, 2 * self._ring_events)
+            wanted = [event for event in after if watcher.wants(event)]
+            watcher.begin(wanted[-limit:])
+            watcher.missed = None if is_other else self._seq - first - len(after) + len(wanted) - watcher.kept
         self._watchers.add(watcher)
         return watcher
 

@@ -1,4 +1,4 @@
-"""Claims that wait for a valved: `valve run --online` leaves one when none answers in time, and goes on at once.
+"""Claims in files: `valve run --online` leaves one when no valved answers in time, and the next valved picks it up.
 
 A file in the folder `claims`, which only those may write who may call the API as well. Nothing but an online claim
 is taken from a file.
@@ -19,10 +19,14 @@ MOST_BYTES = 4096
 MOST_FILES = 1024
 
 
-class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an older valved does not know is left out where nothing was said."""
+
     pid: int
     start_time: int
     name: str
+    slo: str = ""
+    grant: str = ""
 
 
 def make_folder(run_dir: Path, group: int = -1) -> None:

@@ -16,7 +16,9 @@ from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, Se
 BRAKE_SERVICE = ServiceId(1)  # holds every GPU while the node is paused; it has no clients
 GUARD_SERVICE = ServiceId(0x7FFFFFFF)  # holds GPUs on which somebody may work unseen (policy/guard.py); no clients
 MEMORY_SERVICE = ServiceId(0x7FFFFFFE)  # holds the GPUs on which memory moves; no client, no book
-STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE})  # hold GPUs and are no online service
+COME_BACK_SERVICE = ServiceId(0x7FFFFFFD)  # holds every GPU after a start, until online processes are back; no client
+# They hold GPUs and are no online service.
+STANDING = frozenset({BRAKE_SERVICE, GUARD_SERVICE, MEMORY_SERVICE, COME_BACK_SERVICE})
 FIRST_SERVICE = 2
 
 

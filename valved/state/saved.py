@@ -76,6 +76,8 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     most_preempted: int = 0
     preempted: list[int] = []
     told: list[SavedRequests] = []
+    slo: str = ""  # its launcher's words
+    grant: str = ""
 
 
 class SavedGpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,17 +9,23 @@ from valved.model.states import HistogramState
 
 # Upper bounds in us. The promise is 1 ms (P1) and 50 us for our own share, so the resolution is around those.
 BOUNDS_US = (5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 400, 500, 650, 800, 1000, 1500, 2000, 5000, 10000, 100000)
+# A reclaim that waits for the next step of an engine takes seconds, and is given up after `step_s` (30 s).
+RECLAIM_BOUNDS_US = (*BOUNDS_US, *(round(1e6 * seconds) for seconds in (0.2, 0.5, 1, 2, 5, 10, 30, 60)))
 
 
 @dataclass(slots=True)
 class Histogram:
     """Counts per bound, the last one beyond every bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_US) + 1))
+    bounds_us: tuple[int, ...] = BOUNDS_US
+    counts: list[int] = field(init=False)
     sum_ns: int = 0
 
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds_us) + 1)
+
     def add(self, value_ns: int) -> None:
-        self.counts[bisect_left(BOUNDS_US, value_ns / 1000)] += 1
+        self.counts[bisect_left(self.bounds_us, value_ns / 1000)] += 1
         self.sum_ns += value_ns
 
     @property
@@ -27,7 +33,8 @@ class Histogram:
         return sum(self.counts)
 
     def state(self) -> HistogramState:
-        return HistogramState(bound_us=tuple(map(float, BOUNDS_US)), count=tuple(self.counts), sum_us=self.sum_ns / 1e3)
+        bounds = tuple(map(float, self.bounds_us))
+        return HistogramState(bound_us=bounds, count=tuple(self.counts), sum_us=self.sum_ns / 1e3)
 
 
 @dataclass(slots=True)

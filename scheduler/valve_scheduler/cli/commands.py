@@ -250,7 +250,7 @@ async def _measure(client: KubeClient | None, options: argparse.Namespace) -> Js
     namespace = options.namespace or (options.home if client is not None else "default")
     profile = profile_of(options.name, namespace, runs, workload)
     if client is not None:
-        status = {"phase": "Ready", "source": "Measured", "samples": len(profile["spec"]["curve"])}
+        status = {"phase": "Ready", "source": "Manual", "samples": len(profile["spec"]["curve"])}
         await profiling.store(client, profile["metadata"], profile["spec"], status)
     if not options.json:
         print(yaml.safe_dump(profile, sort_keys=False), end="")

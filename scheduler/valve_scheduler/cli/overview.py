@@ -128,6 +128,7 @@ def _pod_row(pod: Object, entry: Object) -> Row:
         "pod": f"{pod['metadata']['namespace']}/{pod['metadata']['name']}",
         "node": pod_place(pod).node,
         "phase": (pod.get("status") or {}).get("phase", ""),
+        "kind": annotation(pod, names.KIND) or names.BATCH,
         "gpus": gpus,
         "sla": annotation(pod, names.SLA),
         "predicted": annotation(pod, names.PREDICTED),
@@ -178,6 +179,7 @@ def _lent(online: Object) -> Row:
     return {
         "lent_gpu_h": _hours(online, "lentSeconds"),
         "delay_s": round(float(online.get("delaySeconds", 0.0)), 3),
+        "granted_h": _hours(online, "grantedSeconds"),
         "preemptions": round(float(online.get("preemptions", 0))),
     }
 

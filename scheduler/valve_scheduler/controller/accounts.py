@@ -4,6 +4,9 @@ A node's counters start anew with its daemon and end with the pod; the account o
 last value seen of each, in one object and one write, so nothing is lost or counted twice by a restart of anybody. An
 account follows a thousand pods at most: with more it goes on in a second object (usage-2, ...), and the amounts of all
 of them together are what the namespace got.
+
+What tokens were worth comes from a profile and an engine that tenants bring. So a pod saves at most what it harvested:
+`creditSeconds` of its row is the harvested time that no token has been counted for yet.
 """
 
 from collections import Counter
@@ -16,8 +19,8 @@ Object = Mapping[str, Any]
 ACCOUNT = "usage"  # the name of the first HarvestAccount of a namespace
 MOST_SEEN = 1000  # pods that one object follows; with more each write of it is large, and etcd's limit is near
 OFFLINE = ("harvestSeconds", "gatedSeconds", "usefulTokens", "tokensLost", "preemptions")
-ONLINE = ("lentSeconds", "delaySeconds", "preemptions")
-SAVED = "savedSeconds"
+ONLINE = ("lentSeconds", "delaySeconds", "grantedSeconds", "preemptions")
+SAVED, CREDIT = "savedSeconds", "creditSeconds"
 MOST_NAMED = 200  # owners, and services, of a namespace; those with the least are one row without a name
 # Looks for which a pod may be missing from the reports (its daemon restarts) before its last values are forgotten.
 _ABSENT = 20
@@ -62,8 +65,10 @@ def charge(before: Object, entries: Sequence[Entry]) -> dict[str, Any]:
             grown = _growth(float(last.get(key, 0.0)), float(entry.counters[key]))
             for sum_ in (total, part):
                 _add(sum_, key, grown)
-                if key == "usefulTokens":
-                    _add(sum_, SAVED, grown * entry.saved_per_token)
+        if not entry.online:
+            saved_s, row[CREDIT] = _saving(last, row, entry.saved_per_token)
+            for sum_ in (total, part) if saved_s else ():
+                _add(sum_, SAVED, saved_s)
         fresh.append(row)
     reported = {(entry.pod_uid, entry.online) for entry in entries}
     for pod, last in seen.items():
@@ -159,6 +164,16 @@ def _most(rows: Iterable[dict[str, Any]], key: str) -> list[dict[str, Any]]:
                 _add(kept[0], counter, value)
 
     return sorted(kept, key=lambda row: str(row["name"]))
+
+
+def _saving(last: Object, row: Object, saved_per_token: float) -> tuple[float, float]:
+    """What the tokens of a look saved, and the harvested time that is left for later ones."""
+    tokens, harvested_s = (
+        _growth(float(last.get(key, 0.0)), float(row.get(key, 0.0))) for key in ("usefulTokens", "harvestSeconds")
+    )
+    credit_s = round(float(last.get(CREDIT, 0.0)) + harvested_s, 3)
+    saved_s = min(round(tokens * saved_per_token, 3), credit_s) if tokens else 0.0  # a token may be worth infinity
+    return saved_s, round(credit_s - saved_s, 3)
 
 
 def _growth(last: float, now: float) -> float:

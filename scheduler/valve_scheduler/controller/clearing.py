@@ -4,7 +4,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from valve_kube.objects import Object, mode_in_force, pod_place
+from valve_kube import names
+from valve_kube.objects import Object, annotation, mode_in_force, pod_place
 
 from valve_scheduler.controller.conditions import Told
 
@@ -29,9 +30,8 @@ def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Lea
             continue
         node = nodes.get(place.node, {})
         risks = {gpu["uuid"]: gpu["onlineRisk"] for gpu in _gpus(node) if gpu.get("onlineRisk")}
-        if place.uid in {one["podUID"] for one in (node.get("status") or {}).get("ungated") or []}:
-            note = f"it uses GPUs of {place.node} without the shim: nothing could stop it when a request comes"
-            yield Leaver(pod=pod, reason=Told.OFFLINE_UNGATED, note=note)
+        if place.uid in _ungated(node):
+            yield _ungated_leaver(pod, place.node)
         elif why := ((node.get("spec") or {}).get("resolved") or {}).get("drain"):
             yield Leaver(pod=pod, reason=Told.NODE_DRAINED, note=f"{place.node} is drained: {why}")
         elif why := _why_empty(node):
@@ -40,6 +40,24 @@ def leavers(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[Lea
         elif uuid := next((uuid for uuid in place.gpu_uuids if uuid in risks), ""):
             note = f"{risks[uuid]} and may need memory of {uuid} on {place.node}"
             yield Leaver(pod=pod, reason=Told.ONLINE_AT_RISK, note=note)
+
+
+def unseen(pods: Iterable[Object], nodes: Mapping[str, Object]) -> Iterator[tuple[str, set[str]]]:
+    """Nodes that report ungated pods which the watch does not show, and their UIDs. Such a pod says that it is offline
+    by an annotation alone: the webhook, which makes a label of that, was away when it came."""
+    known = {pod["metadata"]["uid"] for pod in pods}
+    for name, node in nodes.items():
+        if hidden := _ungated(node) - known:
+            yield name, hidden
+
+
+def hidden_leavers(pods: Iterable[Object], node: str, uids: Container[str]) -> Iterator[Leaver]:
+    """`pods`: all that the API server has on the node. A node's word alone evicts nothing that is not offline."""
+    for pod in pods:
+        metadata = pod["metadata"]
+        is_offline = annotation(pod, names.ROLE) == names.OFFLINE
+        if metadata["uid"] in uids and is_offline and not metadata.get("deletionTimestamp"):
+            yield _ungated_leaver(pod, node)
 
 
 def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -> Iterator[tuple[str, dict[str, str]]]:
@@ -51,6 +69,15 @@ def ghosts(nodes: Mapping[str, Object], present: Container[str], now_s: float) -
             continue
         if now_s - datetime.fromisoformat(observed_at.replace("Z", "+00:00")).timestamp() > FORGET_AFTER_S:
             yield name, {key: node["metadata"][key] for key in ("uid", "resourceVersion")}
+
+
+def _ungated(node: Object) -> set[str]:
+    return {one["podUID"] for one in (node.get("status") or {}).get("ungated") or []}
+
+
+def _ungated_leaver(pod: Object, node: str) -> Leaver:
+    note = f"it uses GPUs of {node} without the shim: nothing could stop it when a request comes"
+    return Leaver(pod=pod, reason=Told.OFFLINE_UNGATED, note=note)
 
 
 def _why_empty(node: Object) -> str:

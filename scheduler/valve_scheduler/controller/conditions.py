@@ -17,6 +17,7 @@ class Told(enum.Enum):
     """Reasons of events; docs/cluster.md explains each."""
 
     SLA_MISSED = "SLAMissed"
+    GPU_BUSY = "GPUBusy"
     NODE_DRAINED = "NodeDrained"
     NODE_NOT_HARVESTING = "NodeNotHarvesting"
     ONLINE_AT_RISK = "OnlineAtRisk"
@@ -31,6 +32,7 @@ class Told(enum.Enum):
 
 _EVICTIONS = (
     Told.SLA_MISSED,
+    Told.GPU_BUSY,
     Told.NODE_DRAINED,
     Told.NODE_NOT_HARVESTING,
     Told.ONLINE_AT_RISK,

@@ -4,6 +4,10 @@ A window is ten minutes of time with offline demand, so a job that waits for its
 harvesting is held (a pause, a drain, a guard) nothing is judged, and the windows begin anew afterwards. A pod misses
 its SLA when two windows in a row stay below it; it is evicted when the budget of the fleet and the back-off of its
 owner allow that, and its owner keeps away from the node for a while.
+
+What a tenant says of the speed of its job moves nothing: unless the controller measured that itself, a miss counts
+only where the node gave too little (`given.py`). A best-effort pod was promised nothing; it moves, by the same rules,
+when it had next to no time for an hour: its GPUs became busy for good.
 """
 
 import enum
@@ -29,6 +33,9 @@ class MonitorSettings:
     max_rounds: int = 24  # within a day; then the SLA is called unreachable and the job is left where it is
     avoid_s: float = 21600.0
     forget_s: float = 86400.0  # of an owner's evictions
+    # Not in the text of these settings: pages of simulations carry a hash of it, and none of them has best effort.
+    floor: float = field(default=0.02, repr=False)  # share of open time below which it had none; 0: it never moves
+    floor_windows: int = field(default=6, repr=False)  # an hour of them
 
 
 # Keys of a HarvestPolicy's spec.
@@ -60,6 +67,12 @@ class Sample:
     namespace: str = ""
     gpus: int = 1
     is_held: bool = False  # a pause, a drain, a mode or a guard keeps it from running: nobody's miss
+    is_measured: bool = False  # the controller measured the standalone speed; else it is the tenant's word
+    memory: float = 1.0  # share of its speed that the free memory of its GPUs leaves to a job nobody measured
+
+    @property
+    def is_best_effort(self) -> bool:
+        return self.sla <= 0
 
 
 class Verdict(enum.Enum):
@@ -72,6 +85,7 @@ class Verdict(enum.Enum):
     MEASURING = "Measuring"
     MET = "Met"
     MISSED = "Missed"
+    NODE_GAVE_ENOUGH = "NodeGaveEnough"  # slower than its profile says, on a node that gave what was promised
     PERSISTENTLY_MISSED = "PersistentlyMissed"
 
 
@@ -83,6 +97,7 @@ class Track:
     verdict: Verdict
     begin_demand_s: float = 0.0
     begin_tokens: float = 0.0
+    begin_runnable_s: float = 0.0
     misses: int = 0
     achieved: float | None = None  # share of standalone in the last whole window
 
@@ -108,6 +123,8 @@ def with_policy(base: MonitorSettings, spec: Mapping[str, Any]) -> MonitorSettin
     sla, eviction = spec.get("sla") or {}, spec.get("eviction") or {}
     if "windows" in sla:
         numbers["windows"] = int(sla["windows"])
+    if "floorPercent" in sla:
+        numbers["floor"] = float(sla["floorPercent"]) / 100
     if "budgetPercent" in eviction:
         numbers["budget_share"] = float(eviction["budgetPercent"]) / 100
     if "maxPerOwner" in eviction:
@@ -133,13 +150,20 @@ def observe(track: Track | None, sample: Sample, settings: MonitorSettings) -> T
     if span_s < settings.window_s:
         known = track.achieved is not None or track.verdict is Verdict.NO_TOKENS
         return replace(track, sample=sample, verdict=track.verdict if known else Verdict.MEASURING)
-    achieved = (tokens - track.begin_tokens) / span_s / sample.standalone_tokens_per_s
-    if achieved >= sample.sla:
-        if sample.tokens is None:
+    achieved = (tokens - track.begin_tokens) / span_s / _speed(sample)
+    wanted, windows = (
+        (settings.floor, settings.floor_windows) if sample.is_best_effort else (sample.sla, settings.windows)
+    )
+    if achieved >= wanted:
+        if sample.tokens is None or sample.is_best_effort:
             return _begin(sample, Verdict.NO_TOKENS)  # it had the time; what it made of it nobody knows
         return _begin(sample, Verdict.MET, achieved=achieved)
+    if not sample.is_measured and sample.runnable_s is not None:
+        given = (sample.runnable_s - track.begin_runnable_s) / span_s * sample.memory
+        if given >= wanted:
+            return _begin(sample, Verdict.NODE_GAVE_ENOUGH, achieved=achieved)
     misses = track.misses + 1
-    persistent = misses >= settings.windows and sample.runtime_s >= settings.min_runtime_s
+    persistent = misses >= windows and sample.runtime_s >= settings.min_runtime_s
     verdict = Verdict.PERSISTENTLY_MISSED if persistent else Verdict.MISSED
 
     return _begin(sample, verdict, misses=misses, achieved=achieved)
@@ -151,20 +175,40 @@ def choose_evictions(
     running: int,
     now_s: float,
     settings: MonitorSettings,
+    namespaces: Mapping[str, str] | None = None,
 ) -> list[Track]:
-    """Who goes now: the worst first, a few per owner, within what is left of the budget."""
-    recent = sum(1 for owner in owners.values() for at_s in owner.evicted_at_s if now_s - at_s < settings.budget_s)
-    left = max(1, int(settings.budget_share * running)) - recent
-    missing = [track for track in tracks if track.verdict is Verdict.PERSISTENTLY_MISSED and track.sample.is_movable]
-    missing.sort(key=lambda track: ((track.achieved or 0.0) / track.sample.sla, track.sample.pod_uid))
+    """Who goes now: the worst of the namespace that had the fewest moves, or the longest ago; a few per owner, within
+    what is left of the budget. How badly a pod misses rests on a profile that its tenant wrote, so it ranks within the
+    tenant alone. `namespaces`: of owners, those whose pods wait among them."""
+    tracks = list(tracks)
+    recent = {uid: sum(now_s - at_s < settings.budget_s for at_s in one.evicted_at_s) for uid, one in owners.items()}
+    left = max(1, int(settings.budget_share * running)) - sum(recent.values())
+    waiting: dict[str, list[Track]] = {}
+    for track in tracks:
+        if track.verdict is Verdict.PERSISTENTLY_MISSED and track.sample.is_movable:
+            waiting.setdefault(track.sample.namespace, []).append(track)
+    moved = Counter(dict.fromkeys(waiting, 0))
+    last_s: dict[str, float] = {}
+    homes = {**(namespaces or {}), **{track.sample.owner_uid: track.sample.namespace for track in tracks}}
+    for uid, namespace in homes.items():
+        moved[namespace] += recent.get(uid, 0)
+        times = owners[uid].evicted_at_s if uid in owners else ()
+        last_s[namespace] = max(last_s.get(namespace, 0.0), *times, 0.0)
+    for of_namespace in waiting.values():
+        of_namespace.sort(key=_need, reverse=True)
     chosen: list[Track] = []
     of_owner: Counter[str] = Counter()
-    for track in missing:
+    while waiting and len(chosen) < left:
+        namespace = min(waiting, key=lambda name: (moved[name], last_s[name], name))
+        track = waiting[namespace].pop()
+        if not waiting[namespace]:
+            del waiting[namespace]
         uid = track.sample.owner_uid
         owner = owners.get(uid, Owner())
         may_go = now_s >= backoff_until_s(owner, now_s, settings) and not is_unreachable(owner, now_s, settings)
-        if len(chosen) < left and may_go and of_owner[uid] < settings.at_once:
+        if may_go and of_owner[uid] < settings.at_once:
             of_owner[uid] += 1
+            moved[namespace] += 1
             chosen.append(track)
 
     return chosen
@@ -196,9 +240,22 @@ def is_unreachable(owner: Owner, now_s: float, settings: MonitorSettings) -> boo
     return len(owner.rounds(now_s, settings)) >= settings.max_rounds
 
 
+def _need(track: Track) -> tuple[bool, float, str]:
+    """Who was promised most of what it did not get comes first; who was promised nothing comes last."""
+    sample = track.sample
+    return sample.is_best_effort, (track.achieved or 0.0) / (sample.sla or 1.0), sample.pod_uid
+
+
+def _speed(sample: Sample) -> float:
+    """What a share is a share of: tokens, for best effort seconds."""
+    return 1.0 if sample.is_best_effort else sample.standalone_tokens_per_s
+
+
 def _most_tokens(sample: Sample) -> float | None:
     """What the engine counted; without a hook what it can have made at most, at full speed whenever the gate was open:
-    if even that is below the SLA, the miss is proven."""
+    if even that is below the SLA, the miss is proven. Of best effort only the open time matters."""
+    if sample.is_best_effort:
+        return sample.runnable_s
     if sample.tokens is not None or sample.runnable_s is None:
         return sample.tokens
 
@@ -206,7 +263,7 @@ def _most_tokens(sample: Sample) -> float | None:
 
 
 def _cannot_judge(sample: Sample, tokens: float | None, settings: MonitorSettings) -> Verdict | None:
-    if sample.standalone_tokens_per_s <= 0:
+    if _speed(sample) <= 0:
         return Verdict.NO_PROFILE
     if tokens is None:
         return Verdict.NO_TOKENS
@@ -225,6 +282,7 @@ def _begin(sample: Sample, verdict: Verdict, *, misses: int = 0, achieved: float
         verdict=verdict,
         begin_demand_s=sample.demand_s,
         begin_tokens=_most_tokens(sample) or 0.0,
+        begin_runnable_s=sample.runnable_s or 0.0,
         misses=misses,
         achieved=achieved,
     )

@@ -5,6 +5,7 @@ could run. Time gated is left out on both sides, so the speed at a limit is that
 one at the highest limit is T0. Speed never falls with memory: what noise says otherwise is averaged out.
 """
 
+import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,15 @@ from typing import Any
 
 import yaml
 from valve_kube import names
-from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient
+from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, annotation, created_at_s, pod_place, workload_profile
 
+log = logging.getLogger(__name__)
+
+# Values of status.source. Only the controller writes the first. A former release let anybody write "Measured": that is
+# the tenant's word, like Manual.
+MEASURED, BY_HAND = "MeasuredByNode", "Manual"
 # Below this the first compile and a cold cache are most of what was measured.
 MIN_RUNNABLE_S = 60.0
 MIN_LEVELS = 3
@@ -56,6 +62,11 @@ def to_profile(pods: Iterable[Object], profiles: Collection[tuple[str, str]], no
         found.setdefault(node, []).append(uid)
 
     return {node: uids[:MOST_AT_ONCE] for node, uids in found.items()}
+
+
+def is_measured(profile: Object) -> bool:
+    """By the controller, from what nodes counted; an admission policy lets nobody else say so."""
+    return (profile.get("status") or {}).get("source") == MEASURED
 
 
 def levels_of(entry: Object) -> list[Level]:
@@ -120,23 +131,58 @@ def read_by_hand(text: str, namespace: str = "", home: str = "default") -> Json:
 async def store_by_hand(client: KubeClient, text: str, namespace: str = "", home: str = "default") -> Json:
     """Create or replace the profile, then mark it Ready; the pods that wait for it are tried again within seconds."""
     profile = read_by_hand(text, namespace, home)
-    await store(client, profile["metadata"], profile["spec"], {"phase": "Ready", "source": "Manual"})
+    await store(client, profile["metadata"], profile["spec"], {"phase": "Ready", "source": BY_HAND})
 
     return profile
 
 
 async def store(client: KubeClient, metadata: Object, spec: Json, status: Json) -> None:
-    path = f"/apis/{names.API_VERSION}/namespaces/{metadata['namespace']}/offlineprofiles"
-    body = {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": dict(metadata), "spec": spec}
+    """By a person's hand. A profile that stands and was measured is called Manual before another spec is written: under
+    the controller's word nobody else may change one."""
+    path = _profiles_of(metadata["namespace"])
+    named = f"{path}/{metadata['name']}"
     try:
-        await client.request("POST", path, body=body)
+        await client.request("POST", path, body=_profile(metadata, spec))
     except ApiError as error:
         if error.status != 409:
             raise
-        named = f"{path}/{metadata['name']}"
+        by_hand = {"status": {"source": BY_HAND}}
+        await client.request("PATCH", f"{named}/status", body=by_hand, content_type=MERGE_PATCH)
         await client.request("PATCH", named, body={"spec": spec}, content_type=MERGE_PATCH)
-    named = f"{path}/{metadata['name']}/status"
-    await client.request("PATCH", named, body={"status": status}, content_type=MERGE_PATCH)
+    await client.request("PATCH", f"{named}/status", body={"status": status}, content_type=MERGE_PATCH)
+
+
+async def store_measured(client: KubeClient, pod: Object, node: Object, levels: Sequence[Level]) -> str:
+    """Under the name that the pod asks for; the note of its event, empty where nothing was stored.
+
+    Only a profile that is made here is called measured, and only as it was made: one of that name that stands already,
+    or that somebody changes before its status is written, is that person's word."""
+    place, name = pod_place(pod), annotation(pod, names.PROFILE)
+    workload = {"model": name, "gpuModel": node.get("gpuModel", ""), "tensorParallel": len(place.gpu_uuids)}
+    spec = measured_spec(workload, levels)
+    status = {"phase": "Ready", "source": MEASURED, "samples": len(levels)}
+    path = _profiles_of(place.namespace)
+    found = {"profile": f"{place.namespace}/{name}", "levels": len(levels)}
+    try:
+        made = await client.request("POST", path, body=_profile({"namespace": place.namespace, "name": name}, spec))
+        version = {"resourceVersion": made["metadata"]["resourceVersion"]}
+        body = {"metadata": version, "status": status}
+        await client.request("PATCH", f"{path}/{name}/status", body=body, content_type=MERGE_PATCH)
+    except (ApiError, Unreachable) as error:  # it is somebody else's, or the next round tries again
+        log.info("profile not stored", extra={**found, "error": str(error)})
+        return ""
+    log.info("profiled", extra=found)
+    speed = spec["standaloneTokensPerSecond"]
+
+    return f"OfflineProfile {name} is Ready: {speed:g} tokens/s alone, {len(levels)} levels of memory"
+
+
+def _profiles_of(namespace: str) -> str:
+    return f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineprofiles"
+
+
+def _profile(metadata: Object, spec: Json) -> Json:
+    return {"apiVersion": names.API_VERSION, "kind": "OfflineProfile", "metadata": dict(metadata), "spec": spec}
 
 
 def _speed(pool: Iterable[Level]) -> float:

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from valve_kube import names
-from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
+from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.lease import DURATION_S, Lease
 from valve_kube.objects import (
-    Object,
     PodPlace,
     annotation,
     is_bare,
@@ -25,23 +24,23 @@ from valve_kube.objects import (
     owner_uid,
     phase_in_force,
     pod_place,
-    sla_of,
     started_at_s,
 )
 from valve_kube.policies import merge_patch, node_spec
 from valve_kube.reflector import Reflector, Sink
 
-from valve_scheduler import metrics
-from valve_scheduler.controller.accounts import Worth, charge, entries_of, spread, total_of
-from valve_scheduler.controller.clearing import ghosts, leavers
+from valve_scheduler.controller.accounts import Entry, Worth, charge, entries_of, spread, total_of
+from valve_scheduler.controller.apart import apart, each
+from valve_scheduler.controller.better import Better
+from valve_scheduler.controller.clearing import ghosts, hidden_leavers, leavers, unseen
 from valve_scheduler.controller.conditions import Told, event
+from valve_scheduler.controller.given import memory_given
+from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.monitor import (
     MonitorSettings,
     Owner,
     Sample,
     Track,
-    choose_evictions,
-    evicted,
     observe,
     with_policy,
 )
@@ -49,9 +48,9 @@ from valve_scheduler.controller.profiling import (
     GIVEN_UP_NOTE,
     PROFILING_NOTE,
     is_enough,
+    is_measured,
     levels_of,
-    measured_spec,
-    store,
+    store_measured,
     to_profile,
 )
 from valve_scheduler.controller.records import Records
@@ -61,7 +60,16 @@ from valve_scheduler.controller.shadows import status_of as shadow_status
 from valve_scheduler.controller.store import Store, key_of
 from valve_scheduler.controller.stuck import Stuck
 from valve_scheduler.controller.tally import SavedCounter, count
-from valve_scheduler.controller.workloads import new_workload, owner_of, status_of, workload_name
+from valve_scheduler.controller.turns import choose, gone
+from valve_scheduler.controller.workloads import (
+    is_starved,
+    moved_for,
+    new_workload,
+    owner_of,
+    promised,
+    status_of,
+    workload_name,
+)
 from valve_scheduler.placement.rank import Job, PlacementSettings
 from valve_scheduler.placement.reach import Beyond, Reach
 from valve_scheduler.placement.state import ClusterState
@@ -104,6 +112,7 @@ class Controller:
         self, client: KubeClient, settings: ControllerSettings, now_s: Callable[[], float] = time.time
     ) -> None:
         self._client = client
+        self._hands = Hands(client, now_s)
         self._settings = settings
         self._now_s = now_s
         self._state = ClusterState(settings.placement)
@@ -122,13 +131,13 @@ class Controller:
         self._tracks: dict[str, Track] = {}
         self._retries = Retries(self._state)
         self._reach = Reach(self._state)
+        self._better = Better(self._state)
         self._afresh_at_s = 0.0
         self._records, self._tally = Records(), SavedCounter()
         self._stuck = Stuck()
         self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
-        self._said: set[tuple[str, str]] = set()  # UID and reason of what is told once
 
     def missing(self) -> list[str]:
         """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
@@ -136,7 +145,6 @@ class Controller:
 
     def stand_down(self) -> None:
         """What only the leader knows is not told by another: an old figure of a former leader would stand for ever."""
-        metrics.violations.set(0)
         self._tally.forget()
 
     # Retries
@@ -147,11 +155,11 @@ class Controller:
         if now_s >= self._afresh_at_s:  # what the extender had assumed and let go again changed nothing that we see
             self._retries.forget()
             self._afresh_at_s = now_s + self._settings.afresh_every_s
-        jobs = frozenset(filter(None, map(self._refused_job, self.pods.items.values())))
+        jobs = frozenset(job for _, job in each(self.pods.items.values(), self._refused_job))
         bumps = await self._retries.round(jobs, now_s)
         for node in sorted(bumps):
             patch = {"metadata": {"annotations": {names.EPOCH: str(int(now_s * 1000))}}}
-            await self._patch(f"/api/v1/nodes/{node}", patch)
+            await self._hands.patch(f"/api/v1/nodes/{node}", patch)
             log.info("capacity epoch", extra={"node": node, "pending_jobs": len(jobs)})
 
     def _refused_job(self, pod: Json) -> Job | None:
@@ -184,7 +192,7 @@ class Controller:
             if stands != wanted and (told != wanted or now_s - told_s >= self._settings.afresh_every_s):
                 self._told[name] = wanted, now_s
                 patch = {"spec": merge_patch(stands, wanted)}
-                patches.append(self._patch(f"{names.API_PATH}/gpuharvestnodes/{name}", patch))
+                patches.append(self._hands.patch(f"{names.API_PATH}/gpuharvestnodes/{name}", patch))
         if patches:
             log.info("policies", extra={"nodes": len(patches)})
         await asyncio.gather(*patches)
@@ -200,10 +208,10 @@ class Controller:
             if status == policy.get("status"):
                 continue
             path = f"{names.API_PATH}/harvestpolicies/{policy['metadata']['name']}/status"
-            if await self._patch(path, {"status": status}) and is_news(policy, status):
+            if await self._hands.patch(path, {"status": status}) and is_news(policy, status):
                 note = status["conditions"][0]["message"]
                 told = event(policy, Told.POLICY_SHADOWED, note, now_s, kind="HarvestPolicy")
-                await self._post_event(told)
+                await self._hands.tell(told)
 
     # Accounts
 
@@ -212,22 +220,27 @@ class Controller:
         if not self._accounts_view.synced:
             return
         now_s = self._now_s()
-        known = {pod["metadata"]["uid"]: (self._worth(pod), now_s) for pod in self.pods.items.values()}
+        worth_of = each(self.pods.items.values(), self._worth)
+        known = {pod["metadata"]["uid"]: (worth, now_s) for pod, worth in worth_of}
         # A node reports a pod for a while after it ended, when the watch shows it no more.
         ended = {uid: (worth, at_s) for uid, (worth, at_s) in self._worths.items() if now_s - at_s < WORTH_KEPT_S}
         self._worths = {**ended, **known}
         worths = {uid: worth for uid, (worth, _) in self._worths.items()}
         entries = entries_of(self.nodes.items.values(), worths)
         for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
-            held = {name: item for (where, name), item in self.accounts.items.items() if where == namespace}
-            statuses = {name: dict(item.get("status") or {}) for name, item in held.items()}
-            parts = spread(statuses, entries.get(namespace, []))
-            for name in sorted({*held, *parts}):
-                before = statuses.get(name) or {}
-                status = statuses[name] = charge(before, parts.get(name, []))
-                if status != before and (name in parts or before):
-                    await self._write_account(namespace, name, held.get(name, {}), status)
-            self._tally.show(namespace, total_of(statuses.values())["offline"])
+            with apart({"kind": "HarvestAccount", "metadata": {"namespace": namespace}}):
+                await self._account_of(namespace, entries.get(namespace, []))
+
+    async def _account_of(self, namespace: str, entries: list[Entry]) -> None:
+        held = {name: item for (where, name), item in self.accounts.items.items() if where == namespace}
+        statuses = {name: dict(item.get("status") or {}) for name, item in held.items()}
+        parts = spread(statuses, entries)
+        for name in sorted({*held, *parts}):
+            before = statuses.get(name) or {}
+            status = statuses[name] = charge(before, parts.get(name, []))
+            if status != before and (name in parts or before):
+                await self._write_account(namespace, name, held.get(name, {}), status)
+        self._tally.show(namespace, total_of(statuses.values())["offline"])
 
     def _worth(self, pod: Json) -> Worth:
         """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
@@ -251,34 +264,21 @@ class Controller:
                 return
         # The version makes this fail where another controller wrote since: an amount is never added twice.
         version = {"metadata": {"resourceVersion": held["metadata"]["resourceVersion"]}}
-        await self._patch(f"{path}/{name}/status", {**version, "status": status})
+        await self._hands.patch(f"{path}/{name}/status", {**version, "status": status})
 
     # Profiles
 
     async def measure(self) -> None:
         """Store what a best-effort run at several memory limits has shown, under the name its pod asks for."""
         for pod in self._running():
-            key = (pod["metadata"]["namespace"], annotation(pod, names.PROFILE))
-            place = pod_place(pod)
-            node = self.nodes.items.get(("", place.node), {}).get("status") or {}
-            if not key[1] or key in self.profiles.items:
+            place, name = pod_place(pod), annotation(pod, names.PROFILE)
+            if not name or (place.namespace, name) in self.profiles.items:
                 continue
-            levels = levels_of(self._reported(place.node, place.uid) or {})
-            if is_enough(levels):
-                workload = {
-                    "model": key[1],
-                    "gpuModel": node.get("gpuModel", ""),
-                    "tensorParallel": len(place.gpu_uuids),
-                }
-                status = {"phase": "Ready", "source": "Measured", "samples": len(levels)}
-                metadata = {"namespace": key[0], "name": key[1]}
-                with contextlib.suppress(ApiError, Unreachable):  # the next round tries again
-                    spec = measured_spec(workload, levels)
-                    await store(self._client, metadata, spec, status)
-                    log.info("profiled", extra={"profile": "/".join(key), "levels": len(levels)})
-                    speed = spec["standaloneTokensPerSecond"]
-                    note = f"OfflineProfile {key[1]} is Ready: {speed:g} tokens/s alone, {len(levels)} levels of memory"
-                    await self._tell_once(pod, Told.PROFILED, note)
+            with apart(pod):
+                levels = levels_of(self._reported(place.node, place.uid) or {})
+                node = self.nodes.items.get(("", place.node), {}).get("status") or {}
+                if is_enough(levels) and (note := await store_measured(self._client, pod, node, levels)):
+                    await self._hands.tell_once(pod, Told.PROFILED, note)
 
     async def _tell_profiled(self, uids: set[str]) -> None:
         """Where a pod runs with a part of its memory its owner shall read why, and what became of it."""
@@ -288,27 +288,30 @@ class Controller:
         before, self._profiled = self._profiled, {uid: pods[uid] for uid in uids}
         for uid in uids - before.keys():
             note = f"is measured for OfflineProfile {annotation(pods[uid], names.PROFILE)}: {PROFILING_NOTE}"
-            await self._tell_once(pods[uid], Told.PROFILING, note)
+            await self._hands.tell_once(pods[uid], Told.PROFILING, note)
         for uid in before.keys() & pods.keys() - uids:
             pod = pods[uid]
             name = annotation(pod, names.PROFILE)
             if (pod["metadata"]["namespace"], name) not in self.profiles.items and not pod_place(pod).finished:
                 note = f"OfflineProfile {name} is not made from this pod: {GIVEN_UP_NOTE}"
-                await self._tell_once(pod, Told.PROFILING_ENDED, note)
+                await self._hands.tell_once(pod, Told.PROFILING_ENDED, note)
 
     # Nodes that are drained or gone
 
     async def clear(self) -> None:
         """Evict what must leave, as often as disruption budgets want to be asked."""
         nodes = {name: node for (_, name), node in self.nodes.items.items()}
-        for leaver in list(leavers(self.pods.items.values(), nodes)):
-            await self._evict(leaver.pod, leaver.reason, leaver.note)
+        found = list(leavers(self.pods.items.values(), nodes))
+        for name, uids in list(unseen(self.pods.items.values(), nodes)):
+            found += hidden_leavers(await self._hands.pods_of(name), name, uids)
+        for leaver in found:
+            await self._hands.evict(leaver.pod, leaver.reason, leaver.note)
 
     async def free_stuck(self) -> None:
         """Evict what can never run where it was placed."""
         now_s = self._now_s()
         for one in self._stuck.find(self.pods.items.values(), self._state.fresh_gpus(now_s), now_s):
-            await self._evict(one.pod, Told.PLACE_LOST, one.note)
+            await self._hands.evict(one.pod, Told.PLACE_LOST, one.note)
 
     async def forget(self) -> None:
         """Delete the reports of nodes that have left the cluster: their daemons cannot."""
@@ -324,25 +327,26 @@ class Controller:
     # SLA
 
     async def monitor(self) -> None:
-        now_s = self._now_s()
+        now_s, rules = self._now_s(), self._rules()
         running = self._running()
-        samples = [sample for sample in map(self._sample, running) if sample is not None]
+        samples = [sample for _, sample in each(running, self._sample)]
         known = self._tracks
         self._tracks = {
             sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
         }
         count(known, self._tracks)
-        rules = self._rules()
-        stored = {item["spec"]["ownerUID"]: owner_of(item) for item in self.workloads.items.values()}
+        stored = {item["spec"]["ownerUID"]: one for item, one in each(self.workloads.items.values(), owner_of)}
         owners = self._records.merged(stored, now_s, rules)
-        chosen = choose_evictions(self._tracks.values(), owners, len(running), now_s, rules)
-        metrics.violations.set(sum(track.verdict.value == "PersistentlyMissed" for track in self._tracks.values()))
+        homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in self.workloads.items.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
+        movable = self._better.movable(self._tracks.values(), pods, owners, now_s)
+        chosen = choose(movable, owners, len(running), now_s, rules, homes)
         rounds: defaultdict[str, list[Track]] = defaultdict(list)
         for track in chosen:
             rounds[track.sample.owner_uid].append(track)
         for uid, tracks in rounds.items():
-            owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
+            with apart(pods[tracks[0].sample.pod_uid]):
+                owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
         await self._write_workloads(running, owners, now_s)
 
     async def _move(self, uid: str, tracks: list[Track], before: Owner, pods: dict[str, Json]) -> Owner:
@@ -351,15 +355,13 @@ class Controller:
         now_s, rules = self._now_s(), self._rules()
         owner = before
         for track in tracks:
-            owner = evicted(owner, track.sample.node, now_s, rules)
+            owner = gone(owner, track, now_s, rules)
         if not await self._store(uid, owner, now_s):
             return before
         done = before
         for track in tracks:
-            node, promised = track.sample.node, track.sample.sla
-            note = f"reached {track.achieved or 0.0:.2f} of standalone on {node}, promised {promised:.2f}; moved"
-            if await self._evict(pods[track.sample.pod_uid], Told.SLA_MISSED, note):
-                done = evicted(done, node, now_s, rules)
+            if await self._hands.evict(pods[track.sample.pod_uid], *moved_for(track)):
+                done = gone(done, track, now_s, rules)
                 self._records.keep(uid, done)
 
         return done
@@ -390,14 +392,14 @@ class Controller:
         ]
 
     def _sample(self, pod: Json) -> Sample | None:
-        """None for best effort, for a pod its node has not reported, and for what cannot be read."""
+        """None for a pod its node has not reported, for what cannot be read, and where best effort is left alone."""
         place = pod_place(pod)
         try:
             wish = offline_pod(pod)
         except InvalidObject:
             return None
         reported = self._reported(place.node, place.uid)
-        if wish.sla <= 0 or reported is None:
+        if reported is None or (wish.sla <= 0 and self._rules(place.node).floor <= 0):
             return None
         profile = self._state.job(wish, self._now_s()).profile
 
@@ -415,6 +417,8 @@ class Controller:
             runnable_s=reported.get("runnableSeconds"),
             is_held=self._is_held(place),
             is_movable=not is_bare(pod),
+            is_measured=is_measured(self.profiles.items.get((wish.namespace, wish.profile), {})),
+            memory=memory_given(self.nodes.items.get(("", place.node), {}), place.gpu_uuids),
         )
 
     def _is_held(self, place: PodPlace) -> bool:
@@ -433,50 +437,6 @@ class Controller:
         status = self.nodes.items.get(("", node), {}).get("status") or {}
         return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
 
-    async def _evict(self, pod: Object, reason: Told, note: str) -> bool:
-        """Ask for an eviction; a disruption budget may refuse it, and then the next round asks again. False: it has
-        certainly not happened."""
-        metadata = pod["metadata"]
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-            "deleteOptions": {"preconditions": {"uid": metadata["uid"]}},
-        }
-        found = {"pod": path, "reason": reason.value, "note": note}
-        try:
-            await self._client.request("POST", f"{path}/eviction", body=body)
-        except (ApiError, Unreachable) as error:
-            blocked = isinstance(error, ApiError) and error.status == 429
-            metrics.evictions.labels("blocked" if blocked else "failed").inc()
-            log.warning("eviction refused", extra={**found, "error": str(error)})
-            return not isinstance(error, ApiError) or error.status >= 500
-        metrics.evictions.labels("evicted").inc()
-        log.info("evicted", extra=found)
-        await self._post_event(event(pod, reason, note, self._now_s()))
-
-        return True
-
-    async def _tell_once(self, pod: Object, reason: Told, note: str) -> None:
-        mark = (pod["metadata"]["uid"], reason.value)
-        if mark not in self._said:
-            told = event(pod, reason, note, self._now_s(), once=True)
-            if await self._post_event(told):
-                self._said.add(mark)
-
-    async def _post_event(self, told: Json) -> bool:
-        """One event on the object, where its owner looks first. True: it stands there."""
-        path = f"/apis/events.k8s.io/v1/namespaces/{told['metadata']['namespace']}/events"
-        try:
-            await self._client.request("POST", path, body=told)
-        except (ApiError, Unreachable) as error:
-            if isinstance(error, ApiError) and error.status == 409:  # told before we began
-                return True
-            log.warning("event refused", extra={"error": str(error)})
-            return False
-        return True
-
     async def _write_workloads(self, running: list[Json], owners: dict[str, Owner], now_s: float) -> None:
         tracks: defaultdict[str, list[Track]] = defaultdict(list)
         for track in self._tracks.values():
@@ -485,24 +445,26 @@ class Controller:
         for pod in [*running, *(pod for pod, _ in lost.values())]:
             uid = owner_uid(pod)
             key = (pod["metadata"]["namespace"], workload_name(uid))
-            if key not in self.workloads.items and (tracks[uid] or uid in lost):
-                await self._create_workload(pod)
+            judged = any(not one.sample.is_best_effort or is_starved(one) for one in tracks[uid])
+            if key not in self.workloads.items and (judged or uid in lost):
+                with apart(pod):
+                    await self._create_workload(pod)
         for (namespace, name), workload in list(self.workloads.items.items()):
             uid = workload["spec"]["ownerUID"]
             before = workload.get("status") or {}
             why = lost[uid][1] if uid in lost else None
-            status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
-            if status != before:
-                await self._write_status(namespace, name, status, before)
-        live = {pod["metadata"]["uid"] for pod in self.pods.items.values()}
-        self._said = {mark for mark in self._said if mark[0] in live}
+            with apart(workload):
+                status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
+                if status != before:
+                    await self._write_status(namespace, name, status, before)
+        self._hands.forget_all_but({pod["metadata"]["uid"] for pod in self.pods.items.values()})
         for pod, why in lost.values():
-            await self._tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
+            await self._hands.tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
 
     async def _write_status(self, namespace: str, name: str, status: Json, before: Json) -> bool:
         """What was written stands in our own view at once: the watch tells it later."""
         path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/offlineworkloads/{name}/status"
-        written = await self._patch(path, {"status": {**dict.fromkeys(before), **status}})
+        written = await self._hands.patch(path, {"status": {**dict.fromkeys(before), **status}})
         held = self.workloads.items.get((namespace, name))
         if written and held is not None:
             self.workloads.items[namespace, name] = {**held, "status": status}
@@ -513,7 +475,7 @@ class Controller:
         """By owner, a refused pod that would get its SLA on no node if nothing else ran there."""
         if self._state.policies.brake or self._state.policies.paused({}):
             return {}  # refused because nothing harvests: that says nothing about what the fleet could give
-        waiting = [(pod, job) for pod in self.pods.items.values() if (job := self._refused_job(pod)) is not None]
+        waiting = each(self.pods.items.values(), self._refused_job)
         kinds = [replace(job, avoid=frozenset()) for _, job in waiting]
         known = await self._reach.of(kinds, now_s)
         found = {}
@@ -524,19 +486,11 @@ class Controller:
         return found
 
     async def _create_workload(self, pod: Json) -> None:
-        workload = new_workload(pod, sla_of(pod))
+        workload = new_workload(pod, promised(pod))
         path = f"/apis/{names.API_VERSION}/namespaces/{workload['metadata']['namespace']}/offlineworkloads"
         with contextlib.suppress(ApiError, Unreachable):  # made by the round before and not in our view yet, or later
             created = await self._client.request("POST", path, body=workload)
             self.workloads.items[key_of(created)] = created
-
-    async def _patch(self, path: str, patch: Json) -> bool:
-        try:
-            await self._client.request("PATCH", path, body=patch, content_type=MERGE_PATCH)
-        except (ApiError, Unreachable) as error:
-            log.warning("patch refused", extra={"path": path, "error": str(error)})
-            return False
-        return True
 
 
 async def run_controller(client: KubeClient, settings: ControllerSettings, identity: str) -> None:

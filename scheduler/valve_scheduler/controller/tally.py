@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from valve_scheduler import metrics
-from valve_scheduler.controller.monitor import Track
+from valve_scheduler.controller.monitor import Track, Verdict
 
 
 class SavedCounter:
@@ -28,6 +28,7 @@ class SavedCounter:
     def forget(self) -> None:
         """Another replica leads: it shows the accounts."""
         self._saved_s.clear()
+        metrics.violations.set(0)
         metrics.harvested.clear()
         metrics.saved.clear()
 
@@ -41,8 +42,13 @@ def closed(before: Mapping[str, Track], after: Mapping[str, Track]) -> Iterator[
 
 
 def count(before: Mapping[str, Track], after: Mapping[str, Track]) -> None:
+    promised = [track for track in after.values() if not track.sample.is_best_effort]
+    metrics.violations.set(sum(track.verdict is Verdict.PERSISTENTLY_MISSED for track in promised))
     for track, span_s in closed(before, after):
         sample = track.sample
+        if sample.is_best_effort:
+            continue
         metrics.promised_total.labels(sample.namespace).inc(sample.sla * span_s * sample.gpus)
-        reached = min(track.achieved or 0.0, sample.sla)
+        is_kept = track.verdict is Verdict.NODE_GAVE_ENOUGH  # what a tenant says of its job breaks no promise
+        reached = sample.sla if is_kept else min(track.achieved or 0.0, sample.sla)
         metrics.kept_total.labels(sample.namespace).inc(reached * span_s * sample.gpus)

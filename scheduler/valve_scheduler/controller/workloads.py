@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import Any
 
 from valve_kube import names
-from valve_kube.objects import Object, owner_uid
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import Object, kind_of, owner_uid, sla_of
 
-from valve_scheduler.controller.conditions import condition, time_text
+from valve_scheduler.controller.conditions import Told, condition, time_text
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
 from valve_scheduler.placement.reach import Beyond
 
@@ -24,9 +25,24 @@ _MESSAGES = {
     Verdict.MEASURING: "no whole window has passed yet",
     Verdict.MET: "the last window reached the SLA",
     Verdict.MISSED: "the last window missed the SLA",
+    Verdict.NODE_GAVE_ENOUGH: "the last window missed the SLA by the word of the profile alone: the node gave the time "
+    "and the memory for it, so the pod stays. A profile that Valve measures is believed",
     Verdict.PERSISTENTLY_MISSED: "several windows in a row missed the SLA; the pod will be moved",
 }
+_BELOW = (Verdict.MISSED, Verdict.NODE_GAVE_ENOUGH, Verdict.PERSISTENTLY_MISSED)
 _STAYS = "several windows in a row missed the SLA; the pod has no controller that would make it anew, so it stays"
+
+
+def is_starved(track: Track) -> bool:
+    return track.verdict is Verdict.PERSISTENTLY_MISSED
+
+
+def moved_for(track: Track) -> tuple[Told, str]:
+    """Reason and note of the event with which a pod goes."""
+    node, reached = track.sample.node, track.achieved or 0.0
+    if track.sample.is_best_effort:
+        return Told.GPU_BUSY, f"could run {100 * reached:.1f} % of the last window on {node}, busy for an hour; moved"
+    return Told.SLA_MISSED, f"reached {reached:.2f} of standalone on {node}, promised {track.sample.sla:.2f}; moved"
 
 
 def workload_name(owner: str) -> str:
@@ -49,8 +65,24 @@ def new_workload(pod: Object, sla: float) -> dict[str, Any]:
             "namespace": metadata["namespace"],
             "ownerReferences": [reference],
         },
-        "spec": {"ownerUID": owner["uid"], "ownerName": owner["name"], "sla": sla},
+        "spec": {"ownerUID": owner["uid"], "ownerName": owner["name"], "kind": _kind(pod), "sla": sla},
     }
+
+
+def _kind(pod: Object) -> str:
+    """A pod that came around the webhook may say anything; its owner is watched all the same."""
+    try:
+        return kind_of(pod)
+    except InvalidObject:
+        return names.BATCH
+
+
+def promised(pod: Object) -> float:
+    """Likewise: a share that cannot be read promises nothing."""
+    try:
+        return sla_of(pod)
+    except InvalidObject:
+        return 0.0
 
 
 def owner_of(workload: Object) -> Owner:
@@ -74,17 +106,21 @@ def status_of(
     `beyond`: why a pod of it that waits would get its SLA nowhere.
     """
     old = before.get("conditions") or []
-    worst = min(tracks, key=_standing, default=None)
+    worst = min((one for one in tracks if not one.sample.is_best_effort), key=_standing, default=None)
     conditions = []
+    busy = next((one for one in tracks if one.sample.is_best_effort and is_starved(one)), None)
+    if busy is not None:
+        message = f"{busy.sample.node}: online work has kept the GPUs of the pod for an hour"
+        conditions.append(condition("GPUBusy", "True", "BusyForGood", message, old, now_s))
     if worst is not None:
-        met = {Verdict.MET: "True", Verdict.MISSED: "False", Verdict.PERSISTENTLY_MISSED: "False"}
+        met = {Verdict.MET: "True"} | dict.fromkeys(_BELOW, "False")
         stays = worst.verdict is Verdict.PERSISTENTLY_MISSED and not worst.sample.is_movable
         message = f"{worst.sample.node}: {_STAYS if stays else _MESSAGES[worst.verdict]}"
         verdict = ("SLAMet", met.get(worst.verdict, "Unknown"), worst.verdict.value, message)
         conditions.append(condition(*verdict, old, now_s))
     if is_unreachable(owner, now_s, settings):
         rounds = len(owner.rounds(now_s, settings))
-        message = f"evicted {rounds} times within a day without reaching the SLA; it stays where it is"
+        message = f"evicted {rounds} times within a day and still got too little; it stays where it is"
         conditions.append(condition("SLAUnreachable", "True", "TooManyEvictions", message, old, now_s))
     elif beyond is not None:
         conditions.append(condition("SLAUnreachable", "True", beyond.reason, beyond.message, old, now_s))

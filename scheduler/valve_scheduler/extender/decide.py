@@ -23,6 +23,7 @@ from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Ranking, Reason, scores
 from valve_scheduler.placement.rankings import Rankings
+from valve_scheduler.placement.served import ServedBases
 from valve_scheduler.placement.state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,16 @@ class Extender:
     """Stateless but for what it remembers of pods on their way through; `now_s` is the wall clock."""
 
     def __init__(
-        self, state: ClusterState, api: Api, *, now_s: Callable[[], float], can_answer: Callable[[], bool]
+        self,
+        state: ClusterState,
+        api: Api,
+        *,
+        now_s: Callable[[], float],
+        can_answer: Callable[[], bool],
+        served: ServedBases | None = None,
     ) -> None:
         self._state = state
+        self._served = served or ServedBases()
         self._api = api
         self._now_s = now_s
         self._can_answer = can_answer
@@ -77,7 +85,8 @@ class Extender:
         _count(codes)
         # Reasons are read only where nothing passes; a thousand of them would cost both sides more than the answer.
         refused = {} if len(passed) else {name: _TEXTS[code] for name, code in zip(wanted, codes.tolist(), strict=True)}
-        best = [wanted[index] for index in _best(passed, ranking.share[rows[passed]])]
+        worth = self._served.worth(ranking.share[rows], wanted, pod.base)
+        best = [wanted[index] for index in _best(passed, worth[passed])]
         if len(best) == 1:  # kube-scheduler asks for no scores then
             self._reserve(pod, best[0], ranking)
 
@@ -90,7 +99,7 @@ class Extender:
         self._state.unreserve(pod.uid)
         ranking = self._rank(pod)
         rows = self._state.rows(wanted)
-        shares = np.where(rows < 0, 0.0, ranking.share[rows])
+        shares = self._served.worth(np.where(rows < 0, 0.0, ranking.share[rows]), wanted, pod.base)
         points = scores(shares)
         if len(points) and points.max() > 0:
             # One node has the highest score alone, so that the GPUs kept there are those the pod will get. Among
@@ -169,7 +178,8 @@ class Extender:
             "target": {"apiVersion": "v1", "kind": "Node", "name": node},
         }
         try:
-            await self._api.request("POST", f"{_pod_path(pod)}/binding", body=binding)
+            with metrics.bind_waits.time():
+                await self._api.request("POST", f"{_pod_path(pod)}/binding", body=binding)
         except ApiError as error:
             await self._settle(pod, node, gpus, error)
         self._state.confirm(pod.uid)

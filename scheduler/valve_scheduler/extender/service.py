@@ -19,6 +19,7 @@ from valve_scheduler.extender.doubts import Doubts
 from valve_scheduler.extender.leadership import Leadership, lease_view
 from valve_scheduler.extender.pair import PAIR_PATH, Pair
 from valve_scheduler.placement.rank import PlacementSettings
+from valve_scheduler.placement.served import ServedBases, served_view
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import nodes_view, pods_view, policies_view, profiles_view, workloads_view
 from valve_scheduler.probes import Probes
@@ -50,12 +51,14 @@ class ExtenderService:
         self._settings = settings
         self.state = ClusterState(settings.placement)
         self.pods = pods_view(client, self.state)
+        served = ServedBases()
         self.views = [
             self.pods,
             nodes_view(client, self.state, time.time),
             profiles_view(client, self.state),
             workloads_view(client, self.state),
             policies_view(client, self.state),
+            served_view(client, served),
         ]
         self._leadership: Leadership | None = None
         if settings.hostname:
@@ -65,7 +68,7 @@ class ExtenderService:
         self._doubts = Doubts(client, self.state, time.time)
         self._pair = Pair(self._missing, settings.kube_scheduler_port)
         self.probes = Probes(self._missing, self._refresh_gauges, {PAIR_PATH: self._pair.failure})
-        self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer)
+        self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer, served=served)
 
     def can_answer(self) -> bool:
         """Synced and, where replicas elect one, beside the leader."""

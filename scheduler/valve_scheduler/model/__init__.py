@@ -21,12 +21,14 @@ from valve_scheduler.model.memory import (
     memory_factor,
     memory_weights,
 )
+from valve_scheduler.model.peaks import SPARE_SHARE, has_room, held_mib, peak_mib
 from valve_scheduler.model.sets import MAX_GPUS, set_members
 from valve_scheduler.model.throughput import SetChoice, best_sets, idle_share, set_throughput
 
 __all__ = [
     "HISTOGRAM_BINS",
     "MAX_GPUS",
+    "SPARE_SHARE",
     "SetChoice",
     "ThroughputCurve",
     "WorkloadProfile",
@@ -37,10 +39,13 @@ __all__ = [
     "fits_share",
     "forecast",
     "free_histogram",
+    "has_room",
+    "held_mib",
     "idle_share",
     "memory_factor",
     "memory_weights",
     "pair_alignment",
+    "peak_mib",
     "prior_profile",
     "runnable_share",
     "set_members",

@@ -62,8 +62,8 @@ def prior_profile(full_mib: float) -> WorkloadProfile:
     memory.
 
     The knee (80 % of the speed at half of the memory) is a guess between a compute-bound small model, flat
-    from 30 %, and a large one that needs it all; only best-effort jobs are ever placed by it, and none is
-    refused by it."""
+    from 30 %, and a large one that needs it all; only best-effort jobs are ever placed by it, and it
+    refuses none; what such a job is taken to hold beside online's peaks is in `peaks.py`."""
     curve = ThroughputCurve(
         free_mib=(0.0, 0.5 * full_mib, full_mib),
         tokens_per_s=(0.0, 0.8, 1.0),

@@ -3,12 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
+from valve_scheduler.model import SPARE_SHARE, held_mib
 from valve_scheduler.placement.namespace_rule import barred
-from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Ranking, Reason, rank, ranked_nodes
+from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Job, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
 
 _EXAMPLES = 3
@@ -68,7 +70,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
     best = found
     if not found:
         free = ranked_nodes(fleet, rank(fleet, sets, replace(job, sla=0.0), state.settings))
-        advice = _advice(job.sla, free, len(state.node_names()))
+        advice = _advice(job.sla, free, len(state.node_names())) or crowded(fleet, ranking, job)
         best = free
 
     return Explanation(
@@ -98,6 +100,24 @@ def _refusals(state: ClusterState, fleet: Fleet, ranking: Ranking) -> tuple[Refu
             examples=tuple(sorted(name for name, why in reasons.items() if why is reason))[:_EXAMPLES],
         )
         for reason, count in counts.most_common()
+    )
+
+
+def crowded(fleet: Fleet, ranking: Ranking, job: Job) -> str:
+    """The figures of the refused node whose online work needs least at its peaks."""
+    rows = np.flatnonzero(ranking.reason == Reason.CROWDED)
+    if not len(rows):
+        return ""
+    known = np.where(fleet.open_gpus[rows] & (fleet.online_peak[rows] > 0), fleet.online_peak[rows], np.inf)
+    least = known.min(axis=-1)
+    row = rows[least.argmin()]
+    full = float(fleet.full_mib[row])
+    held = held_mib(job.profile.fit_mib if job.profile else 0.0, full)
+    whose = "" if job.profile and job.profile.fit_mib else " (nobody measured it: a quarter of a card)"
+    return (
+        f"on {fleet.names[row]} online work uses up to {least.min() / 1024:.1f} GiB while it holds a GPU, and the job "
+        f"would hold {held / 1024:.1f}{whose}: together at most {1 - SPARE_SHARE:.0%} of {full / 1024:.1f}. A smaller "
+        "model or more GPUs per job; or allowCrowded in a HarvestPolicy, and the service pays"
     )
 
 

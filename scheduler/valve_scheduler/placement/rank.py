@@ -17,6 +17,8 @@ from valve_scheduler.model import (
     admitted_sets,
     best_sets,
     fits_share,
+    has_room,
+    held_mib,
     memory_factor,
     memory_weights,
     prior_profile,
@@ -40,8 +42,9 @@ class Reason(enum.IntEnum):
     AVOIDED = 4
     NO_FREE_GPUS = 5
     MEMORY = 6
-    NOT_ALIGNED = 7
-    SLA = 8
+    CROWDED = 7
+    NOT_ALIGNED = 8
+    SLA = 9
 
 
 REASON_TEXT = {
@@ -51,6 +54,7 @@ REASON_TEXT = {
     Reason.AVOIDED: "valve: the job missed its SLA on the node a short while ago",
     Reason.NO_FREE_GPUS: "valve: not enough harvestable GPUs without an offline job",
     Reason.MEMORY: "valve: free GPU memory does not hold the job",
+    Reason.CROWDED: "valve: online work needs at its peaks the GPU memory that the job would hold",
     Reason.NOT_ALIGNED: "valve: no GPU set whose busy times are aligned",
     Reason.SLA: "valve: predicted throughput is below the job's SLA",
 }
@@ -85,6 +89,7 @@ class Fleet:
     full_mib: FloatArray  # [nodes] memory of one card
     idle: FloatArray  # [nodes, 8]
     histogram: FloatArray  # [nodes, 8, bins] of free memory
+    online_peak: FloatArray  # [nodes, 8] MiB that online uses at its peaks; 0: not known, or nobody minds
     alignment: FloatArray  # [nodes, 8, 8]
     open_gpus: NDArray[np.bool_]  # [nodes, 8] harvestable and without an offline job
 
@@ -137,15 +142,17 @@ def gpu_sets(
 
 def rank(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -> Ranking:
     """Judge every node of the fleet for one job."""
-    memory, fits = _memory(fleet, job, settings)
+    memory, fits, has_peaks = _memory(fleet, job, settings)
     free = _all_members(fleet.open_gpus, sets.members)
     fitting = free & _all_members(fits, sets.members)
-    allowed = fitting & sets.aligned
+    roomy = fitting & _all_members(has_peaks, sets.members)
+    allowed = roomy & sets.aligned
     choice = best_sets(set_throughput(sets.runnable, memory, sets.members), allowed)
 
     tests = {
         Reason.SLA: choice.share < job.sla,
         Reason.NOT_ALIGNED: ~allowed.any(axis=-1),
+        Reason.CROWDED: ~roomy.any(axis=-1),
         Reason.MEMORY: ~fitting.any(axis=-1),
         Reason.NO_FREE_GPUS: ~free.any(axis=-1),
         Reason.AVOIDED: _named(fleet.names, job.avoid),
@@ -185,10 +192,13 @@ def scores(share: FloatArray, top: int = 10) -> NDArray[np.intp]:
     return np.asarray(np.rint(share * (top / best)), dtype=np.intp)
 
 
-def _memory(fleet: Fleet, job: Job, settings: PlacementSettings) -> tuple[FloatArray, NDArray[np.bool_]]:
-    """Memory factor and whether the job fits, per GPU; one pass per card size, of which a fleet has few."""
+def _memory(
+    fleet: Fleet, job: Job, settings: PlacementSettings
+) -> tuple[FloatArray, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Memory factor, whether the job fits, and whether online then finds its peaks, per GPU; one pass per card size, of
+    which a fleet has few."""
     factor = np.zeros(fleet.idle.shape, dtype=fleet.histogram.dtype)
-    fits = np.zeros(fleet.idle.shape, dtype=np.bool_)
+    fits, roomy = np.zeros(fleet.idle.shape, dtype=np.bool_), np.zeros(fleet.idle.shape, dtype=np.bool_)
     for full_mib in np.unique(fleet.full_mib[fleet.full_mib > 0]).tolist():
         profile = job.profile or prior_profile(full_mib)
         rows = (fleet.full_mib == full_mib)[:, None]
@@ -197,8 +207,9 @@ def _memory(fleet: Fleet, job: Job, settings: PlacementSettings) -> tuple[FloatA
         of_size = memory_factor(fleet.histogram, memory_weights(profile, full_mib))
         factor = np.where(rows, of_size, factor)
         fits |= rows & (fits_share(fleet.histogram, profile.fit_mib, full_mib) >= settings.fit_time)
+        roomy |= rows & has_room(fleet.online_peak, held_mib(profile.fit_mib, full_mib), full_mib)
 
-    return factor, fits
+    return factor, fits, roomy
 
 
 def _all_members(flags: NDArray[np.bool_], members: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -68,6 +68,7 @@ def _fleet_rows(fleet: Fleet, rows: NDArray[np.intp]) -> Fleet:
         full_mib=fleet.full_mib[rows],
         idle=fleet.idle[rows],
         histogram=fleet.histogram[rows],
+        online_peak=fleet.online_peak[rows],
         alignment=fleet.alignment[rows],
         open_gpus=fleet.open_gpus[rows],
     )

@@ -1,8 +1,8 @@
 """Whether a job that waits could get its SLA anywhere at all, if no other offline job ran.
 
-Two answers, as they call for different cures: no card of the fleet is up to it even when idle and empty, or the fleet
-is busier than the job allows. The second is judged by the same forecast as placement and ends by itself when services
-get quieter."""
+Three answers, as they call for different cures: no card of the fleet is up to it even when idle and empty; online work
+needs at its peaks the memory that the job would hold; or the fleet is busier than the job allows. The last is judged by
+the same forecast as placement and ends by itself when services get quieter."""
 
 import asyncio
 import time
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS
+from valve_scheduler.placement.explain import crowded
 from valve_scheduler.placement.rank import (
     Fleet,
     GpuSets,
@@ -26,7 +27,7 @@ from valve_scheduler.placement.rank import (
 from valve_scheduler.placement.state import ClusterState
 
 ROUND_S = 0.1
-NEVER, TOO_BUSY = "NoNodeCould", "FleetTooBusy"
+NEVER, PEAKS, TOO_BUSY = "NoNodeCould", "PeaksNeedMemory", "FleetTooBusy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
         fleet,
         idle=np.ones_like(fleet.idle),
         alignment=np.ones_like(fleet.alignment),
+        online_peak=np.zeros_like(fleet.online_peak),
         histogram=np.broadcast_to(np.eye(HISTOGRAM_BINS, dtype=fleet.histogram.dtype)[-1], fleet.histogram.shape),
     )
     best = gpu_sets(np.ones(MAX_GPUS), np.ones((MAX_GPUS, MAX_GPUS)), job.gpus, settings)
@@ -89,6 +91,10 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
 
     if not _places(in_peace(free)):
         return Beyond(reason=NEVER, message=_never(idle, free, in_peace))
+    no_peaks = rank(replace(fleet, online_peak=np.zeros_like(fleet.online_peak)), sets, free, settings)
+    would = replace(now, reason=np.where(no_peaks.reason == Reason.NONE, now.reason, np.int8(Reason.NONE)))
+    if why := crowded(fleet, would, job):
+        return Beyond(reason=PEAKS, message=why)
     promised = ranked_nodes(fleet, rank(fleet, sets, replace(free, sla=0.0), settings))
     best_now = f"{promised[0][1]:.2f} on {promised[0][0]}" if promised else "nothing"
 

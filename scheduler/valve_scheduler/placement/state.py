@@ -27,6 +27,21 @@ ASSUMED_FOR_S = 70.0
 RESERVED_FOR_S = 2.0
 
 
+# What has a row for each node.
+_ARRAYS = (
+    "_off",
+    "_observed_at_s",
+    "_gpu_model",
+    "_full_mib",
+    "_idle",
+    "_histogram",
+    "_online_peak",
+    "_alignment",
+    "_harvestable",
+    "_taken",
+    "_changed_at",
+    "_theta",
+)
 _Windows = tuple[float | None, float | None, float | None]
 """Idle share of a node in the last ten minutes, hour and day."""
 
@@ -73,6 +88,7 @@ class ClusterState:
         self._full_mib = np.zeros(capacity)
         self._idle = np.zeros((capacity, MAX_GPUS), dtype=np.float32)
         self._histogram = np.zeros((capacity, MAX_GPUS, HISTOGRAM_BINS), dtype=np.float32)
+        self._online_peak = np.zeros((capacity, MAX_GPUS), dtype=np.float32)
         self._alignment = np.zeros((capacity, MAX_GPUS, MAX_GPUS), dtype=np.float32)
         self._harvestable = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
         self._taken = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
@@ -104,6 +120,7 @@ class ClusterState:
         self._full_mib[row] = report.full_mib
         self._idle[row] = report.idle
         self._histogram[row] = report.histogram
+        self._online_peak[row] = report.online_peak
         self._alignment[row] = report.alignment
         self._harvestable[row] = False
         self._harvestable[row, : len(report.harvestable)] = report.harvestable
@@ -352,6 +369,7 @@ class ClusterState:
             full_mib=self._full_mib,
             idle=self._idle,
             histogram=self._histogram,
+            online_peak=self._online_peak,
             alignment=self._alignment,
             open_gpus=self._harvestable & ~self._taken,
         )
@@ -447,19 +465,7 @@ class ClusterState:
         self._free_rows = list(range(old, 2 * old))[::-1]
         self._names += [""] * old
         self._uuids += [()] * old
-        for name in (
-            "_off",
-            "_observed_at_s",
-            "_gpu_model",
-            "_full_mib",
-            "_idle",
-            "_histogram",
-            "_alignment",
-            "_harvestable",
-            "_taken",
-            "_changed_at",
-            "_theta",
-        ):
+        for name in _ARRAYS:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self._observed_at_s[old:] = -np.inf

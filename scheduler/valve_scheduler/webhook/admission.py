@@ -21,7 +21,7 @@ from valve_kube.injection import (
     inject,
     merge_preload,
 )
-from valve_kube.objects import annotation, asks_for_gpus, gpus_wanted, resource_count, sla_of
+from valve_kube.objects import annotation, asks_for_gpus, base_of, gpus_wanted, resource_count, sla_of
 
 Pod = dict[str, Any]
 
@@ -149,6 +149,7 @@ def _refuse_offline(pod: Pod) -> None:
         if (container.get("securityContext") or {}).get("privileged"):
             raise Refused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
     sla_of(pod)
+    base_of(pod)
     if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
         gpus_wanted(pod)
     by_kueue = any(key.startswith(_KUEUE) for key in metadata.get("labels") or {})

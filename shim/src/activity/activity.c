@@ -118,10 +118,14 @@ void valve_speak_for_the_past(void)
 	valve_ring();
 }
 
+/* Beside a STOP the word alone says that launches are held, too. */
 static void hold(void)
 {
-	while (load_relaxed(&VALVE_CONTROL->order) == VALVE_ORDER_HOLD)
-		futex_wait(&VALVE_CONTROL->order, VALVE_ORDER_HOLD, HOLD_RECHECK_NS);
+	uint32_t order;
+
+	while ((order = load_relaxed(&VALVE_CONTROL->order)) == VALVE_ORDER_HOLD ||
+	       (order == VALVE_ORDER_STOP && load_relaxed(&VALVE_CONTROL->gate_epoch) % 2))
+		futex_wait(&VALVE_CONTROL->order, order, HOLD_RECHECK_NS);
 }
 
 static CUresult missing(void)

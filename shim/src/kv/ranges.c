@@ -40,6 +40,7 @@ static struct valve_range *free_entry(void)
 		if (book.range[i].state == RANGE_FREE) {
 			if (i >= book.used)
 				store_release(&book.used, i + 1);
+			store_relaxed(&valve_shim.has_ranges, 1);
 			return &book.range[i];
 		}
 	return NULL;

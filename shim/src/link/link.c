@@ -72,7 +72,7 @@ static int say_hello(int socket_fd, uint32_t wanted_role)
 	        .abi_max = VALVE_LINK_ABI,
 	        .features = VALVE_FEATURE_GAPS | VALVE_FEATURE_SELF_GATE | VALVE_FEATURE_HOLD |
 	                    VALVE_FEATURE_SCHEDULE_DONE | VALVE_FEATURE_MEMORY | VALVE_FEATURE_SPARSE |
-	                    VALVE_FEATURE_KV_STEP |
+	                    VALVE_FEATURE_KV_STEP | VALVE_FEATURE_GRANT |
 	                    (valve_shim.can_membarrier ? VALVE_FEATURE_PLAIN_COUNT : 0),
 	        .wanted_role = wanted_role,
 	        .driver = valve_shim.driver,
@@ -290,7 +290,8 @@ static void answer(uint32_t seq, uint32_t done, uint32_t status)
 
 static int take_ack(const struct valve_link_ack *ack, int length)
 {
-	if (!valve_packet_is(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095)
+	if (!valve_packet_is(&ack->header, length, VALVE_LINK_ACK, sizeof(*ack)) || ack->status > 4095 ||
+	    !ack->header.seq)   /* which no request has: it would answer all of them */
 		return -EPROTO; /* not our valved's words: better none than wrong ones */
 	answer(ack->header.seq, 1, ack->status);
 	return 0;

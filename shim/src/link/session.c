@@ -38,6 +38,8 @@ static struct {
 	bool refused;       /* offline, and no valved's any more: stopped until one takes us */
 	bool stopped;       /* we stopped our channels: the lease ran out, or we were refused */
 	bool released;      /* we enabled our channels because valved left and nobody needs them off */
+	bool may_run;       /* valved let us end our stop, and does not know yet that we did */
+	uint32_t ask_seq;   /* of the request to end our stop, 0: none is under way */
 	uint64_t linked_ns; /* when the link was made */
 	uint64_t lost_ns;   /* when the link broke, or was first missed */
 } session;
@@ -92,8 +94,18 @@ static void stop_own_channels(const char *why)
 	valve_say(why);
 }
 
+/* Nobody is left who would let launches go on. A hold before a hole of KV memory stands: they would read what is not
+ * there. */
+static void end_hold_of_the_dead(void)
+{
+	if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED && !load_relaxed(&valve_shim.has_ranges) &&
+	    load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_RUN)
+		valve_map_private(0, VALVE_ORDER_RUN);
+}
+
 static void release_own_channels(void)
 {
+	session.stopped = false;
 	session.released = true;
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_ALL);
@@ -110,13 +122,68 @@ static bool is_lease_over(void)
 	return beat_ns && now > beat_ns && now - beat_ns > lease_ns;
 }
 
+/* While stopped, whoever was to switch our channels may have done it: said once more, it costs a call. */
+static void stop_again(void)
+{
+	store_relaxed(&valve_shim.self_stopped, 1);
+	valve_self_gate(true, VALVE_GATE_ALL);
+}
+
 static void lose_link(void)
 {
+	session.ask_seq = 0; /* an answer that lies in the socket is that of a valved that is gone */
+	session.may_run = false;
 	valve_link_drop();
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
 	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
+	else if (session.stopped)
+		stop_again();
+}
+
+/* ---- the end of our own stop, under a new valved ---- */
+
+static int send_schedule(uint16_t type, uint32_t *seq)
+{
+	struct valve_link_schedule message = {.h_client = 0};
+	int err = valve_link_send(&message, sizeof(message), type, -1);
+
+	if (!err && seq)
+		*seq = message.header.seq;
+	return err;
+}
+
+/* Once valved has been told of all our channels. A full socket: the next turn tries again. */
+static void ask_to_run(void)
+{
+	if (session.stopped && !valve_until_stands() && !session.ask_seq && !load_relaxed(&valve_shim.untold))
+		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
+	if (session.may_run && !send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL))
+		session.may_run = false; /* it stops again what a gate met meanwhile */
+}
+
+static void end_stop(void)
+{
+	session.stopped = false;
+	store_relaxed(&valve_shim.self_stopped, 0);
+	valve_self_gate(false, VALVE_GATE_HELD);
+}
+
+/* Precondition: link.c found it sane. EAGAIN: the gate is closed still. */
+static int take_ack(const struct valve_link_header *packet, int length, struct valve_fds *fds)
+{
+	uint32_t status = ((const struct valve_link_ack *)(const void *)packet)->status;
+
+	if (session.ask_seq && packet->seq == session.ask_seq) {
+		session.ask_seq = 0;
+		if (status != EAGAIN && session.stopped && !valve_until_stands()) {
+			end_stop();
+			session.may_run = true;
+		}
+		ask_to_run();
+	}
+	return valve_capture_ack(packet, length, fds);
 }
 
 static void check_lease(void)
@@ -126,8 +193,10 @@ static void check_lease(void)
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!session.released)
 			release_own_channels();
+		end_hold_of_the_dead();
 		return;
 	}
+	valve_until_check(session.released, &session.stopped);
 	if (!is_lease_over())
 		return;
 	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
@@ -137,9 +206,19 @@ static void check_lease(void)
 		                  "until valved is back");
 	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !session.released)
 		release_own_channels();
+	if (session.released)
+		end_hold_of_the_dead();
 }
 
 /* ---- the thread ---- */
+
+/* No longer than granted time goes on. */
+static uint64_t bounded_ns(uint64_t most_ns)
+{
+	if (!is_offline() || session.refused || load_relaxed(&VALVE_CONTROL->draining))
+		return most_ns;
+	return valve_until_rest_ns(most_ns);
+}
 
 /* A quarter of the lease, so that its end is seen soon; at most a second, because a new valved may shorten it. */
 static int rest_ms(void)
@@ -167,13 +246,15 @@ static void serve(void)
 		lose_link(); /* somebody closed one behind our back: a new link brings new ones */
 		return;
 	}
-	count = syscall(SYS_poll, ready, 2, rest_ms());
+	count = syscall(SYS_poll, ready, 2, (int)(bounded_ns((uint64_t)rest_ms() * 1000000u) / 1000000u));
 	if (count > 0 && ready[1].revents)
 		obey();
 	if (count > 0 && (ready[0].revents & ~POLLOUT) && valve_link_receive())
 		lose_link();
 	else if (count > 0 && (ready[0].revents & POLLOUT))
 		valve_capture_report(false);
+	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
+		ask_to_run();
 }
 
 static int connect_to_valved(int timeout_ms)
@@ -205,26 +286,34 @@ static void take_refusal(int answer)
 		if (!session.stopped)
 			stop_own_channels("valved refuses this offline process: it is stopped until a valved "
 			                  "takes it");
+		else
+			stop_again();
 	} else if (answer == VALVE_LINK_NEVER) {
 		valve_map_private(0, VALVE_ORDER_RUN);
 		store_release(&valve_shim.state, VALVE_STATE_OFF);
 	}
 }
 
-/* A new valved. Our own stop ends before the channels are announced: from then on they are valved's (link.h). */
+static int reconnect_ms(void)
+{
+	return (int)(bounded_ns(RECONNECT_MS * 1000000ull) / 1000000u) + 1;
+}
+
+/* A new valved. Our own stop ends when it says so: it knows of the channels by then, and gates them where it must. One of
+ * an older version is not asked: the stop ends before the channels are announced. */
 static void reconnect(void)
 {
-	int err = connect_to_valved(RECONNECT_MS);
+	int err = connect_to_valved(reconnect_ms());
 
 	if (err > 0)
 		take_refusal(err);
 	if (err)
 		return;
-	if (session.stopped) {
-		store_relaxed(&valve_shim.self_stopped, 0);
-		valve_self_gate(false, VALVE_GATE_HELD);
-	}
-	session.stopped = session.released = session.refused = false;
+	if (session.stopped && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
+		end_stop();
+	session.released = session.refused = false;
+	valve_until_forget(
+	        session.stopped); /* the end of a grant that nobody ended is a stop like any other now */
 	session.order_seq = 0;
 	session.linked_ns = now_ns();
 	valve_capture_forget_reports();
@@ -234,6 +323,7 @@ static void reconnect(void)
 	valve_watcher_start();
 	valve_orders_wake(); /* it tells of KV memory that is mapped here */
 	obey();
+	ask_to_run();
 }
 
 static void *keep(void *unused)
@@ -245,7 +335,8 @@ static void *keep(void *unused)
 		if (state == VALVE_STATE_LINKED) {
 			serve();
 		} else {
-			sleep_ns(retry_ns());
+			sleep_ns(bounded_ns(retry_ns()));
+			check_lease(); /* a valved that is slow to answer delays no stop */
 			reconnect();
 		}
 		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF)
@@ -273,10 +364,11 @@ void valve_register(void)
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
 		return;
 	memset(&session, 0, sizeof(session));
+	valve_until_forget(false);
 	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
 	valve_settings_read();
 	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
-	valve_link_handle(VALVE_LINK_ACK, valve_capture_ack);
+	valve_link_handle(VALVE_LINK_ACK, take_ack);
 	valve_link_handle(VALVE_LINK_KV_ORDER, valve_orders_take);
 	session.lost_ns = now_ns();
 	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from faults import Fault
 from kv_node import KvNode
 from toy_world import close, hooked, run
+from valve_hook.vllm.aside import Aside
 
 FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in range(9)]
 LONG = ("long", list(range(100)), 6)  # 25 blocks of 4 tokens, and two more for its answer
@@ -109,4 +111,23 @@ def test_valved_is_told_what_stands_aside(node):
     scheduler.launch()
 
     assert node.book()["wanted"] >= 25
+    close(scheduler)
+
+
+@pytest.mark.parametrize("name", ["before_schedule", "after_schedule"])
+def test_a_request_that_stands_aside_is_never_lost_when_that_fails(node, monkeypatch, name):
+    """It was taken out of the queue, and then the hook fails once."""
+    scheduler = shrunken(node)
+    fault = Fault(is_late=name == "before_schedule", is_lasting=False)
+    fault.put(monkeypatch, Aside, name)
+    for request in (LONG, FIT[0]):
+        scheduler.add(*request)
+    fault.is_armed = True
+    for _ in range(20):
+        scheduler.launch()
+        scheduler.believe()
+
+    assert fault.raised == 1
+    assert [request.request_id for request in scheduler.waiting] == ["long"]
+    assert set(scheduler.done) == {FIT[0][0]}
     close(scheduler)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import toy_engine
 from kv_node import KvNode, wait_for
+from sglang_world import restart
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
-from valve_hook.link import Link
+from valve_hook.link import Attach, Link
+from valve_hook.sessions import Sessions
+from valve_hook.shared import Region
 from valve_hook.vllm import calls, check
 from valve_hook.wire import Mode
 
@@ -25,6 +28,14 @@ def link(node):
     link.start()
     yield link
     link.close()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """How many requests were open each time that a page was made fresh."""
+    seen, renew = [], Region.renew
+    monkeypatch.setattr(Region, "renew", lambda page: (seen.append(page._open[0]), renew(page)))
+    return seen
 
 
 def build(monkeypatch, link, **knobs):
@@ -109,3 +120,60 @@ def test_a_hook_that_fails_in_its_first_look_never_passes_for_attached(node, lin
     monkeypatch.setattr(scheduler._valve.reconciler.__class__, "sync", lambda _: 1 / 0)
 
     assert "not attached" in notes(scheduler)
+
+
+def test_a_table_is_never_seen_before_a_look_would_take_it_up(node, link, monkeypatch):
+    """Who waits for the new session takes memory at once: a step that ends just then must find the table."""
+    seen, begin = [], Sessions.begin
+    monkeypatch.setattr(Sessions, "begin", lambda queue, one: (seen.append(link.session), begin(queue, one)))
+    wanted = Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1)
+    first = link.attach(wanted, 200)
+    node.stop()
+    node.start()
+    wait_for(lambda: link.session is not first, "attached again")
+
+    assert seen == [None, first]
+
+
+def middle_of_a_step(scheduler, node, fresh):
+    """valved dies and comes back while the engine's thread is busy."""
+    fresh.clear()
+    restart(node, scheduler)
+    before = len(fresh)
+    wait_for(lambda: len(fresh) > before, "the new page is renewed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_vllm_with_open_requests_never_passes_for_idle_in_a_new_connection(node, fresh, fails):
+    scheduler = hooked(node, blocks=64)
+    if fails:
+        scheduler._valve.while_idle = scheduler._valve._tend = lambda: 1 / 0
+    scheduler.add("a", range(6), 40)
+    scheduler.add("b", range(20, 26), 40)
+    scheduler.launch()
+    middle_of_a_step(scheduler, node, fresh)
+
+    assert set(fresh) == {2}
+    close(scheduler)
+
+
+def test_an_sglang_with_open_requests_never_passes_for_idle_in_a_new_connection(world, fresh):
+    scheduler, node = world()
+    scheduler.add("a", range(6), 40)
+    scheduler.add("b", range(20, 26), 40)
+    scheduler.turn()
+    scheduler.turn()
+    middle_of_a_step(scheduler, node, fresh)
+
+    assert set(fresh) == {2}
+
+
+def test_a_vllm_with_requests_before_its_first_step_never_passes_for_idle(node, fresh, monkeypatch):
+    link = Link(build="test", path=node.path, retry_s=0.02)
+    scheduler = build(monkeypatch, link, blocks=64)
+    scheduler.add("a", range(6), 4)
+    link.start()  # only now: a page of the time before the request is rightly at 0
+    wait_for(lambda: len(fresh) > 1, "the page is renewed")
+
+    assert set(fresh) == {1}
+    link.close()

@@ -6,16 +6,21 @@ times that, because a slow or crowded machine must not decide it. What it prints
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kv_node import KvNode
+from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
-from toy_sglang import tensor
+from toy_tensor import tensor
 from toy_world import close, hooked
+from valve_hook.ledger import Ledger
+from valve_hook.reconciler import Reconciler
 from valve_hook.sglang.steps import Launched, StepLedger
+from valve_hook.vllm import calls
+from valve_hook.vllm.engine import VllmEngine
 
 REQUESTS, BLOCKS_EACH, BLOCK_TOKENS = 1024, 200, 16
 STEP_LIMIT_NS, EVENT_LIMIT_NS = 5 * 100_000, 5 * 5_000_000
@@ -81,6 +86,62 @@ def test_a_step_of_1024_requests_costs_little(world):
     assert took[0] < STEP_LIMIT_NS
 
 
+def test_a_step_in_which_nothing_happened_never_asks_the_table_or_the_ledger(world, monkeypatch):
+    _, scheduler, names = world
+    hook = scheduler._valve
+    calls.before_schedule(scheduler)
+
+    def asked(*_):
+        assert threading.current_thread() is not threading.main_thread(), "asked by the engine's thread"
+        return False
+
+    for owner, name in ((Reconciler, "sync"), (Ledger, "tend"), (Ledger, "steps"), (VllmEngine, "record")):
+        monkeypatch.setattr(owner, name, asked)
+    for _ in range(3):
+        output, result = step(scheduler, names)
+        calls.before_schedule(scheduler)
+        calls.after_schedule(scheduler, output)
+        calls.before_update(scheduler, output, result)
+
+    assert hook.reconciler.receipts.failures == 0
+    assert hook.progress.useful_tokens == 3 * REQUESTS
+
+
+@pytest.mark.parametrize("change", ["loss", "target", "detached", "session"])
+def test_a_quiet_step_never_misses_what_valved_wrote(world, change):
+    node, scheduler, _ = world
+    hook = scheduler._valve
+    calls.before_schedule(scheduler)
+    assert hook.is_quiet()
+    if change == "loss":
+        node.take([3])
+    elif change == "target":
+        node.aim(1)
+    elif change == "detached":
+        node.detach()
+    else:
+        before = hook.link.session
+        node.stop()
+        node.start()
+        wait_for(lambda: hook.link.session is not before, "attached again")
+
+    assert not hook.is_quiet()
+    calls.before_schedule(scheduler)
+    assert hook.is_quiet()
+
+
+def test_a_look_that_failed_is_never_taken_for_a_quiet_one(world, monkeypatch):
+    node, scheduler, _ = world
+    hook = scheduler._valve
+    calls.before_schedule(scheduler)
+    node.take([3])
+    monkeypatch.setattr(Reconciler, "_try", lambda *_: False)
+    monkeypatch.setattr(VllmEngine, "abandon", lambda *_: 0)
+    calls.before_schedule(scheduler)
+
+    assert not hook.is_quiet()
+
+
 def test_sglang_finds_whom_1000_lost_pages_hit_quickly():
     """From the page table, with two steps in flight and fifty requests whose rows have changed under them."""
     slots = tensor(range(BLOCK_TOKENS, BLOCK_TOKENS * (REQUESTS * BLOCKS_EACH + 1))).reshape(REQUESTS, -1)
@@ -126,8 +187,8 @@ def test_an_event_of_1000_blocks_is_handled_quickly(world):
         began = time.thread_time_ns()
         hook.before_schedule()
         took.append(time.thread_time_ns() - began)
-        while hook.ledger.steps:
-            hook.ledger.believe(hook.ledger.steps[0].key)
+        while hook.ledger.in_flight:
+            hook.ledger.believe(hook.ledger.in_flight[0])
     print(f"\nevent of 1,000 blocks: {min(took) / 1e6:.1f} ms at best, {max(took) / 1e6:.1f} ms at worst")
 
     assert hook.reconciler.receipts.hit_requests > 0

@@ -9,12 +9,14 @@ from valve_tools.engines.figures import (
     Look,
     Outcome,
     Share,
+    Verdict,
     compare,
-    keeps_latency,
+    latency,
     progress,
     share,
+    too_noisy,
 )
-from valve_tools.engines.sides import CONFIG, POOL_MIB, batch_lines
+from valve_tools.engines.sides import CONFIG, POOL_MIB, Sides, batch_lines
 
 from valved.config import load_config
 
@@ -58,24 +60,46 @@ def outcome(**conditions):
     )
 
 
-def test_what_is_added_is_told_of_means_beside_the_spread_alone():
-    found = compare(outcome(alone=[90.0, 110.0], Valve=[105.0, 111.0]), "Valve", "mean_ttft_ms")
+def test_what_is_added_is_told_of_medians_beside_the_spread_alone():
+    found = compare(outcome(alone=[90.0, 100.0, 110.0], Valve=[105.0, 108.0, 300.0]), "Valve", "mean_ttft_ms")
 
     assert found.added == pytest.approx(8.0)
     assert found.spread == pytest.approx(20.0)
 
 
+QUIET = [100.0, 100.2, 100.1, 99.9, 100.0]
+
+
 @pytest.mark.parametrize(
-    ("alone", "valve", "ungated", "kept"),
+    ("alone", "valve", "ungated", "verdict"),
     [
-        ([100.0, 100.0], [100.9], [200.0], True),
-        ([100.0, 100.0], [101.5], [200.0], False),  # TPOT may grow by one per cent
-        ([98.0, 102.0], [103.0], [200.0], True),  # runs alone differ by more
-        ([98.0, 102.0], [103.0], [102.5], False),  # nothing shows without Valve: the run says nothing
+        (QUIET, [100.9] * 5, [200.0], Verdict.KEPT),
+        (QUIET, [101.5] * 5, [200.0], Verdict.BROKEN),  # TPOT may grow by one per cent
+        (QUIET, [100.9] * 5, [100.5], Verdict.BROKEN),  # nothing shows without Valve
+        (QUIET, [100.9] * 4 + [140.0], [200.0], Verdict.KEPT),  # one disturbed run moves no median
     ],
 )
-def test_latency_is_kept_within_the_bound_or_the_spread(alone, valve, ungated, kept):
-    assert keeps_latency(outcome(alone=alone, Valve=valve, ungated=ungated)) is kept
+def test_latency_is_judged_by_the_bound_alone(alone, valve, ungated, verdict):
+    assert latency(outcome(alone=alone, Valve=valve, ungated=ungated)) is verdict
+
+
+@pytest.mark.parametrize("valve", [100.0, 135.0])
+def test_a_noisy_run_is_void_and_never_a_pass_nor_a_wider_bound(valve):
+    """Runs alone 14 per cent apart: once that was what Valve was allowed to add."""
+    found = outcome(alone=[100.0, 100.0, 114.0, 100.0, 100.0], Valve=[valve] * 5, ungated=[200.0])
+
+    assert latency(found) is Verdict.VOID
+    assert set(too_noisy(found)) == set(METRICS)
+
+
+def test_fewer_than_five_rounds_never_pass():
+    assert latency(outcome(alone=[100.0] * 4, Valve=[100.0] * 4, ungated=[200.0])) is Verdict.VOID
+
+
+def test_both_sides_keep_a_prefix_cache(tmp_path):
+    sides = Sides(node=None, folder=tmp_path, python=tmp_path, port=1)
+
+    assert "--enable-prefix-caching" in sides.engine_flags()
 
 
 def test_progress_is_of_what_the_idle_time_was_worth():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from faults import Fault
+from faults import Fault, cases
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
@@ -20,7 +20,9 @@ from valve_hook.vllm.progress import Progress
 from valve_hook.wire import Mode
 
 CALLED = {
-    SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle", "_dropped"],
+    SchedulerHook: [
+        *("before_schedule", "after_schedule", "before_update", "is_quiet", "_look_whole", "_note_idle", "_dropped")
+    ],
     Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],
     Ledger: ["admit", "follow", "tend", "retain", "dismiss", "launch", "believe", "judge", "holders", "first_written"],
     VllmEngine: ["discard", "forget", "withhold", "release", "reset", "arrange", "gauges", "free_columns", "record"],
@@ -53,9 +55,10 @@ def restart(node, scheduler):
     wait_for(lambda: scheduler._valve.link.session is not before and node.attached, "attached again")
 
 
-@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "for ever"])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
-@pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
+@pytest.mark.parametrize(
+    ("owner", "name", "is_late", "is_lasting"),
+    cases(PLACES, ("before its work", "after its work"), ("once", "for ever")),
+)
 def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(node, monkeypatch, owner, name, is_late, is_lasting):
     """Requests may end with an error; those that end with tokens end with the right ones, and the engine goes on."""
     scheduler = hooked(node, blocks=60)

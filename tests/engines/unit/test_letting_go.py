@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
+from faults import Fault
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
+from valve_hook.shared import Book
+from valve_hook.vllm.engine import VllmEngine
 from valve_hook.wire import Mode
 
 
@@ -182,3 +186,24 @@ def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
     assert node.book()["failures"] == 0
     assert [block.ref_cnt for block in pool.blocks[1:]] == [block in hook.engine.withheld for block in range(1, 60)]
     close(scheduler)
+
+
+def test_an_offer_that_was_half_made_never_keeps_blocks_from_anybody(node, monkeypatch):
+    """Each part of an offer fails, before its work or after it: what is withheld is what valved was told."""
+    for owner, name in ((VllmEngine, "withhold"), (Book, "offer")):
+        for is_late in (False, True):
+            scheduler = hooked(node, blocks=60)
+            reconciler = scheduler._valve.reconciler
+            with monkeypatch.context() as patches:
+                fault = Fault(is_late=is_late, is_lasting=False)
+                fault.put(patches, owner, name)
+                fault.is_armed = True
+                node.aim(20)
+                scheduler.add("a", range(12), 8)
+                scheduler.launch()
+            node.aim(60)
+            scheduler.believe()
+
+            assert fault.raised
+            assert scheduler._valve.engine.withheld == set(np.flatnonzero(reconciler.withheld)) == set(node.offered())
+            close(scheduler)

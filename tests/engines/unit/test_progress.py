@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
-from valve_hook.vllm.progress import Progress
+from valve_hook.shared import Lifecycle
+from valve_hook.vllm.progress import MOST_ROWS, Progress
 
 
 class Page:
@@ -15,6 +17,9 @@ class Page:
     def write(self, *numbers):
         self.written.append(numbers)
 
+    def write_tokens(self, tokens):
+        self.tokens = tokens
+
 
 @pytest.fixture
 def page():
@@ -22,9 +27,16 @@ def page():
 
 
 @pytest.fixture
-def progress(page):
+def lifecycle(page):
+    lifecycle = Lifecycle()
+    lifecycle.begin(page)
+    return lifecycle
+
+
+@pytest.fixture
+def progress(lifecycle):
     requests = {name: SimpleNamespace(num_prompt_tokens=tokens) for name, tokens in (("a", 7), ("b", 30), ("c", 500))}
-    return Progress(SimpleNamespace(requests=requests), SimpleNamespace(region=page))
+    return Progress(SimpleNamespace(requests=requests), SimpleNamespace(lifecycle=lifecycle))
 
 
 def step(*names, drafts=None):
@@ -83,6 +95,44 @@ def test_an_embedding_that_is_dropped_or_was_aborted_does_not_count(progress):
     progress.count(step("a", "b", "gone"), result(["a", "b", "gone"], pooled=["v", "v", "v"]), ["b"])
 
     assert progress.useful_tokens == 7
+
+
+def test_tokens_are_never_counted_twice_by_two_threads(progress):
+    """The link's thread counts what the engine's thread leaves to it."""
+    seen = []
+    reader = threading.Thread(target=lambda: seen.extend(progress.useful_tokens for _ in range(2000)))
+    reader.start()
+    for _ in range(1000):
+        progress.before_update(step("a", "b"), result("ab", [[5], []]))
+    reader.join()
+
+    assert progress.useful_tokens == 1000
+    assert seen == sorted(seen)
+
+
+def test_steps_never_pile_up_where_no_thread_counts_them(progress):
+    for _ in range(3 * MOST_ROWS):
+        progress.before_update(step("a"), result("a", [[5]]))
+
+    assert len(progress._rows) < MOST_ROWS
+    assert progress.useful_tokens == 3 * MOST_ROWS
+
+
+def test_a_new_connection_is_never_left_without_what_is_open(progress, page, lifecycle):
+    progress.after_schedule(step("a"))
+    lifecycle.begin(fresh := Page())
+    progress.tell_tokens()
+
+    assert page.written == fresh.written == [(3, 0, 0)]
+
+
+def test_what_was_told_before_there_was_a_connection_is_never_lost(progress, page):
+    progress._link.lifecycle = late = Lifecycle()
+    progress.after_schedule(step("a"))
+    late.begin(page)
+    progress.tell_tokens()
+
+    assert page.written == [(3, 0, 0)]
 
 
 def test_open_requests_are_told_without_any_memory(progress, page):

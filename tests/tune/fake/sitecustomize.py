@@ -49,6 +49,8 @@ class Trainer:
             )
             if os.environ.get("FAKE_FAILS_AT") == str(step):
                 raise FloatingPointError(f"loss is NaN at step {step}")
+            if self.dataset.held_out and step % self.spec.eval_steps == 0:
+                self.events(TrainEvent(kind="evaluated", step=step, loss=float(step), message=f"loss {step}"))
             if step % self.spec.save_steps == 0 or step == self.spec.max_steps:
                 self.save(out, step)
                 self.events(TrainEvent(kind="checkpoint", step=step))

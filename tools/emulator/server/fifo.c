@@ -49,19 +49,26 @@ static uint32_t resolve(struct gate *g)
 	return status;
 }
 
-/* Ends the preemption: every listed channel has stopped, and the time to save a context has passed. It is counted from
- * the start of the call, so that a sleep that ran over is not paid twice. */
+/* What the firmware takes beyond the round trip, all locks held. It is counted from the start of the call, so that a sleep
+ * that ran over is not paid twice. */
+static void take_time(const struct control *k, int64_t knob_ns)
+{
+	uint64_t more_ns = (uint64_t)(knob_ns + knob(K_runlist_us));
+
+	charge_ns(model_to_real_ns(more_ns));
+	sleep_until(k->locked_ns + model_to_real_ns(k->model_ns + more_ns));
+}
+
+/* Ends the preemption: every listed channel has stopped, and the time to save a context has passed. */
 static uint32_t finish_disable(struct gate *g)
 {
-	uint64_t model_ns = g->k->model_ns + (uint64_t)knob(K_preempt_us);
 	bool stopped;
 
 	if (g->p->bOnlyDisableScheduling || g->fault.late_ns)
 		return NV_OK;
 	stopped = channels_wait_stopped(g->list, g->n);
 	g->entry.stopped_ns = now_ns();
-	charge_ns(model_to_real_ns((uint64_t)knob(K_preempt_us)));
-	sleep_until(g->k->locked_ns + model_to_real_ns(model_ns));
+	take_time(g->k, knob(K_preempt_us));
 	return stopped ? NV_OK : NV_ERR_TIMEOUT;
 }
 
@@ -83,6 +90,8 @@ static uint32_t run_gate(struct gate *g)
 {
 	uint32_t status, revoked_status = NV_OK;
 
+	if (!g->p->bDisable && !g->fault.silent)
+		take_time(g->k, knob(K_enable_us));
 	state_lock();
 	status = resolve(g);
 	if (!g->fault.silent)
@@ -166,12 +175,14 @@ uint32_t fifo_group_info(struct control *k)
 
 /* bEnable = 0 disables and takes off the runlist; 1 puts on it and, unless told to skip that,
  * enables. */
-static uint32_t schedule(struct channel **list, uint32_t n, const struct nva06c_gpfifo_schedule *p,
-                         bool can_skip)
+static uint32_t schedule(const struct control *k, struct channel **list, uint32_t n)
 {
+	const struct nva06c_gpfifo_schedule *p = k->params;
+	bool can_skip = k->size > 2;
 	bool enables = p->bEnable && !(can_skip && p->bSkipEnable) && knob(K_schedule_enables);
 	struct channel *ch;
 
+	take_time(k, 0);
 	state_lock();
 	for (uint32_t i = 0; i < n; i++) {
 		ch = list[i];
@@ -206,12 +217,12 @@ uint32_t tsg_schedule(struct control *k)
 
 	if (fault.has_status)
 		return fault.status;
-	return schedule(list, channels_of(k->object->tsg, list), k->params, k->size > 2);
+	return schedule(k, list, channels_of(k->object->tsg, list));
 }
 
 uint32_t channel_schedule(struct control *k)
 {
-	return schedule(&k->object->channel, 1, k->params, k->size > 2);
+	return schedule(k, &k->object->channel, 1);
 }
 
 uint32_t tsg_bind(struct control *k)
@@ -233,6 +244,7 @@ uint32_t tsg_set_timeslice(struct control *k)
 
 	if (!p->timesliceUs)
 		return NV_ERR_INVALID_ARGUMENT;
+	take_time(k, 0);
 	state_lock();
 	k->object->tsg->slice_us = p->timesliceUs;
 	k->object->tsg->once_off = true; /* the group is forced off to apply it */

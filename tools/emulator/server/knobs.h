@@ -14,6 +14,9 @@
 	X(rpc_us, "us", "100",                                                                               \
 	  "round trip of one command to the card's firmware, lock held (93-138 us measured)")                \
 	X(preempt_us, "us", "200", "saving a compute context when channels are disabled")                    \
+	X(enable_us, "us", "0", "and restoring one when channels are enabled")                               \
+	X(runlist_us, "us", "0", "giving the card a new runlist: each call that changes what may run")       \
+	X(switch_us, "us", "0", "work of a group that comes on after another begins so much later")          \
 	X(masking_us, "us", "2", "taking one GPU's lock, for each GPU locked")                               \
 	X(alloc_us, "us", "190", "cuMemCreate and every other memory object, API lock to write")             \
 	X(alloc_mib_us, "us", "1.5", "and more for each MiB of it")                                          \

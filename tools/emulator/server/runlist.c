@@ -149,6 +149,29 @@ static uint64_t end_of_slice(struct gpu *g, uint64_t now)
 	return g->slice_start_ns + ((now - g->slice_start_ns) / slice_ns + 1) * slice_ns;
 }
 
+/* The running TSG gets to work; its slice counts from here. */
+static void begin(struct gpu *g, uint64_t now)
+{
+	g->cold_until_ns = 0;
+	g->last = g->running;
+	g->slice_start_ns = now;
+	g->slice_end_ns = 0;
+	give_all(g->running);
+}
+
+/* The one that comes on after another waits for its registers and caches first. */
+static void come_on(struct gpu *g, struct tsg *t, uint64_t now)
+{
+	uint64_t cold_ns = g->last && g->last != t ? model_to_real_ns((uint64_t)knob(K_switch_us)) : 0;
+
+	g->running = t;
+	to_the_tail(t);
+	t->once_off = false; /* asked while it was off: it has been */
+	g->cold_until_ns = now + cold_ns;
+	if (!cold_ns)
+		begin(g, now);
+}
+
 struct wait {
 	uint32_t *word;
 	uint64_t deadline_ns;
@@ -168,9 +191,16 @@ static bool keeps(struct gpu *g, struct tsg *next, uint64_t now, struct wait *w)
 		t->hold_until_ns = 0;
 		return false;
 	}
+	if (g->cold_until_ns && has_work(t)) {
+		*w = (struct wait){&g->board->ack, g->cold_until_ns};
+		if (now < g->cold_until_ns)
+			return true;
+		begin(g, now);
+	}
 	if (!wanted_off) {
 		g->slice_end_ns = 0;
-		give_all(t); /* one of its channels may have become runnable */
+		if (!g->cold_until_ns)
+			give_all(t); /* one of its channels may have become runnable */
 		*w = (struct wait){&g->board->kick, 0};
 		return true;
 	}
@@ -197,6 +227,7 @@ static struct wait next_step(struct gpu *g)
 			return w;
 		take_all(before);
 		g->running = NULL;
+		g->cold_until_ns = 0;
 		g->leaving = before;
 		if (!next && has_work(before))
 			next = before;
@@ -205,12 +236,7 @@ static struct wait next_step(struct gpu *g)
 		return w;
 	if (!has_left(g, now))
 		return (struct wait){&g->board->ack, now + LOOK_AGAIN_NS};
-	g->running = next;
-	to_the_tail(next);
-	next->once_off = false; /* asked while it was off: it has been */
-	g->slice_start_ns = now;
-	g->slice_end_ns = 0;
-	give_all(next);
+	come_on(g, next, now);
 	next = next_with_work(g);
 	if (!keeps(g, next, now, &w))
 		return (struct wait){&g->board->ack,
@@ -266,6 +292,8 @@ void tsg_put(struct tsg *t)
 		t->gpu->running = NULL;
 	if (t->gpu->leaving == t)
 		t->gpu->leaving = NULL;
+	if (t->gpu->last == t)
+		t->gpu->last = NULL;
 	if (t->is_ready)
 		TAILQ_REMOVE(&t->gpu->ready, t, in_ready);
 	TAILQ_REMOVE(&t->gpu->tsgs, t, link);

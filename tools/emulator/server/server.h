@@ -75,6 +75,8 @@ struct gpu {
 	struct tsg *leaving; /* taken off it, perhaps not stopped yet */
 	uint64_t slice_start_ns;
 	uint64_t slice_end_ns;      /* 0: nobody else wants to run */
+	struct tsg *last;           /* whose registers and caches the engine has */
+	uint64_t cold_until_ns;     /* the one that came on is not let to work before; 0: it is */
 	uint64_t stopping_since_ns; /* a switch waits for the old TSG to stop; 0: none does */
 };
 

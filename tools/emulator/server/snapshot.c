@@ -11,13 +11,14 @@ static void write_channel(FILE *out, const struct channel *c, const char *comma)
 	        "\"scheduled\":%s,"
 	        "\"disabled\":%s,\"reset\":%s,\"granted\":%u,\"pending\":%u,\"active\":%u,"
 	        "\"launches\":%llu,"
-	        "\"busy_ns\":%llu,\"revoked_ns\":%llu,\"stopped_ns\":%llu,\"pid\":%d,\"uvm\":%s}",
+	        "\"busy_ns\":%llu,\"revoked_ns\":%llu,\"stopped_ns\":%llu,\"pid\":%d,\"slice_us\":%llu,"
+	        "\"uvm\":%s}",
 	        comma, c->tsg->gpu->index, c->object->client->handle, c->object->handle, c->cid, c->tsg->id,
 	        load(&b->engine), c->scheduled ? "true" : "false", c->disabled ? "true" : "false",
 	        c->reset ? "true" : "false", load(&b->grant), load(&b->pending), load(&b->active),
 	        (unsigned long long)load(&b->launches), (unsigned long long)load(&b->busy_ns),
 	        (unsigned long long)b->revoked_ns, (unsigned long long)load(&b->stopped_ns), c->pid,
-	        c->uvm_registered ? "true" : "false");
+	        (unsigned long long)c->tsg->slice_us, c->uvm_registered ? "true" : "false");
 }
 
 static void write_gpus(FILE *out)

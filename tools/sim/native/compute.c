@@ -96,14 +96,33 @@ static int64_t wait_layer(struct sim *s, int64_t at_ns)
 	return took;
 }
 
-int64_t compute_on_launch(struct sim *s, int64_t at_ns)
+/* Two contexts take turns: offline ends the slice that it is in, and has one of its own between two of online's. */
+static int64_t wait_turns(struct sim *s, int64_t at_ns, int64_t work_ns)
+{
+	double u = draw_unit(s->p.seed, STREAM_SLICE, (uint64_t)s->gates.used, 0);
+	int64_t turns = (work_ns - 1) / s->p.slice_ns;
+	int64_t took;
+
+	if (s->off.left_ns == 0 || s->off.open_ns > at_ns)
+		return 0;
+	took = (int64_t)(u * (double)s->p.offline_slice_ns) + turns * s->p.offline_slice_ns;
+	record_gate(s, at_ns, took);
+	offline_advance(s, at_ns + took);
+	s->off.open_ns = NEVER;
+	return took;
+}
+
+/* `work_ns`: what online is about to launch takes so long by itself. */
+int64_t compute_on_launch(struct sim *s, int64_t at_ns, int64_t work_ns)
 {
 	if (s->p.job == SIM_JOB_NONE)
 		return 0;
 	switch ((enum sim_compute)s->p.compute) {
 	case SIM_CHANNEL:
 	case SIM_EDGE:
-		if (!s->gated)
+		if (!s->gated && s->p.compute == SIM_EDGE && s->off.open_ns > at_ns)
+			s->off.open_ns = NEVER; /* it had not gone on yet: nothing to stop */
+		else if (!s->gated)
 			stop_channels(s, at_ns);
 		return s->stopped_ns > at_ns ? s->stopped_ns - at_ns : 0;
 	case SIM_GPREEMPT:
@@ -113,6 +132,8 @@ int64_t compute_on_launch(struct sim *s, int64_t at_ns)
 		return wait_graph(s, at_ns);
 	case SIM_LAYER:
 		return wait_layer(s, at_ns);
+	case SIM_TIME_SLICE:
+		return wait_turns(s, at_ns, work_ns);
 	case SIM_ALONE:
 	case SIM_SAME_ENGINE:
 		break;
@@ -131,6 +152,7 @@ void compute_on_done(struct sim *s, int64_t at_ns, bool drained)
 		s->gated = false;
 		break;
 	case SIM_KERNEL_TGS:
+	case SIM_TIME_SLICE:
 		s->off.open_ns = at_ns;
 		break;
 	case SIM_KERNEL_STRICT:

@@ -18,7 +18,15 @@
 #define NO_SLOT   (-1)
 #define NS_PER_MS 1000000LL
 
-enum stream { STREAM_GAP = 1, STREAM_STOP, STREAM_SKEW, STREAM_LENGTH, STREAM_LAYER, STREAM_ORDER };
+enum stream {
+	STREAM_GAP = 1,
+	STREAM_STOP,
+	STREAM_SKEW,
+	STREAM_LENGTH,
+	STREAM_LAYER,
+	STREAM_ORDER,
+	STREAM_SLICE
+};
 
 enum owner { OWNER_FREE, OWNER_ONLINE, OWNER_OFFLINE };
 
@@ -220,7 +228,7 @@ void offline_request_done(struct sim *s, struct request *r);
 
 /* compute.c */
 void compute_on_hint(struct sim *s, int64_t at_ns);
-int64_t compute_on_launch(struct sim *s, int64_t at_ns);
+int64_t compute_on_launch(struct sim *s, int64_t at_ns, int64_t work_ns);
 void compute_on_done(struct sim *s, int64_t at_ns, bool drained);
 int64_t compute_wake_at(const struct sim *s);
 void compute_wake(struct sim *s, int64_t at_ns);

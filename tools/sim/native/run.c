@@ -130,6 +130,7 @@ static void on_launch(struct sim *s)
 	int64_t delay;
 	int64_t wait;
 	int64_t uvm;
+	int64_t work;
 
 	accept_arrivals(s);
 	w = engine_plan(s, &s->online, s->p.online.budget_tokens);
@@ -139,14 +140,15 @@ static void on_launch(struct sim *s)
 	}
 	memory_after_plan(s);
 	tell_gap(s);
-	delay = compute_on_launch(s, s->now);
+	work = (int64_t)work_ns(&s->p.online, &w);
+	delay = compute_on_launch(s, s->now, work);
 	wait = s->online.ready_ns > s->now ? s->online.ready_ns - s->now : 0;
 	uvm = uvm_online_wait(s);
 	s->n.memory_wait_ns += wait;
 	s->n.uvm_wait_ns += uvm;
 	s->wake_after_ns = 0;
 	s->run_from = s->now + delay + wait + uvm;
-	s->run_to = s->run_from + (int64_t)work_ns(&s->p.online, &w);
+	s->run_to = s->run_from + work;
 	s->phase = PHASE_RUNNING;
 	s->event_ns = s->run_to;
 	sim_log(s, TRACE_LAUNCH, delay + wait + uvm, w.seqs + w.prefill);

@@ -19,7 +19,8 @@ enum sim_compute {
 	SIM_KERNEL_TGS,
 	SIM_LAYER,
 	SIM_EDGE,
-	SIM_SAME_ENGINE
+	SIM_SAME_ENGINE,
+	SIM_TIME_SLICE
 };
 
 enum sim_job { SIM_JOB_NONE, SIM_JOB_SERVE, SIM_JOB_TRAIN };
@@ -82,6 +83,8 @@ struct sim_params {
 	double uvm_evict_ns;
 	double uvm_fault_ns;
 	double tgs_units_per_ms;
+	int64_t slice_ns;
+	int64_t offline_slice_ns;
 	int32_t trace;
 };
 

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from valve_tune.base.memory import NoRoom
+from valve_tune.base.memory import ALIGN, NoRoom
 
-ALIGN = 512  # of torch's own allocator on a card; on a CPU it is 64
 REQUEST = "micro-batch"
 Blocks = NDArray[np.uint32]
 

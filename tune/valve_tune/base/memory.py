@@ -21,6 +21,14 @@ class NoRoom(StashLost):
         self.needs = needs
 
 
+ALIGN = 512  # of torch's own allocator on a card; on a CPU it is 64
+
+
+def taken_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor of this size takes of lent memory."""
+    return max(ALIGN, -(-int(tensor.nbytes) // ALIGN) * ALIGN)
+
+
 class StashMemory(Protocol):
     """`generation` changes whenever bytes that were handed out may have been lost."""
 

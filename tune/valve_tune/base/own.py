@@ -6,17 +6,19 @@ from pathlib import Path
 
 import torch
 
-from valve_tune.base.weights import Tensors, digest_of, read_folder, split
+from valve_tune.base.copies import moved, when_open
+from valve_tune.base.weights import StillWeights, Tensors, digest_of, read_folder, split
 from valve_tune.tiles.grid import Phase
 
 
-class OwnCopy:
+class OwnCopy(StillWeights):
     """All layers resident all the time."""
 
     def __init__(self, tensors: Tensors, layers: int, device: torch.device | str = "cpu") -> None:
         self.digest = digest_of(tensors)
-        moved = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
-        outer, self._layers = split(moved, layers)
+        before = when_open(device)
+        there = {name: moved(tensor, device, before) for name, tensor in tensors.items()}
+        outer, self._layers = split(there, layers)
         self.outer: Tensors = outer
 
     @classmethod
@@ -26,14 +28,11 @@ class OwnCopy:
     def enter(self, layer: int, phase: Phase) -> Tensors:
         return self._layers[layer]
 
-    def leave(self, layer: int, phase: Phase) -> None:
-        """Nothing moves."""
-
     def check(self) -> None:
         """Nobody else holds this copy."""
 
 
-class LoadedModel:
+class LoadedModel(StillWeights):
     """Weights that live in the modules of a loaded model; nobody asks for them one layer at a time."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -42,9 +41,6 @@ class LoadedModel:
 
     def enter(self, layer: int, phase: Phase) -> Tensors:
         return {}
-
-    def leave(self, layer: int, phase: Phase) -> None:
-        """Nothing moves."""
 
     def check(self) -> None:
         """Nobody else holds this copy."""

@@ -1,16 +1,20 @@
-"""A window of resident layers over a host copy: what is not in it is dropped, never copied out."""
+"""A window of resident layers over a host copy: what is not in it is dropped, never copied out.
+
+Its slots may lie in the memory that the stash lies in, which valved lends and takes back: then the window is as large
+as that allows, and what was taken from under it is read from the host again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
+from valve_tune.base.copies import Before, copy, moved, when_open
+from valve_tune.base.memory import NoRoom, StashLost, StashMemory, TorchMemory, taken_bytes
 from valve_tune.base.weights import BadBase, Tensors, digest_of, split
 from valve_tune.tiles.grid import Phase
-from valve_tune.train.report import Answer, Control
-
-PIECE_BYTES = 16 << 20  # one copy: nothing stops it once it has begun
 
 
 class Parked(Exception):
@@ -26,19 +30,27 @@ class HostWindow:
         layers: int,
         window: int,
         device: torch.device | str = "cpu",
-        before_copy: Callable[[], None] = lambda: None,
+        before_copy: Before | None = None,
+        *,
+        memory: StashMemory | None = None,
     ) -> None:
+        """With `memory` the slots are taken from there, `window` of them at most, when a micro-batch begins."""
         self.digest, self.layers, self.loads = digest_of(tensors), layers, 0
-        self._device, self._before_copy = torch.device(device), before_copy
+        self._device, self._before_copy = torch.device(device), before_copy or when_open(device)
         outer, self._host = split(tensors, layers)
         self._even()
         if self._device.type == "cuda":
             self._host = [{name: each.pin_memory() for name, each in layer.items()} for layer in self._host]
-        self.outer: Tensors = {name: tensor.to(self._device) for name, tensor in outer.items()}
+        self.outer: Tensors = {name: moved(tensor, self._device, self._before_copy) for name, tensor in outer.items()}
         self._free: list[dict[str, torch.Tensor]] = []
         self._slot_of: dict[int, dict[str, torch.Tensor]] = {}
         self._at, self._phase, self.window = 0, Phase.FORWARD, 0
-        self.resize(window)
+        self.most = min(window, layers)
+        self._is_lent, self._memory = memory is not None, memory or TorchMemory()
+        self._generation = self._memory.generation()
+        self.least_bytes = sum(map(taken_bytes, self._host[0].values())) if self._is_lent else 0
+        if not self._is_lent:
+            self.resize(window)
 
     def _even(self) -> None:
         """Slots are fixed: every layer must fit in every one."""
@@ -69,7 +81,8 @@ class HostWindow:
         while len(self._slot_of) > window:
             self._free.append(self._slot_of.pop(self._farthest()))
         spare = window - len(self._slot_of)
-        self._free = self._free[:spare]
+        while len(self._free) > spare:
+            self._give(self._free.pop())
         self._free += [self._slot() for _ in range(spare - len(self._free))]
         self.window = window
         for layer in dict.fromkeys(self._ahead()):
@@ -77,21 +90,52 @@ class HostWindow:
                 self._load(layer)
 
     def _slot(self) -> dict[str, torch.Tensor]:
-        return {name: torch.empty_like(each, device=self._device) for name, each in self._host[0].items()}
+        """Raises NoRoom, with nothing taken."""
+        slot: dict[str, torch.Tensor] = {}
+        try:
+            for name, each in self._host[0].items():
+                slot[name] = self._memory.take(each.shape, each.dtype, self._device)
+        except NoRoom:
+            self._give(slot)
+            raise
+        return slot
+
+    def _give(self, slot: dict[str, torch.Tensor]) -> None:
+        for each in slot.values():
+            self._memory.give(each)
+
+    @property
+    def lent_bytes(self) -> int:
+        return self.least_bytes * self.window
+
+    def fit(self, spare: int) -> bool:
+        """After a reclaim nobody knows which slots were spared: all are given back."""
+        if not self._is_lent:
+            return self.window > 0
+        self._at, self._phase = 0, Phase.FORWARD
+        if self._memory.generation() != self._generation:
+            self.resize(0)
+            self._generation = self._memory.generation()
+        while self.window and self._memory.room() < spare:
+            self.resize(self.window - 1)
+        with contextlib.suppress(NoRoom):
+            while self.window < self.most and self._memory.room() >= spare + self.least_bytes:
+                self.resize(self.window + 1)
+        self._memory.settle()
+        return self.window > 0
 
     def _load(self, layer: int) -> None:
         slot = self._free.pop()
         for name, source in self._host[layer].items():
-            rows = max(1, PIECE_BYTES // max(1, source[:1].numel() * source.element_size()))
-            for there, here in zip(slot[name].split(rows), source.split(rows), strict=True):
-                self._before_copy()
-                there.copy_(here, non_blocking=True)
+            copy(slot[name], source, self._before_copy)
         self._slot_of[layer] = slot
         self.loads += 1
 
     def enter(self, layer: int, phase: Phase) -> Tensors:
         if not self.window:
             raise Parked(f"layer {layer} is needed and the window is closed")
+        if self._is_lent and self._memory.generation() != self._generation:
+            raise StashLost("memory of resident layers was reclaimed")
         self._at, self._phase = layer, phase
         if layer not in self._slot_of:
             if not self._free:
@@ -111,20 +155,3 @@ class HostWindow:
 
     def check(self) -> None:
         """The host copy is private, and slots are only ever written from it."""
-
-
-class WindowControl:
-    """Sets the window to what is granted, between any two tiles; a window of nothing pauses the job."""
-
-    def __init__(self, inner: Control, window: HostWindow, granted: Callable[[], int]) -> None:
-        self._inner, self._window, self._granted = inner, window, granted
-
-    def answer(self) -> Answer:
-        granted = self._granted()
-        if granted != self._window.window:
-            self._window.resize(granted)
-        answer = self._inner.answer()
-        return Answer.PAUSE if answer is Answer.GO and not self._window.window else answer
-
-    def wait(self) -> None:
-        self._inner.wait()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from valve_tune.base.weights import BadBase, BaseChanged, Tensors, digest_of, split
+from valve_tune.base.weights import BadBase, BaseChanged, StillWeights, Tensors, digest_of, split
 from valve_tune.tiles.decoder import DecoderShape
 from valve_tune.tiles.grid import Phase
 
@@ -47,7 +47,7 @@ def publish(tensors: Tensors, path: Path) -> str:
     return checksum
 
 
-class SharedCopy:
+class SharedCopy(StillWeights):
     """A mapping of what an engine published. The kernel refuses writes; a checksum shows writes of others."""
 
     def __init__(self, path: Path, shape: DecoderShape) -> None:
@@ -81,9 +81,6 @@ class SharedCopy:
 
     def enter(self, layer: int, phase: Phase) -> Tensors:
         return self._layers[layer]
-
-    def leave(self, layer: int, phase: Phase) -> None:
-        """Nothing moves."""
 
     def check(self) -> None:
         with memoryview(self._map) as whole:

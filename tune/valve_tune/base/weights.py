@@ -49,6 +49,34 @@ class FrozenWeights(Protocol):
         """Raise if the weights are not what they were when the job began."""
         ...
 
+    @property
+    def least_bytes(self) -> int:
+        """Of the memory that the stash lies in: what no micro-batch does without."""
+        ...
+
+    @property
+    def lent_bytes(self) -> int:
+        """What of that memory they have now."""
+        ...
+
+    def fit(self, spare: int) -> bool:
+        """Between two micro-batches: take of that memory what is lent beside `spare` bytes, or give back. Whether it is
+        enough to begin with.
+        """
+        ...
+
+
+class StillWeights:
+    """Weights in a place of their own that stays as it is."""
+
+    least_bytes = lent_bytes = 0
+
+    def leave(self, layer: int, phase: Phase) -> None:
+        """Nothing moves."""
+
+    def fit(self, spare: int) -> bool:
+        return True
+
 
 def shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():

@@ -19,6 +19,7 @@ from valve_tune.base.memory import StashMemory, TorchMemory
 from valve_tune.base.weights import BadBase, FrozenWeights
 from valve_tune.model.adapter import Adapter, Gradients, LoraPair
 from valve_tune.model.dropout import Draw
+from valve_tune.model.interface import nothing
 from valve_tune.model.loss import targets_of
 from valve_tune.model.maths import wide
 from valve_tune.model.names import BadTarget
@@ -60,6 +61,19 @@ def linears(path: str, layers: Sequence[Any], targets: Sequence[str]) -> dict[st
         names = sorted({name.rpartition(".")[2] for name in everything})
         raise BadTarget(f"target_modules: this model has none of {', '.join(targets)}; it has {', '.join(names)}")
     return chosen
+
+
+def nodes(last: Any) -> list[Any]:
+    """The operators of a backward pass from its last one on. Sums into leaves are left out: they compute nothing."""
+    found: dict[int, Any] = {}
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in found or type(node).__name__ == "AccumulateGrad":
+            continue
+        found[id(node)] = node
+        waiting += [before for before, _ in node.next_functions]
+    return list(found.values())
 
 
 class AutogradModel:
@@ -181,6 +195,7 @@ class AutogradPass:
         self.frontier = Frontier(grid.layers, grid.tokens)
         self.stash = Stash(model.memory, *batch.input_ids.shape)
         self.sums = model.adapter.zeros()
+        self.ask: Callable[[], None] = nothing
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         with torch.no_grad(), model.standing_in(self._record):
             model.model.get_decoder()(**self.inputs)
@@ -191,7 +206,9 @@ class AutogradPass:
             self.flow = hidden.detach().clone()
         return hidden
 
-    def run(self, tile: Tile) -> None:
+    def run(self, tile: Tile, ask: Callable[[], None] = nothing) -> None:
+        """Left before any layer, and in backward before any operator: whoever wrote it need know nothing of it."""
+        self.ask = ask
         self.frontier.take(tile)
         if tile.phase is Phase.FORWARD:
             self.stash.write(tile.layer, "x_in", 0, self.flow)
@@ -202,6 +219,7 @@ class AutogradPass:
 
     def _layers(self, tile: Tile, x: torch.Tensor) -> torch.Tensor:
         for number in range(tile.layer, tile.layer_end):
+            self.ask()
             args, kwargs = self.calls[number]
             x = self.model.hidden(self.model.modules[number](x, *args, **kwargs))
         return x
@@ -216,7 +234,10 @@ class AutogradPass:
         leaves = [tensor for pair in pairs for tensor in (pair.a, pair.b)]
         with torch.enable_grad():
             x = self.stash.read(tile.layer, "x_in", 0, self.targets.shape[1]).detach().clone().requires_grad_()
-            out = torch.autograd.grad(self._layers(tile, x), [x, *leaves], self.flow, allow_unused=True)
+            last = self._layers(tile, x)
+            for node in [] if self.ask is nothing else nodes(last.grad_fn):
+                node.register_prehook(lambda _: self.ask())
+            out = torch.autograd.grad(last, [x, *leaves], self.flow, allow_unused=True)
         self.flow = out[0]
         for number, path in enumerate(sorted(inner)):
             self._add(self.sums[path], out[1 + 2 * number], out[2 + 2 * number])
@@ -246,6 +267,13 @@ class AutogradPass:
 
     def close(self) -> None:
         self.stash.close()
+
+    def forward_loss(self) -> float:
+        if self.frontier.forward[-1] < self.frontier.tokens:
+            raise RuntimeError("the forward pass is not done")
+        self._head()
+        self.stash.check(self.targets.device)
+        return self.loss
 
     def gradients(self) -> tuple[float, Gradients]:
         if not self.frontier.is_complete:

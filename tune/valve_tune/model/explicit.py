@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from valve_tune.model.adapter import Adapter, Gradients
 from valve_tune.model.block import BlockBackward, Sums, forward
 from valve_tune.model.dropout import Draw
 from valve_tune.model.family import shape_of
+from valve_tune.model.interface import nothing
 from valve_tune.model.loss import head_loss, targets_of
 from valve_tune.model.names import path
 from valve_tune.model.rows import LayerRows, Scene
@@ -104,7 +106,8 @@ class ExplicitPass:
         self.kept = model.kept
         self.spans = len(grid.token_cuts(Phase.FORWARD)) > 1
 
-    def run(self, tile: Tile) -> None:
+    def run(self, tile: Tile, ask: Callable[[], None] = nothing) -> None:
+        """Never left inside: how long a tile takes is the grid's to say."""
         self.frontier.take(tile)
         with torch.no_grad():
             (self._forward if tile.phase is Phase.FORWARD else self._backward)(tile)
@@ -164,6 +167,15 @@ class ExplicitPass:
 
     def close(self) -> None:
         self.stash.close()
+
+    def forward_loss(self) -> float:
+        """Of the whole micro-batch; its hidden states are used up."""
+        if self.frontier.forward[-1] < self.grid.tokens:
+            raise RuntimeError("the forward pass is not done")
+        with torch.no_grad():
+            self._head(slice(0, self.grid.tokens))
+        self.stash.check(self.flow.device)
+        return self.loss
 
     def gradients(self) -> tuple[float, Gradients]:
         """(loss, adapter gradients), both times scale."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from valve_tune.base.memory import StashMemory
@@ -12,6 +13,10 @@ from valve_tune.tiles.grid import Grid, Tile
 from valve_tune.train.batch import MicroBatch
 
 
+def nothing() -> None:
+    """Where nobody is asked."""
+
+
 class TilePass(Protocol):
     """One micro-batch in work."""
 
@@ -19,7 +24,13 @@ class TilePass(Protocol):
         """Called before each tile; raises StashLost."""
         ...
 
-    def run(self, tile: Tile) -> None: ...
+    def run(self, tile: Tile, ask: Callable[[], None] = nothing) -> None:
+        """`ask` is called wherever inside the tile it may be left; it waits, or raises to end the pass."""
+        ...
+
+    def forward_loss(self) -> float:
+        """After the forward tiles alone: the loss times scale, and no way to gradients; raises StashLost."""
+        ...
 
     def close(self) -> None:
         """However it ended: its memory goes back."""

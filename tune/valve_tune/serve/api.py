@@ -171,12 +171,15 @@ class TuneApi:
         base = body.get("model")
         if not isinstance(base, str) or base not in self._bases:
             raise BadRequest("model", f"must be one of {', '.join(self._bases)}, not {base!r}", 404)
-        file = body.get("training_file")
-        if not isinstance(file, str) or self._store.file(file) is None:
-            raise BadRequest("training_file", f"no file {file!r}", 404)
+        for name in ("training_file", "validation_file"):
+            file = body.get(name)
+            if name == "validation_file" and not file:
+                continue
+            if not isinstance(file, str) or self._store.file(file) is None:
+                raise BadRequest(name, f"no file {file!r}", 404)
         wish = shape.wish_of(body)
         self._check_alike(base, wish)
-        row = self._store.add_job(base, file, wish, wish["weight"])
+        row = self._store.add_job(base, body["training_file"], wish, wish["weight"])
         self._changed()
         return web.json_response(shape.job_object(row))
 

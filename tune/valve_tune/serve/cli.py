@@ -8,7 +8,7 @@ import sys
 from valve_tune.serve import flags, jobs
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
-from valve_tune.train.spec import SpecError
+from valve_tune.train.spec import DTYPES, SpecError
 
 USAGE = 2  # as in valved.cli.exits: the arguments make no sense
 ABOUT_A_JOB = {
@@ -31,9 +31,16 @@ def parser() -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text)
         one.add_argument("job", metavar="JOB", help="its folder, or the folder's name")
         one.set_defaults(run=action)
+    one = commands.add_parser("share", help="lay a base into shared memory, once for all jobs on this machine's CPUs")
+    one.add_argument("--model", required=True, metavar="DIR")
+    one.add_argument("--to", required=True, metavar="FILE", help="for example /dev/shm/llama")
+    one.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    one.set_defaults(run=share)
     add_publish(commands)
     add_serve(commands)
-    commands.add_parser("doctor", help="check what training and publishing need").set_defaults(run=doctor)
+    one = commands.add_parser("doctor", help="check what training and publishing need")
+    one.add_argument("--model", default="", metavar="DIR", help="also whether this base can be trained")
+    one.set_defaults(run=doctor)
     return root
 
 
@@ -50,6 +57,7 @@ def add_publish(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--checkpoint", type=int, default=None, metavar="STEP", help="this checkpoint, not the newest adapter"
     )
     one.add_argument("--keep", type=int, default=2, metavar="N", help="versions that stay loaded (default: 2)")
+    one.add_argument("--token-file", default="", metavar="FILE", help="holds the key that the service asks for")
     one.add_argument(
         "--no-probe", action="store_true", help="do not measure the gap in decoding with a request of its own"
     )
@@ -80,10 +88,27 @@ def serve(options: argparse.Namespace) -> int:
     return command(options)
 
 
-def doctor(_: argparse.Namespace) -> int:
+def share(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import torch
+
+    from valve_tune.base import shared
+    from valve_tune.base.weights import BadBase, read_folder
+
+    try:
+        dtype = getattr(torch, options.dtype)
+        checksum = shared.publish(read_folder(Path(options.model), dtype), Path(options.to))
+    except (BadBase, OSError) as error:
+        raise FolderError(str(error)) from None
+    print(f"{options.to}: {Path(options.to).stat().st_size:,} bytes, sha256 {checksum[:16]}; jobs take --share-weights")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
     from valve_tune.serve.doctor import command
 
-    return command()
+    return command(options.model)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,8 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from valve_tune.serve import registry
 
@@ -56,8 +58,43 @@ def places() -> Iterator[Finding]:
     yield free >= ROOM_BYTES, f"{free / (1 << 30):.0f} GiB free here for adapters and checkpoints"
 
 
-def command() -> int:
-    found = [*packages(), *device(), *places()]
+def base(model: str) -> Iterator[Finding]:
+    """Whether this base can be trained, in which way, and what its tokenizer is good for."""
+    from valve_tune.serve.runner import tokenizer_of
+    from valve_tune.train.build import config_of
+    from valve_tune.train.data import vocabulary
+    from valve_tune.train.examples import MARKED, template_of
+
+    try:
+        config, size, tokenizer = config_of(Path(model)), vocabulary(model), tokenizer_of(model)
+    except ValueError as error:
+        yield False, str(error)
+        return
+    why = obstacle(config)
+    yield True, f"{config.model_type}: its tiles are {f'by autograd, as {why}' if why else 'written out'}"
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    wrong = largest >= size
+    yield (
+        not wrong,
+        f"the tokenizer has tokens up to {largest}, the model {size}"
+        + ("; it is another model's: take the one that came with the base" if wrong else ""),
+    )
+    template = template_of(tokenizer)
+    if not template:
+        yield False, "no chat template, so data with messages is refused: add chat_template.jinja beside the model"
+    else:
+        how = "marks" if MARKED.search(template) else "does not mark"
+        yield True, f"the chat template {how} what the assistant says"
+
+
+def obstacle(config: Any) -> str:
+    from valve_tune.model import family
+
+    return family.obstacle(config, max_length=1)
+
+
+def command(model: str = "") -> int:
+    found = [*packages(), *device(), *places(), *(base(model) if model else ())]
     for is_well, text in found:
         print(f"{'ok  ' if is_well else 'FIX '} {text}")
     return 0 if all(is_well for is_well, _ in found) else FINDINGS

@@ -11,16 +11,29 @@ from typing import Any
 
 ANSWER_S = 300.0  # a large adapter from slow storage takes its time
 PROMPT = [1, 2, 3]  # token ids: no tokenizer need know a word
+REDIRECTS = (301, 302, 303, 307, 308)
 RUNTIME = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, SGLang with --enable-lora"
+
+TOKEN = "name the file with the service's key: --token-file FILE"
 
 
 class EngineError(Exception):
     """What the engine answered, or that it did not."""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """urllib would send the key on to wherever an answer points, and the order as a plain question."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 class RunningEngine:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str = "") -> None:
+        """`token` is what the service was started with (--api-key), if it was."""
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._opener = urllib.request.build_opener(_NoRedirect)
         if not self.url.startswith(("http://", "https://")):
             raise EngineError(f"{url}: must begin with http:// or https://")
         bases = [entry for entry in self._models() if not entry.get("parent")]
@@ -35,12 +48,14 @@ class RunningEngine:
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=ANSWER_S)
+            return self._opener.open(request, timeout=ANSWER_S)
         except urllib.error.HTTPError as error:
+            if error.code in REDIRECTS:
+                raise EngineError(f"{self.url}{path}: points to {error.headers['Location']}; name that one") from None
             said = error.read(2000).decode(errors="replace")
-            more = f"; {RUNTIME}" if error.code == 404 else ""
+            more = {404: f"; {RUNTIME}", 401: f"; {TOKEN}", 403: f"; {TOKEN}"}.get(error.code, "")
             raise EngineError(f"{self.url}{path}: {error.code} {said}{more}") from None
         except OSError as error:
             raise EngineError(f"{self.url}{path}: {error}") from None
@@ -60,8 +75,12 @@ class RunningEngine:
     def loaded(self) -> set[str]:
         return {str(entry["id"]) for entry in self._models() if entry.get("parent") or entry["id"] != self.base}
 
+    def model_of(self, name: str) -> str:
+        """What a client asks for. Under the bare name of an adapter SGLang answers as the base and says that name."""
+        return f"{self.base}:{name}" if self.kind == "sglang" else name
+
     def answer(self, model: str) -> str:
-        """One token from this version; the name that the answer gives."""
+        """One token from this model; the name that the answer gives."""
         body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         return str(json.loads(self._ask("/v1/completions", body)).get("model"))
 

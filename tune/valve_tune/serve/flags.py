@@ -12,6 +12,7 @@ ALSO = {
     "model": ("--model-name-or-path",),
     "data": ("--dataset-name", "--train-file"),
     "out": ("--output-dir",),
+    "eval_data": ("--eval-file", "--validation-file"),
     "target_modules": ("--lora-target-modules",),
 }
 DEFAULT_PASSES = 3.0
@@ -23,7 +24,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         names = both(f"--{each.name.replace('_', '-')}", *ALSO.get(each.name, ()))
         default = None if each.default is dataclasses.MISSING else each.default
         shown = (
-            f" (default: {' '.join(default) if isinstance(default, tuple) else default})" if default is not None else ""
+            f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
+            if default not in (None, "")
+            else ""
         )
         more: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS, "help": each.metadata["help"] + shown}
         kind = hints[each.name]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from valve_tune.train.spec import JobSpec, SpecError
+from valve_tune.train.spec import HOW, LOOKS, JobSpec, SpecError
 
 JOB, STATUS, LOCK, WANTED = "job.json", "status.json", "lock", "wanted"
 METRICS, PAGE, DATA = "metrics.jsonl", "training.html", "data.sha256"
@@ -92,20 +92,27 @@ class JobFolder:
                 raise FolderError(f"{self.path}: holds an adapter of somebody else; choose another --out")
             replace_file(self.path / JOB, spec.to_json())
             return
-        differing = {name: pair for name, pair in spec.differs(self.spec()).items() if name != "out"}
-        if differing:
-            said = ", ".join(f"{name} ({there!r} there, {here!r} here)" for name, (here, there) in differing.items())
+        there = self.spec()
+        may_differ = {"out", *HOW} | (set() if spec.early_stopping_patience or there.early_stopping_patience else LOOKS)
+        differing = spec.differs(there)
+        if other := {name: pair for name, pair in differing.items() if name not in may_differ}:
+            said = ", ".join(f"{name} ({there!r} there, {here!r} here)" for name, (here, there) in other.items())
             raise FolderError(f"{self.path}: holds another job; it differs in {said}")
+        if differing:
+            replace_file(self.path / JOB, spec.to_json())
 
-    def same_data(self, digest: str) -> None:
-        """A resumed job must see the batches it began with."""
+    def same_data(self, digest: str, held_out: str = "", *, decides: bool = False) -> None:
+        """A resumed job must see the batches it began with. Held-out data may come or go where it does not decide when
+        the job ends, and is never exchanged."""
         path = self.path / DATA
-        if not path.exists():
-            replace_file(path, digest + "\n")
-        elif path.read_text(encoding="utf-8").strip() != digest:
+        wanted = [digest, held_out] if held_out else [digest]
+        there = path.read_text(encoding="utf-8").split() if path.exists() else wanted
+        may_come = not decides and (len(there) == 1 or not held_out)
+        if there != wanted and not (there[0] == digest and may_come):
             raise FolderError(
                 f"{self.path}: the data or its tokenizer changed since this job began; choose another --out"
             )
+        replace_file(path, " ".join(wanted) + "\n")
 
     def status(self) -> JobStatus:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from valve_tune.serve import flags, metrics, registry
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.folder import GO, PAUSE, STOP, FolderError, JobFolder
+from valve_tune.serve.receipt import TrainedTokens, process_link
 from valve_tune.serve.recorder import Recorder, duration
 from valve_tune.serve.runner import MakesTrainer, carry_out, real_trainer, rows_of
 from valve_tune.train.report import End
@@ -24,8 +25,8 @@ ENDS = {"succeeded": 0, "failed": 1, "cancelled": 1, "stopped": 1}
 
 def run(options: argparse.Namespace) -> int:
     values = flags.values(options)
-    for name in ("model", "data", "out"):
-        if name in values:
+    for name in ("model", "data", "out", "eval_data", "share_weights"):
+        if values.get(name):
             values[name] = str(Path(values[name]).expanduser().absolute())
     return train(values, options.num_train_epochs)
 
@@ -47,7 +48,8 @@ def train(
             signal.signal(number, lambda *_: control.stop())
         begin = f"{rows.examples} examples, {rows.tokens:,} tokens, {len(rows)} rows, {spec.max_steps} steps"
         print("\n".join([begin, *(f"note: {note}" for note in rows.notes)]), flush=True)
-        recorder = Recorder(folder, spec, waited=lambda: control.waited_s, out=sys.stdout)
+        trained = TrainedTokens(process_link()).add
+        recorder = Recorder(folder, spec, waited=lambda: control.waited_s, out=sys.stdout, trained=trained)
         outcome = carry_out(folder, spec, rows, control, recorder, make)
         return ended(folder, outcome.end, outcome.step, outcome.message)
 
@@ -62,7 +64,7 @@ def ended(folder: JobFolder, end: End, step: int, message: str) -> int:
     print(f"valve tune: failed at step {step}: {message}", file=sys.stderr)
     kept = folder.checkpoints()
     if kept:
-        print(f"valve tune: {kept[-1][1]} is whole; the same command goes on from there", file=sys.stderr)
+        print(f"valve tune: {kept[-1][1]} is whole; the same command begins there", file=sys.stderr)
     return 1
 
 

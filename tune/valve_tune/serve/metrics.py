@@ -64,7 +64,7 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def steps(path: Path) -> list[dict[str, Any]]:
-    """One line per optimizer step, in order."""
-    by_step = {line["step"]: line for line in lines(path) if line.get("kind") == "step" and "step" in line}
+def steps(path: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """One line per optimizer step, in order; or the last evaluation at each step that had one ("evaluated")."""
+    by_step = {line["step"]: line for line in lines(path) if line.get("kind") == kind and "step" in line}
     return [by_step[step] for step in sorted(by_step)]

@@ -31,11 +31,15 @@ def thinned(steps: Sequence[Line]) -> list[Line]:
     return kept
 
 
-def curve(steps: Sequence[Line]) -> str:
-    points = thinned([line for line in steps if math.isfinite(line.get("loss", math.nan))])
+def finite(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if math.isfinite(line.get("loss", math.nan))]
+
+
+def curve(steps: Sequence[Line], evaluated: Sequence[Line] = ()) -> str:
+    points, judged = thinned(finite(steps)), thinned(finite(evaluated))
     if not points:
         return "<p>No step is done yet.</p>"
-    losses = [line["loss"] for line in points]
+    losses = [line["loss"] for line in (*points, *judged)]
     low, high = min(losses), max(losses)
     room = (high - low) or 1.0
     first, last = points[0]["step"], points[-1]["step"]
@@ -44,6 +48,14 @@ def curve(steps: Sequence[Line]) -> str:
         across = LEFT + (WIDTH - LEFT - 10) * (line["step"] - first) / max(1, last - first)
         down = 10 + (HEIGHT - BOTTOM - 10) * (high - line["loss"]) / room
         return f"{across:.1f},{down:.1f}"
+
+    held_out = [place(line) for line in judged if first <= line["step"] <= last]
+    dots = "".join(
+        f'<circle r="3" fill="#b5460f" cx="{x}" cy="{y}"/>' for x, y in (each.split(",") for each in held_out)
+    )
+    if held_out:
+        dots += f'<polyline fill="none" stroke="#b5460f" stroke-width="1.5" points="{" ".join(held_out)}"/>'
+        dots += f'<text x="{WIDTH - 150}" y="24" style="fill:#b5460f">held-out data</text>'
 
     marks = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -54,7 +66,7 @@ def curve(steps: Sequence[Line]) -> str:
         )
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss by step">{"".join(marks)}'
-        f'<polyline fill="none" stroke="#0b6e99" stroke-width="1.5" points="{" ".join(map(place, points))}"/>'
+        f'<polyline fill="none" stroke="#0b6e99" stroke-width="1.5" points="{" ".join(map(place, points))}"/>{dots}'
         f'<text x="{LEFT}" y="{HEIGHT - 8}">step {first}</text>'
         f'<text x="{WIDTH - 10}" y="{HEIGHT - 8}" text-anchor="end">step {last}</text></svg>'
     )
@@ -94,18 +106,27 @@ def _at(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
-def render(spec: JobSpec, state: str, steps: Sequence[Line]) -> str:
+def best(evaluated: Sequence[Line]) -> str:
+    lines = finite(evaluated)
+    if not lines:
+        return "none yet"
+    least = min(lines, key=lambda line: (line["loss"], line["step"]))
+    return f"{len(lines)}; the best has loss {least['loss']:.4f}, at step {least['step']}"
+
+
+def render(spec: JobSpec, state: str, steps: Sequence[Line], evaluated: Sequence[Line] = ()) -> str:
     rows = {
         "state": state,
         "step": f"{steps[-1]['step'] if steps else 0} of {spec.max_steps}",
         "base": spec.model,
         "data": spec.data,
         "adapter": f"rank {spec.lora_r}, alpha {spec.lora_alpha:g}, on {', '.join(spec.target_modules)}",
+        **({"evaluations": best(evaluated)} if spec.eval_data else {}),
         "tokens trained": f"{sum(line.get('tokens', 0) for line in steps):,}",
     }
     table = "".join(f"<tr><td>{name}</td><td>{html.escape(str(value))}</td></tr>" for name, value in rows.items())
     title = html.escape(spec.out.rstrip("/").rpartition("/")[2])
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}: training</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1><table>{table}</table><h2>Loss</h2>{curve(steps)}{strip(steps)}</html>\n"
+        f"<h1>{title}</h1><table>{table}</table><h2>Loss</h2>{curve(steps, evaluated)}{strip(steps)}</html>\n"
     )

@@ -104,9 +104,10 @@ def hand_over(engine: RunningEngine, version: Path, name: str, keep: int, *, pro
 def _switch(engine: RunningEngine, version: Path, name: str, keep: int) -> tuple[str, ...]:
     engine.load(version.name, str(version))
     try:
-        said = engine.answer(version.name)
-        if said != version.name:
-            raise EngineError(f"{engine.url}: answered as {said}, not as {version.name}")
+        asked = engine.model_of(version.name)
+        said = engine.answer(asked)
+        if said != asked:
+            raise EngineError(f"{engine.url}: answered as {said}, not as {asked}")
     except Exception:
         with contextlib.suppress(EngineError):  # what failed first is what is said
             engine.unload(version.name)
@@ -120,12 +121,25 @@ def _switch(engine: RunningEngine, version: Path, name: str, keep: int) -> tuple
     return retired
 
 
+def token_in(path: str) -> str:
+    """What the file holds, without the end of its line."""
+    if not path:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FolderError(f"--token-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not token or not token.isascii() or not token.isprintable():
+        raise FolderError(f"--token-file {path}: holds no key of one line")
+    return token
+
+
 def command(options: argparse.Namespace) -> int:
     folder = registry.find(options.job)
     name = options.name or folder.path.name
     source = adapter_of(folder, options.checkpoint)
     try:
-        engine = RunningEngine(options.to) if options.to else None
+        engine = RunningEngine(options.to, token_in(options.token_file)) if options.to else None
         version = new_version(folder, name, source, engine.loaded() if engine else ())
         print(f"version: {version.name}  {version}")
         if engine is None:
@@ -134,7 +148,8 @@ def command(options: argparse.Namespace) -> int:
     except EngineError as error:
         print(f"valve tune: {error}", file=sys.stderr)
         return 1
-    print(f"{engine.kind} at {engine.url} answers as {done.name}; retired: {', '.join(done.retired) or 'none'}")
+    model, retired = engine.model_of(done.name), ", ".join(done.retired) or "none"
+    print(f"{engine.kind} at {engine.url} answers as {model}; retired: {retired}")
     if done.gap_ms is not None:
         print(f"longest gap in decoding: {done.gap_ms:.1f} ms while publishing, {done.calm_ms:.1f} ms before and after")
     return 0

@@ -15,6 +15,7 @@ from valve_tune.train.report import TrainEvent
 from valve_tune.train.spec import JobSpec
 
 PAGE_EVERY_S = 5.0
+STATE_EVERY_S = 1.0  # while it stays "running": each write is forced to disk, and the card waits for it
 LINE_EVERY_S = 1.0  # where lines are kept (a file, a log); a terminal shows each step
 PACE_STEPS = 50
 
@@ -72,9 +73,10 @@ class TensorBoard:
         if self._writer is None:
             return
         with contextlib.suppress(OSError):
+            group = "train" if event.kind == "step" else "eval"
             for name, value in (("loss", event.loss), ("learning_rate", event.lr), ("grad_norm", event.grad_norm)):
                 if value is not None:
-                    self._writer.add_scalar(f"train/{name}", value, event.step)
+                    self._writer.add_scalar(f"{group}/{name}", value, event.step)
             self._writer.flush()
 
 
@@ -82,14 +84,23 @@ class Recorder:
     """Give it to a trainer as `events`."""
 
     def __init__(
-        self, folder: JobFolder, spec: JobSpec, *, waited: Callable[[], float] = lambda: 0.0, out: TextIO | None = None
+        self,
+        folder: JobFolder,
+        spec: JobSpec,
+        *,
+        waited: Callable[[], float] = lambda: 0.0,
+        out: TextIO | None = None,
+        trained: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self._folder, self._spec, self._out = folder, spec, out
         self._metrics = metrics.MetricsFile(folder.metrics)
         self._board = TensorBoard(folder)
         self._pace = Pace(spec.max_steps, waited)
-        self._page_at = self._line_at = 0.0
-        self.step = folder.status().step
+        self._page_at = self._line_at = self._state_at = 0.0
+        self._state = ""
+        done = metrics.steps(folder.metrics)
+        self.step = max(folder.status().step, *(line["step"] for line in done[-1:]), 0)
+        self._trained, self._counted = trained, self.step
 
     def __call__(self, event: TrainEvent) -> None:
         self.step = event.step
@@ -97,19 +108,31 @@ class Recorder:
             line = self._pace.line(event)
             self._metrics.write(event, harvested=round(self._pace.harvested(), 4))
             self._board.write(event)
+            if event.step > self._counted:  # a resumed job does some steps again
+                self._counted = event.step
+                self._trained(event.tokens)
             self._show(line, is_last=event.step >= self._spec.max_steps)
         else:
             self._metrics.write(event)
+            if event.kind == "evaluated":
+                self._board.write(event)
             self._tell(f"{event.kind}{f': {event.message}' if event.message else f' at step {event.step}'}")
         self.state("paused" if event.kind == "paused" else "running", "")
 
     def state(self, state: str, message: str) -> None:
         """A folder that cannot be written ends no job by this: the trainer meets the full disk where it matters."""
+        if state == self._state == "running" and time.monotonic() < self._state_at:
+            return
         with contextlib.suppress(OSError):
+            self._state, self._state_at = state, time.monotonic() + STATE_EVERY_S
             self._folder.say(state, self.step, message)
             if state != "running" or time.monotonic() >= self._page_at:
                 self._page_at = time.monotonic() + PAGE_EVERY_S
-                replace_file(self._folder.page, page.render(self._spec, state, metrics.steps(self._folder.metrics)))
+                replace_file(self._folder.page, self._render(state))
+
+    def _render(self, state: str) -> str:
+        evaluated = metrics.steps(self._folder.metrics, "evaluated")
+        return page.render(self._spec, state, metrics.steps(self._folder.metrics), evaluated)
 
     def _show(self, line: str, *, is_last: bool) -> None:
         if self._out is None:

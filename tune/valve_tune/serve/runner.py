@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from valve_tune.serve.folder import STOP, FolderError, JobFolder
@@ -46,6 +47,8 @@ def real_trainer(spec: JobSpec, dataset: Dataset, *, events: Callable[[TrainEven
 def tokenizer_of(model: str) -> Any:
     from transformers import AutoTokenizer
 
+    if not Path(model).is_dir():
+        raise SpecError("model", f"{model} is no folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:
@@ -75,7 +78,8 @@ def carry_out(
     make: MakesTrainer = real_trainer,
 ) -> Outcome:
     """Run or resume the job in its folder, which the caller has claimed. Every end is said in the folder."""
-    folder.same_data(rows.digest)
+    held_out = rows.held_out.digest if rows.held_out is not None else ""
+    folder.same_data(rows.digest, held_out, decides=bool(spec.early_stopping_patience))
     watcher.state("running", "")
     try:
         outcome = make(spec, rows, events=watcher, control=control).run()

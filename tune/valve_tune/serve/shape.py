@@ -14,7 +14,14 @@ KNOWN = {
     *("model", "training_file", "hyperparameters", "method", "suffix", "seed", "metadata", "valve"),
     *("validation_file", "integrations"),
 }
-RESERVED = ("model", "data", "out")  # the service says where things are
+RESERVED = (
+    "model",
+    "data",
+    "out",
+    "eval_data",
+    "resident_layers",
+    "share_weights",
+)  # the service says where things are
 LEARNING_RATE = 2e-4  # what learning_rate_multiplier multiplies
 PASSES = 3.0
 WEIGHTS = (0.01, 100.0)
@@ -33,9 +40,8 @@ def wish_of(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in body:
         if name not in KNOWN:
             raise BadRequest(str(name), "unknown parameter")
-    for name, way in (("validation_file", "there is no evaluation"), ("integrations", "metrics are in result_files")):
-        if body.get(name):
-            raise BadRequest(name, f"is not offered: {way}")
+    if body.get("integrations"):
+        raise BadRequest("integrations", "is not offered: metrics are in result_files")
     hyper = hyperparameters(body)
     extra = body.get("valve") or {}
     if not isinstance(extra, Mapping):
@@ -48,11 +54,13 @@ def wish_of(body: Mapping[str, Any]) -> dict[str, Any]:
     spec = {**from_hyper(hyper), **fields}
     seed = body.get("seed")
     spec["seed"] = 0 if seed is None else seed
-    check_spec(spec)
+    held_out = body.get("validation_file") or None
+    check_spec({**spec, "eval_data": "e"} if held_out else spec)
     passes = None if "max_steps" in spec else hyper_number(hyper, "n_epochs", PASSES, 0.01, 10_000)
     return {
         "spec": spec,
         "passes": passes,
+        "validation_file": held_out,
         "weight": weight,
         "hyperparameters": dict(hyper),
         "suffix": suffix_of(body),
@@ -154,7 +162,7 @@ def job_object(row: Mapping[str, Any]) -> dict[str, Any]:
         "hyperparameters": hyper,
         "method": {"type": wish["method"], "supervised": {"hyperparameters": hyper}},
         "training_file": row["file"],
-        "validation_file": None,
+        "validation_file": wish.get("validation_file"),
         "result_files": [row["result"]] if row["result"] else [],
         "trained_tokens": row["tokens"],
         "error": json.loads(row["error"]) if row["error"] else {},

@@ -98,9 +98,10 @@ class TuneStore:
         """False while a job that has not ended needs it."""
         marks = ",".join("?" * len(LIVE))
         text = (
-            f"DELETE FROM files WHERE id = ? AND NOT EXISTS (SELECT 1 FROM jobs WHERE file = ? AND status IN ({marks}))"
+            "DELETE FROM files WHERE id = ? AND NOT EXISTS (SELECT 1 FROM jobs WHERE "
+            f"(file = ? OR json_extract(wish, '$.validation_file') = ?) AND status IN ({marks}))"
         )
-        dropped = self._change(text, file, file, *LIVE)
+        dropped = self._change(text, file, file, file, *LIVE)
         if dropped:
             self.file_path(file).unlink(missing_ok=True)
         return dropped

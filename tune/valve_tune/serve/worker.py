@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tune.serve.folder import GO, JobFolder
+from valve_tune.serve.receipt import TrainedTokens, process_link
 from valve_tune.serve.recorder import Recorder
 from valve_tune.serve.runner import MakesTrainer, Runs, carry_out, rows_of
 from valve_tune.serve.store import Row, TuneStore
@@ -73,20 +74,23 @@ class JobWatcher:
 
     def __init__(self, store: TuneStore, job: str, recorder: Recorder, control: TurnControl) -> None:
         self._store, self._job, self._recorder, self._control = store, job, recorder, control
-        self._loss: float | None = None
+        self._losses: dict[str, float | None] = {}
         self.step = recorder.step
 
     def __call__(self, event: TrainEvent) -> None:
         self.step = event.step
         self._recorder(event)
         if event.kind == "step":
-            self._loss = event.loss
+            self._losses = {"train_loss": event.loss}
             data = {"step": event.step, "train_loss": event.loss, "learning_rate": event.lr, "tokens": event.tokens}
             said = "-" if event.loss is None else f"{event.loss:.4f}"
             self._store.stepped(self._job, event.step, event.tokens, f"Step {event.step}: training loss {said}", data)
             self._control.step_done()
         elif event.kind == "checkpoint":
-            self._store.saved(self._job, event.step, {"step": event.step, "train_loss": self._loss})
+            self._store.saved(self._job, event.step, {"step": event.step, **self._losses})
+        elif event.kind == "evaluated":
+            self._losses["full_valid_loss"] = event.loss
+            self._store.say(self._job, f"Step {event.step}: validation {event.message}")
         elif event.kind == "paused":
             self._store.move(self._job, "paused", ("running",))
         else:
@@ -142,6 +146,7 @@ class BaseWorker:
         self._threads: dict[str, threading.Thread] = {}
         self._controls: dict[str, TurnControl] = {}
         self._leaving = threading.Event()
+        self._trained = TrainedTokens(process_link())
 
     def leave(self) -> None:
         self._leaving.set()
@@ -214,6 +219,8 @@ class BaseWorker:
         job, folder = row["id"], JobFolder(self._store.out(row["id"]))
         values = {**json.loads(row["wish"])["spec"], "model": self._model, "out": str(folder.path)}
         values["data"] = str(self._store.file_path(row["file"]))
+        held_out = json.loads(row["wish"]).get("validation_file")
+        values["eval_data"] = str(self._store.file_path(held_out)) if held_out else ""
         passes = json.loads(row["wish"])["passes"]
         control.answer()  # reading a file of examples takes time, too: in turn
         if folder.exists():
@@ -223,7 +230,7 @@ class BaseWorker:
         with folder.claimed(spec):
             folder.want(GO)
             self._store.move(job, "running")
-            watcher = JobWatcher(self._store, job, Recorder(folder, spec), control)
+            watcher = JobWatcher(self._store, job, Recorder(folder, spec, trained=self._trained.add), control)
             outcome = carry_out(folder, spec, rows, control, watcher, self._make)
             self._conclude(job, folder, outcome, control)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,4 +49,18 @@ class Dataset(Protocol):
 
     def step(self, step: int) -> Sequence[MicroBatch]:
         """The micro-batches of optimizer step `step` (from 0): `gradient_accumulation_steps` of them."""
+        ...
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """What the job is judged by and never trained on."""
+        ...
+
+
+class HeldOut(Protocol):
+    @property
+    def digest(self) -> str: ...
+
+    def once(self) -> Iterator[MicroBatch]:
+        """Every row once, in the same order each time."""
         ...

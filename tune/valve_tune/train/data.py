@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,30 @@ import numpy as np
 
 from valve_tune.train.batch import IGNORED, PADDING, IntArray, MicroBatch
 from valve_tune.train.examples import Encoder, Example
-from valve_tune.train.lines import BadLines, DataError, Unfit, read
+from valve_tune.train.lines import BadLine, BadLines, DataError, NoTemplate, Unfit, read
 from valve_tune.train.packing import best_fit
 from valve_tune.train.spec import JobSpec
 
 
 def load(spec: JobSpec, tokenizer: Any) -> Rows:
     """Every line read, checked and encoded. DataError names all bad lines; nothing has run yet."""
+    rows = load_file(spec, spec.data, tokenizer)
+    if spec.eval_data:
+        rows.held_out = load_file(spec, spec.eval_data, tokenizer)
+        rows.notes += tuple(f"eval_data: {note}" for note in rows.held_out.notes)
+    return rows
+
+
+def load_file(spec: JobSpec, path: str, tokenizer: Any) -> Rows:
     encoder = Encoder(tokenizer, assistant_only=spec.assistant_only_loss, vocabulary=vocabulary(spec.model))
     bad = BadLines()
     examples: list[Example] = []
     cut = empty = 0
-    for source in read(spec.data, bad):
+    for source in read(path, bad):
         try:
             whole = encoder.encode(source)
+        except NoTemplate as fault:
+            raise DataError(path, [BadLine(source.line, fault.field, str(fault))]) from None
         except Unfit as unfit:
             bad.add(source.line, unfit)
             continue
@@ -36,10 +46,10 @@ def load(spec: JobSpec, tokenizer: Any) -> Rows:
         else:
             examples.append(example)
     if bad.count:
-        raise DataError(spec.data, bad.kept, count=bad.count)
+        raise DataError(path, bad.kept, count=bad.count)
     if not examples:
         why = f"none of {empty} examples has anything to learn within {spec.max_length} tokens" if empty else "is empty"
-        raise DataError(spec.data, [], why)
+        raise DataError(path, [], why)
     notes = [f"{cut} examples have more than {spec.max_length} tokens and were cut"] if cut else []
     notes += [f"{empty} examples have nothing to learn and are left out"] if empty else []
     return Rows(spec, examples, padding_id(tokenizer), notes)
@@ -75,6 +85,7 @@ class Rows:
         self._rows = best_fit(lengths, spec.max_length) if spec.packing else [[each] for each in range(len(lengths))]
         self._orders: dict[int, IntArray] = {}
         self.notes = tuple(notes)
+        self.held_out: Rows | None = None
         self.digest = self._digest()
 
     def __len__(self) -> int:
@@ -99,6 +110,13 @@ class Rows:
         return tuple(
             self._batch([self._row(first + batch * size + row) for row in range(size)]) for batch in range(count)
         )
+
+    def once(self) -> Iterator[MicroBatch]:
+        """Every row once, as they stand."""
+        size = self._spec.per_device_train_batch_size
+        for first in range(0, len(self), size):
+            rows = self._rows[first : first + size]
+            yield self._batch([[self._examples[each] for each in row] for row in rows])
 
     def _row(self, number: int) -> list[Example]:
         turn, place = divmod(number, len(self._rows))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from valve_tune.train.batch import IGNORED, IntArray
-from valve_tune.train.lines import RawExample, Unfit
+from valve_tune.train.lines import NoTemplate, RawExample, Unfit
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]  # characters of the rendered text
@@ -88,7 +88,7 @@ class Encoder:
 
     def _conversation(self, messages: list[Any], tools: Any, learn_from: int = 0) -> tuple[list[int], list[bool]]:
         if not template_of(self._tokenizer):
-            raise Unfit("messages", "the tokenizer has no chat template: add chat_template.jinja beside the model")
+            raise NoTemplate("messages", "the tokenizer has no chat template: add chat_template.jinja beside the model")
         turns = [index for index in range(learn_from, len(messages)) if messages[index]["role"] == "assistant"]
         if self._assistant_only and not turns:
             raise Unfit("messages", "no message of the assistant: nothing to learn")

@@ -8,7 +8,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -19,14 +21,15 @@ from valve_tune.model.dropout import Draw
 from valve_tune.model.interface import TileModel
 from valve_tune.model.names import BadTarget
 from valve_tune.tiles.cursor import ForeignCursor
-from valve_tune.tiles.grid import Grid, TileShape
-from valve_tune.tiles.orders import whole
+from valve_tune.tiles.grid import Grid, Phase, TileShape
+from valve_tune.tiles.orders import layer_major, whole
 from valve_tune.train.batch import Dataset, MicroBatch
 from valve_tune.train.build import open_model
 from valve_tune.train.report import Answer, Control, End, Going, Outcome, TrainEvent
 from valve_tune.train.spec import JobSpec
 from valve_tune.train.state import JobState, StepSums, job_digest
 
+Result = TypeVar("Result")
 LOOK_S = 0.02  # how often a job without room for its stash looks for more
 
 
@@ -61,17 +64,22 @@ class Trainer:
         _settle(self.spec)
         try:
             self.model = self._make_model(self.spec)
-            job = job_digest(self.spec, self.dataset.digest)
+            held_out = self.dataset.held_out
+            job = job_digest(self.spec, self.dataset.digest, held_out.digest if held_out else "")
             self.state = JobState(self.spec, self.model.adapter, base=self.model.weights.digest, job=job)
             self._resume()
         except (BadBase, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
-            return Outcome(end=End.FAILED, step=0, message=_said(error))
+            return Outcome(end=End.FAILED, step=0, message=self._said(error))
         return self._guarded()
 
     def _guarded(self) -> Outcome:
         try:
-            while self.state.cursor.step < self.spec.max_steps:
+            self._judge()  # a job that was stopped in an evaluation owes it
+            while self.state.cursor.step < self.spec.max_steps and not self._has_converged():
                 self._step()
+                self._judge()
+                if self.state.cursor.step % self.spec.save_steps == 0 and self.state.cursor.step < self.spec.max_steps:
+                    self._save()
             self._save()
             adapter = self.state.finish()
         except Stopped:
@@ -81,7 +89,7 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             return self._ended(End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size")
         except (OSError, BadBase) as error:
-            return self._outcome(End.FAILED, _said(error))
+            return self._outcome(End.FAILED, self._said(error))
         return self._outcome(End.DONE, "", adapter)
 
     def _ended(self, end: End, message: str) -> Outcome:
@@ -89,7 +97,7 @@ class Trainer:
         try:
             self._save()
         except (OSError, BadBase) as error:
-            return self._outcome(End.FAILED, _said(error))
+            return self._outcome(End.FAILED, self._said(error))
         return self._outcome(end, message)
 
     def _outcome(self, end: End, message: str, adapter: Path | None = None) -> Outcome:
@@ -125,8 +133,44 @@ class Trainer:
                 grad_norm=norm,
             )
         )
-        if (step + 1) % self.spec.save_steps == 0 and step + 1 < self.spec.max_steps:
-            self._save()
+
+    def _has_converged(self) -> bool:
+        return self.state.judged.is_over(self.spec.early_stopping_patience)
+
+    def _judge(self) -> None:
+        """Where an evaluation is due: the loss of what is held out, tile by tile, no dropout. It changes no byte."""
+        step, held_out = self.state.cursor.step, self.dataset.held_out
+        if held_out is None or not self.state.judged.is_due(step, self.spec.eval_steps, self.spec.max_steps):
+            return
+        began, waited, loss, labels = time.monotonic(), self._waited, 0.0, 0
+        for number, batch in enumerate(held_out.once()):
+            loss += self._whole(f"evaluation, batch {number + 1}", partial(self._loss_of, batch))
+            labels += batch.label_count
+        loss /= max(1, labels)
+        self.state.judge(loss)
+        self.events(
+            TrainEvent(
+                kind="evaluated",
+                step=step,
+                message=self.state.judged.said(loss)
+                + ("; the job ends with that adapter" if self._has_converged() else ""),
+                loss=loss if math.isfinite(loss) else None,
+                labels=labels,
+                seconds=time.monotonic() - began - (self._waited - waited),
+            )
+        )
+
+    def _loss_of(self, batch: MicroBatch) -> float:
+        grid = grid_of(self.spec, self.model, batch.input_ids.shape[1])
+        work = self.model.start(batch, scale=1.0, draw=Draw(seed=0, step=0, sequence=0), grid=grid)
+        try:
+            for tile in layer_major(grid, Phase.FORWARD):
+                self._ask(f"in an evaluation, before layer {tile.layer}, token {tile.token}")
+                work.border()
+                work.run(tile, partial(self._ask, f"in an evaluation, in layer {tile.layer}"))
+            return work.forward_loss()
+        finally:
+            work.close()
 
     def _update(self, step: int) -> tuple[float, float, float]:
         sums = self.state.sums
@@ -135,7 +179,7 @@ class Trainer:
             self._begin(step)
             raise Hopeless(
                 f"loss {sums.loss:g}, gradient norm {norm:g} at step {step + 1}: "
-                f"the adapter is kept as it was after step {step}; try a lower learning_rate"
+                f"the adapter is kept as it was after step {step}; try a lower learning_rate, with another out"
             )
         rate = self.state.optimizer.step(step)
         self._begin(step + 1)
@@ -147,19 +191,20 @@ class Trainer:
 
     def _micro_batch(self, batch: MicroBatch, sequence: int, scale: float) -> None:
         """Its sums are added with its last tile and after the memory was found whole: never twice, never in part."""
+        loss, gradients = self._whole(f"micro-batch {sequence + 1}", lambda: self._tiles(batch, sequence, scale))
+        self.state.sums.add(loss, gradients)
+        self.state.cursor = dataclasses.replace(self.state.cursor, sequence=sequence + 1)
+
+    def _whole(self, what: str, work: Callable[[], Result]) -> Result:
+        """Again until its memory was whole to the end."""
         while True:
             self._find_room()
             try:
-                loss, gradients = self._tiles(batch, sequence, scale)
+                return work()
             except NoRoom as error:
-                self._needs = max(self._needs, error.needs)
-                continue
+                self._needs = max(self._needs, error.needs - self.model.weights.lent_bytes)
             except StashLost as error:
-                self._say("lost", f"micro-batch {sequence + 1}: {error}; it is done again")
-                continue
-            self.state.sums.add(loss, gradients)
-            self.state.cursor = dataclasses.replace(self.state.cursor, sequence=sequence + 1)
-            return
+                self._say("lost", f"{what}: {error}; it is done again")
 
     def _tiles(self, batch: MicroBatch, sequence: int, scale: float) -> tuple[float, Gradients]:
         grid = grid_of(self.spec, self.model, batch.input_ids.shape[1])
@@ -169,23 +214,27 @@ class Trainer:
             for tile in whole(grid):
                 self._ask(f"before {tile.phase.name.lower()} of layer {tile.layer}, token {tile.token}")
                 work.border()
-                work.run(tile)
+                work.run(tile, partial(self._ask, f"in {tile.phase.name.lower()} of layer {tile.layer}"))
             return work.gradients()
         finally:
             work.close()
 
     def _find_room(self) -> None:
         """A micro-batch begins when the memory that is lent is as much as one is known to need."""
-        memory = self.model.memory
-        if self._needs > memory.limit():
+        memory, weights = self.model.memory, self.model.weights
+        if self._needs + weights.least_bytes > memory.limit():
             raise Hopeless(
                 f"stash_mib: {memory.limit() >> 20} are too few for what one micro-batch keeps; ask for more"
             )
-        if memory.room() >= self._needs:
+
+        def fits() -> bool:
+            return weights.fit(self._needs) and memory.room() >= self._needs
+
+        if fits():
             return
-        self._say("waits", f"{memory.room() >> 20} MiB are lent, {-(-self._needs >> 20)} are needed")
+        self._say("waits", f"{memory.room() + weights.lent_bytes >> 20} MiB are lent, more are needed")
         began = time.monotonic()
-        while memory.room() < self._needs:
+        while not fits():
             self._ask("waiting for memory")
             time.sleep(LOOK_S)
             memory.border()
@@ -211,6 +260,12 @@ class Trainer:
         self._checkpoint = self.state.save()
         self._say("checkpoint", self._checkpoint.name)
 
+    def _said(self, error: Exception) -> str:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or self.spec.out  # a failed write names no file
+            return f"disk full: {where}; free some space and run again"
+        return str(error)
+
     def _say(self, kind: str, message: str) -> None:
         self.events(TrainEvent(kind=kind, step=self.state.cursor.step, message=message))
 
@@ -227,9 +282,3 @@ def _settle(spec: JobSpec) -> None:
         torch.set_num_threads(spec.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     torch.use_deterministic_algorithms(spec.deterministic)
-
-
-def _said(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"disk full: {error.filename or 'the folder of the adapter'}; free some space and run again"
-    return str(error)

@@ -61,6 +61,10 @@ class Unfit(Exception):
         self.field = field
 
 
+class NoTemplate(Unfit):
+    """Every line with messages has this fault, and it is the tokenizer's: one line tells it all."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawExample:
     """One example as it stands in the file, of known shape."""
@@ -103,6 +107,8 @@ def checked_line(raw: bytes) -> tuple[str, Mapping[str, Any]]:
         values = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise Unfit("encoding", f"is no UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Unfit("JSON", f"{error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise Unfit("JSON", str(error)) from None
     if not isinstance(values, dict):

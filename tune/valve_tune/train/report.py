@@ -10,7 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEvent:
-    """One optimizer step (kind "step"), or something worth a line ("resumed", "checkpoint", "paused", "lost")."""
+    """One optimizer step (kind "step"), or something worth a line ("evaluated", "resumed", "checkpoint", "paused",
+    "lost").
+    """
 
     kind: str
     step: int

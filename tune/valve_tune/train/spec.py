@@ -29,7 +29,25 @@ REFUSED = {
     "deepspeed": "one process trains one job; run your own trainer: valve run --offline -- deepspeed ...",
     "ddp": "one process trains one job; run your own trainer: valve run --offline -- torchrun ...",
     "bias": "biases are not trained; SGLang ignores them",
+    # Of TRL and transformers, with what says the same here.
+    "use_peft": "an adapter is all that is trained; leave it out",
+    "bf16": "say --dtype bfloat16",
+    "fp16": "half precision needs a loss scale, which is not offered; say --dtype bfloat16",
+    "torch_dtype": "say --dtype",
+    "optim": "AdamW is the optimizer; leave it out",
+    "gradient_checkpointing": "what is cheap is always computed again; leave it out",
+    "logging_steps": "each step is logged; leave it out",
+    "report_to": "metrics.jsonl is always written, and TensorBoard's files where it is installed; leave it out",
+    "eval_strategy": "--eval-data alone asks for evaluations, --eval-steps says how often",
+    "per_device_eval_batch_size": "evaluations take per_device_train_batch_size",
+    "load_best_model_at_end": "--early-stopping-patience keeps the best adapter",
+    "resume_from_checkpoint": "the same command goes on where the job was; leave it out",
+    "push_to_hub": "nothing is uploaded; valve tune publish hands the adapter to a service",
 }
+
+# What may differ between two runs of one job: how it is kept and where its memory is, and what only looks at it.
+HOW = {"save_steps", "save_total_limit", "stash_mib", "resident_layers", "share_weights"}
+LOOKS = {"eval_data", "eval_steps", "early_stopping_patience"}
 
 
 class SpecError(ValueError):
@@ -44,8 +62,8 @@ def number(low: float, high: float, help: str, **more: Any) -> Any:
     return field(metadata={"low": low, "high": high, "help": help}, **more)
 
 
-def text(help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
-    return field(metadata={"choices": choices, "help": help}, **more)
+def text(help: str, choices: tuple[str, ...] = (), empty: bool = False, **more: Any) -> Any:
+    return field(metadata={"choices": choices, "help": help, "empty": empty}, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +94,23 @@ class JobSpec:
     assistant_only_loss: bool = text("loss on what the assistant says, not on prompts", default=True)
     dtype: str = text("base weights and activations; adapters and sums are float32", DTYPES, default="float32")
     save_steps: int = number(1, 10_000_000, "steps from one checkpoint to the next", default=50)
+    eval_data: str = text("jsonl file that the job is judged by and never trained on", default="", empty=True)
+    eval_steps: int = number(1, 10_000_000, "steps from one evaluation to the next", default=50)
+    early_stopping_patience: int = number(
+        0, 10_000, "evaluations without a better loss that end the job, with its best adapter; 0: none do", default=0
+    )
     save_total_limit: int = number(1, 10_000, "checkpoints kept", default=3)
     span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
     layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
+    share_weights: str = text(
+        "file of valve tune share that holds the base for several jobs; on the CPU alone", default="", empty=True
+    )
+    resident_layers: int = number(
+        0,
+        1024,
+        "layers of the base on the GPU at most, the rest on the host; with --stash-mib in that memory. 0: all",
+        default=0,
+    )
     stash_mib: int = number(0, 1 << 24, "MiB of the node's KV pool for the stash; 0: own memory", default=0)
     deterministic: bool = text("deterministic algorithms: the same job gives the same bytes", default=True)
     threads: int = number(0, 1024, "CPU threads; 0: torch chooses, bytes may differ between machines", default=1)
@@ -88,6 +120,12 @@ class JobSpec:
             object.__setattr__(self, each.name, checked(each.name, getattr(self, each.name)))
         if self.warmup_steps > self.max_steps:
             raise SpecError("warmup_steps", f"{self.warmup_steps} is more than max_steps ({self.max_steps})")
+        if self.early_stopping_patience and not self.eval_data:
+            raise SpecError(
+                "early_stopping_patience", "needs eval_data: the loss of training data shows no overfitting"
+            )
+        if self.share_weights and self.resident_layers:
+            raise SpecError("resident_layers", "shared weights are there as a whole; set it to 0")
         if self.span and self.max_length % self.span:
             raise SpecError("span", f"{self.span} does not divide max_length ({self.max_length})")
 
@@ -140,7 +178,7 @@ def checked(name: str, value: object) -> Any:
     if get_args(kind):
         return _names(name, value)
     if kind is str:
-        return _word(name, value, bounds["choices"])
+        return "" if bounds["empty"] and value == "" else _word(name, value, bounds["choices"])
     return _number(name, value, kind, bounds)
 
 

@@ -16,19 +16,21 @@ from safetensors.torch import save as tensor_bytes
 from valve_tune.model.adapter import Adapter, Gradients
 from valve_tune.tiles.cursor import Cursor
 from valve_tune.train import checkpoint
+from valve_tune.train.judged import Judged
 from valve_tune.train.optimizer import Optimizer
-from valve_tune.train.spec import JobSpec
+from valve_tune.train.spec import HOW, LOOKS, JobSpec
 
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CURSOR, MOMENTS, SUMS = "cursor.json", "optimizer.safetensors", "sums.safetensors"
-# What may differ between two runs of one job: places, and how often it saves.
-FREE = {"model", "data", "out", "save_steps", "save_total_limit", "stash_mib"}
+JUDGED, BEST = "evaluations.json", "best.safetensors"
+FREE = {"model", "data", "out", *HOW}  # places; their contents are in the digest
 
 
-def job_digest(spec: JobSpec, data: str) -> str:
-    """Of everything that decides the bytes of the adapter, beside the base."""
-    fields = {name: value for name, value in dataclasses.asdict(spec).items() if name not in FREE}
-    return hashlib.sha256(json.dumps([fields, data], sort_keys=True).encode()).hexdigest()
+def job_digest(spec: JobSpec, data: str, held_out: str = "") -> str:
+    """Of everything that decides the bytes of the adapter, beside the base: evaluations, where they may end it."""
+    fields = {name: value for name, value in dataclasses.asdict(spec).items() if name not in FREE | LOOKS}
+    ends = [spec.eval_steps, spec.early_stopping_patience, held_out] if spec.early_stopping_patience else []
+    return hashlib.sha256(json.dumps([fields, data, *ends], sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(slots=True)
@@ -59,17 +61,30 @@ class JobState:
         self.optimizer = Optimizer(spec, adapter)
         self.cursor = Cursor(base=base, job=job)
         self.sums = StepSums(adapter.zeros())
+        self.judged = Judged()
+        self._best = b""  # the adapter of the best evaluation, where that may end the job
+
+    def judge(self, loss: float) -> None:
+        """An evaluation of the adapter as it is now."""
+        self.judged = self.judged.after(self.cursor.step, loss)
+        if self.spec.early_stopping_patience and self.judged.best_step == self.cursor.step:
+            self._best = self.adapter.to_bytes()
 
     def save(self) -> Path:
         files = self._adapter_files() | {MOMENTS: self.optimizer.to_bytes(), CURSOR: self.cursor.text().encode()}
         if self.cursor.sequence:
             files[SUMS] = self._sums_bytes()
+        if self.judged.at:
+            files[JUDGED] = self.judged.text().encode()
+        if self._best:
+            files[BEST] = self._best
         return checkpoint.save(self.out, self.cursor.step, files, self.spec.save_total_limit)
 
     def finish(self) -> Path:
         """The adapter itself, config last: whoever sees a config may load."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for name, content in self._adapter_files().items():
+        files = self._adapter_files() | ({ADAPTER: self._best} if self._best else {})
+        for name, content in files.items():
             checkpoint.write_file(self.out / name, content)
         return self.out
 
@@ -100,6 +115,10 @@ class JobState:
         self.cursor, self.sums = cursor, StepSums(self.adapter.zeros())
         if cursor.sequence:
             self._load_sums((folder / SUMS).read_bytes())
+        if (folder / JUDGED).exists():
+            self.judged = Judged.parse((folder / JUDGED).read_text())
+        if (folder / BEST).exists():
+            self._best = (folder / BEST).read_bytes()
         return folder, faults
 
     def _load_sums(self, document: bytes) -> None:

@@ -1,0 +1,133 @@
+"""Ours in the engine: of all ways the one that does most within what the readers' credit allows.
+
+The target is one of requests and not of steps: credit saved in a fast step is spent in a slow one, and what a prompt
+took is paid back before anything is trained. A reserve, learnt from missed targets, is kept for the next prompt. A plan
+whose added time buys less than 60 % of what the whole card would do in it is left out: greedy planners pay a fixed cost
+for nothing.
+"""
+
+from __future__ import annotations
+
+from ..policy.credits import Credits
+from ..policy.misses import MissSettings, TimeReserve
+from .flexllm_greedy import plans_of
+from .interface import ALONE, Direction, Goal, Lane, Plan, Planner, State
+from .predictor import PlanPredictor
+
+SPLITS = tuple(Plan(Lane.PARTITION, own=tenths / 20, other=1.0 - tenths / 20) for tenths in range(2, 20))
+FLOOR = 0.6
+LEAST_MS = 2.0
+"""A plan must be able to add so much; below it decode runs alone."""
+REMEMBERED = 4096
+PAUSED_MS = 500.0
+"""Longer is no cycle: nobody was served."""
+
+
+class Ours(Planner):
+    name = "ours"
+    needs_engine = True
+
+    def __init__(
+        self,
+        goal: Goal,
+        predictor: PlanPredictor,
+        *,
+        lanes: frozenset[Lane] = frozenset({Lane.PARTITION}),
+        same_base: bool = False,
+    ) -> None:
+        self._goal = goal
+        self._predictor = predictor
+        self._credits = Credits(goal.step_ms)
+        self._reserve = TimeReserve(MissSettings())
+        self._burst_ms = 0.0
+        self._cycle_ms = 0.0
+        self._last_ms = 0.0
+        self._chosen: dict[tuple[int, ...], Plan] = {}
+        self._lanes = lanes
+        self._tiles = bool(lanes & {Lane.FUSED, Lane.STREAM})
+        self.same_base = same_base
+        self.copies = 1 if same_base else 2
+
+    def plan(self, state: State) -> Plan:
+        if state.prompt_tokens or state.waiting or not state.is_ready or not state.running:
+            return ALONE
+        credit_ms = self._credits.least_due_ms() - state.now_ms - self._reserve.ms
+        limit_ms = min(credit_ms, self._goal.gap_ms) / (1.0 + self._predictor.late)
+        key = (
+            int(limit_ms),
+            state.running.bit_length() * 16 + (state.running >> max(0, state.running.bit_length() - 3)),
+            state.context >> 10,
+            int(16 * state.resident),
+            int(self._tiles and state.direction is Direction.FORWARD),
+            int(8 * state.left / (state.tokens * self._predictor.laws.layers)) if self._tiles else 0,
+        )
+        found = self._chosen.get(key)
+        if found is None:
+            if len(self._chosen) >= REMEMBERED:
+                self._chosen.clear()
+            found = self._chosen[key] = self._choose(state, limit_ms)
+        return found
+
+    def _choose(self, state: State, limit_ms: float) -> Plan:
+        alone_ms = self._predictor.ms(state, ALONE)
+        if limit_ms < alone_ms + LEAST_MS:
+            return self._free(state, limit_ms)
+        offers = [(limit_ms, 0.0, Plan(Lane.PAUSE, pause_ms=limit_ms - alone_ms))]
+        for plan in self._plans(state):
+            ms = self._predictor.ms(state, plan)
+            if ms <= limit_ms:
+                pause_ms = limit_ms - ms if limit_ms - ms >= LEAST_MS else 0.0
+                offers.append((ms, ms, plan))
+                if pause_ms:
+                    paused = Plan(plan.lane, plan.layers, plan.tokens, plan.own, plan.other, pause_ms)
+                    offers.append((ms + pause_ms, ms, paused))
+        return max(offers, key=lambda one: self._gain(state, alone_ms, *one))[2]
+
+    def _gain(self, state: State, alone_ms: float, cycle_ms: float, step_ms: float, plan: Plan) -> float:
+        """Units per ms. Slower tokens keep more requests, whose cache takes the place of frozen layers."""
+        resident = state.resident
+        if self.copies > 1:
+            grown = state.cache_layers * (cycle_ms / self._cycle_ms - 1.0) if self._cycle_ms else 0.0
+            state.resident = min(1.0, max(0.0, resident - grown))
+        full = state.tokens / self._predictor.laws.unit_ms(state.tokens, 1.0, state.resident)
+        work = self._predictor.work(state, plan) if plan.lane is not Lane.PAUSE else 0.0
+        state.resident = resident
+        work += full * plan.pause_ms
+        if work < FLOOR * full * (cycle_ms - alone_ms):
+            return 0.0
+        return work / cycle_ms
+
+    def _free(self, state: State, limit_ms: float) -> Plan:
+        """No time to give: the split that leaves decode most processors, if it keeps the limit."""
+        if Lane.PARTITION not in self._lanes:
+            return ALONE
+        kept = [plan for plan in SPLITS if self._predictor.ms(state, plan) <= limit_ms]
+        return min(kept, key=lambda plan: plan.own) if kept else ALONE
+
+    def _plans(self, state: State) -> list[Plan]:
+        found = list(SPLITS) if Lane.PARTITION in self._lanes else []
+        if self._tiles:
+            found += [one for one in plans_of(state, self._predictor.laws.layers) if one.lane in self._lanes]
+        return found
+
+    def first_token(self, request: int, now_ms: float) -> None:
+        self._credits.begin(request, now_ms)
+
+    def delivered(self, now_ms: float) -> None:
+        self._credits.delivered(now_ms)
+        passed_ms, self._last_ms = now_ms - self._last_ms, now_ms
+        if passed_ms < PAUSED_MS:
+            self._cycle_ms += 0.05 * (passed_ms - self._cycle_ms)
+
+    def finished(self, request: int, now_ms: float) -> None:
+        served = self._credits.end(request, now_ms)
+        if served is not None:
+            self._reserve.finished(served.missed)
+
+    def stepped(self, state: State, plan: Plan, ms: float) -> None:
+        self._predictor.observe(state, plan, ms)
+        if state.prompt_tokens:
+            self._burst_ms += ms if state.running else 0.0
+        elif self._burst_ms:
+            self._reserve.burst(self._burst_ms)
+            self._burst_ms = 0.0

@@ -1,0 +1,96 @@
+"""What a plan will take: the machine's laws, corrected by what was measured; refitted at every step.
+
+A correction is a running mean of measured / said, kept for each kind of plan and size of batch. Until a kind has three
+measurements its lane's correction counts; until a lane has any, the laws alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from ..policy.recent import Recent
+from ..policy.step_model import ErrorQuantiles, Prediction, Source
+from .interface import Lane, Plan, State
+from .laws import Laws
+
+TRUSTED = 3
+WEIGHT = 0.05
+"""Of a new measurement in a running mean that is full."""
+Key = tuple[Lane, int, int, int, int, int]
+
+
+@dataclass(slots=True)
+class _Ratio:
+    samples: int = 0
+    value: float = 1.0
+
+    def add(self, ratio: float) -> None:
+        self.samples += 1
+        self.value += max(WEIGHT, 1.0 / self.samples) * (ratio - self.value)
+
+
+def _level(value: float) -> int:
+    """Two levels per doubling."""
+    return int(2.0 * log2(value)) if value > 1 else 0
+
+
+def _key(state: State, plan: Plan) -> Key:
+    prompt = 100 + _level(state.prompt_tokens) if state.prompt_tokens else 0
+    share = round(20 * plan.own)
+    return plan.lane, share, _level(plan.layers * plan.tokens), _level(state.running), _level(state.context), prompt
+
+
+class PlanPredictor:
+    """Predicts steps with training beside them, and learns from each one."""
+
+    def __init__(self, laws: Laws) -> None:
+        self.laws = laws
+        self._kinds: dict[Key, _Ratio] = {}
+        self._lanes: dict[Lane, _Ratio] = {lane: _Ratio() for lane in Lane}
+        self._errors = Recent(0.95)
+        self._late = Recent(0.95)
+
+    def predict(self, state: State, plan: Plan) -> Prediction:
+        said, _ = self.laws.step(state, plan)
+        return self._corrected(said, state, plan)
+
+    def _corrected(self, said: float, state: State, plan: Plan) -> Prediction:
+        kind = self._kinds.get(_key(state, plan))
+        if kind is not None and kind.samples >= TRUSTED:
+            return Prediction(ms=said * kind.value, source=Source.MEASURED)
+        lane = self._lanes[plan.lane]
+        if not lane.samples:
+            # A kernel beside decode costs what the laws add to what decode alone was found to take.
+            return Prediction(ms=said * self._lanes[Lane.ALONE].value, source=Source.ROOFLINE)
+        return Prediction(ms=said * lane.value, source=Source.FITTED)
+
+    def ms(self, state: State, plan: Plan) -> float:
+        return self.predict(state, plan).ms
+
+    def work(self, state: State, plan: Plan) -> float:
+        """Units that the step will do. Rows and tiles end with their phase, a partition goes on."""
+        done = self.laws.step(state, plan)[1]
+        return done if plan.lane is Lane.PARTITION else min(done, state.left)
+
+    def observe(self, state: State, plan: Plan, ms: float) -> None:
+        """The step took `ms`."""
+        said, _ = self.laws.step(state, plan)
+        before = self._corrected(said, state, plan).ms
+        self._errors.add(abs(ms / before - 1.0))
+        self._late.add(ms / before - 1.0)
+        ratio = ms / said
+        self._lanes[plan.lane].add(ratio)
+        self._kinds.setdefault(_key(state, plan), _Ratio()).add(ratio)
+
+    @property
+    def late(self) -> float:
+        """The share by which 95 of 100 steps are late at most."""
+        return max(0.0, self._late.value)
+
+    def errors(self) -> ErrorQuantiles:
+        """Relative errors of the latest predictions."""
+        kept = self._errors
+        return ErrorQuantiles(
+            p50=kept.quantile(0.5), p95=kept.quantile(0.95), p99=kept.quantile(0.99), samples=kept.count
+        )

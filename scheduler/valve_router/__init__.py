@@ -1,0 +1,1 @@
+"""Sends requests and training micro-batches to the replicas of one model."""

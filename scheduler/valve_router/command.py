@@ -1,0 +1,193 @@
+"""`valve route`: start the router, watch it, drain a replica."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from valve_router.plan.score import Score, ScoreSettings
+from valve_router.settings import PASSED, Settings
+
+USAGE = 2
+FAILED = 1
+HERE = "http://127.0.0.1:8100"
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, OSError) as error:
+        print(f"valve route: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, ValueError) else FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="valve route", description=__doc__)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
+    serve.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
+    serve.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
+    serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
+    serve.add_argument(
+        "--operator-token-file", type=Path, help="for status, metrics and drain, where clients have a token"
+    )
+    serve.add_argument("--replica-token-file", type=Path, help="the router sends this to the replicas")
+    serve.add_argument("--path", action="append", default=[], help="a path of the engine that clients may ask, too")
+    serve.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
+    serve.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
+    serve.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
+    serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
+    serve.set_defaults(run=_serve)
+    for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=run)
+        _add_target(command)
+        if name == "status":
+            command.add_argument("--json", action="store_true")
+    for name, text in (("drain", "send a replica no more requests"), ("undrain", "send it requests again")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("replica", help="its number or its URL")
+        command.set_defaults(run=_drain, is_drained=name == "drain")
+        _add_target(command)
+    return root
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--router", default=HERE, metavar="URL")
+    command.add_argument("--token-file", type=Path)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    host, colon, port = arguments.listen.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError(f"--listen {arguments.listen}: not HOST:PORT")
+    if not 0 <= arguments.tpot_ms < 3_600_000:
+        raise ValueError(f"--tpot-ms {arguments.tpot_ms}: from 0")
+    score = replace(ScoreSettings(), score=Score(arguments.score))
+    return Settings(
+        replicas=tuple(arguments.replica),
+        host=host.strip("[]"),
+        port=int(port),
+        token=_token(arguments.token_file),
+        operator_token=_token(arguments.operator_token_file),
+        paths=(*PASSED, *arguments.path),
+        replica_token=_token(arguments.replica_token_file),
+        open_per_replica=arguments.open_per_replica,
+        tpot_target_s=arguments.tpot_ms / 1e3,
+        score=score,
+    )
+
+
+def _token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    token = path.read_text().strip()
+    if not token or any(character.isspace() for character in token):
+        raise ValueError(f"{path}: a token is one word")
+    return token
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    try:
+        from valve_router.server import serve
+    except ImportError as error:
+        print(f"valve route: {error}; pip install 'valve[router]'", file=sys.stderr)
+        return FAILED
+    settings = settings_of(arguments)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+    if arguments.access_log:
+        logging.getLogger("valve_router.access").setLevel(logging.INFO)
+
+    async def run() -> None:
+        stop, ready = asyncio.Event(), asyncio.Event()
+        for one in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(one, stop.set)
+        serving = asyncio.create_task(serve(settings, stop=stop, ready=ready))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if ready.is_set():
+            where = f"http://{settings.host}:{settings.port}"
+            print(f"valve route: {len(settings.replicas)} replicas behind {where}", flush=True)
+        await serving
+
+    asyncio.run(run())
+    return 0
+
+
+def _call(arguments: argparse.Namespace, path: str, body: Any = None) -> dict[str, Any]:
+    request = urllib.request.Request(arguments.router.rstrip("/") + path)
+    token = _token(arguments.token_file)
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = f"it answers {error.code}"
+        raise OSError(f"{arguments.router}: {text}") from None
+    except urllib.error.URLError as error:
+        raise OSError(f"{arguments.router}: no router answers there ({error.reason})") from None
+
+
+def table_of(status: dict[str, Any]) -> Table:
+    requests = status["requests"]
+    answered = ", ".join(f"{count} x {code}" for code, count in requests.items()) or "none yet"
+    title = f"requests: {answered}; tried again {status['retries']}, broken off {status['broken']}"
+    table = Table(title=title, title_justify="left")
+    for name in ("replica", "state", "now", "served", "failed", "gap ms", "error"):
+        table.add_column(name, justify="left" if name in ("replica", "state") else "right")
+    for one in status["replicas"]:
+        state = f"{one['state']}: {one['why_not']}" if one["why_not"] else one["state"]
+        error = f"{one['prediction_error']:.0%}"
+        cells = (one["under_way"], one["served"], one["failed"], one["gap_ms"], error)
+        table.add_row(f"{one['name']} {one['url']}", state, *map(str, cells))
+    return table
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    status = _call(arguments, "/route/status")
+    if arguments.json:
+        print(json.dumps(status, indent=2))
+    else:
+        Console().print(table_of(status))
+    return 0
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    try:
+        with Live(table_of(_call(arguments, "/route/status")), refresh_per_second=2) as live:
+            while True:
+                time.sleep(1)
+                live.update(table_of(_call(arguments, "/route/status")))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    body = {"replica": arguments.replica, "is_drained": arguments.is_drained}
+    Console().print(table_of(_call(arguments, "/route/drain", body)))
+    return 0

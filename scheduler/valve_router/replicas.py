@@ -1,0 +1,161 @@
+"""Knows the replicas: who is alive, what each has under way, and which one the next request goes to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from valve_router.plan.profile import Measured, fit
+from valve_router.plan.score import choose
+from valve_router.plan.task import Task
+from valve_router.plan.timeline import Placed, Timeline
+from valve_router.prefix import SeenPrompts, chunks
+from valve_router.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CHARACTERS_PER_TOKEN = 4
+JUDGED = 100  # predictions over which their error counts
+WORST_ERROR = 0.5  # of them, in the mean: beyond it requests go where the fewest are under way
+REFIT_EVERY = 50
+WEIGHT = 0.1  # of the newest gap between two pieces of an answer
+
+
+@dataclass(slots=True)
+class Replica:
+    name: str
+    url: str
+    timeline: Timeline
+    is_alive: bool = True  # until a question says otherwise: a router that just started refuses nobody
+    is_drained: bool = False
+    why_not: str = ""
+    under_way: int = 0
+    served: int = 0
+    failed: int = 0
+    measured: int = 0  # requests that were alone
+    gap_s: float = 0.0  # between two pieces of an answer, lately
+    prefixes: SeenPrompts = field(default_factory=SeenPrompts)
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=JUDGED))
+    alone: deque[Measured] = field(default_factory=lambda: deque(maxlen=200))
+
+    @property
+    def error(self) -> float:
+        return sum(self.errors) / len(self.errors) if self.errors else 0.0
+
+    def saw_gap(self, seconds: float) -> None:
+        self.gap_s += WEIGHT * (seconds - self.gap_s)
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request on its way to one replica."""
+
+    replica: Replica
+    placed: Placed
+    was_alone: bool
+    is_open: bool = True
+    is_broken: bool = False  # its replica broke off within the answer
+
+
+class Full(Exception):
+    """Every replica that is alive has as much as it may have."""
+
+
+class NobodyAlive(Exception):
+    """No replica answers."""
+
+
+class Replicas:
+    """`now_s`: a clock that never goes back."""
+
+    def __init__(self, settings: Settings, now_s: Callable[[], float]) -> None:
+        self._settings = settings
+        self._now_s = now_s
+        self.all = [
+            Replica(name=str(i), url=url.rstrip("/"), timeline=Timeline(settings.first_guess))
+            for i, url in enumerate(settings.replicas)
+        ]
+
+    def send(self, prompt: str, but: Collection[Replica] = ()) -> Sent:
+        """Choose a replica, and count the request there. `but`: those that have failed it already."""
+        tried = {one.name for one in but}
+        alive = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in tried]
+        if not alive:
+            raise NobodyAlive
+        free = [one for one in alive if one.under_way < self._settings.open_per_replica]
+        if not free:
+            raise Full
+        target_s = self._settings.tpot_target_s
+        quick = [one for one in free if not target_s or one.gap_s <= target_s or not one.under_way]
+        names = chunks(prompt)
+        try:
+            sent = self._choose(quick or free, prompt, names)
+        except Exception:  # a wrong prediction never costs a request: the fewest under way
+            log.exception("no replica could be chosen by prediction")
+            replica = min(quick or free, key=lambda one: one.under_way)
+            sent = Sent(replica, replica.timeline.place(Task(arrival_s=self._now_s(), tokens=1)), was_alone=False)
+        sent.replica.under_way += 1
+        sent.replica.prefixes.add(names)
+        sent.replica.timeline.add(sent.placed)
+        return sent
+
+    def _choose(self, among: list[Replica], prompt: str, names: list[bytes]) -> Sent:
+        task = Task(arrival_s=self._now_s(), tokens=1 + len(prompt) // CHARACTERS_PER_TOKEN)
+        tasks = []
+        for one in among:
+            shared = one.prefixes.shared_characters(names) // CHARACTERS_PER_TOKEN
+            tasks.append(replace(task, cached_tokens=min(shared, task.tokens)))
+        if any(len(one.errors) == JUDGED and one.error > WORST_ERROR for one in among):
+            index = min(range(len(among)), key=lambda i: (among[i].under_way, -tasks[i].cached_tokens, i))
+            placed = among[index].timeline.place(tasks[index])
+        else:
+            choice = choose([one.timeline for one in among], tasks, self._settings.score)
+            index, placed = choice.index, choice.placed
+        return Sent(among[index], placed, was_alone=not among[index].under_way)
+
+    def is_full(self) -> bool:
+        """No replica could be sent anything now."""
+        able = [one for one in self.all if one.is_alive and not one.is_drained]
+        return bool(able) and all(one.under_way >= self._settings.open_per_replica for one in able)
+
+    def answered(self, sent: Sent) -> None:
+        """The first token came: how good was the prediction?"""
+        replica, now_s = sent.replica, self._now_s()
+        took_s = max(1e-6, now_s - sent.placed.task.arrival_s)
+        replica.errors.append(min(1.0, abs(sent.placed.response_s - took_s) / took_s))
+        replica.timeline.measured(sent.placed, now_s)
+        if sent.was_alone:
+            task = sent.placed.task
+            replica.alone.append(Measured(batch=1, tokens=task.new_tokens, took_s=took_s))
+            replica.measured += 1
+            if replica.measured % REFIT_EVERY == 0:
+                with contextlib.suppress(np.linalg.LinAlgError, ValueError):
+                    law = fit(list(replica.alone))
+                    replica.timeline.profile = replace(replica.timeline.profile, forward=law)
+
+    def ended(self, sent: Sent, *, is_served: bool, has_failed: bool) -> None:
+        """Once for each request sent: served, failed by the replica, or neither: its client gave it up."""
+        if not sent.is_open:
+            return
+        sent.is_open = False
+        sent.replica.under_way -= 1
+        sent.replica.served += is_served
+        sent.replica.failed += has_failed
+        if not sent.replica.under_way:  # nothing of what was planned is left to wait for
+            sent.replica.timeline.forward_end_s = None
+            sent.replica.gap_s = 0.0
+
+    def heard(self, replica: Replica, why_not: str) -> None:
+        """Of a question after its health; empty: it is well."""
+        if replica.is_alive and why_not:
+            replica.prefixes.clear()
+            replica.errors.clear()
+        replica.is_alive, replica.why_not = not why_not, why_not
+
+    def find(self, name: str) -> Replica | None:
+        return next((one for one in self.all if name in (one.name, one.url)), None)

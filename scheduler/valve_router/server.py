@@ -1,0 +1,201 @@
+"""The router as a process: the proxy, questions after the health of replicas, and what an operator asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from valve_router.proxy import Proxy, is_allowed, refusal
+from valve_router.replicas import Replica, Replicas
+from valve_router.settings import Settings
+
+IDLE_S = 75.0  # a client's connection without a request
+END_S = 30.0  # for what runs when the router is told to end
+LATE = 3  # questions in a row without an answer in time: a busy replica is not a dead one
+
+
+async def serve(settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
+    """Until `stop`; requests under way may end."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two sockets for each request under way
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    async with assembled(settings) as app:
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_S,
+            shutdown_timeout=END_S,
+        )
+        await runner.setup()
+        await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+        if ready is not None:
+            ready.set()
+        try:
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def assembled(settings: Settings) -> AsyncIterator[web.Application]:
+    replicas = Replicas(settings, time.monotonic)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+    async with aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),  # a cookie of one client is nobody else's
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    ) as client:
+        proxy = Proxy(settings, replicas, client)
+        app = web.Application(client_max_size=settings.body_bytes)
+        Operators(settings, replicas, proxy).add_to(app)
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
+        asking = [asyncio.create_task(ask(client, settings, replicas, one)) for one in replicas.all]
+        try:
+            yield app
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Replicas, replica: Replica) -> None:
+    """How one replica is, again and again."""
+    late = 0
+    timeout = aiohttp.ClientTimeout(total=settings.connect_s)
+    while True:
+        why_not: str | None = ""
+        try:
+            async with client.get(f"{replica.url}/health", timeout=timeout) as answer:
+                late, why_not = 0, "" if answer.status < 400 else f"its /health answers {answer.status}"
+        except asyncio.TimeoutError:
+            late += 1
+            why_not = f"its /health has not answered {late} times" if late >= LATE else None
+        except (aiohttp.ClientError, OSError, ssl.SSLError) as error:
+            late, why_not = 0, f"it does not answer: {type(error).__name__}"
+        if why_not is not None:
+            replicas.heard(replica, why_not)
+        await asyncio.sleep(settings.health_s)
+
+
+class Operators:
+    """/health, /metrics and /route: for whoever runs the router."""
+
+    def __init__(self, settings: Settings, replicas: Replicas, proxy: Proxy) -> None:
+        self._settings = settings
+        self._replicas = replicas
+        self._proxy = proxy
+        self._registry = CollectorRegistry()
+        self._registry.register(RouterCollector(replicas, proxy))
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/route/status", self._status)
+        app.router.add_post("/route/drain", self._drain)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        is_well = any(one.is_alive and not one.is_drained for one in self._replicas.all)
+        return web.Response(status=200 if is_well else 503, text="ok\n" if is_well else "no replica answers\n")
+
+    def _may_look(self, request: web.Request) -> bool:
+        return is_allowed(request, self._settings.operator_token or self._settings.token)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self._may_look(request):
+            return refusal(401, "a bearer token is needed", "invalid_api_key")
+        return web.Response(body=generate_latest(self._registry), content_type="text/plain")
+
+    async def _status(self, request: web.Request) -> web.Response:
+        if not self._may_look(request):
+            return refusal(401, "a bearer token is needed", "invalid_api_key")
+        return web.json_response(status_of(self._replicas, self._proxy))
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
+        if self._settings.token and not self._settings.operator_token:
+            return refusal(403, "nobody may drain: the router has no --operator-token-file", "forbidden")
+        if not is_allowed(request, self._settings.operator_token):
+            return refusal(401, "the operator's token is needed", "invalid_api_key")
+        if request.content_type != "application/json":
+            return refusal(415, "the body is application/json", "invalid_request")
+        try:
+            asked = await request.json()
+            name, is_drained = str(asked["replica"]), asked["is_drained"]
+        except (ValueError, KeyError, TypeError):
+            return refusal(400, 'the body is {"replica": NAME, "is_drained": true}', "invalid_request")
+        replica = self._replicas.find(name)
+        if replica is None or not isinstance(is_drained, bool):
+            known = ", ".join(one.name for one in self._replicas.all)
+            return refusal(404, f"there is no replica {name}: {known}", "not_found")
+        replica.is_drained = is_drained
+        return web.json_response(status_of(self._replicas, self._proxy))
+
+
+def status_of(replicas: Replicas, proxy: Proxy) -> dict[str, Any]:
+    return {
+        "requests": {str(status): count for status, count in sorted(proxy.counts.requests.items())},
+        "retries": proxy.counts.retries,
+        "broken": proxy.counts.broken,
+        "replicas": [
+            {
+                "name": one.name,
+                "url": one.url,
+                "state": state_of(one),
+                "why_not": one.why_not,
+                "under_way": one.under_way,
+                "served": one.served,
+                "failed": one.failed,
+                "gap_ms": round(one.gap_s * 1e3, 2),
+                "prediction_error": round(one.error, 3),
+            }
+            for one in replicas.all
+        ],
+    }
+
+
+def state_of(replica: Replica) -> str:
+    if not replica.is_alive:
+        return "away"
+    return "drained" if replica.is_drained else "serving"
+
+
+class RouterCollector(Collector):
+    """The router's figures as Prometheus reads them."""
+
+    def __init__(self, replicas: Replicas, proxy: Proxy) -> None:
+        self._replicas = replicas
+        self._proxy = proxy
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._proxy.counts
+        requests = CounterMetricFamily("valve_router_requests", "Requests answered, by status", labels=["status"])
+        for status, count in counts.requests.items():
+            requests.add_metric([str(status)], count)
+        yield requests
+        yield CounterMetricFamily("valve_router_retries", "Requests tried on another replica", value=counts.retries)
+        yield CounterMetricFamily("valve_router_broken", "Answers that a replica broke off", value=counts.broken)
+        under_way = GaugeMetricFamily("valve_router_under_way", "Requests in a replica now", labels=["replica"])
+        alive = GaugeMetricFamily("valve_router_replica_alive", "1 if the replica answers", labels=["replica"])
+        error = GaugeMetricFamily(
+            "valve_router_prediction_error_ratio", "Of predicted responses, lately", labels=["replica"]
+        )
+        for one in self._replicas.all:
+            under_way.add_metric([one.url], one.under_way)
+            alive.add_metric([one.url], float(one.is_alive))
+            error.add_metric([one.url], one.error)
+        yield from (under_way, alive, error)

@@ -1,0 +1,74 @@
+"""What an operator says to the router: where it listens, who its replicas are, and its limits."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from valve_router.plan.profile import Law, Profile
+from valve_router.plan.score import ScoreSettings
+
+PASSED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/responses",
+    "/generate",
+    "/tokenize",
+    "/detokenize",
+)
+"""What clients may ask of an engine. Its other paths are for its operator: some end the requests of everybody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    replicas: tuple[str, ...]  # base URLs
+    host: str = "127.0.0.1"
+    port: int = 8100
+    token: str = ""  # clients must send it; required where others than this machine can connect
+    operator_token: str = ""  # for /route and /metrics; without it and with a token nobody drains a replica by HTTP
+    replica_token: str = ""  # the router sends it to the replicas
+    paths: tuple[str, ...] = PASSED
+    open_per_replica: int = 256  # requests under way in one replica; more wait nowhere: they are refused
+    tpot_target_s: float = 0.0  # a replica whose tokens come slower than this gets no more while others can; 0: none
+    body_bytes: int = 32 << 20
+    held_bytes: int = 256 << 20  # of all bodies at one time
+    connect_s: float = 2.0
+    silent_s: float = 600.0  # the longest pause of a replica within one answer
+    stuck_s: float = 60.0  # a client that takes nothing of its answer for so long is cut off
+    health_s: float = 1.0
+    score: ScoreSettings = field(default_factory=ScoreSettings)
+    first_guess: Profile = field(
+        default_factory=lambda: Profile(stages=1, forward=Law(fixed_s=0.03, per_token_s=1 / 20_000), backward=Law())
+    )
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise ValueError("--replica: name at least one, such as http://10.0.0.5:8000")
+        for url in self.replicas:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError(f"--replica {url}: not a URL such as http://10.0.0.5:8000")
+        if len(set(self.replicas)) != len(self.replicas):
+            raise ValueError("--replica: one URL is there twice")
+        if not self.token and not is_loopback(self.host):
+            raise ValueError(
+                f"--listen {self.host}: others can connect there; set --token-file, or listen on 127.0.0.1"
+            )
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"--listen: port {self.port} is none")
+        if not all(path.startswith("/") for path in self.paths):
+            raise ValueError("--path: begins with /")
+        if self.open_per_replica < 1:
+            raise ValueError("--open-per-replica: at least 1")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

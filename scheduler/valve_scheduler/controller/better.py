@@ -1,0 +1,67 @@
+"""Whether a best-effort pod that gets no time would get some elsewhere: if not, it is as well off where it is."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import Object, offline_pod
+from valve_kube.shapes import is_bound
+
+from valve_scheduler.controller.monitor import Owner, Track
+from valve_scheduler.controller.workloads import is_starved
+from valve_scheduler.placement.rank import Job, Reason
+from valve_scheduler.placement.rankings import Rankings
+from valve_scheduler.placement.state import ClusterState
+
+WORTH_IT = 0.1  # predicted share of the other node; a move costs a start
+AT_ONCE = 32  # pods that a round judges: each may need a ranking of the whole fleet, and the lease waits for nobody
+
+
+class Better:
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
+        self._rankings = Rankings(state)
+        self._last = ""  # UID of the pod that was judged last
+
+    def movable(
+        self, tracks: Iterable[Track], pods: Mapping[str, Object], owners: Mapping[str, Owner], now_s: float
+    ) -> list[Track]:
+        """All but best-effort pods for which there is no other node, or which came after as many as there are nodes.
+        One that may not use every node stays: only the scheduler could say whether it may use the better one."""
+        found: list[Track] = []
+        starved: list[Track] = []
+        for track in tracks:
+            if not (track.sample.is_best_effort and is_starved(track)):
+                found.append(track)
+            elif not is_bound(pods[track.sample.pod_uid]):
+                starved.append(track)
+        taken = Counter[Job]()
+        for track in self._next(starved):
+            job = self._job(pods[track.sample.pod_uid], track, owners.get(track.sample.owner_uid), now_s)
+            if job is not None and taken[job] < self._places(job, now_s):
+                taken[job] += 1
+                found.append(track)
+
+        return found
+
+    def _next(self, starved: list[Track]) -> list[Track]:
+        """A few in turn, so that one without a place holds up none behind it."""
+        starved.sort(key=lambda track: (track.sample.pod_uid <= self._last, track.sample.pod_uid))
+        chosen = starved[:AT_ONCE]
+        if chosen:
+            self._last = chosen[-1].sample.pod_uid
+
+        return chosen
+
+    def _job(self, pod: Object, track: Track, owner: Owner | None, now_s: float) -> Job | None:
+        try:
+            job = self._state.job(offline_pod(pod), now_s)
+        except InvalidObject:
+            return None
+        avoided = {node for node, until_s in (owner.avoid_until_s if owner else {}).items() if until_s > now_s}
+        return replace(job, avoid=job.avoid | avoided | {track.sample.node})
+
+    def _places(self, job: Job, now_s: float) -> int:
+        ranking = self._rankings.of(job, now_s)
+        return int(((ranking.reason == Reason.NONE) & (ranking.share >= WORTH_IT)).sum())

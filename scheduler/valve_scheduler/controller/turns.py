@@ -1,0 +1,40 @@
+"""Whose turn it is to move, those who were promised nothing last, and how long an owner keeps away then. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, choose_evictions, evicted
+
+
+def choose(
+    tracks: Sequence[Track],
+    owners: Mapping[str, Owner],
+    running: int,
+    now_s: float,
+    settings: MonitorSettings,
+    namespaces: Mapping[str, str],
+) -> list[Track]:
+    """Who goes now: of all namespaces those that were promised something, then best effort from what is left."""
+    promised = [track for track in tracks if not track.sample.is_best_effort]
+    chosen = choose_evictions(promised, owners, running, now_s, settings, namespaces)
+    after = dict(owners)
+    for track in chosen:
+        uid = track.sample.owner_uid
+        after[uid] = gone(after.get(uid, Owner()), track, now_s, settings)
+    rest = [track for track in tracks if track.sample.is_best_effort]
+    homes = {**namespaces, **{track.sample.owner_uid: track.sample.namespace for track in chosen}}
+
+    return chosen + choose_evictions(rest, after, running, now_s, settings, homes)
+
+
+def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings) -> Owner:
+    """The owner after this pod was evicted. Of best effort a busy node is avoided for one window only: nothing says
+    that it stays busy, and where no other node takes the pod it must not wait for hours."""
+    node = track.sample.node
+    if not track.sample.is_best_effort:
+        return evicted(owner, node, now_s, settings)
+    brief = replace(settings, avoid_s=min(settings.avoid_s, settings.window_s))
+    after = evicted(owner, node, now_s, brief)
+    until_s = max(after.avoid_until_s[node], owner.avoid_until_s.get(node, 0.0))
+
+    return replace(after, avoid_until_s={**after.avoid_until_s, node: until_s})

@@ -1,0 +1,109 @@
+"""SGLang: a request that the present memory cannot hold waits for itself, and stops nobody."""
+
+from __future__ import annotations
+
+import pytest
+from sglang_world import finish, give, lose, request_of, undisturbed
+
+FIT = [(f"short{number}", list(range(number, number + 12)), 6) for number in range(9)]
+LONG = ("long", list(range(100)), 6)  # 27 pages of 4 tokens with its answer and one to spare
+
+
+def shrunken(world, *, overlap, pages=20, work=()):
+    """60 pages, of which the first few have memory."""
+    scheduler, node = world(pages=60, overlap=overlap)
+    scheduler.check_idle = lambda: None
+    lose(node, scheduler, list(range(pages, 60)))
+    scheduler.turn()
+    for request in work:
+        scheduler.add(*request)
+    return scheduler, node
+
+
+both = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+
+
+@both
+def test_one_request_that_does_not_fit_never_stops_the_others(world, overlap):
+    scheduler, _ = shrunken(world, overlap=overlap, work=[LONG, *FIT])
+    for _ in range(150):
+        scheduler.turn()
+
+    assert set(scheduler.done) == {name for name, _, _ in FIT}
+    assert [each.rid for each in scheduler.waiting_queue] == ["long"]
+    assert scheduler._valve.reconciler.receipts.failures == 0
+
+
+@both
+def test_it_goes_first_as_soon_as_it_fits_and_answers_as_undisturbed(world, overlap):
+    work = [LONG, *FIT, *((f"{name}+", prompt, 30) for name, prompt, _ in FIT)]
+    scheduler, node = shrunken(world, overlap=overlap, work=work)
+    for _ in range(6):
+        scheduler.turn()
+    assert "long" not in scheduler.done
+    give(node, scheduler, list(range(20, 60)))
+    done = finish(scheduler, [name for name, _, _ in work])
+
+    assert done == undisturbed(work)
+    assert list(done).index("long") < list(done).index("short8+")
+
+
+@both
+def test_several_keep_their_order_and_their_place_between_choices(world, overlap):
+    longs = [(f"long{number}", list(range(number, number + 100)), 6) for number in range(3)]
+    scheduler, _ = shrunken(world, overlap=overlap, work=[*longs, FIT[0]])
+    scheduler.turn()
+
+    assert [each.rid for each in scheduler.waiting_queue] == ["long0", "long1", "long2"]
+
+
+@both
+def test_where_any_place_may_become_the_first_nobody_behind_is_stopped_either(world, overlap):
+    scheduler, _ = shrunken(world, overlap=overlap, work=[FIT[0], LONG, *FIT[1:]])
+    scheduler.enable_priority_scheduling = True
+    for _ in range(150):
+        scheduler.turn()
+
+    assert set(scheduler.done) == {name for name, _, _ in FIT}
+
+
+@both
+def test_one_that_has_begun_and_cannot_end_any_more_gives_way(world, overlap):
+    """Its prompt goes in chunk by chunk; in the middle of it memory is taken that it does not use yet."""
+    scheduler, node = world(pages=60, overlap=overlap)
+    scheduler.check_idle = lambda: None
+    for request in (LONG, *FIT):
+        scheduler.add(*request)
+    for _ in range(3):
+        scheduler.turn()
+    assert scheduler.chunked_req is not None
+    held = set(scheduler.pages_of(request_of(scheduler, "long")))
+    lost = [page for page in range(1, 60) if page not in held][-39:]
+    lose(node, scheduler, lost)
+    for _ in range(150):
+        scheduler.turn()
+
+    assert set(scheduler.done) == {name for name, _, _ in FIT}
+    give(node, scheduler, lost)
+    assert finish(scheduler, ["long"]) == undisturbed([LONG, *FIT])
+
+
+@both
+def test_what_stands_aside_is_never_lost_when_its_return_fails(world, monkeypatch, overlap):
+    scheduler, node = shrunken(world, overlap=overlap, work=[LONG, *FIT])
+    aside = scheduler._valve.aside
+    with monkeypatch.context() as patches:
+        patches.setattr(aside, "after_choose", lambda: 1 // 0)
+        scheduler.turn()
+    give(node, scheduler, list(range(20, 60)))
+
+    assert finish(scheduler, ["long"])["long"] == undisturbed([LONG])["long"]
+
+
+@both
+def test_valved_is_told_what_stands_aside(world, overlap):
+    """It is wanted, so that memory comes for it."""
+    scheduler, node = shrunken(world, overlap=overlap, work=[LONG])
+    scheduler.turn()
+
+    assert node.book()["wanted"] >= 25

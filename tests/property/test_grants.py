@@ -1,0 +1,261 @@
+"""The asking half of granted time, for any history: what is never asked, and what a pause never outlasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from grant_valved import GAP_MS, TPOT_MS, Valved, Waiting
+from hypothesis import given
+from hypothesis import strategies as st
+from valve_abi import GrantAnswer
+from valve_hook.grants import ANSWER_NS, KEPT_NS, MS, Asking
+from valve_hook.policy.granting import EngineFacts, GrantReason, GrantSettings
+from valve_hook.policy.misses import MissSettings
+
+STEP_NS, HOST_NS = 6 * MS, MS // 2
+
+
+@pytest.fixture
+def valved() -> Iterator[Valved]:
+    valved = Valved()
+    yield valved
+    valved.close()
+
+
+def grants_of(valved: Valved, refused: str = "", **more: object) -> Asking:
+    settings = GrantSettings(grants_per_s=1e9, least_worth=-1e9, misses=MissSettings(trial=0), **more)
+    return Asking(valved, refused=refused, settings=settings)
+
+
+def facts_of(**more: object) -> EngineFacts:
+    facts = {"running": 1, "kv_used": 10, "kv_pool": 1_000, "kv_mapped": 1_000, "max_num_seqs": 64}
+    return EngineFacts(**{**facts, **more})
+
+
+def decoding(grants: Asking, names: tuple[str, ...] = ("a",), steps: int = 20) -> int:
+    """Requests that are ahead of their target, and the time after their last step: now, for pauses are real."""
+    if not grants.follows:
+        return time.monotonic_ns()
+    now = begun = time.monotonic_ns() - (steps + 1) * (STEP_NS + HOST_NS)
+    grants.rested(begun)
+    for name in names:
+        grants.arrived(name, 100, begun - 500 * MS)
+    for _ in range(steps + 1):
+        now += HOST_NS
+        grants.stepped(now, now + STEP_NS, len(names), prefill=False)
+        now += STEP_NS
+        grants.delivered([(name, 1, False) for name in names], now)
+    return now
+
+
+def test_a_service_that_is_ahead_asks_and_waits_until_its_next_step(valved: Valved) -> None:
+    grants = grants_of(valved)
+    now = decoding(grants)
+    resume_ns = grants.wants(now, facts_of())
+    wait = Waiting(valved)
+
+    assert resume_ns > now
+    assert grants.pause(resume_ns, wait, is_done=True)
+    assert valved.rings == 1
+    assert now < wait.asked_until_ns < resume_ns
+    assert valved.until_ns == wait.asked_until_ns  # its end is valved's business
+    assert sum(wait.waited_s) <= (resume_ns - now) / 1e9
+    assert grants.sums.given == 1
+
+
+def silent(valved: Valved) -> None:
+    assert valved.seq == 0
+    assert valved.rings == 0
+
+
+def test_without_consent_nothing_is_asked_or_kept(valved: Valved) -> None:
+    valved.consent(TPOT_MS, GAP_MS, consented=0)
+    grants = grants_of(valved)
+    now = decoding(grants)
+
+    assert grants.wants(now, facts_of()) == 0
+    assert grants.policy is None
+    assert not grants.pause(now + 50 * MS, Waiting(valved), is_done=True)
+    silent(valved)
+
+
+def test_no_pause_begins_after_consent_was_taken_back(valved: Valved) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+    valved.consent(TPOT_MS, GAP_MS, consented=0)
+
+    assert not grants.pause(resume_ns, Waiting(valved), is_done=True)
+    assert grants.wants(time.monotonic_ns(), facts_of()) == 0
+    silent(valved)
+
+
+def test_an_engine_that_was_refused_by_name_never_asks(valved: Valved) -> None:
+    grants = grants_of(valved, refused="several pipeline stages")
+    assert grants.wants(decoding(grants), facts_of()) == 0
+    silent(valved)
+
+
+def test_nothing_is_asked_while_work_is_not_proven_done(valved: Valved) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+
+    assert not grants.pause(resume_ns, Waiting(valved), is_done=False)
+    silent(valved)
+
+
+def test_a_request_that_was_there_before_consent_is_never_paced_unseen(valved: Valved) -> None:
+    """Its tokens were not followed, so nobody knows when its next one is due."""
+    grants = grants_of(valved)
+    now = decoding(grants)
+    grants.delivered([("a", 1, False), ("unknown", 1, False)], now)
+    assert grants.readers == 1  # the engine says 2 run: one of them counts as a prompt, and that refuses
+    assert grants.wants(now, facts_of(running=2, prefilling=2 - grants.readers)) == 0
+
+
+@pytest.mark.parametrize(
+    "fact", [{"waiting": 1}, {"prefilling": 1}, {"reclaim_pending": True}, {"kv_used": 900}, {"running": 60}]
+)
+def test_a_fact_of_the_engine_refuses_without_a_word_to_valved(valved: Valved, fact: dict[str, object]) -> None:
+    grants = grants_of(valved)
+    assert grants.wants(decoding(grants), facts_of(**fact)) == 0
+    silent(valved)
+
+
+def test_a_service_that_misses_its_target_alone_never_asks(valved: Valved) -> None:
+    valved.consent(5.0, GAP_MS)  # below its own step
+    grants = Asking(valved, settings=GrantSettings(grants_per_s=1e9, least_worth=-1e9))
+    now = 0
+    for turn in range(100):
+        now = decoding(grants, (f"r{turn}",), steps=4)
+        assert grants.wants(now, facts_of()) == 0
+        grants.delivered([(f"r{turn}", 1, True)], now + STEP_NS)
+    assert set(grants.reasons) == {GrantReason.MISSES}
+    silent(valved)
+
+
+def test_a_new_request_ends_a_pause_at_once(valved: Valved) -> None:
+    for interrupts in range(3):
+        grants = grants_of(valved)
+        resume_ns = grants.wants(decoding(grants), facts_of())
+        wait = Waiting(valved, interrupts=interrupts)
+        grants.pause(resume_ns, wait, is_done=True)
+        if interrupts < 2:
+            assert len(wait.waited_s) == interrupts + 1
+            assert valved.until_ns == 0  # taken back
+
+
+REFUSALS = [each for each in GrantAnswer if each not in (GrantAnswer.GIVEN, GrantAnswer.ANSWERS)]
+
+
+@pytest.mark.parametrize("answer", REFUSALS)
+def test_a_refusal_ends_the_pause_and_is_not_asked_again_at_once(valved: Valved, answer: GrantAnswer) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+    wait = Waiting(valved, answer)
+
+    assert not grants.pause(resume_ns, wait, is_done=True)
+    assert len(wait.waited_s) == 1
+    assert grants.wants(time.monotonic_ns(), facts_of()) == 0
+    assert grants.answers == {answer: 1}
+    assert grants.sums.given == 0
+
+
+def test_a_refusal_of_a_later_valved_never_fails_the_hook(valved: Valved) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+
+    assert not grants.pause(resume_ns, Waiting(valved, says=200), is_done=True)  # type: ignore[arg-type]
+    assert grants.answers == {GrantAnswer.NONE: 1}
+
+
+def test_a_valved_that_hangs_costs_no_more_than_the_time_to_answer(valved: Valved) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+    wait = Waiting(valved, says=None)
+
+    assert not grants.pause(resume_ns, wait, is_done=True)
+    assert sum(wait.waited_s) * 1e9 <= ANSWER_NS + MS
+    assert valved.until_ns == 0
+    assert grants.wants(time.monotonic_ns(), facts_of()) == 0
+
+
+def test_a_dead_valveds_page_is_never_asked(valved: Valved) -> None:
+    grants = grants_of(valved)
+    resume_ns = grants.wants(decoding(grants), facts_of())
+    valved.grant = None
+
+    assert not grants.pause(resume_ns, Waiting(valved), is_done=True)
+    silent(valved)
+
+
+def test_a_valved_that_is_started_again_finds_what_was_learnt(valved: Valved) -> None:
+    grants = grants_of(valved)
+    now, page = decoding(grants), valved.grant
+    valved.grant = None
+    assert grants.follows
+    assert grants.wants(now, facts_of()) == 0
+    valved.grant = page
+    assert grants.wants(now, facts_of()) > now
+
+
+def test_what_was_learnt_is_not_kept_for_ever_without_consent(valved: Valved, monkeypatch: pytest.MonkeyPatch) -> None:
+    grants = grants_of(valved)
+    now = decoding(grants)
+    valved.consent(TPOT_MS, GAP_MS, consented=0)
+    assert grants.follows
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now + 2 * KEPT_NS)
+    assert not grants.follows
+    assert grants.policy is None
+
+
+def test_another_target_is_learnt_anew(valved: Valved) -> None:
+    grants = grants_of(valved)
+    decoding(grants)
+    before = grants.policy
+    valved.consent(30.0, GAP_MS)
+
+    assert grants.follows
+    assert grants.policy is not before
+    assert grants.readers == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from(["arrive", "token", "two", "end", "leave"])), max_size=60
+    )
+)
+def test_readers_and_context_are_those_of_the_requests_that_have_their_first_token(
+    history: list[tuple[str, str]],
+) -> None:
+    valved = Valved()
+    grants = grants_of(valved)
+    assert grants.follows
+    model: dict[str, tuple[int, bool]] = {}
+    now = time.monotonic_ns()
+    for name, what in history:
+        now += STEP_NS
+        tokens, _ = model.get(name, (0, False))
+        if what == "arrive":
+            grants.arrived(name, 10, now)
+            model.setdefault(name, (10, False))
+        elif what in ("token", "two"):
+            count = 1 + (what == "two")
+            grants.delivered([(name, count, False)], now)
+            if name in model:
+                model[name] = (tokens + count, True)
+        elif what == "end":
+            grants.delivered([(name, 0, True)], now)
+            model.pop(name, None)
+        else:
+            grants.left([name], now)
+            model.pop(name, None)
+        readers = [tokens for tokens, has_first in model.values() if has_first]
+        assert grants.readers == len(readers)
+        facts = facts_of(running=max(1, len(readers)))
+        if grants.wants(now, facts) or readers:
+            assert facts.context_tokens == sum(readers)
+        assert grants.policy is not None
+        assert len(grants.policy.credits) == len(readers)
+    valved.close()

@@ -1,0 +1,306 @@
+"""The API beside a user who takes all he can: connections, watchers, calls; and a reader that never reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import grpc
+import pytest
+from node_world import World
+from valve.v1 import node_pb2, node_pb2_grpc
+
+from valved.model.events import EventKind
+from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
+from valved.rpc.node import NodeServicer, ViewServicer
+from valved.rpc.server import CONNECTIONS, GrpcServer, start
+
+PATIENCE_S = 60.0  # ends only a hung test
+NO_OWN = frozenset[int]()  # nobody is root or valved's own user: this process is a user like any other
+TINY = Places(per_user=2, others=3, own=2)
+
+
+def run(story):
+    async def within():
+        return await asyncio.wait_for(story(), PATIENCE_S)
+
+    return asyncio.run(within())
+
+
+@contextlib.asynccontextmanager
+async def served(folder, *, connections=CONNECTIONS, watchers=TINY, own=NO_OWN, slow_s=60.0):
+    """(world, path) of a virtual node whose API is open."""
+    world = World(folder)
+    path = folder / "valved.sock"
+    servicer = NodeServicer(world.node, Crowd("watchers", watchers, own), slow_s=slow_s)
+    server = GrpcServer(servicer, path, Crowd("connections", connections, own))
+    await server.start(0o666, -1)
+    try:
+        yield world, path
+    finally:
+        await server.stop(0)
+        del server
+        gc.collect()  # gRPC's object ends its threads by the loop, which must still run
+
+
+@contextlib.asynccontextmanager
+async def stub_of(path):
+    """A stub with a connection of its own."""
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
+        yield node_pb2_grpc.NodeStub(channel)
+
+
+async def until(is_so):
+    while not is_so():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("held", "asks", "refused"),
+    [
+        ([], 7, ""),
+        ([7], 7, ""),
+        ([7, 7], 7, "user 7"),
+        ([7, 7], 8, ""),
+        ([7, 7, 8], 9, "all users"),
+        ([7, 7, 8], 0, ""),
+        ([7, 7, 8, 0], 0, ""),
+        ([0, 0], 0, "root"),
+        ([0, 0], 7, ""),
+    ],
+)
+def test_no_user_takes_the_places_of_another_or_of_root(held, asks, refused):
+    crowd = Crowd("watchers", TINY, frozenset({0}))
+    for uid in held:
+        crowd.enter(uid)
+
+    refusal = crowd.refusal(asks)
+
+    assert (refused in refusal) if refused else refusal == ""
+
+
+def test_who_leaves_makes_room():
+    crowd = Crowd("watchers", TINY, frozenset({0}))
+    crowd.enter(7)
+    crowd.enter(7)
+    crowd.leave(7)
+
+    assert crowd.refusal(7) == ""
+
+
+def test_the_name_of_a_peer_says_which_user_it_is():
+    assert Caller.of("unix-abstract:valve-api-1000-welcome-00ff") == Caller(1000, True)
+    assert Caller.of("unix-abstract:valve-api-0-turned_away-00ff") == Caller(0, False)
+
+
+ATTACK = """
+import os, select, socket, sys
+os.setgid(65534), os.setuid(65534)
+held = []
+while True:
+    one = socket.socket(socket.AF_UNIX)
+    one.connect(sys.argv[1])
+    held.append(one)
+    try:
+        one.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + bytes([4]) + bytes(5))
+        if not one.recv(1):
+            break
+    except ConnectionError:
+        break
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_user_who_opens_connections_without_end_never_keeps_root_out():
+    async def story(folder):
+        world = World(folder)
+        server = await start(ViewServicer(world.node), folder / "view.sock", 0o666, -1)
+        attacker = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-c", ATTACK, str(folder / "view.sock"),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/",
+        )  # fmt: skip
+        try:
+            opened = int(await attacker.stdout.readline())
+            async with stub_of(folder / "view.sock") as stub:
+                status = await stub.GetStatus(node_pb2.GetStatusRequest())
+        finally:
+            attacker.kill()
+            await attacker.wait()
+            await server.stop(0)
+        return opened, status.version
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        opened, version = run(lambda: story(folder))
+
+    assert opened == CONNECTIONS.per_user + TURNED_AWAY_AT_ONCE + 1, "the last one was closed at once"
+    assert version == "test"
+
+
+def test_a_client_that_opens_watches_without_end_gets_a_few_and_a_named_error(tmp_path):
+    async def story():
+        async with served(tmp_path) as (world, path), stub_of(path) as first, stub_of(path) as second:
+            calls = [stub.Watch(node_pb2.WatchRequest()) for stub in (first, second) for _ in range(3)]
+            await until(lambda: sum(call.done() for call in calls) == len(calls) - TINY.per_user)
+            refused = [call for call in calls if call.done()]
+            codes = {await call.code() for call in refused}
+            said = {await call.details() for call in refused}
+            return codes, said, len(world.journal._watchers)
+
+    codes, said, watchers = run(story)
+
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert all("no more watchers for user" in one for one in said)
+    assert watchers == TINY.per_user
+
+
+def test_a_reader_that_never_reads_is_ended_with_a_named_error_and_holds_no_queue(tmp_path):
+    async def story():
+        async with served(tmp_path, slow_s=0.2) as (world, path), stub_of(path) as stub:
+            call = stub.Watch(node_pb2.WatchRequest())
+            await call.initial_metadata()
+            while world.journal._watchers:
+                world.journal.emit(EventKind.NOTED, reason="x" * 4096)
+                await asyncio.sleep(0)
+            arrived = []
+
+            async def read_all():
+                while True:
+                    arrived.append(await call.read())
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read_all()
+            last = arrived[-1]
+            again = stub.Watch(node_pb2.WatchRequest(since_seq=last.seq, epoch=last.epoch))
+            following = await again.read()
+            again.cancel()
+            return caught.value, last.seq, following
+
+    error, last, following = run(story)
+
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "took no event for 0.2 s" in error.details()
+    assert "since_seq" in dict(error.trailing_metadata())["valve-next-step"]
+    assert following.seq > last, "it goes on behind the last one that it has"
+
+
+def test_a_thousand_questions_of_one_user_never_stand_before_everything_else(tmp_path):
+    """Between two answers the loop serves whatever else is ready, so no burst holds it for longer than one answer."""
+
+    async def story():
+        async with served(tmp_path) as (world, path), contextlib.AsyncExitStack() as stack:
+            stubs = [await stack.enter_async_context(stub_of(path)) for _ in range(CONNECTIONS.per_user)]
+            turns, answered, most = 0, 0, 0
+            status = world.node.status
+
+            def counted():
+                nonlocal answered
+                answered += 1
+                return status()
+
+            world.node.status = counted
+
+            async def ask(stub):
+                return [await stub.GetStatus(node_pb2.GetStatusRequest()) for _ in range(30)]
+
+            calls = asyncio.gather(*(ask(stub) for stub in stubs for _ in range(4)))
+            while not calls.done():
+                before = answered
+                await asyncio.sleep(0)
+                turns, most = turns + 1, max(most, answered - before)
+            return sum(map(len, calls.result())), most
+
+    done, most = run(story)
+
+    assert done == CONNECTIONS.per_user * 4 * 30
+    assert most == 1
+
+
+def test_a_connection_beyond_the_places_is_told_why(tmp_path):
+    async def story():
+        async with served(tmp_path, connections=TINY) as (_, path):
+            held = [await asyncio.open_unix_connection(path) for _ in range(TINY.per_user)]
+            async with stub_of(path) as stub:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.GetStatus(node_pb2.GetStatusRequest())
+            for _, writer in held:
+                writer.close()
+            return caught.value
+
+    error = run(story)
+
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "no more connections for user" in error.details()
+
+
+def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path):
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "valved.sock"))
+
+    async def story():
+        async with served(tmp_path) as (_, path), stub_of(path) as stub:
+            return (await stub.GetStatus(node_pb2.GetStatusRequest())).version
+
+    assert run(story) == "test"
+
+
+# Numbers of events over a restart
+
+
+async def resumed(folder, since_seq, epoch=None):
+    """(the metadata, the first event) of a watch that goes on behind `since_seq`."""
+    async with served(folder) as (world, path), stub_of(path) as stub:
+        world.node.pause("alice")
+        request = node_pb2.WatchRequest(kinds=["paused"], since_seq=since_seq)
+        if epoch is not None:
+            request.epoch = world.journal.epoch + epoch
+        call = stub.Watch(request)
+        metadata = dict(await call.initial_metadata())
+        event = await call.read() if metadata["valve-kept"] != "0" else None
+        call.cancel()
+        return metadata, event, world.journal.epoch
+
+
+@pytest.mark.parametrize(
+    ("since_seq", "epoch"),
+    [(500, None), (500, -1), (1, -1), (0, -1)],
+    ids=["a client that knows no epoch", "another start", "another start, a number that is reached", "none yet"],
+)
+def test_events_after_a_restart_are_never_missed_in_silence(tmp_path, since_seq, epoch):
+    metadata, event, current = run(lambda: resumed(tmp_path, since_seq, epoch))
+
+    assert event.reason == "by alice"
+    assert event.epoch == current == int(metadata["valve-epoch"])
+    assert metadata["valve-missed"] == "unknown"
+
+
+def test_within_one_start_a_watch_goes_on_where_it_was(tmp_path):
+    metadata, event, _ = run(lambda: resumed(tmp_path, 0, 0))
+
+    assert (event.reason, metadata["valve-missed"]) == ("by alice", "0")
+
+
+def test_what_is_not_kept_any_more_is_counted(tmp_path):
+    async def story():
+        async with served(tmp_path) as (world, path), stub_of(path) as stub:
+            for number in range(world.config.ring_events + 10):
+                world.journal.emit(EventKind.GATE, gpus=(0,), reason=str(number))
+            call = stub.Watch(node_pb2.WatchRequest(since_seq=5, epoch=world.journal.epoch))
+            metadata = dict(await call.initial_metadata())
+            event = await call.read()
+            call.cancel()
+            return metadata, event.seq, world.journal._seq
+
+    metadata, first, last = run(story)
+
+    assert int(metadata["valve-missed"]) + int(metadata["valve-kept"]) == last - 5
+    assert first == last - int(metadata["valve-kept"]) + 1

@@ -1,0 +1,94 @@
+"""A shim that had stopped its own channels asks for all of them at once, with no h_client, before it ends that."""
+
+from __future__ import annotations
+
+import pytest
+from node_world import World
+
+from valved.abi.link import LinkType
+from valved.model.ids import GpuIndex, Role
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    world.check()
+
+
+def acks(world, client, seq):
+    return [status for number, status in world.connections[client].acks() if number == seq]
+
+
+def test_no_process_is_let_run_while_one_of_its_gpus_is_gated(world):
+    offline = world.offline(gpus=(0, 1))
+    online = world.online(gpus=(1,))
+    world.gate.launch(online)
+
+    seq = world.schedule(offline, 0)
+
+    assert acks(world, offline, seq) == []
+    world.work(online, ms=5)
+    world.run(5000)
+    assert acks(world, offline, seq) == [0]
+
+
+def test_no_process_ends_a_stop_of_its_own_while_a_held_gpu_is_open_for_a_moment(world):
+    """It would run on after that moment, beside whoever holds the GPU, until it has said that it runs."""
+    offline = world.offline()
+    online = world.online()
+    world.gate.launch(online)
+    world.gating.let(frozenset({GpuIndex(0)}))
+    assert not world.gate.is_gated(0)
+
+    seq = world.schedule(offline, 0)
+
+    assert acks(world, offline, seq) == []
+    world.gating.let(frozenset())
+    assert acks(world, offline, seq) == []
+    world.work(online, ms=5)
+    world.run(5000)
+    assert acks(world, offline, seq) == [0]
+
+
+def test_no_process_is_let_run_before_its_channels_are_armed(world):
+    """The proof of their file is not there yet: a gate that fell now would miss them."""
+    client = world.hello(world.processes.add(300), wanted=Role.OFFLINE).client
+    world.add_channel(client, proven=False)
+
+    seq = world.schedule(client, 0)
+
+    assert acks(world, client, seq) == []
+    world.show_rm_client(client)
+    assert acks(world, client, seq) == [0]
+
+
+def test_what_a_gate_met_between_answer_and_enable_is_stopped_again(world):
+    offline = world.offline(gpus=(0, 1))
+    seq = world.schedule(offline, 0)
+    assert acks(world, offline, seq) == [0]
+    online = world.online()
+    world.gate.launch(online)
+
+    world.schedule(offline, 0, LinkType.SCHEDULE_DONE)
+
+    h_clients = {h_client for h_client, _ in world.books.clients[offline].channels}
+    assert {call[1] for call in world.gate.calls if call[0] == "stop_again"} == h_clients
+
+
+def test_no_answer_is_given_twice_when_a_wake_is_noticed_while_answers_are_given(world):
+    """To look whether a GPU is gated reads the stamps, and a wake among them lets go of the same calls."""
+    offline = world.offline(gpus=(0, 1))
+    online = world.online(gpus=(1,))
+    world.gate.launch(online)
+    seqs = [world.schedule(offline, 0) for _ in range(3)]
+    world.work(online, ms=5)
+    read = world.gate.drain_stamps
+    world.gate.drain_stamps = lambda: []  # nobody reads them yet
+    world.run(5000)
+    assert not world.gate.is_gated(1)
+    world.gate.drain_stamps = read
+
+    world.register.channels._schedules.release()
+
+    assert [acks(world, offline, seq) for seq in seqs] == [[0], [0], [0]]

@@ -1,0 +1,209 @@
+"""A process that stopped itself keeps its stop over a new link, until the new daemon lets it run."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+
+import pytest
+from fake_daemon import ACK, CHANNEL_ADD, FEATURE_KEEP_STOP, OFFLINE, SCHEDULE_DONE, SCHEDULE_WAIT, until
+from rmkit import GR0, Process
+
+FIRST, SECOND = 0x5C000008, 0x5C00000A
+
+
+def call(process, word, *handles):
+    listed = "".join(f" {handle:x}" for handle in handles)
+    return f"{word} client={process.client:x} object={process.subdevice:x} n={len(handles)}{listed}"
+
+
+class Gate:
+    """Holds back the answer to SCHEDULE_WAIT, as a valved does while the GPU is gated."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, client, message):
+        if message.type != SCHEDULE_WAIT:
+            return False
+        self.asked.append((client, message))
+        return True
+
+    def answer(self, status=0):
+        client, message = self.asked[-1]
+        client.ack(message, status=status)
+
+
+@pytest.fixture
+def orphan(world):
+    """An offline process that stopped itself when its daemon died beside online work."""
+    puppet, client = world.offline(world.daemon(OFFLINE))
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    client.control.online_registered = 1
+    client.control.lease_ns = 50_000_000
+    world.daemons[0].close()
+    until(lambda: world.gate_calls() == [call(process, "disable", FIRST)], "it stopped itself")
+    return process
+
+
+def heir(world, **words):
+    gate = Gate()
+    daemon = world.daemon(OFFLINE, more=FEATURE_KEEP_STOP, on_message=gate, **words)
+    client = daemon.client()
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    until(lambda: gate.asked, "it asks whether it may run")
+    return client, gate
+
+
+def test_a_process_that_stopped_itself_never_runs_before_a_new_daemon_lets_it(world, orphan):
+    client, gate = heir(world)
+
+    gate.answer(status=11)  # EAGAIN: gated still
+    until(lambda: len(gate.asked) == 2, "it asks again")
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+    gate.answer()
+
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
+
+
+def test_what_a_stopped_process_makes_before_it_may_run_is_stopped_too(world, orphan):
+    client, gate = heir(world)
+
+    orphan.channel(orphan.device, SECOND, engine=GR0)
+    orphan.register(SECOND)
+    client.expect(CHANNEL_ADD, h_channel=SECOND)
+    until(lambda: call(orphan, "disable", FIRST, SECOND) in world.gate_calls(), "both are off")
+    gate.answer()
+
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST, SECOND)
+
+
+def test_a_daemon_that_dies_before_it_lets_a_stopped_process_run_leaves_it_stopped(world, orphan):
+    heir(world, online_registered=1, lease_ns=50_000_000)
+    world.daemons[-1].close()
+
+    second, gate = heir(world)
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+    gate.answer()
+
+    second.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST)
+
+
+def test_an_answer_without_a_number_answers_nobody(world, orphan):
+    """It would let everybody go on who waits."""
+    client, gate = heir(world)
+
+    client.send(ACK, 0, struct.pack("<II", 0, 0))
+    second, again = heir_of_same(world, gate)
+
+    assert second is not client
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+    again.answer()
+    second.expect(SCHEDULE_DONE, h_client=0)
+
+
+def heir_of_same(world, gate):
+    """The same daemon's next client."""
+    before = len(gate.asked)
+    client = world.daemons[-1].client()
+    until(lambda: len(gate.asked) > before, "it asks anew")
+    return client, gate
+
+
+@pytest.fixture
+def granted(world):
+    """An offline process that stopped itself because its granted time is over, under a valved that lives."""
+    gate = Gate()
+    puppet, client = world.offline(world.daemon(OFFLINE, more=FEATURE_KEEP_STOP, on_message=gate))
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    client.control.online_registered = 1
+    end_ns = time.monotonic_ns() + 1_000_000
+    client.control.run_until_0 = end_ns
+    os.eventfd_write(client.order_bell, 1)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+    return process, client, gate
+
+
+def test_who_stopped_itself_at_the_end_of_granted_time_never_asks_a_valved_that_has_not_ended_it(world, granted):
+    """The gate counts the GPU as granted: it would let it run."""
+    process, client, gate = granted
+
+    process.channel(process.device, SECOND, engine=GR0)
+    process.register(SECOND)
+    client.expect(CHANNEL_ADD, h_channel=SECOND)  # some turns later
+
+    assert not gate.asked
+    assert client.region.self_stops == 1
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+
+
+def test_who_stopped_itself_at_the_end_of_granted_time_asks_the_next_valved(world, granted):
+    process, _, _ = granted
+    world.daemons[0].close()
+
+    client, gate = heir(world)
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+    gate.answer()
+
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(process, "enable", FIRST)
+
+
+def test_no_process_runs_on_after_granted_time_because_it_had_stopped_itself_before(world, orphan):
+    """Its channels are in the new valved's plan, which enables them for a grant. Its question is not answered yet."""
+    client, _ = heir(world, online_registered=1)
+    before = len(world.gate_calls())
+    end_ns = time.monotonic_ns() + 1_000_000
+
+    client.control.run_until_0 = end_ns
+    os.eventfd_write(client.order_bell, 1)
+
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+    assert world.gate_calls()[before:] == [call(orphan, "disable", FIRST)]
+
+
+def test_who_waited_for_the_gate_before_a_grant_never_runs_because_that_has_ended(world, orphan):
+    client, gate = heir(world, online_registered=1)
+    client.control.run_until_0 = end_ns = time.monotonic_ns() + 1_000_000
+    os.eventfd_write(client.order_bell, 1)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+
+    client.control.run_until_0 = 0
+    time.sleep(0.2)  # longer than it rests before it looks again
+    orphan.channel(orphan.device, SECOND, engine=GR0)
+    orphan.register(SECOND)
+
+    until(lambda: call(orphan, "disable", FIRST, SECOND) in world.gate_calls(), "its own stop goes on")
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+    gate.answer()
+    client.expect(SCHEDULE_DONE, h_client=0)
+    assert world.gate_calls()[-1] == call(orphan, "enable", FIRST, SECOND)
+
+
+def test_an_answer_never_lets_a_process_run_whose_granted_time_is_over(world, orphan):
+    """The gate counts the GPU as granted until valved has ended it."""
+    client, gate = heir(world, online_registered=1)
+    client.control.run_until_0 = end_ns = time.monotonic_ns() + 1_000_000
+    os.eventfd_write(client.order_bell, 1)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+
+    gate.answer()
+    orphan.channel(orphan.device, SECOND, engine=GR0)
+    orphan.register(SECOND)
+    client.expect(CHANNEL_ADD, h_channel=SECOND)  # some turns later
+    assert not any(line.startswith("enable") for line in world.gate_calls())
+
+    client.control.run_until_0 = 0
+    until(lambda: len(gate.asked) == 2, "it asks again")
+    gate.answer()
+    client.expect(SCHEDULE_DONE, h_client=0)

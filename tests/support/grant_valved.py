@@ -1,0 +1,90 @@
+"""Valved as the asking half of granted time sees it: both pages and the doorbell; and an engine's own wait."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+
+from valve_abi import CONTROL_BYTES, GRANT, GRANT_OFFSET, PAGE, REGION, GrantAnswer
+from valve_hook.grant_page import GrantPage
+from valve_hook.grants import MS
+
+TPOT_MS, GAP_MS = 40.0, 100.0
+
+
+class Valved:
+    """Both pages and the doorbell, as valved has them. It answers a request at the first look after it was made."""
+
+    def __init__(self) -> None:
+        self.fds = [os.memfd_create("control"), os.memfd_create("region"), os.eventfd(0, os.EFD_NONBLOCK)]
+        os.ftruncate(self.fds[0], CONTROL_BYTES)
+        os.ftruncate(self.fds[1], PAGE)
+        self.control = mmap.mmap(self.fds[0], CONTROL_BYTES)
+        self.region = mmap.mmap(self.fds[1], PAGE)
+        self.grant: GrantPage | None = GrantPage(self.fds[0], self.region, self.fds[2])
+        self.consent(TPOT_MS, GAP_MS)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+    def consent(self, tpot_ms: float, gap_ms: float, consented: int = 1) -> None:
+        self._tell("tpot_ns", int(tpot_ms * MS))
+        self._tell("gap_ns", int(gap_ms * MS))
+        self._tell("consented", consented)
+
+    def _tell(self, name: str, value: int) -> None:
+        field_ = GRANT.fields[name]
+        at = GRANT_OFFSET + field_.offset
+        self.control[at : at + field_.bytes] = value.to_bytes(field_.bytes, "little")
+
+    def _asked(self, name: str) -> int:
+        field_ = REGION.fields[name]
+        return int.from_bytes(self.region[field_.offset : field_.offset + field_.bytes], "little")
+
+    @property
+    def seq(self) -> int:
+        return self._asked("grant_seq")
+
+    @property
+    def until_ns(self) -> int:
+        return self._asked("grant_until_ns")
+
+    @property
+    def step(self) -> tuple[int, int]:
+        return self._asked("step_begin_ns"), self._asked("step_end_ns")
+
+    @property
+    def rings(self) -> int:
+        try:
+            return os.eventfd_read(self.fds[2])
+        except BlockingIOError:
+            return 0
+
+    def answer(self, answer: GrantAnswer) -> None:
+        self._tell("answer", answer)
+        self._tell("answer_seq", self.seq)
+
+
+@dataclass
+class Waiting:
+    """The engine's own wait: how often and how long it was asked to, and what valved says meanwhile."""
+
+    valved: Valved
+    says: GrantAnswer | None = GrantAnswer.GIVEN
+    interrupts: int = -1  # at this wait there is something to do
+    waited_s: list[float] = field(default_factory=list)
+    asked_until_ns: int = 0
+
+    def __call__(self, seconds: float) -> bool:
+        self.asked_until_ns = self.asked_until_ns or self.valved.until_ns
+        self.waited_s.append(seconds)
+        if len(self.waited_s) - 1 == self.interrupts:
+            return True
+        if self.says is None:
+            time.sleep(seconds)
+        else:
+            self.valved.answer(self.says)
+        return False

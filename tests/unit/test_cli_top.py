@@ -1,0 +1,139 @@
+"""`valve top` on a played status: what its lines say, at which width, and what its keys do."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+from rich.console import Console
+from valve.v1 import node_pb2
+
+from valved.cli.keys import Keys
+from valved.cli.top import ORDERS, WIDTH, History, View, render
+
+SECOND_NS = 1_000_000_000
+
+
+def played(looks=4):
+    """A history and the last answer: an online service busy for a quarter of each second, a batch with the rest."""
+    history = History()
+    for look in range(1, looks + 1):
+        answer = node_pb2.Status(version="1.0", pid=1, monotonic_ns=look * SECOND_NS, mode=node_pb2.MODE_HARVEST)
+        gpu = answer.gpus.add(index=0, channels=8, preemptions=3 * look, harvest_ns=look * 750_000_000)
+        gpu.preempt_latency.bound_us.extend([500.0, 1000.0])
+        gpu.preempt_latency.count.extend([look, 0, 0])
+        answer.services.add(
+            id=1, name="chat", role=node_pb2.ROLE_ONLINE, gpus=[0], preemptions=3 * look, delay_ns=look * 420_000,
+            busy_ns=look * 250_000_000, idle_ns=look * 750_000_000, state="idle: gave way",
+        )  # fmt: skip
+        answer.services.add(
+            id=2, name="batch", role=node_pb2.ROLE_OFFLINE, gpus=[0], harvest_ns=look * 750_000_000, state="running"
+        )
+        answer.services.add(id=3, name="another", role=node_pb2.ROLE_OFFLINE, gpus=[0], harvest_ns=0, state="running")
+        history.take(answer)
+    return history, answer
+
+
+def shown(width, view=None, *, has_keys=True, looks=4):
+    history, answer = played(looks)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(answer, history, view or View(), has_keys=has_keys))
+    return console.file.getvalue().splitlines()
+
+
+def row(lines, name):
+    return next(line for line in lines if f" {name} " in line)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_no_line_is_wider_than_the_terminal_and_no_sparkline_is_cut(width):
+    lines = shown(width, looks=WIDTH + 5)
+
+    assert max(map(len, lines)) <= width
+    assert "▂" * WIDTH in row(lines, "chat")
+    assert "▆" * WIDTH in row(lines, "batch")
+
+
+def test_each_service_shows_its_own_share_of_time():
+    lines = shown(160)
+
+    assert "25%" in row(lines, "chat")
+    assert "75%" in row(lines, "batch")
+    assert " 0%" in row(lines, "another")
+
+
+def test_the_widest_view_says_everything_and_the_narrow_one_what_matters():
+    wide, narrow = shown(160), shown(80)
+
+    assert all(word in row(wide, "chat") for word in ("online", "12", "1.68 ms", "idle: gave way"))
+    assert all(word in row(narrow, "chat") for word in ("25%", "▂"))
+
+
+def test_the_first_look_has_no_share_yet():
+    assert "%" not in row(shown(160, looks=1), "chat")
+
+
+def test_keys_are_named_only_where_there_are_some():
+    assert any("q end" in line for line in shown(80))
+    assert not any("q end" in line for line in shown(80, has_keys=False))
+
+
+@pytest.mark.parametrize(
+    ("presses", "names"),
+    [
+        ("", "chat batch another"),
+        ("s", "another batch chat"),
+        ("sr", "chat batch another"),
+        ("r", "another batch chat"),
+    ],
+)
+def test_services_are_sorted_by_the_key_that_was_pressed(presses, names):
+    view = View()
+    for key in presses:
+        assert view.press(key)
+
+    lines = shown(160, view)
+    found = sorted(("chat", "batch", "another"), key=lambda name: lines.index(row(lines, name)))
+
+    assert " ".join(found) == names
+
+
+def test_most_stops_most_delay_and_most_harvested_come_first():
+    _, answer = played()
+
+    tops = {order: View(order=order).sorted(answer.services)[0].name for order in ORDERS}
+
+    assert tops == {"id": "chat", "name": "another", "stops": "chat", "delay": "chat", "harvested": "batch"}
+
+
+def test_the_order_goes_round_and_an_unknown_key_changes_nothing():
+    view = View()
+    for _ in ORDERS:
+        view.press("s")
+    view.press("x")
+    view.press("")
+
+    assert view == View()
+
+
+def test_space_holds_the_view_and_q_ends_it():
+    view = View()
+
+    assert view.press(" ")
+    assert view.held
+    assert not view.press("q")
+
+
+def test_a_key_is_heard_and_a_terminal_that_is_gone_is_not_asked_again():
+    read, write = os.pipe()
+    keys = Keys(read)
+    os.write(write, b"s")
+
+    assert keys.wait(60) == "s"
+
+    os.close(write)
+
+    assert keys.wait(60) == ""
+    assert not keys.is_there
+    os.close(read)

@@ -1,0 +1,34 @@
+"""The table of findings about the cluster names tests that exist, in the files it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+TABLE = (TESTS / "cluster/README.md").read_text().partition("## What each finding")[2]
+ROWS = re.findall(r"^\| (\d+) \| (.*) \|$", TABLE, re.MULTILINE)
+
+
+def test_no_finding_is_without_a_row() -> None:
+    assert [number for number, _ in ROWS] == [str(number) for number in range(1, 23)]
+
+
+@pytest.mark.parametrize(("number", "row"), ROWS)
+def test_no_finding_is_ever_held_by_a_test_that_is_gone(number: str, row: str) -> None:
+    held = re.findall(r"([\w/]+\.py)((?:,? ?`test_\w+`)*)", row.rpartition(" | ")[2])
+
+    assert held
+    for file, named in held:
+        path = TESTS / file if "/" in file else TESTS / "cluster" / file
+        known = set(re.findall(r"def (test_\w+)", path.read_text()))
+        assert set(re.findall(r"test_\w+", named)) <= known, (number, file)
+
+
+def test_no_test_is_named_without_its_file() -> None:
+    named = set(re.findall(r"`(test_\w+)`", TABLE))
+    sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
+
+    assert named <= set(re.findall(r"def (test_\w+)", sources))

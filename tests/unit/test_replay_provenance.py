@@ -1,0 +1,75 @@
+"""A results page of a former product never passes for one of today's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from valve_tools.check import results
+from valve_tools.replay import provenance
+from valve_tools.replay.command import main
+from valve_tools.replay.report import Report, write
+
+from valved.config import Config
+
+
+@pytest.fixture
+def page(tmp_path) -> Path:
+    write(Report(name="pairs", title="made", summary=()), tmp_path)
+    return tmp_path / "pairs.md"
+
+
+def test_a_page_just_made_is_never_stale(page):
+    assert provenance.stale(page.parent) == []
+    assert main(["stale", str(page.parent)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "changes"),
+    [
+        ("memory", {"target_per_hour": 6.0}),
+        ("memory", {"handle_mib": 64}),
+        ("memory", {"cooperative_ratio": 0.8}),
+        ("memory", {"let_ms": 50.0}),
+        ("memory", {"headroom_min_mib": 4096}),
+    ],
+)
+def test_a_page_made_under_other_default_settings_never_passes(page, monkeypatch, table, changes):
+    other = msgspec.structs.replace(getattr(Config(), table), **changes)
+    config = msgspec.structs.replace(Config(), **{table: other})
+    monkeypatch.setattr(provenance, "Config", lambda: config)
+
+    (line,) = provenance.stale(page.parent)
+    assert "run the experiment again" in line
+    assert main(["stale", str(page.parent)]) == 3
+
+
+def test_a_page_made_by_another_policy_never_passes(page, monkeypatch):
+    told = provenance.source
+    monkeypatch.setattr(
+        provenance, "source", lambda name: told(name) + ("\nx = 1" if name.endswith("reservation") else "")
+    )
+
+    assert len(provenance.stale(page.parent)) == 1
+
+
+def test_a_page_without_a_hash_never_passes(page):
+    page.write_text(provenance.FOUND.sub("", page.read_text()))
+
+    assert provenance.stale(page.parent) == [f"{page}: carries no hash of the settings and policies that made it"]
+
+
+def test_words_about_the_code_make_no_page_stale():
+    plain = 'def f(a):\n    return a  \n\n\nx = "# no comment"\n'
+    told = '"""Says."""\n\n\ndef f(a):  # so\n    """Gives a.\n\n    Back."""\n    return a\n\n\nx = "# no comment"\n'
+
+    assert provenance.code_of(told) == provenance.code_of(plain)
+    assert provenance.code_of(told) != provenance.code_of(told.replace("return a", "return -a"))
+
+
+def test_the_check_never_lets_a_stale_page_pass(monkeypatch):
+    line = "docs/results/replay/pairs.md: made with 1"
+    monkeypatch.setattr(results, "stale", lambda: [line])
+
+    assert results.findings() == [line]

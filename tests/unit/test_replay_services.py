@@ -1,0 +1,59 @@
+"""One page for many services: each is judged, and none costs more because there are others."""
+
+import json
+from pathlib import Path
+
+import pytest
+from valve_tools.replay import services, whatif
+from valve_tools.replay.command import main
+from valve_tools.replay.whatif import Question
+from valve_tools.replay.work import silent
+from valve_tools.sim.traces import TraceError
+
+
+def service(folder: Path, name: str, every_s: float, requests: int = 60, out_tok: int = 20) -> None:
+    rows = [f"{number * every_s},200,{out_tok}" for number in range(requests)]
+    (folder / name).write_text("\n".join(["t_s,in_tok,out_tok", *rows]))
+
+
+def test_each_service_of_a_folder_gets_its_own_verdict(tmp_path: Path) -> None:
+    folder = tmp_path / "week"
+    folder.mkdir()
+    service(folder, "idle.csv", 5.0)
+    service(folder, "busy.csv", 0.2, requests=600, out_tok=400)
+    service(folder, "once.csv", 1.0, requests=1)
+    (folder / "notes.txt").write_text("no service")
+
+    code = main(["whatif", "--requests", str(folder), "--seeds", "1", "--jobs", "1", "--fresh", "--out", str(tmp_path)])
+
+    page = (tmp_path / "whatif.md").read_text()
+    (idle,), (busy,), (once,) = ([line for line in page.splitlines() if f"| {name} |" in line] for name in
+                                 ("idle.csv", "busy.csv", "once.csv"))  # fmt: skip
+    assert code == 0
+    assert idle.endswith("| share |")
+    assert "DO NOT USE VALVE HERE" in busy
+    assert "no answer: 1 requests" in once
+    assert "1 of 3 services" in page
+    assert "notes.txt" not in page
+    assert len(json.loads((tmp_path / "whatif.json").read_text())["data"]["services"]) == 3
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_service_never_costs_more_simulations_because_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    for number in range(count):
+        service(tmp_path, f"{number}.csv", 5.0 + number)
+    runs = []
+    for name in ("run_own", "run_solo", "run_job_alone", "run_combination"):
+        one = getattr(whatif, name)
+        monkeypatch.setattr(whatif, name, lambda *given, one=one: runs.append(one) or one(*given))
+
+    services.run(Question(requests=tmp_path), [1], silent)
+
+    assert len(runs) == 4 * count
+
+
+def test_a_folder_without_a_service_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no"):
+        services.run(Question(requests=tmp_path), [1], silent)

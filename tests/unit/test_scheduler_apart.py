@@ -1,0 +1,111 @@
+"""No one object of a tenant ever ends a round of the controller for everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from controller_world import CREATE, EVICTION, World, achieved, running
+from reports import pod, uuids
+from valve_kube import names
+
+Json = dict[str, Any]
+
+
+def beside(world: World, bad: Json) -> None:
+    """Another tenant's pod and a sound one of the same Job, read first in every round and reported by the same node."""
+    for card, (one, name) in enumerate([(bad, "bad"), (running(), "sound")], 1):
+        one["metadata"] |= {"name": name, "uid": f"uid-{name}", "namespace": "a-tenant"}
+        one["metadata"]["ownerReferences"][0]["uid"] = "job-bad"
+        one["metadata"]["annotations"][names.GPUS] = uuids("n1")[card]
+        world.pods.sink.put(one)
+    world.pods.sink.put(running())
+
+
+def rounds(world: World) -> list[tuple[str, str]]:
+    """Three looks, between which the good pod misses its SLA."""
+    done = []
+    for seconds in (0.0, 900.0, 1_800.0):
+        theirs = [{"podUID": uid, "demandSeconds": seconds} for uid in ("uid-bad", "uid-sound")]
+        world.report(offline=[*theirs, *achieved(seconds / 10, seconds)])
+        done += world.round()
+        world.now_s += 900.0
+    return done
+
+
+@pytest.mark.parametrize("text", ["x", "nan", "-1", "7"])
+def test_a_pod_with_an_unreadable_sla_never_stops_the_monitor_of_the_cluster(text: str) -> None:
+    world = World()
+    world.profile()
+    beside(world, running(text))
+
+    done = rounds(world)
+
+    assert CREATE in done
+    assert EVICTION in done
+
+
+def test_a_lost_pod_whose_share_cannot_be_read_never_keeps_its_object_from_being_made() -> None:
+    """A job that waits for what no node gives; its pod that runs says something unreadable."""
+    world = World()
+    world.profile()
+    waiting = pod("waits", annotations={names.SLA: "0.9", names.PROFILE: "m"}, owner="job-1")
+    waiting["metadata"]["ownerReferences"][0] |= {"apiVersion": "batch/v1", "kind": "Job", "name": "batch"}
+    waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False"}]
+    world.pods.sink.put(running("x"))
+    world.pods.sink.put(waiting)
+    world.report(idle=0.1)
+
+    world.round()
+
+    (made,) = [body for method, path, body in world.calls if path.endswith("/offlineworkloads")]
+    assert (made["spec"]["ownerUID"], made["spec"]["sla"]) == ("job-1", 0.0)
+
+
+def test_no_object_that_cannot_be_handled_ever_ends_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that was not thought of."""
+    world = World()
+    world.profile()
+    beside(world, running())
+    for step in ("_sample", "_refused_job", "_worth", "_create_workload"):
+        known = getattr(world.controller, step)
+
+        def refuse(one: Json, known: Any = known) -> Any:
+            if one["metadata"]["uid"] == "uid-bad":
+                raise RuntimeError("not thought of")
+            return known(one)
+
+        monkeypatch.setattr(world.controller, step, refuse)
+
+    done = rounds(world)
+    world.requeue()
+
+    assert EVICTION in done
+    assert {path.split("/")[2] for path, _ in world.account()} >= {"default"}
+
+
+def test_a_status_with_a_time_that_cannot_be_read_never_stops_the_monitor() -> None:
+    world = World()
+    world.profile()
+    spec = {"ownerUID": "job-bad"}
+    world.workloads.sink.put(
+        {"metadata": {"name": "owner-bad", "namespace": "a-tenant"}, "spec": spec, "status": {"evictionTimes": ["x"]}}
+    )
+    world.pods.sink.put(running())
+
+    assert EVICTION in rounds(world)
+
+
+def test_a_measurement_that_cannot_be_stored_never_keeps_others_from_theirs() -> None:
+    world, levels = World(), [{"limitMiB": mib, "usefulTokens": mib, "runnableSeconds": 100.0} for mib in (1, 2, 3)]
+    for name in ("a", "b"):
+        world.pods.sink.put(
+            pod(name, annotations={names.PROFILE: f"m-{name}"}, node="n1", held=uuids("n1")[0], phase="Running")
+        )
+    broken = [dict(level, limitMiB="x") for level in levels]
+    world.report(offline=[{"podUID": "uid-a", "levels": broken}, {"podUID": "uid-b", "levels": levels}])
+
+    asyncio.run(world.controller.measure())
+
+    assert [reason for reason, _ in world.events()] == ["Profiled"]

@@ -1,0 +1,216 @@
+"""`valve demo granted`: a busy service that is ahead of its stated target, without its owner's consent and with it.
+
+The same requests both times, beside the same offline job. Without consent the job gets the time in which no request is
+open; with it, pauses between two steps as well, as long as each request keeps its target. The first requests only teach
+the service's hook that it keeps the target alone, so the figures are those of the requests after them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from valve_hook.policy.misses import MissSettings
+from valve_tools.bench.row import percentile
+from valve_tools.demo.figures import units_between
+from valve_tools.demo.node import VALVE, EmulatedNode
+from valve_tools.demo.rounds import OFFLINE, last_summary
+from valve_tools.emulator.node import Options
+
+UNIT_US = 2000  # GPU time of one unit of offline work
+TRIAL = MissSettings().trial
+TABLE_WIDTH = 110
+MOST_OVER = 0.01  # promise P10, where the service alone misses next to nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The defaults take two minutes."""
+
+    requests: int = 220
+    rate: float = 5.0
+    tpot_ms: float = 40.0
+    gap_ms: float = 100.0
+    seed: int = 1
+    hasty: bool = False  # the figures are those of all requests, and pauses are asked for from the first on
+
+    def service(self) -> list[str]:
+        numbers = ["--requests", str(self.requests), "--rate", str(self.rate), "--seed", str(self.seed)]
+        return [sys.executable, "-m", "valve_tools.demo.granted_service", *numbers, *["--hasty"][: self.hasty]]
+
+    def words(self, *, consents: bool) -> list[str]:
+        slo = f"tpot={self.tpot_ms:g}ms,gap={self.gap_ms:g}ms"
+        return ["--slo", slo, "--grant" if consents else "--no-grant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What came of one of the two."""
+
+    consents: bool
+    words: str  # of valve status
+    requests: int
+    missed: int
+    ttft_p99_ms: float
+    tpot_ms: float
+    tpot_p99_ms: float
+    longest_ms: float  # between two tokens
+    offline_share: float  # of its rate with the GPU to itself
+    grants: int
+    broken: int
+    granted_s: float
+    cost_ms: float | None
+    worth: float | None
+    offline_ok: bool
+
+    def problems(self, plan: Plan) -> list[str]:
+        found = []
+        if not self.offline_ok:
+            found.append("the offline checksum is wrong")
+        if self.consents and not self.grants:
+            found.append("nothing was granted with consent")
+        if not self.consents and self.grants:
+            found.append("time was granted without consent")
+        if self.missed > MOST_OVER * self.requests + 1:
+            found.append(f"{self.missed} of {self.requests} requests missed {plan.tpot_ms:g} ms a token")
+        return found
+
+
+class GrantedDemo:
+    """One node on one emulated GPU."""
+
+    def __init__(self, node: EmulatedNode, plan: Plan) -> None:
+        self.node, self.plan = node, plan
+
+    def offline_rate(self, seconds: float = 2.0) -> float:
+        out = self.node.folder / "offline-alone.out"
+        argv = [str(OFFLINE), "--unit-us", str(UNIT_US), "--duration", str(seconds)]
+        self.node.run("", argv, name="offline-alone", out=out).wait()
+        summary = last_summary(out)
+        return summary["units"] / summary["wall_s"]
+
+    def run(self, *, consents: bool, rate: float) -> Figures:
+        node, tag = self.node, "with" if consents else "without"
+        job_out, out = node.folder / f"{tag}.offline.out", node.folder / f"{tag}.online.out"
+        node.start_valved()
+        job = node.run(
+            "offline", [str(OFFLINE), "--unit-us", str(UNIT_US), "--report", "0.1"], name="batch", out=job_out
+        )
+        node.wait_for(lambda: b"units" in job_out.read_bytes(), "the offline job works")
+        argv = [str(VALVE), "run", "--online", "--name", "chat", *self.plan.words(consents=consents), "--"]
+        child = node.run("", [*argv, *self.plan.service()], name=f"chat-{tag}", out=out)
+        seen: list[Any] = []
+
+        def look() -> bool:
+            seen.extend(each.granted for each in node.status().services if each.name == "chat")
+            del seen[:-1]
+            return child.poll() is not None
+
+        node.wait_for(look, "the end of the service", patience_s=3600)
+        os.kill(job.pid, signal.SIGTERM)
+        job.wait()
+        node.stop_valved()
+        if child.returncode:
+            raise RuntimeError(f"the service ended with {child.returncode}: {out.read_text()[-500:]}")
+        return self._figures(seen[-1], json.loads(out.read_text().splitlines()[-1]), job_out, consents, rate)
+
+    def _figures(self, granted: Any, summary: dict[str, Any], job_out: Path, consents: bool, rate: float) -> Figures:
+        rows = sorted(summary["requests"], key=lambda row: row["arrived_s"])
+        begin = 0 if self.plan.hasty else min(2 * TRIAL, len(rows) // 2)
+        rows, tokens = rows[begin:], [row["tpot_ms"] for row in rows[begin:]]
+        start_s, end_s = rows[0]["arrived_s"], rows[-1]["arrived_s"]
+        units = units_between(job_out.read_text().splitlines(), start_s, end_s)
+        return Figures(
+            consents=consents,
+            words=granted.words,
+            requests=len(rows),
+            missed=sum(ms > self.plan.tpot_ms for ms in tokens),
+            ttft_p99_ms=percentile(sorted(row["ttft_ms"] for row in rows), 0.99),
+            tpot_ms=sum(tokens) / len(tokens),
+            tpot_p99_ms=percentile(sorted(tokens), 0.99),
+            longest_ms=max(row["longest_ms"] for row in rows),
+            offline_share=units / (end_s - start_s) / rate,
+            grants=granted.grants,
+            broken=granted.broken,
+            granted_s=granted.granted_ns / 1e9,
+            cost_ms=summary["cost_ms"],
+            worth=summary["worth"],
+            offline_ok=bool(last_summary(job_out)["ok"]),
+        )
+
+
+def perform(plan: Plan, folder: Path) -> list[Figures]:
+    with EmulatedNode(folder, options=Options()) as node:
+        demo = GrantedDemo(node, plan)
+        rate = demo.offline_rate()
+        return [demo.run(consents=consents, rate=rate) for consents in (False, True)]
+
+
+def show(runs: list[Figures], plan: Plan) -> None:
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    table = Table(
+        title=f"A service that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    columns = ("owner", "TPOT mean", "p99", "over target", "longest gap", "TTFT p99", "pauses", "granted", "offline")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "owner" else "right")
+    for run in runs:
+        table.add_row(
+            "consents" if run.consents else "does not consent",
+            f"{run.tpot_ms:.1f} ms",
+            f"{run.tpot_p99_ms:.1f} ms",
+            f"{run.missed} of {run.requests}",
+            f"{run.longest_ms:.0f} ms",
+            f"{run.ttft_p99_ms:.1f} ms",
+            str(run.grants),
+            f"{run.granted_s:.1f} s",
+            f"{run.offline_share:.0%}",
+        )
+    console.print(table)
+    for run in runs:
+        console.print(f"valve status: {run.words}")
+    console.print("Offline: its rate while requests came, as a share of its rate with the GPU to itself.")
+    consenting = runs[-1]
+    if consenting.cost_ms is not None and consenting.worth is not None:
+        points = f"{100 * consenting.worth:.0f} points of a GPU"
+        console.print(f"One pause cost {consenting.cost_ms:.2f} ms; the hook expected {points}.")
+
+
+def main(argv: list[str]) -> int:
+    usual = Plan()
+    parser = argparse.ArgumentParser(prog="valve demo granted", description=__doc__)
+    parser.add_argument("--requests", type=int, default=usual.requests)
+    parser.add_argument("--rate", type=float, default=usual.rate, help="requests a second")
+    parser.add_argument("--tpot-ms", type=float, default=usual.tpot_ms, help="the stated target")
+    parser.add_argument("--gap-ms", type=float, default=usual.gap_ms, help="the longest stated gap between two tokens")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args(argv)
+    plan = Plan(
+        requests=options.requests, rate=options.rate, tpot_ms=options.tpot_ms, gap_ms=options.gap_ms, seed=options.seed
+    )
+    with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
+        runs = perform(plan, Path(scratch))
+    if options.json:
+        print(json.dumps([asdict(run) for run in runs]))
+    else:
+        show(runs, plan)
+    problems = [problem for run in runs for problem in run.problems(plan)]
+    for problem in problems:
+        print(f"valve demo granted: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

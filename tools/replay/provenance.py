@@ -1,0 +1,116 @@
+"""What made a page: a hash of the product's default settings and policy sources, printed on it and compared later.
+
+Comments and docstrings do not count, nor do settings that no simulation takes: a page is stale when a run of today
+could come out otherwise because the product decides otherwise. `valve replay stale FOLDER` names such pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import importlib.util
+import io
+import re
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from valved.config import Config
+from valved.policy.cooldown import CooldownSettings
+from valved.policy.wake import WakeSettings
+
+NODE_POLICIES = (
+    "valved.policy.columns",
+    "valved.policy.cooldown",
+    "valved.policy.eviction",
+    "valved.policy.handout",
+    "valved.policy.reservation",
+    "valved.policy.wake",
+)
+CLUSTER_POLICIES = (
+    "valve_scheduler.controller.monitor",
+    "valve_scheduler.model.alignment",
+    "valve_scheduler.model.curve",
+    "valve_scheduler.model.forecast",
+    "valve_scheduler.model.memory",
+    "valve_scheduler.model.peaks",
+    "valve_scheduler.model.sets",
+    "valve_scheduler.model.throughput",
+    "valve_scheduler.placement.rank",
+)
+OF_THE_CLUSTER = ("cluster", "fleet", "forecast")
+"""Experiments that simulate no node's policies."""
+OF_BOTH = ("crowding",)
+OF_NO_POLICY = ("machine",)
+LINE = "Product: settings and policies `{}`; `valve replay stale` compares.\n"
+FOUND = re.compile(re.escape(LINE.strip()).replace(r"\{\}", "([0-9a-f]{16})"))
+
+
+def made_with(experiment: str) -> str:
+    """What a page of this experiment would carry if it was made now."""
+    if experiment in OF_NO_POLICY:
+        return _digest([])
+    if experiment in OF_THE_CLUSTER:
+        return _digest([source(name) for name in CLUSTER_POLICIES])
+    of_both = CLUSTER_POLICIES if experiment in OF_BOTH else ()
+    return _digest([*(source(name) for name in (*NODE_POLICIES, *of_both)), settings(Config())])
+
+
+def stale(folder: Path) -> list[str]:
+    """A line for every page below the folder that was made by a product that decided otherwise, or carries no hash."""
+    found = []
+    for page in sorted(folder.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if "`valve replay` builds it" not in text:
+            continue
+        carried, wanted = FOUND.search(text), made_with(page.stem)
+        if carried is None:
+            found.append(f"{page}: carries no hash of the settings and policies that made it")
+        elif wanted != carried.group(1):
+            found.append(f"{page}: made with {carried.group(1)}, the product is {wanted}; run the experiment again")
+    return found
+
+
+def settings(config: Config) -> str:
+    """The defaults that a simulated node takes."""
+    taken: Iterable[Any] = (
+        config.reservation_settings(),
+        config.eviction_settings(),
+        CooldownSettings(),
+        WakeSettings(),
+    )
+    memory = config.memory
+    asked = (memory.handle_mib, memory.remap, memory.cooperative_ratio, memory.offline_step_ms, memory.let_ms)
+    named = [f"{type(one).__name__} {sorted(dataclasses.asdict(one).items())}" for one in taken]
+    return "\n".join([*named, repr((*asked, memory.token_ns))])
+
+
+def source(module: str) -> str:
+    """A module's code without comments, docstrings and layout."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{module} has no source")
+    return code_of(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def code_of(text: str) -> str:
+    """The same on every version of Python: lines of the file, not its syntax tree."""
+    lines = [*text.splitlines(), ""]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and _is_words(node):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _is_words(node: ast.Expr) -> bool:
+    return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

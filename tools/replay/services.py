@@ -1,0 +1,120 @@
+"""`valve replay whatif --requests FOLDER`: one page for many services, each under the product's default settings.
+
+No settings are searched for, so a service costs five short simulations where one by itself costs seventeen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from valve_tools.replay.report import Cell, Report, Table
+from valve_tools.replay.whatif import Answer, Question, Task, bound_of, machine_of, refusals, run_task, trace_of
+from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.sim.metrics import interval
+from valve_tools.sim.traces import TraceError
+
+DEFAULTS = "defaults"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One file of the folder; without answers where it tells too little to judge."""
+
+    name: str
+    requests: int = 0
+    hours: float = 0.0
+    answers: tuple[Answer, ...] = ()
+    why_not: tuple[str, ...] = ()
+
+    @property
+    def saved(self) -> float:
+        return interval([one.summaries[DEFAULTS].share_of_alone for one in self.answers]).mean if self.answers else 0.0
+
+
+def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+    settings = machine_of(question)
+    tasks: list[Task] = []
+    names: list[str] = []
+    found: dict[str, Service] = {}
+    for path in files_of(question):
+        try:
+            one = replace(question, requests=path)
+            bound = bound_of(one, trace_of(one, seeds[0]))
+        except TraceError as error:
+            found[path.name] = Service(name=path.name, why_not=(str(error).removeprefix(f"{path}: "),))
+            continue
+        found[path.name] = Service(name=path.name, requests=bound.trace.requests, hours=bound.seconds / 3600)
+        tasks += [Task(bound=bound, settings=settings, seed=seed, is_brief=True) for seed in seeds]
+        names += [path.name] * len(seeds)
+    for name, answer in zip(
+        names, spread(run_task, tasks, progress, workers or Workers(), label="whatif"), strict=True
+    ):
+        found[name] = replace(found[name], answers=(*found[name].answers, answer))
+    services = [replace(one, why_not=_why_not(one)) for one in found.values()]
+    return report(question, settings.gpu.name, services, seeds)
+
+
+def files_of(question: Question) -> list[Path]:
+    if question.requests is None or question.prometheus is not None or question.replicas != 1:
+        raise TraceError("a folder of services goes with --requests alone: one file is one replica")
+    files = sorted(path for path in question.requests.iterdir() if path.name.endswith((".csv", ".csv.gz")))
+    if not files:
+        raise TraceError(f"{question.requests}: holds no .csv and no .csv.gz")
+    return files
+
+
+def _why_not(one: Service) -> tuple[str, ...]:
+    return one.why_not or tuple(refusals(one.answers, DEFAULTS))
+
+
+def report(question: Question, gpu: str, services: Sequence[Service], seeds: Sequence[int]) -> Report:
+    good = [one for one in services if not one.why_not]
+    ordered = sorted(services, key=lambda one: (bool(one.why_not), -one.saved, one.name))
+    return Report(
+        name="whatif",
+        title=f"What Valve would give on {len(services)} services",
+        summary=(
+            f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, default "
+            f"settings, the files as they are or their first hours as asked. {len(good)} of {len(services)} services "
+            f"would save {sum(one.saved for one in good):.1f} GPUs, one replica of each; the others should not "
+            "share (docs/when-not.md). A service by itself (--requests FILE) gets its best settings, too.",
+        ),
+        tables=(
+            Table(
+                title="Services",
+                columns=("service", "requests", "hours", "idle %", "GPUs saved", "own GPU: TTFT ms mean", "P99",
+                         "with Valve: TTFT ms mean", "P99", "TPOT % mean", "verdict"),
+                rows=tuple(_row(one) for one in ordered),
+            ),
+        ),
+        data={"services": [asdict(one) for one in services]},
+        seeds=tuple(seeds),
+        input={"requests": sum(one.requests for one in services)},
+    )  # fmt: skip
+
+
+def _row(one: Service) -> tuple[Cell, ...]:
+    verdict = "share" if not one.why_not else "DO NOT USE VALVE HERE: " + "; ".join(one.why_not)
+    if not one.answers:
+        return (one.name, *[None] * 9, verdict)
+
+    def mean(figures: Sequence[float]) -> float:
+        return interval(list(figures)).mean
+
+    def valve(which: str, quantile: str) -> Any:
+        return mean([getattr(answer.summaries[DEFAULTS], which)[quantile] for answer in one.answers])
+
+    return (
+        one.name,
+        one.requests,
+        one.hours,
+        100 * mean([answer.idle_share for answer in one.answers]),
+        one.saved,
+        *(mean([answer.alone_ms["ttft own"][quantile] for answer in one.answers]) for quantile in ("mean", "p99")),
+        *(valve("ttft_ms", quantile) for quantile in ("mean", "p99")),
+        valve("own_tpot_increase", "mean"),
+        verdict,
+    )

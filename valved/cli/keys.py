@@ -1,0 +1,52 @@
+"""Single keys of a terminal, while a live view is shown; where input or output is no terminal there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+
+
+class Keys:
+    """Waits, and hears a key."""
+
+    def __init__(self, fd: int | None) -> None:
+        """`fd`: a terminal in cbreak mode; None: there is none."""
+        self._fd = fd
+
+    @property
+    def is_there(self) -> bool:
+        return self._fd is not None
+
+    def wait(self, seconds: float) -> str:
+        """The key that was pressed within this time, or nothing."""
+        if self._fd is None:
+            time.sleep(seconds)
+            return ""
+        readable, _, _ = select.select([self._fd], [], [], seconds)
+        if not readable:
+            return ""
+        data = os.read(self._fd, 16)
+        if not data:  # the terminal is gone
+            self._fd = None
+        return data.decode(errors="replace")[:1]
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Keys]:
+    """The keys of this terminal; its settings come back however the view ends."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield Keys(None)
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield Keys(fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

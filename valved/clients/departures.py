@@ -1,0 +1,102 @@
+"""What becomes of the channels of a client that leaves.
+
+A process that ends must have them enabled at once: the driver would wait seconds for it, under locks that online work
+needs. One that lives on keeps them as they are: whoever closes its own link beside a busy service, and whoever took a
+valved that hung for dead, has stopped channels until it is back, or ends.
+
+That end is looked for as long as there are such channels: a pidfd tells of it only after the driver's teardown, and
+that is what waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from valved.clients.exits import Exits
+from valved.clients.leftovers import Leftovers
+from valved.gate.freeze import KILL
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ChannelRef, ProcessId, Role
+from valved.state.journal import Journal
+from valved.state.registry import ClientEntry
+from valved.state.stats import NodeCounters
+
+EXIT = "exit"
+LOOK_NS = 100_000_000
+LOOKS = 64  # processes looked at in one turn: the others have theirs in the next ones
+ANEW = "claimed anew"  # for another role: it is not to be stopped as who it was
+
+
+class Departures:
+    def __init__(
+        self,
+        gate: GatePort,
+        leftovers: Leftovers,
+        processes: ProcessPort,
+        exits: Exits,
+        journal: Journal,
+        counters: NodeCounters,
+        clock: Clock,
+    ) -> None:
+        self._gate = gate
+        self._leftovers = leftovers
+        self._processes = processes
+        self._exits = exits
+        self._journal = journal
+        self._counters = counters
+        self._clock = clock
+        self._timer: TimerHandle | None = None
+        self._to_look: deque[ProcessId] = deque()
+
+    def remove(self, entry: ClientEntry, reason: str) -> int:
+        """Take a client out of the gate. Returns how many channels were enabled."""
+        process = entry.process
+        lives_on = (
+            entry.role is Role.OFFLINE
+            and reason not in (EXIT, KILL, ANEW)
+            and not self._processes.is_ending(process.pid, process.start_time)
+        )
+        off = self._gate.remove_client(entry.id, lives_on=lives_on)
+        for channel in off if lives_on else ():
+            self._leftovers.put(channel, process, has_left=True)
+        self.watch()
+        if lives_on and off:
+            self._exits.hand_on(entry.id, ("left", process), lambda: self._ended(process))
+        else:
+            self._exits.forget(entry.id)
+        if lives_on:
+            return 0
+        left = self._enable_left(process) if entry.role is Role.OFFLINE else 0
+        self._counters.channels_enabled_on_exit += len(off)
+        return len(off) + left
+
+    def watch(self) -> None:
+        """Look whether owners of leftovers end, for as long as there are any."""
+        if self._timer is None and len(self._leftovers):
+            self._timer = self._clock.call_at_ns(self._clock.now_ns() + LOOK_NS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._to_look:
+            self._to_look.extend(self._leftovers.owners())
+        self.watch()  # before anything that may fail: nobody else looks again
+        for process in [self._to_look.popleft() for _ in range(min(LOOKS, len(self._to_look)))]:
+            if self._processes.is_ending(process.pid, process.start_time):
+                self._ended(process)
+
+    def _enable_left(self, process: ProcessId) -> int:
+        left: list[ChannelRef] = self._leftovers.take_of(process)
+        if left:
+            self._gate.enable_foreign(left)
+            self._counters.channels_enabled_on_exit += len(left)
+        return len(left)
+
+    def _ended(self, process: ProcessId) -> None:
+        """It never came back."""
+        self._exits.forget(("left", process))
+        if enabled := self._enable_left(process):
+            self._journal.emit(
+                EventKind.ENABLED_LEFTOVER, reason="their process ended", pid=process.pid, channels=enabled
+            )

@@ -1,0 +1,115 @@
+"""SCHEDULE calls of applications: such an ioctl would enable channels of a gated GPU again.
+
+So the ACK of SCHEDULE_WAIT is held until the GPU opens. A hold longer than `schedule_hold_s` is answered with EAGAIN
+and the shim asks again. SCHEDULE_DONE closes the race of a gate that falls between the ACK and the ioctl: the channels
+are stopped once more. A shim that had stopped its own channels asks the same for all of them (no h_client) before it
+ends that.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from valved.abi.link import Schedule
+from valved.clients.possession import Possession
+from valved.config import LinkTable
+from valved.gate.wake import GateService
+from valved.machine.clock import Clock, TimerHandle
+from valved.machine.ports import GatePort
+from valved.model.ids import ClientId, GpuIndex, Role
+from valved.state.registry import Books, ClientEntry
+
+SECOND_NS = 1_000_000_000
+HELD_PER_CLIENT = 64  # twice the threads of one shim that can wait at once
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldSchedule:
+    client: ClientId
+    seq: int
+    body: Schedule
+    timer: TimerHandle
+
+
+class Schedules:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        gating: GateService,
+        clock: Clock,
+        link: LinkTable,
+        possession: Possession,
+        ack: Callable[[ClientId, int, int], None],
+    ) -> None:
+        self._gate = gate
+        self._books = books
+        self._gating = gating
+        self._clock = clock
+        self._link = link
+        self._possession = possession
+        self._ack = ack
+        self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
+        gating.after_wake.append(self.release)
+
+    def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
+        gpus = self._gated_gpus(entry, body.h_client)
+        if entry.role is not Role.OFFLINE or not (gpus or self._is_untold(entry, body)):
+            self._ack(entry.id, seq, 0)
+            return
+        mine = self._held.setdefault(entry.id, {})
+        if seq in mine:
+            self._let_go(mine[seq], None)
+        elif len(mine) >= HELD_PER_CLIENT:
+            self._let_go(next(iter(mine.values())), errno.EAGAIN)
+        until_ns = self._clock.now_ns() + round(self._link.schedule_hold_s * SECOND_NS)
+        timer = self._clock.call_at_ns(until_ns, lambda: self._let_go(held, errno.EAGAIN))
+        held = HeldSchedule(client=entry.id, seq=seq, body=body, timer=timer)
+        self._held.setdefault(entry.id, {})[seq] = held
+        self._gating.want_prompt("schedules", True)
+
+    def _gated_gpus(self, entry: ClientEntry, h_client: int) -> frozenset[GpuIndex]:
+        """Gated GPUs that this call may concern: the one of its RM client if known, else all of the process. Who ends a
+        stop of its own waits out a grant as well: the end of that may fall between our answer and what it enables."""
+        known = entry.rm_gpus.get(h_client)
+        of_channels = {channel.gpu for key, channel in entry.channels.items() if key[0] == h_client}
+        gpus = of_channels or ({known} if known is not None else entry.gpus() | set(entry.rm_gpus.values()))
+        is_shut = self._gating.is_stopped if h_client else lambda gpu: self._gating.is_held((gpu,))
+        return frozenset(filter(is_shut, gpus))
+
+    def release(self) -> None:
+        """A GPU may have opened, or a channel was judged. Whatever reads the books on the way may call this again."""
+        for held in [held for mine in self._held.values() for held in mine.values()]:
+            entry = self._books.clients.get(held.client)
+            if entry is None or self._gated_gpus(entry, held.body.h_client) or self._is_untold(entry, held.body):
+                continue
+            if self._held.get(held.client, {}).get(held.seq) is held:
+                self._let_go(held, 0)
+
+    def _is_untold(self, entry: ClientEntry, body: Schedule) -> bool:
+        """It asks for all its channels, and some are not armed yet: run now, they would meet no gate."""
+        return not body.h_client and self._possession.is_judging(entry.id)
+
+    def _let_go(self, held: HeldSchedule, status: int | None) -> None:
+        held.timer.cancel()
+        del self._held[held.client][held.seq]
+        if not self._held[held.client]:
+            del self._held[held.client]
+        self._gating.want_prompt("schedules", bool(self._held))
+        if status is not None:
+            self._ack(held.client, held.seq, status)
+
+    def forget(self, client: ClientId) -> None:
+        """The client is gone: nobody waits for the answers."""
+        for held in list(self._held.get(client, {}).values()):
+            self._let_go(held, None)
+
+    def done(self, entry: ClientEntry, body: Schedule) -> None:
+        """That call came back: a gate may have fallen in between."""
+        if entry.role is not Role.OFFLINE or not self._gated_gpus(entry, body.h_client):
+            return
+        of_all = {h_client for h_client, _ in entry.channels}
+        for h_client in {body.h_client} if body.h_client else of_all:
+            self._gate.stop_again(entry.id, h_client)

@@ -1,0 +1,123 @@
+"""Tells the native gate which services may grant, and where; it grants by itself (valved/native/grant.c).
+
+A GPU is grantable while all offline work there would end a grant by itself, should valved be gone: each process says so
+as it joins, and uses one GPU alone, for its own stop takes all of its channels. A process of an older shim may come by
+channels anywhere, so beside it nothing is granted on the whole node. Who does not qualify is looked at before it is
+answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from valved.abi.link import Feature
+from valved.gate.slices import Slices
+from valved.gate.wake import GateService
+from valved.gate.worth import Worths
+from valved.machine.ports import GrantPort, Grants
+from valved.model.consent import Consent
+from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
+from valved.model.rungs import SliceSettings
+from valved.model.states import GrantedState
+from valved.policy.granted import GrantWorth
+from valved.state.registry import Books
+
+MS = 1_000_000
+PERIOD_NS = 50 * MS  # at most 20 grants a second
+LOCK_SHARE = 10  # a stop and a wake take the driver's locks for at most this part of the time, as 1 : 10
+
+
+class Granting:
+    def __init__(
+        self,
+        port: GrantPort,
+        gating: GateService,
+        books: Books,
+        consent: Callable[[ServiceId], Consent],
+        has_leftovers: Callable[[], bool],
+        slices: Slices | None = None,
+        worths: Worths | None = None,
+    ) -> None:
+        self._port = port
+        self._gating = gating
+        self._books = books
+        self._consent = consent
+        self._has_leftovers = has_leftovers  # channels in no plan: nobody would stop them at the end
+        self.slices = slices or Slices(port, books, SliceSettings(), "")
+        self.worths = worths
+        self._grantable: frozenset[GpuIndex] = frozenset()
+        self._told: dict[ServiceId, tuple[int, int]] = {}
+        self._offered: dict[ClientId, tuple[int, int]] = {}
+        gating.clients_changed = self.refresh
+
+    def refresh(self) -> None:
+        """From what is to what the native side is told. Grants that may not go on have ended on return."""
+        grantable = self.grantable()
+        if grantable != self._grantable:
+            self._grantable = grantable
+            self._port.set_grantable(grantable)
+        self.slices.refresh(frozenset(self._gating.gpus))
+        for service in self._gating.online:
+            self._tell(service, self._consent(service))
+        self._told = {service: told for service, told in self._told.items() if service in self._gating.online}
+        self._offered = {client: told for client, told in self._offered.items() if client in self._books.clients}
+
+    def grantable(self) -> frozenset[GpuIndex]:
+        offline = list(self._books.with_role(Role.OFFLINE))
+        if self._has_leftovers() or not all(client.features & Feature.GRANT for client in offline):
+            return frozenset()
+        barred = [client.gpus() for client in offline if client.uses_mps or len(client.gpus()) > 1]
+        return frozenset(self._gating.gpus).difference(*barred)
+
+    def _tell(self, service: ServiceId, consent: Consent) -> None:
+        slo = consent.slo if consent.grant else None
+        most_ns = round(slo.gap_ms * MS) if slo is not None else 0
+        told = (most_ns, self._period_ns(service) if most_ns else 0)
+        if self._told.get(service, (0, 0)) != told:
+            self._told[service] = told
+            self._port.consent(service, *told)
+        offer = (round(slo.tpot_ms * MS), most_ns) if slo is not None else (0, 0)
+        for client in self._books.clients_of(service):
+            if client.role is Role.HOOK and self._offered.get(client.id, (0, 0)) != offer:
+                self._offered[client.id] = offer
+                self._port.offer(client.id, *offer)
+
+    def _period_ns(self, service: ServiceId) -> int:
+        """From one beginning to the next. With k GPUs on a stock driver each edge is k calls one after another."""
+        accounts = [self._gating.gpus[gpu].latency for gpu in self._gating.online[service].gpus]
+        stops_ns = sum(one.sum_ns // max(1, sum(one.counts)) for one in accounts)
+        step_ns = 10 * MS
+        return max(PERIOD_NS, -(-2 * LOCK_SHARE * stops_ns // step_ns) * step_ns)
+
+    def state(self, service: ServiceId) -> GrantedState:
+        """What it offers, and what came of it."""
+        consent = self._consent(service)
+        if service not in self._gating.online:
+            return GrantedState()
+        given = self._port.grants(service)
+        kind = "times shared for" if self.slices.is_on else "pauses of"
+        state = granted_state(consent, given, kind)
+        obstacle = self.slices.words(self._gating.online[service].gpus) if consent.grant else ""
+        worth = GrantWorth()
+        if self.worths is not None:
+            worth = self.worths.of(service, consent, by_slices=self.slices.is_on)
+        words = f"{state.words}; {obstacle}" if obstacle else state.words
+        return replace(state, words=words, worth=worth.words, worth_points=worth.points, rung=self.slices.rung.value)
+
+
+def granted_state(consent: Consent, given: Grants, kind: str) -> GrantedState:
+    words = consent.words()
+    if given.grants:
+        words += f"; {given.grants} {kind} {given.granted_ns / 1e9:.3g} s in all, {given.broken} broken by a launch"
+    elif consent.grant:
+        words += "; nothing grants yet"
+    return GrantedState(
+        slo=str(consent.slo or ""),
+        grant=consent.grant,
+        words=words,
+        grants=given.grants,
+        broken=given.broken,
+        granted_ns=given.granted_ns,
+        refused=dict(given.refused),
+    )

@@ -1,0 +1,121 @@
+"""What the owner of an online service offers: its latency target (`slo`), and whether pauses between its steps may
+be given to offline work (`grant`). Both are words that a person wrote; nothing is granted without both.
+
+Words come from several places, the nearest to the service first: its own, its namespace's, the node's configuration.
+The first place that says anything about a target, or about granting, is believed. One that cannot be understood grants
+nothing: a slip must not end in a wider place's looser target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+GAP_MS = 100.0
+"""The longest pause between two tokens that a reader may see, where nobody says another."""
+LONGEST_MS = 3_600_000.0
+UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+TIMES = ("ttft", "tpot", "gap")
+EXAMPLE = "for example ttft=500ms,tpot=40ms,gap=100ms"
+YES, NO = "true", "false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """In ms. 0: not stated."""
+
+    tpot_ms: float = 0.0
+    ttft_ms: float = 0.0
+    gap_ms: float = GAP_MS
+
+    def __str__(self) -> str:
+        stated = (("ttft", self.ttft_ms), ("tpot", self.tpot_ms), ("gap", self.gap_ms))
+        return ",".join(f"{name}={ms:g}ms" for name, ms in stated if ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What one place says, as written. Empty: nothing."""
+
+    slo: str = ""
+    grant: str = ""
+
+
+SILENT = Said()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consent:
+    """What all places come to."""
+
+    slo: Slo | None = None
+    grant: bool = False
+    problem: str = ""  # why what was said counts for nothing
+
+    def words(self) -> str:
+        """For people; empty where nobody said anything."""
+        if self.problem:
+            return f"no granted time: {self.problem}"
+        if self.grant:
+            return f"consents to pauses within {self.slo}"
+        return f"states {self.slo}, consents to no pauses" if self.slo is not None else ""
+
+
+NOTHING = Consent()
+
+
+def read_slo(text: str) -> Slo:
+    """ValueError says what is wrong, and what would be right."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in TIMES:
+            raise ValueError(f"slo: {part.strip()!r} is none of {', '.join(TIMES)} with a time, {EXAMPLE}")
+        if name in found:
+            raise ValueError(f"slo: {name} stands there twice")
+        found[name] = _read_time(name, value)
+    if not found.keys() - {"gap"}:
+        raise ValueError(f"slo: a gap alone is no target, {EXAMPLE}")
+    return Slo(tpot_ms=found.get("tpot", 0.0), ttft_ms=found.get("ttft", 0.0), gap_ms=found.get("gap", GAP_MS))
+
+
+def _read_time(name: str, value: str) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(us|ms|s)?", value)
+    if not match:
+        raise ValueError(f"slo: {name}={value} is no time, {EXAMPLE}")
+    if match[2] is None:
+        raise ValueError(f"slo: {name}={value} has no unit (us, ms or s), {EXAMPLE}")
+    ms = float(match[1]) * UNITS[match[2]]
+    if not 0 < ms <= LONGEST_MS:
+        raise ValueError(f"slo: {name}={value} must be above 0 and at most an hour")
+    return ms
+
+
+def read_grant(text: str) -> bool:
+    if text not in (YES, NO):
+        raise ValueError(f"grant: {text!r} is neither {YES} nor {NO}")
+    return text == YES
+
+
+def check(said: Said) -> None:
+    """ValueError where this place's own words make no sense. A grant may rest on a wider place's target."""
+    if said.slo:
+        read_slo(said.slo)
+    if said.grant:
+        read_grant(said.grant)
+
+
+def consent_of(places: Iterable[Said]) -> Consent:
+    """The nearest place first."""
+    slo_text, grant_text = "", ""
+    for said in places:
+        slo_text, grant_text = slo_text or said.slo, grant_text or said.grant
+    try:
+        slo = read_slo(slo_text) if slo_text else None
+        grant = read_grant(grant_text) if grant_text else False
+    except ValueError as error:
+        return Consent(problem=str(error))
+    if grant and (slo is None or not slo.tpot_ms):
+        return Consent(slo=slo, problem="grant: no target for the time between tokens is stated (slo tpot=...)")
+    return Consent(slo=slo, grant=grant)

@@ -1,0 +1,115 @@
+/*
+ * until.c - an issuer tells the offline clients of its GPU until when they may run (valve_grant.run_until_ns), so that a grant
+ * ends even if nobody is left to end it.
+ *
+ * A client that finds its time over, and valved late, claims that time, looks again, and stops its own channels. The word is
+ * cleared only after our own stop came back, so a client that stopped itself knows from the cleared word that everything is off
+ * by our hand, too, and drops its own stop. Were its calls still under way when we enable, they would come out last: so before
+ * we enable we wait for claims of the two ends told last that are not done yet, each once and only so long.
+ */
+#include "internal.h"
+
+#define POLL_NS 20000u
+
+static void remember(struct valve_client *client, uint64_t until_ns)
+{
+	uint64_t told = load_relaxed(&client->until_told);
+
+	if (told == until_ns)
+		return;
+	store_relaxed(&client->until_before, told == load_relaxed(&client->late_claim) ? 0 : told);
+	store_relaxed(&client->until_told, until_ns);
+}
+
+static void tell(struct valve_client *client, uint32_t gpu, uint64_t until_ns)
+{
+	uint64_t *word = &client_grant(client)->run_until_ns[gpu];
+
+	if (gpu >= VALVE_GRANT_GPUS || load_relaxed(word) == until_ns)
+		return;
+	if (until_ns) /* it runs on one GPU where it is granted anything */
+		remember(client, until_ns);
+	store_full(word, until_ns); /* pairs with the claim: region.h */
+	if (until_ns)
+		bell_ring(client->ringer, client->order); /* its session sleeps for longer than a grant */
+}
+
+void until_tell(struct gpu *gpu, const struct plan *plan, uint64_t until_ns)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		for (uint32_t k = 0; k < plan->step[i].owners; k++)
+			tell(plan->step[i].owner[k], gpu->index, until_ns);
+	}
+	gpu->told_until_ns = until_ns;
+}
+
+/* A new plan while channels run for a grant: its clients hear the end, and who has left it no longer needs one. Whose process
+ * goes on without us has channels in no plan: it must stop them itself. */
+void until_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh)
+{
+	uint64_t until_ns = gpu->state <= VALVE_GPU_WATCHED ? load_full(&gpu->until_ns) : 0;
+
+	if (until_ns)
+		until_tell(gpu, fresh, until_ns);
+	for (uint32_t i = 0; old && i < old->steps; i++) {
+		for (uint32_t k = 0; k < old->step[i].owners; k++) {
+			struct valve_client *client = old->step[i].owner[k];
+
+			if (gpu->index < VALVE_GRANT_GPUS && !load_relaxed(&client->leaves) &&
+			    load_relaxed(&client_grant(client)->run_until_ns[gpu->index]) &&
+			    !plan_names(fresh, client))
+				tell(client, gpu->index, 0);
+		}
+	}
+}
+
+static bool is_awaited(const struct valve_client *client, uint64_t claim)
+{
+	if (!claim || claim == load_relaxed(&client->late_claim))
+		return false;
+	return claim == load_relaxed(&client->until_told) || claim == load_relaxed(&client->until_before);
+}
+
+static void give_up(struct valve_client *client, uint64_t claim)
+{
+	if (claim == load_relaxed(&client->until_before))
+		store_relaxed(&client->until_before, 0);
+	else
+		store_relaxed(&client->late_claim, claim);
+}
+
+/* A stop of a client's own, for an end that it was told before, may have switched off what is to run. */
+bool until_is_claimed(const struct plan *plan, uint64_t until_ns)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++)
+		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
+			const struct valve_client *client = plan->step[i].owner[k];
+			uint64_t claim = load_full(&client->region->until_claim);
+
+			if (claim != until_ns && is_awaited(client, claim))
+				return true;
+		}
+	return false;
+}
+
+/* Before channels are enabled: no stop of a client's own is still under way. A claim of an end that it was not told is none.
+ * What they are enabled for may be a grant, whose end is told by now: a stop under way is for the one before. */
+void until_wait(struct gpu *gpu, const struct plan *plan)
+{
+	uint64_t end_ns = now_ns() + gpu->gate->config.order_ns;
+
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		for (uint32_t k = 0; k < plan->step[i].owners; k++) {
+			struct valve_client *client = plan->step[i].owner[k];
+			uint64_t claim = load_full(&client->region->until_claim);
+
+			while (is_awaited(client, claim) &&
+			       load_acquire(&client->region->until_done) != claim) {
+				if (now_ns() > end_ns)
+					give_up(client, claim);
+				else
+					sleep_ns(POLL_NS);
+			}
+		}
+	}
+}

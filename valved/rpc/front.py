@@ -1,0 +1,224 @@
+"""Accepts API connections: counts them per user, and passes each on to the gRPC server behind.
+
+gRPC does not say who called over a unix socket, and it accepts without end. This listener reads the peer's uid before
+anything else. A user has a few connections, each with a few calls (server.py); root and valved's own user have more,
+and places that nobody else can take. So no user can use up the descriptors of valved, or another user's calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+PEER_NAME = "valve-api-"
+WELCOME, TURNED_AWAY = "welcome", "turned_away"
+TURNED_AWAY_AT_ONCE = 8  # connections beyond anybody's places that are held open to be told why
+EARLY_BYTES = 1 << 20  # of one caller, until it is passed on
+TURNED_AWAY_S = 2.0  # so long
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of a thing there may be at one time."""
+
+    per_user: int
+    others: int  # all users together, other than root and valved's own
+    own: int  # root and valved's own user
+
+
+class Crowd:
+    """Who has how many of a thing."""
+
+    def __init__(self, what: str, places: Places, own: frozenset[int] | None = None) -> None:
+        """`what`: the thing, for the refusal."""
+        self.own = frozenset({0, os.getuid()}) if own is None else own
+        self._what = what
+        self._places = places
+        self._count: Counter[int] = Counter()
+
+    def refusal(self, uid: int) -> str:
+        """Why this user gets no further one; empty: it does."""
+        if uid in self.own:
+            taken = sum(self._count[one] for one in self.own)
+            return self._full("root and valved's user", taken) if taken >= self._places.own else ""
+        if self._count[uid] >= self._places.per_user:
+            return self._full(f"user {uid}", self._count[uid])
+        taken = sum(count for one, count in self._count.items() if one not in self.own)
+        return self._full("all users", taken) if taken >= self._places.others else ""
+
+    def _full(self, who: str, taken: int) -> str:
+        return f"no more {self._what} for {who}: {taken} are open"
+
+    def enter(self, uid: int) -> None:
+        self._count[uid] += 1
+
+    def leave(self, uid: int) -> None:
+        self._count[uid] -= 1
+        if not self._count[uid]:
+            del self._count[uid]
+
+
+class Front:
+    """Listens on `path`; what arrives goes to the socket `behind`."""
+
+    def __init__(self, path: Path, behind: Path, crowd: Crowd) -> None:
+        self.crowd = crowd
+        self._path = path
+        self._behind = behind
+        self._server: asyncio.AbstractServer | None = None
+        self._open: set[_Outer] = set()
+        self._turned_away = 0
+
+    async def start(self, mode: int, gid: int) -> None:
+        """The umask closes the moment between bind and chmod."""
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        before = os.umask(0o117)
+        try:
+            listener.bind(str(self._path))
+        finally:
+            os.umask(before)
+        if gid >= 0:
+            os.chown(self._path, -1, gid)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Outer(self), sock=listener)
+        self._path.chmod(mode)
+
+    def stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        for one in list(self._open):
+            one.abort()
+
+    def enter(self, one: _Outer) -> bool:
+        """False: this connection is closed at once. One that is turned away stays until it has heard why."""
+        one.is_welcome = not self.crowd.refusal(one.uid)
+        if one.is_welcome:
+            self.crowd.enter(one.uid)
+        elif self._turned_away < TURNED_AWAY_AT_ONCE:
+            self._turned_away += 1
+            asyncio.get_running_loop().call_later(TURNED_AWAY_S, one.abort)
+        else:
+            return False
+        self._open.add(one)
+        return True
+
+    def leave(self, one: _Outer) -> None:
+        if one not in self._open:
+            return
+        self._open.discard(one)
+        if one.is_welcome:
+            self.crowd.leave(one.uid)
+        else:
+            self._turned_away -= 1
+
+    async def connect(self, outer: _Outer) -> asyncio.Transport:
+        """The name at which the connection is bound is what gRPC calls its peer; nobody can guess and take it."""
+        loop = asyncio.get_running_loop()
+        welcome = WELCOME if outer.is_welcome else TURNED_AWAY
+        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            inner.bind(f"\0{PEER_NAME}{outer.uid}-{welcome}-{secrets.token_hex(16)}")
+            await loop.sock_connect(inner, str(self._behind))
+        except OSError:
+            inner.close()
+            raise
+        transport, _ = await loop.create_unix_connection(lambda: _Half(outer.transport), sock=inner)
+        return transport
+
+
+class _Half(asyncio.Protocol):
+    """One side of a connection: what it receives is written to the other; it reads no faster than the other takes."""
+
+    def __init__(self, other: asyncio.Transport | None = None) -> None:
+        self.other = other
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            self.other.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other is not None:
+            self.other.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None:
+            self.other.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        if self.other is not None:
+            self.other.close()
+
+
+class _Outer(_Half):
+    """The caller's side."""
+
+    def __init__(self, front: Front) -> None:
+        super().__init__()
+        self.uid = -1
+        self.is_welcome = False
+        self._front = front
+        self._joining: asyncio.Task[None] | None = None
+        self._early = b""  # before 3.11.3 a transport that is paused as it is made reads all the same
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        peer: socket.socket = transport.get_extra_info("socket")
+        _, self.uid, _ = PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        if not self._front.enter(self):
+            self.transport.abort()
+            return
+        self.transport.pause_reading()  # until there is somebody to pass it to
+        self._joining = asyncio.get_running_loop().create_task(self._join())
+
+    async def _join(self) -> None:
+        try:
+            self.other = await self._front.connect(self)
+        except OSError:
+            self.transport.close()
+            return
+        if self.transport.is_closing():  # it left meanwhile
+            self.other.close()
+        else:
+            self.other.write(self._early)
+            self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None:
+            self.other.write(data)
+        elif len(self._early) + len(data) > EARLY_BYTES:
+            self.abort()
+        else:
+            self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._front.leave(self)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+
+class Caller(msgspec.Struct, frozen=True):
+    uid: int
+    is_welcome: bool
+
+    @classmethod
+    def of(cls, peer: str) -> Caller:
+        """Who is behind a connection that came through a front, by gRPC's name for it."""
+        uid, welcome, _ = peer.partition(PEER_NAME)[2].split("-")
+        return cls(int(uid), welcome == WELCOME)

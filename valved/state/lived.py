@@ -1,0 +1,49 @@
+"""Which online processes were welcomed, as files: a successor must know them however suddenly this valved ends.
+
+The state file is written a moment after something changed, to save many writes. A process may launch from its welcome
+on, so what says that it lives is there before: an empty file, named by pid and start time, in the folder `online`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from valved.model.ids import ProcessId
+
+FOLDER = "online"
+
+
+class Lived:
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._known: set[ProcessId] = set()
+
+    def read(self) -> set[ProcessId]:
+        """Whom predecessors welcomed, as far as nobody has removed them. OSError: that cannot be told."""
+        for name in os.listdir(self._folder) if self._folder.exists() else ():
+            pid, _, start_time = name.partition("-")
+            if pid.isdecimal() and start_time.isdecimal():
+                self._known.add(ProcessId(pid=int(pid), start_time=int(start_time)))
+        return set(self._known)
+
+    def put(self, process: ProcessId) -> None:
+        """Before it is welcomed. A folder that takes no file must not keep it from being served."""
+        if process in self._known:
+            return
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            os.close(os.open(self._path(process), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._known.add(process)
+
+    def keep(self, is_alive: Callable[[ProcessId], bool]) -> None:
+        """Remove those that have ended."""
+        for process in [process for process in self._known if not is_alive(process)]:
+            self._known.discard(process)
+            with contextlib.suppress(OSError):
+                self._path(process).unlink(missing_ok=True)
+
+    def _path(self, process: ProcessId) -> Path:
+        return self._folder / f"{process.pid}-{process.start_time}"
