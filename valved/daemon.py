@@ -320,7 +320,8 @@ async def run(
 def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort) -> Any:
     if not config.kube.node:
         return None
-    from valved.kube.room import Host, Room  # numpy and the API client: only on such a node
+    from valved.kube.host import Host
+    from valved.kube.room import Room  # numpy and the API client: only on such a node
 
     host = Host(
         gate=daemon.gate,
@@ -358,7 +359,7 @@ async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
         return None
     from valved.metrics import serve_metrics
 
-    more, missing = (room.metrics, room.missing) if room is not None else (None, None)
+    more, missing = (room.metrics, room.reports.missing) if room is not None else (None, None)
     try:
         return await serve_metrics(config.metrics_host, config.metrics_port, daemon.node.status, more, missing)
     except OSError as error:  # nobody goes ungated for want of a page

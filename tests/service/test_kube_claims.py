@@ -41,7 +41,7 @@ def claiming_pod(name="chat-0", uid=ONLINE_UID, role="online", **more):
 
 
 def verdicts(node):
-    return {verdict.gpu: verdict for verdict in node.room._memory.verdicts}
+    return {verdict.gpu: verdict for verdict in node.room.known.verdicts}
 
 
 def played(*, claims, slices=True):

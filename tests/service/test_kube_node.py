@@ -88,7 +88,7 @@ async def test_a_process_that_computes_unregistered_closes_its_gpu(tmp_path):
 
         await until(lambda: node.guarded() == [0])
 
-        verdict = node.room._memory.verdicts[0]
+        verdict = node.room.known.verdicts[0]
         assert verdict.reason == "process 900 (sneaky) uses it without the shim"
 
 
@@ -100,7 +100,7 @@ async def test_before_anybody_has_answered_every_gpu_is_guarded(tmp_path):
 
         assert node.guarded() == [0, 1]
         assert not node.room.plugin.is_registered
-        assert node.room.missing() == "the kubelet has not said who holds which GPU"
+        assert node.room.reports.missing() == "the kubelet has not said who holds which GPU"
 
 
 @scenario
@@ -164,7 +164,7 @@ async def test_a_slot_outlasts_a_short_time_under_guard(tmp_path):
         await until(lambda: node.guarded() == [0])
 
         assert len(node.kubelet.healthy) == 1
-        assert node.room._facts().harvestable == 0
+        assert node.room.reports.facts().harvestable == 0
 
 
 # Allocation and start of offline containers
@@ -434,7 +434,7 @@ async def test_of_pod_and_namespace_the_stricter_mode_holds(tmp_path):
         everybody = {"name": "*", "mode": "off"}
         node.room.api.found({"spec": {"resolved": {"namespaces": [everybody, {"name": "default", "mode": "observe"}]}}})
         await until(lambda: node.guarded() == [0], 60)
-        assert node.room._memory.verdicts[0].reason == "mode observe for default/chat-0/work"
+        assert node.room.known.verdicts[0].reason == "mode observe for default/chat-0/work"
 
         node.room.api.found({"spec": {}})
         await until(lambda: node.guarded() == [] and len(node.kubelet.healthy) == 1, 60)
@@ -524,7 +524,7 @@ def test_a_pause_that_a_restart_found_is_lifted_only_when_everybody_was_heard(tm
 async def test_a_paused_node_says_so_whatever_its_bucket_holds(tmp_path):
     async with kube_node(tmp_path) as node:
         await until(lambda: node.api.reports and node.api.reports[-1]["phase"] == "Harvesting", 60)
-        node.room._memory.rate = replace(node.room._memory.rate, tokens=0.0)
+        node.room.reports.rate = replace(node.room.reports.rate, tokens=0.0)
         node.room.api.brake.sink.put(fleet_pause())
         await until(lambda: node.api.reports[-1]["phase"] == "Paused", 60)
 

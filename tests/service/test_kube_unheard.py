@@ -16,7 +16,7 @@ from valved.model.ids import Role
 async def test_an_offline_pod_without_the_shim_never_runs_on_unstopped_and_unreported(tmp_path):
     async with kube_node(tmp_path) as node:
         await registered(node)
-        node.room.ungated.patience_s = node.room.ungated.settle_s = 0.0
+        node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
         gpu = uuid_of(node.world, 0)
         node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", gpu, "Running"))
         info = node.world.gate.gpus()[0]
@@ -44,7 +44,7 @@ async def test_a_report_that_nobody_answers_never_delays_the_look_for_ungated_po
             await asyncio.Event().wait()
 
         node.room.api.write = never
-        node.room.ungated.patience_s = node.room.ungated.settle_s = 0.0
+        node.room.counting.ungated.patience_s = node.room.counting.ungated.settle_s = 0.0
         await writing.wait()
         node.room.book.put(pod("batch-0", OFFLINE_UID, "offline", uuid_of(node.world, 0), "Running"))
         info = node.world.gate.gpus()[0]
@@ -63,14 +63,14 @@ async def test_a_claimed_gpu_whose_uuid_nobody_names_never_counts_as_all_of_them
         node.kubelet.held.append(("default", "chat-0", "work", "gpu.nvidia.com", ["gpu-0"]))
         node.world.processes.add(200, cgroup=group(ONLINE_UID))
         client = node.world.hello(200, wanted=Role.NONE).client
-        await until(lambda: node.room._memory.verdicts and node.room._memory.verdicts[0].online)
+        await until(lambda: node.room.known.verdicts and node.room.known.verdicts[0].online)
         assert node.guarded() == [0, 1], "it may be either"
 
         node.world.add_channel(client, gpu=1, h_client=0xC1D00200)
         node.room._wake.set()
 
         await until(lambda: node.guarded() == [])
-        first, second = node.room._memory.verdicts
+        first, second = node.room.known.verdicts
         assert (first.is_harvestable, first.reason) == (False, "no online pod holds it")
         assert (second.is_harvestable, second.online) == (True, ("default/chat-0",))
 

@@ -68,7 +68,7 @@ async def test_a_service_whose_breaker_is_open_is_named_by_the_node(tmp_path):
 
         await until(lambda: said(node, "BreakerOpen") == ("True", "default/chat-0"), 60)
         assert "valve_breakers_open 1.0" in render(node.world.node.status, node.room.metrics).decode()
-        assert node.room.missing() == ""
+        assert node.room.reports.missing() == ""
 
 
 @scenario
@@ -92,7 +92,7 @@ async def test_what_an_online_pod_uses_itself_is_told_apart_from_what_it_lends(t
         batch = node.world.books.clients[offline].process.pid
         held = {200: 30 * GIB, batch: 40 * GIB}
         node.cards.uses[card.uuid] = CardUse(total_bytes=80 * GIB, used_bytes=72 * GIB, by_pid=held, is_mig=False)
-        await until(lambda: node.room._memory.cards.get(card.uuid, card) is node.cards.uses[card.uuid], 60)
+        await until(lambda: node.room.known.cards.get(card.uuid, card) is node.cards.uses[card.uuid], 60)
 
         found = {
             (sample.name, sample.labels.get("pod", ""), sample.labels.get("gpu", "")): sample.value
@@ -174,11 +174,11 @@ async def test_a_daemon_that_restarts_never_forgets_what_placement_goes_by(tmp_p
     """Its file is the one that it wrote as it ended; what it reports next is read as placement reads it."""
     async with kube_node(tmp_path, report_s=1, prepare=up_for_long) as node:
         await registered(node)
-        past, end_s = NodeSeries(2), node.room._now_s()
+        past, end_s = NodeSeries(2), node.room._host.now_s()
         for minute in range(1440):
             left = 12.0 if minute >= 1430 else 36.0 if minute >= 1380 else 48.0
             past.book(end_s - 60.0 * (1440 - minute), [60.0, 60.0], [left, 60.0])
-        assert node.room.series.restore(past.saved(), end_s)
+        assert node.room.counting.series.restore(past.saved(), end_s)
         await node.stop_room()
         node.api.reports.clear()
         node.start_room()

@@ -14,7 +14,8 @@ from node_world import World
 from valve_kube.client import KubeClient
 
 from valved.config import KubeTable
-from valved.kube.room import Host, Room
+from valved.kube.host import Host
+from valved.kube.room import Room
 from valved.machine.cards import CardUse
 from valved.machine.clock import LoopClock
 from valved.model.ids import Role
@@ -135,7 +136,7 @@ class KubeNode:
     def start_room(self):
         """On the loop's own clock: sockets are real. The world's virtual clock stands still."""
         self.room = Room(self.host(), self.table, KubeClient(self.access), list_s=0.5)
-        self.room._cards = self.cards
+        self.room.counting._cards = self.cards
         self._running = asyncio.ensure_future(self.room.run())
 
     def host(self):

@@ -26,7 +26,6 @@ OVERGROWN = {
     "valved/clients/register.py:Register": 328,
     "valved/gate/adapter.py:NativeGate": 407,
     "valved/gate/wake.py:GateService": 437,
-    "valved/kube/room.py:Room": 323,
 }
 C_FUNCTION = re.compile(r"^[A-Za-z_].*\)$|^[A-Za-z_].*\) \{$")
 
