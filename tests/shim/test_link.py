@@ -72,7 +72,8 @@ def test_a_process_of_another_version_is_left_alone_for_good(world):
     puppet.cu("cuInit", 0)
     puppet.launch(2)
 
-    assert (puppet.stub("launches"), puppet.threads()) == (2, 1)
+    assert puppet.stub("launches") == 2
+    until(lambda: puppet.threads() == 1, "nobody asks again; a machine too slow for the start's 50 ms asks twice")
 
 
 def test_a_daemon_that_is_leaving_is_asked_again(world):
@@ -225,7 +226,7 @@ def test_a_hostile_welcome_is_no_welcome(world, answer):
     puppet.launch(3)
 
     assert puppet.stub("launches") == 3
-    assert len(set(puppet.fds()) - before) <= 2, "nvidiactl, and perhaps the next try's socket: nothing leaked"
+    until(lambda: len(set(puppet.fds()) - before) <= 2, "nvidiactl, and perhaps the next try's socket: nothing leaked")
     daemon.on_hello = None
     assert daemon.client().submitted() == 3
 
@@ -362,7 +363,7 @@ def test_many_deaths_leak_no_descriptor_and_no_thread(world):
         world.daemons[-1].close()
         world.daemon(ONLINE).client()
 
-    assert (len(puppet.fds()), puppet.threads()) == (before, threads)
+    until(lambda: (len(puppet.fds()), puppet.threads()) == (before, threads), "nothing is leaked")
 
 
 # -- offline: orders and the lease --
