@@ -373,6 +373,12 @@ class FakeDaemon:
                 client.link.shutdown(socket.SHUT_RDWR)
             client.link.close()
 
+    def end_lease(self, client: Client) -> None:
+        """Killed, and its lease is short. In this order: a process that found the lease over under a daemon that still
+        listens would come back to it, and have a long one."""
+        self.close()
+        client.control.lease_ns = 50_000_000
+
     def discard(self) -> None:
         if self.thread.is_alive():
             self.close()
