@@ -427,10 +427,10 @@ class FakeDaemon:
     def welcome(self, client: Client, hello: Message) -> None:
         fds = client.make_pages()
         body = struct.pack("<HHIQQII", ABI, self.role, self.features, 7, len(self.alive), CONTROL_BYTES, REGION_BYTES)
+        self.clients.put(client)  # first: who has ended by the time that we go on was welcomed all the same
         client.send(WELCOME, hello.seq, body, fds)
         os.close(fds[0])
         os.close(fds[1])
-        self.clients.put(client)
 
 
 def _messages(link: socket.socket) -> Iterator[Message]:
