@@ -157,8 +157,8 @@ class Link:
 
     def propose(self, wanted: Attach) -> None:
         """Ask for the table; the answer comes into `session` when it suits valved."""
+        self._answered.clear()  # first: the thread may answer as soon as the wish is there
         self.wanted = wanted
-        self._answered.clear()
         self._poke.set()
 
     def attach(self, wanted: Attach, wait_s: float) -> Session | None:

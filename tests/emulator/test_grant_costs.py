@@ -99,9 +99,11 @@ def test_who_has_the_longer_slice_has_the_larger_share(
     offline.process.call("work", cid=offline.cids[0], gpu=0)
     emulator.wait(lambda state: granted(offline, state), "both have had the engine")
 
-    looks = [emulator.state() for _ in range(200)]
+    counts = {"online": 0, "offline": 0}
 
-    shares = {
-        name: sum(granted(tree, look) for look in looks) for name, tree in (("online", online), ("offline", offline))
-    }
-    assert shares[long] > 2 * shares["offline" if long == "online" else "online"]
+    def looked(state: State) -> bool:
+        for name, tree in (("online", online), ("offline", offline)):
+            counts[name] += granted(tree, state)
+        return sum(counts.values()) >= 200 and counts[long] > 2 * (sum(counts.values()) - counts[long])
+
+    emulator.wait(looked, "its share is more than twice the other's, over dozens of slices")

@@ -23,15 +23,18 @@ from yarl import URL
 ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+def free_ports(count):
+    """All held at one time: two that are asked for one after the other may be the same."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in held]
 
 
 class Engines:
-    def __init__(self, count, piece_s):
-        self.ports = [free_port() for _ in range(count)]
+    def __init__(self, ports, piece_s):
+        self.ports = ports
         self.piece_s = piece_s
         self.processes = [self.start(port) for port in self.ports]
 
@@ -101,8 +104,9 @@ class Routed:
 
 @contextlib.asynccontextmanager
 async def routed(count=2, piece_s=0.0, headers=None, **more):
-    engines = Engines(count, piece_s)
-    settings = Settings(replicas=engines.urls, port=free_port(), **{"health_s": 0.05, **more})
+    own, *ports = free_ports(1 + count)
+    engines = Engines(ports, piece_s)
+    settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
     stop, ready = asyncio.Event(), asyncio.Event()
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
@@ -515,5 +519,5 @@ def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, capsys):
     empty = tmp_path / "token"
     empty.write_text("\n")
     assert main(["serve", "--replica", "http://a:1", "--token-file", str(empty)]) == 2
-    assert main(["status", "--router", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert main(["status", "--router", f"http://127.0.0.1:{free_ports(1)[0]}"]) == 1
     assert "no router answers" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from valved.abi.link import (
 )
 from valved.clients import outbox
 from valved.clients.server import PENDING_PER_PROCESS, LinkServer
+from valved.clients.turns import SHARE
 from valved.config import Config, QuotaTable
 from valved.machine.helpers import Closer
 from valved.machine.processes import LinuxProcesses
@@ -413,18 +414,22 @@ def test_a_burst_of_orders_never_costs_a_peer_its_link(server):
     sock.close()
 
 
+COST_S = 0.002  # of a driver call
+
+
 def test_a_flood_never_keeps_others_from_being_welcomed(server):
     """Messages without an answer, as fast as they can be sent: its share of the loop is bounded, whatever they are."""
     flooder, _, fds = server.welcome()
     show_rm_client(flooder)
-    alone = min(greet(server) for _ in range(20))
     ending = threading.Event()
-    cost = server.world.register.handle
+    handle = server.world.register.handle
     slow = threading.Event()
+    handled = []
 
     def expensive(client, packet, passed):
-        slow.wait(0.002)  # what a driver call costs
-        cost(client, packet, passed)
+        slow.wait(COST_S)
+        handled.append(client)
+        handle(client, packet, passed)
 
     server.world.register.handle = expensive
     flooder.setblocking(False)
@@ -439,24 +444,22 @@ def test_a_flood_never_keeps_others_from_being_welcomed(server):
     thread = threading.Thread(target=flood)
     thread.start()
     server.until(lambda: server.link._turns._each and min(b.left_ns for b in server.link._turns._each.values()) <= 0)
-    times = sorted(greet(server) for _ in range(40))
+    began, seen = time.monotonic(), len(handled)
+    for _ in range(40):
+        greet(server)
+    messages = len(handled) - seen
+    took_s = time.monotonic() - began
     ending.set()
     thread.join()
-    print(
-        f"HELLO alone {alone * 1e3:.2f} ms, beside a flood p50 {times[20] * 1e3:.2f} ms, worst {times[-1] * 1e3:.2f} ms"
-    )
 
-    assert times[20] < max(20 * alone, 0.05)  # each message costs 2 ms: unbounded, the median waits for a queue of them
+    assert messages <= 20 + took_s * SHARE / COST_S  # the slower this machine, the fewer of them fit into its share
     flooder.close()
     for fd in fds:
         os.close(fd)
 
 
 def greet(server):
-    began = time.monotonic()
     sock, _, fds = server.welcome()
-    took = time.monotonic() - began
     for fd in fds:
         os.close(fd)
     sock.close()
-    return took

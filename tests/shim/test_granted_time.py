@@ -201,11 +201,10 @@ def test_a_driver_that_refuses_leaves_the_rest_to_the_lease(world):
     process.register(FIRST)
     puppet.launch(1)
     client.control.online_registered = 1
-    client.control.lease_ns = 50_000_000
     end_ns = end_now(client)
     until(lambda: client.region.until_done == end_ns, "it tried")
 
-    daemon.close()
+    daemon.end_lease(client)
 
     until(lambda: client.region.self_stops == 2, "the lease ran out")
     until(lambda: [puppet.launch_in_background(1), puppet.threads() >= 3][1], "a launch is held")

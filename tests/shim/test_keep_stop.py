@@ -44,8 +44,7 @@ def orphan(world):
     process.register(FIRST)
     client.expect(CHANNEL_ADD, h_channel=FIRST)
     client.control.online_registered = 1
-    client.control.lease_ns = 50_000_000
-    world.daemons[0].close()
+    world.daemons[0].end_lease(client)
     until(lambda: world.gate_calls() == [call(process, "disable", FIRST)], "it stopped itself")
     return process
 

@@ -7,7 +7,7 @@ import socket
 import struct
 
 import pytest
-from fake_daemon import KV_PIN, KV_RANGE_DEL, OFFLINE, ONLINE, RUN, STOP, until
+from fake_daemon import KV_PIN, KV_RANGE_DEL, LONG_S, OFFLINE, ONLINE, RUN, STOP, until
 from kv_pool import AT_ONCE, AT_STEP, BACK, ELASTIC, MIB, OUTSIDE, QUARANTINE, TRY, Entry, order_body, unpack_entries
 from rm_process import RmProcess
 
@@ -44,7 +44,7 @@ def begun(world, emulated_gpus):
     engine, client = world.engine()
     address = engine.alloc(8 * H, ELASTIC)
     engine.tag(address, 8 * H, TAG)
-    scratch = pool.scratch.get(timeout=20)
+    scratch = pool.scratch.get(timeout=LONG_S)
     outside = Outside(emulated_gpus, scratch)
     yield pool, engine, client, world.range_of(pool).range, address, outside, scratch
     outside.process.kill()
@@ -81,7 +81,7 @@ def obey(client, order):
 def held_slots(pool, count):
     found = []
     while len(found) < count:
-        message = pool.held.get(timeout=20)
+        message = pool.held.get(timeout=LONG_S)
         found += [slot for _, slot, _ in unpack_entries(message)]
         message.close()
     return found
@@ -246,7 +246,7 @@ def test_the_scratch_is_told_to_every_valved_that_asks(begun, world):
     world.daemons[-1].close()
     again = world.begin(sparse=True)
 
-    message = again.scratch.get(timeout=20)
+    message = again.scratch.get(timeout=LONG_S)
 
     assert len(message.fds) == 1
     message.close()

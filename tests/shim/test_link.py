@@ -72,7 +72,8 @@ def test_a_process_of_another_version_is_left_alone_for_good(world):
     puppet.cu("cuInit", 0)
     puppet.launch(2)
 
-    assert (puppet.stub("launches"), puppet.threads()) == (2, 1)
+    assert puppet.stub("launches") == 2
+    until(lambda: puppet.threads() == 1, "nobody asks again; a machine too slow for the start's 50 ms asks twice")
 
 
 def test_a_daemon_that_is_leaving_is_asked_again(world):
@@ -225,7 +226,7 @@ def test_a_hostile_welcome_is_no_welcome(world, answer):
     puppet.launch(3)
 
     assert puppet.stub("launches") == 3
-    assert len(set(puppet.fds()) - before) <= 2, "nvidiactl, and perhaps the next try's socket: nothing leaked"
+    until(lambda: len(set(puppet.fds()) - before) <= 2, "nvidiactl, and perhaps the next try's socket: nothing leaked")
     daemon.on_hello = None
     assert daemon.client().submitted() == 3
 
@@ -362,7 +363,7 @@ def test_many_deaths_leak_no_descriptor_and_no_thread(world):
         world.daemons[-1].close()
         world.daemon(ONLINE).client()
 
-    assert (len(puppet.fds()), puppet.threads()) == (before, threads)
+    until(lambda: (len(puppet.fds()), puppet.threads()) == (before, threads), "nothing is leaked")
 
 
 # -- offline: orders and the lease --
@@ -438,9 +439,8 @@ def test_more_than_64_channels_go_in_two_calls(world, offline):
 def test_a_dead_daemon_stops_offline_work_beside_online_work(world, offline):
     _, process, client = offline
     client.control.online_registered = 1
-    client.control.lease_ns = 50_000_000
 
-    world.daemons[0].close()
+    world.daemons[0].end_lease(client)
 
     until(lambda: world.gate_calls() == [call(process, "disable", FIRST)], "it stopped itself")
     assert client.region.self_stops == 1
@@ -452,9 +452,8 @@ def test_a_dead_daemon_stops_offline_work_beside_online_work(world, offline):
 
 def test_a_dead_daemon_leaves_nothing_off_where_no_online_work_is(world, offline):
     _, process, client = offline
-    client.control.lease_ns = 50_000_000
 
-    world.daemons[0].close()
+    world.daemons[0].end_lease(client)
 
     until(lambda: world.gate_calls() == [call(process, "enable", FIRST)], "it made sure that it runs")
 
@@ -463,9 +462,8 @@ def test_a_dead_daemon_leaves_nothing_off_where_no_online_work_is(world, offline
 def test_offline_work_that_a_new_daemon_refuses_never_runs_on(world, offline, refusal):
     """Nobody would stop it for an online service. It goes on when a valved takes it."""
     _, process, client = offline
-    client.control.lease_ns = 50_000_000
 
-    world.daemons[0].close()
+    world.daemons[0].end_lease(client)
     until(lambda: call(process, "enable", FIRST) in world.gate_calls(), "no online work: it runs on without valved")
     heir = world.daemon(OFFLINE)
     heir.refusal = refusal
@@ -494,10 +492,9 @@ def test_a_draining_daemon_leaves_everything_on(world, offline):
     seq = client.give_order(1)
     until(lambda: client.region.order_done == seq, "answered")
     client.control.online_registered = 1
-    client.control.lease_ns = 50_000_000
 
     client.control.draining = 1
-    world.daemons[0].close()
+    world.daemons[0].end_lease(client)
 
     until(lambda: world.gate_calls()[-1:] == [call(process, "enable", FIRST)], "on again")
 
@@ -522,9 +519,8 @@ def test_where_the_driver_refuses_launches_are_held_instead(world):
     daemon = world.daemon(OFFLINE)
     puppet, client, _ = launched(world, daemon, FAKERM_GATE_STATUS="27")
     client.control.online_registered = 1
-    client.control.lease_ns = 50_000_000
 
-    daemon.close()
+    daemon.end_lease(client)
     until(lambda: client.region.self_stops == 1, "the lease ran out")
     until(lambda: puppet.threads() == 2, "only the session beside the main thread")
     held = holds_a_launch(puppet)
@@ -537,13 +533,12 @@ def test_where_the_driver_refuses_launches_are_held_instead(world):
 def test_a_launch_is_never_held_for_ever_by_a_daemon_that_died(world, order):
     daemon = world.daemon(OFFLINE)
     puppet, client, _ = launched(world, daemon)
-    client.control.lease_ns = 50_000_000
     client.control.gate_epoch = 1
     seq = client.give_order(order)
     until(lambda: client.region.order_done == seq, "it has heard")
     held = holds_a_launch(puppet)
 
-    daemon.close()
+    daemon.end_lease(client)
 
     until(lambda: puppet.stub("launches") > held and puppet.threads() == 2, "every held launch went on")
 

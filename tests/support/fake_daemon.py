@@ -373,6 +373,12 @@ class FakeDaemon:
                 client.link.shutdown(socket.SHUT_RDWR)
             client.link.close()
 
+    def end_lease(self, client: Client) -> None:
+        """Killed, and its lease is short. In this order: a process that found the lease over under a daemon that still
+        listens would come back to it, and have a long one."""
+        self.close()
+        client.control.lease_ns = 50_000_000
+
     def discard(self) -> None:
         if self.thread.is_alive():
             self.close()
@@ -421,10 +427,10 @@ class FakeDaemon:
     def welcome(self, client: Client, hello: Message) -> None:
         fds = client.make_pages()
         body = struct.pack("<HHIQQII", ABI, self.role, self.features, 7, len(self.alive), CONTROL_BYTES, REGION_BYTES)
+        self.clients.put(client)  # first: who has ended by the time that we go on was welcomed all the same
         client.send(WELCOME, hello.seq, body, fds)
         os.close(fds[0])
         os.close(fds[1])
-        self.clients.put(client)
 
 
 def _messages(link: socket.socket) -> Iterator[Message]:

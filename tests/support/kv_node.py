@@ -59,6 +59,7 @@ class KvNode:
         self._book: mmap.mmap | None = None
         self._region: mmap.mmap | None = None
         self._connections: list[socket.socket] = []
+        self._serving: list[threading.Thread] = []
         self.changed = threading.Condition()
         self.start()
 
@@ -85,7 +86,10 @@ class KvNode:
         for link in self._connections:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
+        for thread in self._serving:  # none answers, or writes what it heard, in its successor's time
+            thread.join(timeout=60)
         self._connections.clear()
+        self._serving.clear()
         self.attached = ()
 
     @property
@@ -169,7 +173,8 @@ class KvNode:
             except OSError:
                 return
             self._connections.append(link)
-            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+            self._serving.append(threading.Thread(target=self._serve, args=(link,), daemon=True))
+            self._serving[-1].start()
 
     def _serve(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):

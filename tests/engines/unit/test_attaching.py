@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import toy_engine
 from kv_node import KvNode, wait_for
@@ -133,6 +135,24 @@ def test_a_table_is_never_seen_before_a_look_would_take_it_up(node, link, monkey
     wait_for(lambda: link.session is not first, "attached again")
 
     assert seen == [None, first]
+
+
+class LateToClear(threading.Event):
+    """Its owner is off the CPU just when it forgets the last answer, for as long as the thread may answer meanwhile."""
+
+    def clear(self):
+        wait_for(lambda: self.link.wanted is None or self.is_set(), "answered")
+        super().clear()
+
+
+def test_an_answer_is_never_forgotten_because_it_came_at_once(node, link):
+    """The first step then waits for half a minute for what it has."""
+    link._answered = LateToClear()
+    link._answered.link = link
+    link.propose(Attach(engine="toy 1", mode=Mode.FULL, blocks=40, block_tokens=4, rows=8, row_blocks=16, ranks=1))
+
+    wait_for(lambda: link.session is not None, "attached")
+    assert link._answered.wait(20)
 
 
 def middle_of_a_step(scheduler, node, fresh):

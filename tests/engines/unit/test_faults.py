@@ -100,11 +100,13 @@ def test_a_refused_layout_is_said_once_and_requests_are_counted_on(node, link, c
     )
     link.register_layout(first)
     assert link.attach(WANTED, 1.0) is None
+    told = len(node.layouts)  # twice, where the thread looked between the layout and the wish
     link.register_layout(first)
     for _ in range(3):
         seen = node.region()["hint_ns"]
         wait_for(lambda seen=seen: node.region()["hint_ns"] > seen, "renewed")
-    assert (len(node.layouts), len(node.hellos), caplog.text.count("was refused")) == (1, 1, 1)
+    assert told in (1, 2)
+    assert (len(node.layouts), len(node.hellos), caplog.text.count("was refused")) == (told, 1, 1)
 
     node.layout_status = 0
     link.register_layout(second)
@@ -415,8 +417,8 @@ def test_a_loss_that_was_told_before_valved_let_go_is_never_believed(node, comes
 def test_a_detached_table_asks_for_nothing_and_is_asked_for_nothing(node):
     scheduler = hooked(node, blocks=60)
     scheduler.schedule()
+    node.detach()  # first: the link's thread may look between the two
     node.aim(20)
-    node.detach()
     for _ in range(3):
         scheduler.schedule()
 
