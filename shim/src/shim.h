@@ -113,7 +113,6 @@ struct valve_shim {
 	uint32_t untold;       /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
-	uint32_t has_ranges;   /* KV ranges were made: a hold may stand before a hole */
 	struct valve_reply reply[VALVE_REPLIES];
 	struct valve_lock link_lock;    /* own, replies, sending */
 	struct valve_lock capture_lock; /* the rm map */
@@ -172,6 +171,9 @@ bool valve_until_stands(void);
 void valve_until_forget(bool stopped);
 uint64_t valve_until_rest_ns(uint64_t most_ns);
 void valve_until_check(bool released, bool *stopped);
+
+/* link/orphan.c */
+void valve_orphan_check(uint64_t lost_ns);
 
 /* link/pages.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);

@@ -94,15 +94,6 @@ static void stop_own_channels(const char *why)
 	valve_say(why);
 }
 
-/* Nobody is left who would let launches go on. A hold before a hole of KV memory stands: they would read what is not
- * there. */
-static void end_hold_of_the_dead(void)
-{
-	if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED && !load_relaxed(&valve_shim.has_ranges) &&
-	    load_relaxed(&VALVE_LAUNCH->order) != VALVE_ORDER_RUN)
-		valve_map_private(0, VALVE_ORDER_RUN);
-}
-
 static void release_own_channels(void)
 {
 	session.stopped = false;
@@ -202,7 +193,8 @@ static void check_lease(void)
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!session.released)
 			release_own_channels();
-		end_hold_of_the_dead();
+		if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+			valve_orphan_check(session.lost_ns);
 		return;
 	}
 	valve_until_check(session.released, &session.stopped);
@@ -216,7 +208,7 @@ static void check_lease(void)
 	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !session.released)
 		release_own_channels();
 	if (session.released)
-		end_hold_of_the_dead();
+		valve_orphan_check(session.lost_ns);
 }
 
 /* ---- the thread ---- */
