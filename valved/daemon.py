@@ -273,7 +273,7 @@ async def run(
     pending.make_folder(run_dir, group_id(config.group))
     daemon.register.look_for_claims = lambda: _pick_up_claims(daemon, run_dir)
     notify = Notify()
-    beat = LoopBeat(loop, gate.alive, notify.alive, daemon.note)
+    beat = LoopBeat(LoopClock(loop), gate.alive, notify.alive, daemon.note)
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)

@@ -1,9 +1,10 @@
 /*
  * shim.h - what the parts of the shim share. One process, one `struct valve_shim`, three kinds of memory:
  *
- *   valve_pages   control page and client region. Zero bytes of our own until valved answered, then its two memfds
- *                 mapped over the same addresses. So the hot path reads a constant address, and a daemon that comes,
- *                 goes or is replaced never moves a word under a launching thread.
+ *   valve_pages   the page that launches read, client region, control page. Zero bytes of our own until valved answered,
+ *                 then its two memfds mapped over the same addresses. So the hot path reads a constant address, and a
+ *                 daemon that comes, goes or is replaced never moves a word under a launching thread. Launches read the
+ *                 control page, or one of our own (link/pages.c).
  *   valve_tls     this thread's counter slot and re-entry guard (initial-exec: one instruction away)
  *   valve_shim    everything else
  *
@@ -50,9 +51,12 @@ _Static_assert(offsetof(struct valve_tls, fenced) == 8, "trampoline.S");
 extern _Thread_local struct valve_tls valve_tls __attribute__((tls_model("initial-exec")));
 
 /* ---- the shared pages ---- */
-extern unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES];
-#define VALVE_CONTROL ((const volatile struct valve_control *)(const void *)valve_pages)
-#define VALVE_REGION  ((struct valve_region *)(void *)(valve_pages + VALVE_CONTROL_BYTES))
+#define VALVE_PAGES_BYTES (2 * VALVE_CONTROL_BYTES + VALVE_REGION_BYTES)
+extern unsigned char valve_pages[VALVE_PAGES_BYTES];
+#define VALVE_REGION       ((struct valve_region *)(void *)(valve_pages + VALVE_CONTROL_BYTES))
+#define VALVE_CONTROL_PAGE (valve_pages + VALVE_CONTROL_BYTES + VALVE_REGION_BYTES)
+#define VALVE_LAUNCH       ((const volatile struct valve_control *)(const void *)valve_pages)
+#define VALVE_CONTROL      ((const volatile struct valve_control *)(const void *)VALVE_CONTROL_PAGE)
 
 /* ---- entries of interposed names: trampoline.S lays them out, so its offsets are checked below ---- */
 struct valve_entry {
@@ -109,7 +113,6 @@ struct valve_shim {
 	uint32_t untold;       /* valved's socket was full: the session tells the rest */
 	uint32_t self_stopped; /* path C holds our channels off, also those still to come */
 	uint32_t stopping;     /* the process exits: the watcher leaves the driver alone */
-	uint32_t has_ranges;   /* KV ranges were made: a hold may stand before a hole */
 	struct valve_reply reply[VALVE_REPLIES];
 	struct valve_lock link_lock;    /* own, replies, sending */
 	struct valve_lock capture_lock; /* the rm map */
@@ -169,10 +172,17 @@ void valve_until_forget(bool stopped);
 uint64_t valve_until_rest_ns(uint64_t most_ns);
 void valve_until_check(bool released, bool *stopped);
 
+/* link/orphan.c */
+void valve_orphan_check(uint64_t lost_ns);
+
 /* link/pages.c */
 int valve_map_pages(int control_fd, int region_fd, uint32_t role);
 void valve_map_private(uint32_t gate, uint32_t order); /* the daemon's control page gives way to our own */
-void valve_map_fresh(void);                            /* both pages, zero: a forked child */
+void valve_map_fresh(void);                            /* all pages, zero: a forked child */
+bool valve_launches_wait(void);                        /* by the page that they read */
+bool valve_launches_kept(void);                        /* a hold that a valved before this one had ordered */
+void valve_launches_hold(void);                        /* until a valved has spoken */
+void valve_launches_follow(void);                      /* this valved has spoken */
 
 /* link.c: the socket. All but valve_link_request never block */
 enum valve_link_refusal {

@@ -201,6 +201,22 @@ static void change_channels(struct valve_gate *gate, struct offline *offline, ui
 	offline->count = wanted;
 }
 
+/* A client that goes right after a mail that names it. */
+static void post_and_leave(struct valve_gate *gate, uint32_t gpu)
+{
+	struct offline one = {.fd = -1};
+	int passed;
+
+	one.client = connect(gate, 901, VALVE_ROLE_OFFLINE, -1, &one.doorbell);
+	one.h_client = fake_client(&one.fd, &one.h_subdevice, gpu);
+	passed = dup(one.fd);
+	if (valve_client_take_fd(one.client, passed) < 0)
+		abort();
+	valve_gpu_slice(gate, gpu, one.client, passed, one.h_client, 1, 1000);
+	valve_client_free(gate, one.client);
+	close(one.fd);
+}
+
 /* What the caller does to the services while their clients launch. */
 static bool meddle(struct valve_gate *gate, const int32_t *service, struct offline *offline, uint32_t dice,
                    uint32_t *seed)
@@ -227,6 +243,8 @@ static bool meddle(struct valve_gate *gate, const int32_t *service, struct offli
 		valve_hold(gate, service[dice % 2]);
 	if (dice % 13 == 0)
 		valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
+	if (dice % 29 == 0)
+		post_and_leave(gate, dice % OFFLINE);
 	if (dice % 17 == 0)
 		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
 	return woken;

@@ -414,3 +414,25 @@ def test_an_order_rings_the_eventfd_that_old_shims_know(rig: Rig) -> None:
         rig.gate.hold_launches(workload.client, False)
 
     assert os.eventfd_read(workload.fds.order) == 600
+
+
+def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_client(hasty: Rig) -> None:
+    """The number of the file that it names stays taken, and harmless, until the driver came back to read it."""
+    workload, gone, online = hasty.offline(), hasty.offline(), hasty.online(7, {0})
+    running(hasty)
+    workload.add()
+    ref = gone.allocate()
+    mine = os.dup(gone.fd)
+    hasty.gate.give_rm_client(gone.client, gone.gpu, gone.h_client, 0, gone.h_subdevice, mine)
+    hasty.driver.rules.hang = 1
+    online.launch()
+    hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
+
+    assert hasty.gate.granting.shorten(gone.client, ref, 1000)
+    hasty.gate.remove_client(gone.client)
+
+    assert os.readlink(f"/proc/self/fd/{mine}") == os.devnull
+    hasty.driver.rules.hang = 0
+    hasty.settle()
+    hasty.gate.add_channel(workload.client, workload.allocate())  # the next mail frees those that came back
+    assert not os.path.exists(f"/proc/self/fd/{mine}")

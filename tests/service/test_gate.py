@@ -505,3 +505,24 @@ def test_a_guarded_gpu_stays_closed_whatever_its_service_says(world):
 
     assert not world.gate.is_gated(1)
     assert offline in world.books.clients
+
+
+def test_a_tick_that_fails_is_never_the_last(world, monkeypatch):
+    """Nobody else reads the stamps of ordinary edges, or looks at who is busy."""
+    world.offline()
+    world.online()
+    world.run(100)
+    drain, looks = world.gate.drain_stamps, []
+
+    def fails_once():
+        looks.append(world.clock.now_ns())
+        if len(looks) == 1:
+            raise RuntimeError("a stamp that makes no sense")
+        return drain()
+
+    monkeypatch.setattr(world.gate, "drain_stamps", fails_once)
+    with pytest.raises(RuntimeError, match="no sense"):
+        world.clock.advance(SECOND)
+    world.clock.advance(SECOND)
+
+    assert len(looks) > 2

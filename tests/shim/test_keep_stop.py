@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import time
 
 import pytest
-from fake_daemon import ACK, CHANNEL_ADD, FEATURE_KEEP_STOP, OFFLINE, SCHEDULE_DONE, SCHEDULE_WAIT, until
+from fake_daemon import (
+    ACK,
+    CHANNEL_ADD,
+    FEATURE_KEEP_STOP,
+    HOLD,
+    OFFLINE,
+    RUN,
+    SCHEDULE_DONE,
+    SCHEDULE_WAIT,
+    until,
+)
 from rmkit import GR0, Process
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
@@ -206,3 +217,84 @@ def test_an_answer_never_lets_a_process_run_whose_granted_time_is_over(world, or
     until(lambda: len(gate.asked) == 2, "it asks again")
     gate.answer()
     client.expect(SCHEDULE_DONE, h_client=0)
+
+
+@pytest.fixture
+def held(world):
+    """An offline process whose launches wait by order of its valved, and the gate of that one."""
+    gate = Gate()
+    puppet, client = world.offline(world.daemon(OFFLINE, more=FEATURE_KEEP_STOP, on_message=gate))
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    puppet.launch(1)
+    client.control.order = HOLD
+    client.gate(1)
+    puppet.launch_in_background(1)
+    until(lambda: client.submitted() == 2, "the launch is on its way")
+    return puppet, client, gate
+
+
+def rest(puppet):
+    """Some turns of everybody who might let the launch go: each new launch of a held process waits, too."""
+    time.sleep(0.25)
+    return puppet.stub("launches")
+
+
+def test_a_launch_that_waits_never_goes_on_because_its_process_has_a_new_link(world, held):
+    puppet, _, _ = held
+    world.daemons[0].close()
+
+    client, gate = heir(world)
+    assert rest(puppet) == 1
+    gate.answer(status=11)  # gated still
+    until(lambda: len(gate.asked) == 2, "it asks again")
+    assert rest(puppet) == 1
+    gate.answer()
+
+    until(lambda: puppet.stub("launches") == 2, "the launch went through")
+    client.expect(SCHEDULE_DONE, h_client=0)
+
+
+def test_a_launch_that_waits_never_goes_on_because_its_valved_has_lost_the_link(world, held):
+    puppet, client, gate = held
+    client.link.shutdown(socket.SHUT_RDWR)
+
+    _, again = heir_of_same(world, gate)
+    client.control.order = RUN  # who is gone has nothing to wait for
+    client.gate(2)
+    assert rest(puppet) == 1
+    again.answer()
+
+    until(lambda: puppet.stub("launches") == 2, "the launch went through")
+
+
+def test_launches_that_a_new_valved_let_go_wait_at_its_next_order(world, held):
+    puppet, _, _ = held
+    world.daemons[0].close()
+    client, gate = heir(world)
+    gate.answer()
+    until(lambda: puppet.stub("launches") == 2, "the launch went through")
+
+    client.control.order = HOLD
+    client.gate(1)
+    puppet.launch_in_background(1)
+    until(lambda: client.submitted() == 3, "the launch is on its way")
+    assert rest(puppet) == 2
+    client.control.order = RUN
+
+    until(lambda: puppet.stub("launches") == 3, "the launch went through")
+
+
+def test_launches_wait_for_the_second_successor_when_the_first_died_without_a_word(world, held):
+    puppet, _, _ = held
+    world.daemons[0].close()
+    heir(world)
+    world.daemons[-1].close()
+
+    _, gate = heir(world)
+    assert rest(puppet) == 1
+    gate.answer()
+
+    until(lambda: puppet.stub("launches") == 2, "the launch went through")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import types
 
+import pytest
+
 from valved.config import Config
 from valved.daemon import _start_metrics
 from valved.machine.notify import Notify
@@ -67,15 +69,15 @@ def test_a_metrics_port_that_is_taken_never_ends_the_daemon():
     assert str(config.metrics_port) in told[0]
 
 
-class FakeLoop:
+class FakeClock:
     def __init__(self):
         self.now, self.calls = 100.0, []
 
-    def time(self):
-        return self.now
+    def now_ns(self):
+        return round(self.now * 1e9)
 
-    def call_later(self, delay_s, call):
-        self.calls.append((self.now + delay_s, call))
+    def call_at_ns(self, when_ns, call):
+        self.calls.append((when_ns / 1e9, call))
         return types.SimpleNamespace(cancel=self.calls.clear)
 
     def run(self, late_s=0.0):
@@ -85,18 +87,32 @@ class FakeLoop:
 
 
 def test_a_loop_that_stood_is_never_passed_over_in_silence():
-    loop, alive, told, late = FakeLoop(), [], [], []
-    beat = upkeep.LoopBeat(loop, lambda: alive.append(1), lambda: told.append(loop.now), late.append)
+    clock, alive, told, late = FakeClock(), [], [], []
+    beat = upkeep.LoopBeat(clock, lambda: alive.append(1), lambda: told.append(clock.now), late.append)
 
     for _ in range(40):
-        loop.run()
+        clock.run()
     assert (len(alive), late) == (41, [])
     assert told == [100.0, 105.0, 110.0]
 
-    loop.run(late_s=3.0)
+    clock.run(late_s=3.0)
     assert late == ["the loop stood for 3.0 s: every GPU was held meanwhile"]
     beat.stop()
-    assert not loop.calls
+    assert not clock.calls
+
+
+def test_a_beat_that_fails_is_never_the_last():
+    clock, alive = FakeClock(), []
+
+    def fails(text):
+        raise OSError(text)
+
+    upkeep.LoopBeat(clock, lambda: alive.append(1), lambda: None, fails)
+    with pytest.raises(OSError, match="the loop stood"):
+        clock.run(late_s=3.0)
+    clock.run()
+
+    assert len(alive) == 3
 
 
 def test_the_service_manager_hears_that_the_loop_turns(tmp_path, monkeypatch):

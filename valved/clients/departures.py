@@ -15,7 +15,7 @@ from collections import deque
 from valved.clients.exits import Exits
 from valved.clients.leftovers import Leftovers
 from valved.gate.freeze import KILL
-from valved.machine.clock import Clock, TimerHandle
+from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ChannelRef, ProcessId, Role
@@ -47,7 +47,7 @@ class Departures:
         self._journal = journal
         self._counters = counters
         self._clock = clock
-        self._timer: TimerHandle | None = None
+        self._ticker = Ticker(clock, self._look)
         self._to_look: deque[ProcessId] = deque()
 
     def remove(self, entry: ClientEntry, reason: str) -> int:
@@ -74,14 +74,14 @@ class Departures:
 
     def watch(self) -> None:
         """Look whether owners of leftovers end, for as long as there are any."""
-        if self._timer is None and len(self._leftovers):
-            self._timer = self._clock.call_at_ns(self._clock.now_ns() + LOOK_NS, self._look)
+        if len(self._leftovers):
+            self._ticker.start(LOOK_NS)
 
     def _look(self) -> None:
-        self._timer = None
+        if not len(self._leftovers):
+            self._ticker.stop()
         if not self._to_look:
             self._to_look.extend(self._leftovers.owners())
-        self.watch()  # before anything that may fail: nobody else looks again
         for process in [self._to_look.popleft() for _ in range(min(LOOKS, len(self._to_look)))]:
             if self._processes.is_ending(process.pid, process.start_time):
                 self._ended(process)

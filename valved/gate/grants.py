@@ -53,8 +53,11 @@ class NativeGrants:
         return numbers is not None and numbers.fd >= 0
 
     def shorten(self, client: ClientId, channel: ChannelRef, us: int) -> str:
-        fd = self._clients[client].rm_clients[channel.h_client].fd
-        status: int = lib.valve_gpu_slice(self._gate, channel.gpu, fd, channel.h_client, channel.h_tsg, us)
+        whose = self._clients[client]
+        fd = whose.rm_clients[channel.h_client].fd
+        status: int = lib.valve_gpu_slice(
+            self._gate, channel.gpu, whose.native, fd, channel.h_client, channel.h_tsg, us
+        )
         return readings.status_text(status) if status else ""
 
     def offer(self, client: ClientId, tpot_ns: int, gap_ns: int) -> None:

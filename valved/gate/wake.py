@@ -17,7 +17,7 @@ from valved.abi.link import Feature
 from valved.gate.online import OnlineService
 from valved.gate.permits import decision_of, is_news, no_permit, reason_of, rule_of
 from valved.gate.records import GateRecords, why
-from valved.machine.clock import Clock, TimerHandle
+from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GRANT_CAUSES, ClientView, GatePort, Stamp, StampKind
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Reach, Role, ServiceId
@@ -63,7 +63,7 @@ class GateService:
         self._askers: set[str] = set()
         self._waiting: set[str] = set()
         self._cooldown = settings.cooldown  # that all permissions rest on
-        self._tick: TimerHandle | None = None
+        self._ticker = Ticker(clock, self._tick_over)
         self._is_reading = False
         self.after_wake: list[Callable[[], None]] = []  # a GPU may have opened
         self.after_drain: list[Callable[[], None]] = []  # a GPU may have stopped
@@ -387,8 +387,7 @@ class GateService:
         if is_news(online.rule, rule):
             online.rule = rule
             self._gate.permit(online.id, rule)
-        if self._tick is None:
-            self._tick = self._clock.call_at_ns(self._clock.now_ns() + TICK_NS, self._tick_over)
+        self._ticker.start(TICK_NS)
 
     def _withdraw(self, online: OnlineService) -> None:
         """Whatever is to hold from here on is said to the native side before anything else."""
@@ -398,15 +397,14 @@ class GateService:
 
     def _tick_over(self) -> None:
         """Read what happened, and look at who is busy."""
-        self._tick = None
         self.drain()
         is_new, self._cooldown = self._cooldown is not self.settings.cooldown, self.settings.cooldown
         permitted = [online for online in self.online.values() if online.rule is not None]
+        if not permitted:
+            self._ticker.stop()
         for online in permitted:
             if online.holding or is_new:
                 self._look(online)
-        if permitted and self._tick is None:
-            self._tick = self._clock.call_at_ns(self._clock.now_ns() + TICK_NS, self._tick_over)
 
     @property
     def is_braked(self) -> bool:

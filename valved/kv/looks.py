@@ -14,7 +14,7 @@ from valved.kv.lend import Lender
 from valved.kv.reserve import Reserve
 from valved.kv.rungs import Rungs
 from valved.kv.supply import Supply
-from valved.machine.clock import Clock, TimerHandle
+from valved.machine.clock import Clock, Ticker, TimerHandle
 from valved.machine.ports import WorkPort
 from valved.model.ids import Role
 from valved.policy.eviction import CostIndex, EvictionSettings
@@ -43,7 +43,7 @@ class Looks:
         self._costs = costs
         self._work = work
         self._soon: TimerHandle | None = None
-        self._tick: TimerHandle | None = None
+        self._ticker = Ticker(clock, self._on_tick)
 
     def look_soon(self) -> None:
         """Once in this turn of the loop, however many things changed."""
@@ -62,18 +62,15 @@ class Looks:
         self._arm()
 
     def _arm(self) -> None:
-        if self._tick is None and not self._books.are_empty:
-            after_ns = round(self._books.settings.tick_ms * 1e6)
-            self._tick = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self._on_tick)
+        if not self._books.are_empty:
+            self._ticker.start(round(self._books.settings.tick_ms * 1e6))
 
     def _on_tick(self) -> None:
-        self._tick = None
-        try:
-            for engine in self._books.engines_with(Role.OFFLINE):
-                self._refresh_index(engine)
-            self.look()
-        finally:
-            self._arm()
+        if self._books.are_empty:
+            self._ticker.stop()
+        for engine in self._books.engines_with(Role.OFFLINE):
+            self._refresh_index(engine)
+        self.look()
 
     def _refresh_index(self, engine: Engine) -> None:
         """Ahead of need, in a thread, and no more than a share of a core: a reclaim may choose by an older one."""

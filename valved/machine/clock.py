@@ -29,3 +29,36 @@ class LoopClock:
 
     def call_at_ns(self, when_ns: int, call: Callable[[], None]) -> TimerHandle:
         return self._loop.call_at(when_ns / 1e9, call)
+
+
+class Ticker:
+    """Calls again and again. The next call is set before this one is made: one that fails is never the last."""
+
+    def __init__(self, clock: Clock, call: Callable[[], None]) -> None:
+        self._clock = clock
+        self._call = call
+        self._timer: TimerHandle | None = None
+        self._every_ns = 0
+
+    @property
+    def runs(self) -> bool:
+        return self._timer is not None
+
+    def start(self, every_ns: int, *, after_ns: int | None = None) -> None:
+        """The first call comes after one period, or `after_ns`. One that runs goes on, with this period from its next call
+        on."""
+        self._every_ns = every_ns
+        if self._timer is None:
+            self._set(every_ns if after_ns is None else after_ns)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _set(self, after_ns: int) -> None:
+        self._timer = self._clock.call_at_ns(self._clock.now_ns() + after_ns, self._due)
+
+    def _due(self) -> None:
+        self._set(self._every_ns)
+        self._call()

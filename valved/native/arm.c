@@ -8,8 +8,25 @@
 
 #define PATIENCE 5u
 
+/* A mail may be read long after its sender has given it up: whatever it names it keeps. */
+static struct mail *mail_new(const struct mail *words)
+{
+	struct mail *mail = calloc(1, sizeof *mail);
+
+	if (!mail)
+		return NULL;
+	*mail = *words;
+	if (mail->client)
+		mail->client->refs++;
+	return mail;
+}
+
 static void mail_free(struct mail *mail, bool with_plan)
 {
+	if (mail->client) {
+		mail->client->refs--;
+		client_reap(mail->client);
+	}
 	plan_free(mail->old);
 	plan_free(mail->stop_now);
 	plan_free(mail->run_now);
@@ -65,12 +82,11 @@ static bool send(struct gpu *gpu, struct mail *mail)
 /* One mail without a plan: its status, or -ETIMEDOUT. */
 static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
 {
-	struct mail *mail = calloc(1, sizeof *mail);
+	struct mail *mail = mail_new(question);
 	int status;
 
 	if (!mail)
 		return -ENOMEM;
-	*mail = *question;
 	if (!send(gpu, mail))
 		return -ETIMEDOUT;
 	status = mail->status;
@@ -99,12 +115,18 @@ int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, u
 	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
 }
 
-int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, int fd, uint32_t h_client, uint32_t h_tsg,
-                    uint32_t us)
+int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *client, int fd,
+                    uint32_t h_client, uint32_t h_tsg, uint32_t us)
 {
-	struct mail mail = {
-	        .kind = MAIL_SLICE, .h_client = h_client, .h_channel = h_tsg, .slice_us = us, .fd = fd};
+	struct mail mail = {.kind = MAIL_SLICE,
+	                    .h_client = h_client,
+	                    .h_channel = h_tsg,
+	                    .slice_us = us,
+	                    .fd = fd,
+	                    .client = client};
 
+	if (!client_has_passed(client, fd))
+		return -EBADF;
 	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
 }
 
@@ -159,12 +181,11 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
               uint32_t run_count)
 {
 	struct gpu *gpu = &gate->gpu[index];
-	struct mail *mail = calloc(1, sizeof *mail);
+	struct mail *mail = mail_new(&(struct mail){.kind = MAIL_PLAN});
 	int status;
 
 	if (!mail)
 		return -ENOMEM;
-	mail->kind = MAIL_PLAN;
 	mail->plan = plan_new(gpu, all, count);
 	mail->stop_now = plan_new(gpu, stop_now, stop_count);
 	mail->run_now = plan_new(gpu, run_now, run_count);

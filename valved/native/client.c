@@ -117,7 +117,7 @@ struct valve_client *valve_client_new(struct valve_gate *gate, uint64_t id, uint
 	return client;
 }
 
-/* Free what is left of a dropped client once no plan names it. */
+/* Free what is left of a dropped client once no plan and no mail names it. */
 void client_reap(struct valve_client *client)
 {
 	if (!client->dropped || client->refs)
@@ -164,6 +164,15 @@ void valve_client_free(struct valve_gate *gate, struct valve_client *client)
 	give_up_passed(client);
 	client->dropped = true;
 	client_reap(client);
+}
+
+bool client_has_passed(const struct valve_client *client, int fd)
+{
+	for (uint32_t i = 0; i < MAX_PASSED; i++) {
+		if (fd >= 0 && client->passed[i] == fd)
+			return true;
+	}
+	return false;
 }
 
 /* From here on the fd is the gate's to close. */

@@ -189,8 +189,8 @@ void valve_service_grants(struct valve_gate *gate, int32_t service, struct valve
 void valve_gate_grantable(struct valve_gate *gate, uint32_t mask);
 void valve_gate_sliceable(struct valve_gate *gate, uint32_t on, uint32_t mask);
 /* The slice of a channel group (h_tsg) in the name of its own RM client, on its passed file; 0: it is so now, by the driver's word. */
-int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, int fd, uint32_t h_client, uint32_t h_tsg,
-                    uint32_t us);
+int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *client, int fd,
+                    uint32_t h_client, uint32_t h_tsg, uint32_t us);
 void valve_gate_prompt(struct valve_gate *gate, uint32_t prompt);
 /* Pure: any thread may ask. */
 void valve_wake_begin(struct valve_wake_seen *seen, uint64_t held_since_ns);

@@ -91,7 +91,8 @@ struct mail {
 	        *run_now;             /* MAIL_PLAN: the deltas count only while the GPU is stopped */
 	uint32_t h_client, h_channel; /* MAIL_CID, both MAIL_ENABLE; MAIL_SLICE: of the group */
 	uint32_t slice_us;            /* MAIL_SLICE */
-	int fd;                       /* MAIL_SLICE */
+	int fd;                       /* MAIL_SLICE: passed by ... */
+	struct valve_client *client;  /* ... whom this mail keeps; NULL: it uses nothing of a client's */
 	uint32_t cid;                 /* out */
 	struct plan *old;             /* out: the plan that this one replaced */
 	int status;                   /* out */
@@ -222,7 +223,7 @@ struct valve_client {
 	uint64_t until_told;   /* issuers': the end of a grant that it was told last */
 	uint64_t until_before; /* issuers': and the one before; 0: none, or waited for in vain */
 
-	uint32_t refs; /* caller's alone: plan entries that name this client */
+	uint32_t refs; /* caller's alone: plan entries and mails that name this client */
 	bool dropped;
 	int passed[MAX_PASSED]; /* caller's alone */
 	uint64_t gaps_seen;
@@ -387,6 +388,7 @@ void until_wait(struct gpu *gpu, const struct plan *plan);
 /* client.c */
 struct valve_grant *client_grant(const struct valve_client *client);
 void client_reap(struct valve_client *client);
+bool client_has_passed(const struct valve_client *client, int fd);
 bool client_is_idle(const struct valve_client *client);
 void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in);
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from valved.clients.register import Register
 from valved.clients.schedules import SECOND_NS
 from valved.gate.wake import GateService
-from valved.machine.clock import Clock
+from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -45,6 +45,7 @@ class ComeBack:
         self._bystanders = bystanders
         self._expected: set[ProcessId] = set()
         self._until_ns = 0
+        self._ticker = Ticker(clock, self._look)  # that it goes on whatever fails is what ends the hold
 
     def begin(self, come_back_s: float, *, is_first: bool) -> None:
         """Called once, before anything is taken over and before the link opens. `is_first`: nothing of a predecessor is
@@ -59,16 +60,14 @@ class ComeBack:
         self._expected = set(filter(self._is_alive, self._expected))
         if self._expected or not is_known or not (is_first or self._is_guarded()):
             self._gating.set_standing(COME_BACK_SERVICE, frozenset(self._gating.gpus))
-            self._clock.call_at_ns(self._clock.now_ns() if is_known else self._until_ns, self._look)
+            self._ticker.start(LOOK_NS, after_ns=0 if is_known else self._until_ns - self._clock.now_ns())
 
     def _look(self) -> None:
-        """The next look is set first: one that fails must not be the last, or the hold would never end."""
         now_ns = self._clock.now_ns()
-        timer = self._clock.call_at_ns(now_ns + LOOK_NS, self._look)
         if now_ns < self._until_ns + 2 * TELL_NS and self._waits(now_ns):
             return
         self._gating.set_standing(COME_BACK_SERVICE, frozenset())
-        timer.cancel()
+        self._ticker.stop()
         if missing := self._missing(self._back()):
             pids = ", ".join(str(process.pid) for process in sorted(missing, key=lambda process: process.pid)[:8])
             self._journal.emit(EventKind.NOTED, reason=f"online processes that did not come back: {pids}")

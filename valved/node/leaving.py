@@ -13,7 +13,7 @@ from collections.abc import Callable
 from valved.clients.register import Register
 from valved.config import Config
 from valved.gate.freeze import KILL
-from valved.machine.clock import Clock, TimerHandle
+from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort, ProcessPort
 from valved.model.events import EventKind
 from valved.model.ids import ProcessId, Role
@@ -52,7 +52,7 @@ class Leaving:
         self._ends_jobs = ends_jobs
         self._until_ns: dict[ProcessId, int] = {}  # whom we have asked, and when they are killed
         self._since_ns: int | None = None  # somebody has been here for so long
-        self._timer: TimerHandle | None = None
+        self._ticker = Ticker(clock, self._look)
 
     @classmethod
     def of(
@@ -92,20 +92,19 @@ class Leaving:
 
     def begin(self) -> None:
         """Safe to call again: nobody is given more time."""
-        if self._timer is None:
+        if not self._ticker.runs:
             self._since_ns = self._clock.now_ns() if self.present() else None
+            self._ticker.start(LOOK_NS)
             self._look()
 
     def take_back(self) -> None:
         """Who has been asked and is still here may stay."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._since_ns = None
+        self._ticker.stop()
+        self._since_ns = None
         self._until_ns.clear()
 
     def _look(self) -> None:
         now_ns = self._clock.now_ns()
-        self._timer = self._clock.call_at_ns(now_ns + LOOK_NS, self._look)
         present = self.present()
         self._until_ns = {process: at_ns for process, at_ns in self._until_ns.items() if process in present}
         was_empty, self._since_ns = self._since_ns is None, (self._since_ns or now_ns) if present else None

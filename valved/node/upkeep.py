@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader
+from valved.machine.clock import Clock, Ticker
 from valved.machine.ports import GatePort
 from valved.node.brake import Brake
 from valved.node.handover import Handover
@@ -21,7 +22,7 @@ TICK_S = 2.0  # lost stamps, leftovers, unfinished frozen processes
 SAVE_EVERY_TICKS = 30
 CARDS_S = 1.0
 CANCEL_AGAIN_S = 1.0
-BEAT_S = 0.25
+BEAT_NS = 250_000_000
 LATE_S = 2.0  # main.LOOP_NS
 TELL_S = 5.0
 AGAIN_S = 1.0  # after a failure
@@ -89,32 +90,33 @@ class LoopBeat:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
         alive: Callable[[], None],
         tell: Callable[[], None],
         late: Callable[[str], None],
     ) -> None:
-        self._loop = loop
+        self._clock = clock
+        self._ticker = Ticker(clock, self.beat)
         self._late = late
-        self._due_s = loop.time()
+        self._due_s = clock.now_ns() / 1e9
         self._alive = alive
         self._tell = tell
         self._told_s = float("-inf")
+        self._ticker.start(BEAT_NS)
         self.beat()
 
     def beat(self) -> None:
         self._alive()
-        now_s = self._loop.time()
-        if now_s - self._due_s > LATE_S:
-            self._late(f"the loop stood for {now_s - self._due_s:.1f} s: every GPU was held meanwhile")
-        self._due_s = now_s + BEAT_S
+        now_s = self._clock.now_ns() / 1e9
+        late_s, self._due_s = now_s - self._due_s, now_s + BEAT_NS / 1e9
+        if late_s > LATE_S:
+            self._late(f"the loop stood for {late_s:.1f} s: every GPU was held meanwhile")
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             self._tell()
-        self._timer = self._loop.call_later(BEAT_S, self.beat)
 
     def stop(self) -> None:
-        self._timer.cancel()
+        self._ticker.stop()
 
 
 async def keep_going(name: str, make: Callable[[], Awaitable[None]], tell: Callable[[str], None]) -> None:

@@ -83,7 +83,7 @@ void valve_wake_watcher(void)
 void valve_ring(void)
 {
 	struct valve_region *region = VALVE_REGION;
-	uint32_t epoch = load_acquire(&VALVE_CONTROL->gate_epoch);
+	uint32_t epoch = load_acquire(&VALVE_LAUNCH->gate_epoch);
 	const uint64_t one = 1;
 	int bell;
 
@@ -118,14 +118,12 @@ void valve_speak_for_the_past(void)
 	valve_ring();
 }
 
-/* Beside a STOP the word alone says that launches are held, too. */
 static void hold(void)
 {
 	uint32_t order;
 
-	while ((order = load_relaxed(&VALVE_CONTROL->order)) == VALVE_ORDER_HOLD ||
-	       (order == VALVE_ORDER_STOP && load_relaxed(&VALVE_CONTROL->gate_epoch) % 2))
-		futex_wait(&VALVE_CONTROL->order, order, HOLD_RECHECK_NS);
+	while (order = load_relaxed(&VALVE_LAUNCH->order), valve_launches_wait())
+		futex_wait(&VALVE_LAUNCH->order, order, HOLD_RECHECK_NS);
 }
 
 static CUresult missing(void)
@@ -154,7 +152,7 @@ void *valve_launch_slow(struct valve_entry *entry)
 
 	if (!valve_tls.slot && !valve_tls.fenced)
 		take_slot();
-	if ((load_relaxed(&VALVE_CONTROL->gate_epoch) & 1) && !valve_tls.inside) {
+	if ((load_relaxed(&VALVE_LAUNCH->gate_epoch) & 1) && !valve_tls.inside) {
 		if (load_relaxed(&valve_shim.role) == VALVE_ROLE_OFFLINE)
 			hold();
 		else

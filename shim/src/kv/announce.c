@@ -10,7 +10,8 @@
 #define ANSWER_MS 5000
 #define STEP_NS   20000000u /* between two questions to a valved that does not answer */
 
-static uint32_t heeded; /* ranges up to this id: valved has said that a step meets no hole unawares */
+static uint32_t waiting; /* threads that wait for a valved before a step */
+static uint32_t heeded;  /* ranges up to this id: valved has said that a step meets no hole unawares */
 
 static bool is_linked(void)
 {
@@ -45,11 +46,13 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
 /*
  * A step over an elastic range whose holes nobody heeds would compute with the zero page. Asked before a step until valved
  * says that a hook reads the table, or that no hole is left; until then it holds our launches. While there is no
- * valved nobody can say so: an offline process waits for one. valved before 0.2 does not know the question.
+ * valved nobody can say so: an offline process with a hole waits for one (link/orphan.c). valved before 0.2 does not know
+ * the question.
  */
 void valve_announce_step(void)
 {
 	uint32_t newest = valve_range_newest_elastic();
+	bool is_counted = false;
 
 	if (newest <= load_relaxed(&heeded) || load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
 		return;
@@ -59,23 +62,36 @@ void valve_announce_step(void)
 
 		if (is_linked() && !due()) { /* a new valved hears of the ranges first */
 			if (!(valve_shim.daemon_features & VALVE_FEATURE_KV_STEP))
-				return;
+				break;
 			err = valve_link_request_fds(&step, sizeof(step), VALVE_LINK_KV_STEP, NULL, 0,
 			                             ANSWER_MS, NULL);
 		}
 		if (!err)
 			store_relaxed(&heeded, newest);
 		if (!err || err == -EAGAIN) /* EAGAIN: what is launched now waits until valved lets it */
-			return;
+			break;
+		if (!is_linked() && valve_orders_left_no_hole())
+			break; /* nobody can take any of it */
+		if (!is_counted)
+			add_full(&waiting, 1);
+		is_counted = true;
 		valve_say(
 		        "waiting for valved before an engine step: no hook reads the table of the KV memory");
 		sleep_ns(STEP_NS);
 	}
+	if (is_counted)
+		add_full(&waiting, (uint32_t)-1);
+}
+
+bool valve_announce_is_waiting(void)
+{
+	return load_relaxed(&waiting) > 0;
 }
 
 void valve_announce_reset(void)
 {
 	store_relaxed(&heeded, 0);
+	store_relaxed(&waiting, 0);
 }
 
 /* Backed slots from *next on, with a descriptor each; fewer where the process has no room for more. */

@@ -88,6 +88,12 @@ int valve_orders_take(const struct valve_link_header *header, int length, struct
 	return 0;
 }
 
+/* Precondition: there is no link. No order that a valved gave is under way or to come, and every slot has its handle. */
+bool valve_orders_left_no_hole(void)
+{
+	return load_acquire(&orders.head) == load_acquire(&orders.tail) && valve_ranges_are_whole();
+}
+
 /* ---- answers ---- */
 
 /*

@@ -40,7 +40,6 @@ static struct valve_range *free_entry(void)
 		if (book.range[i].state == RANGE_FREE) {
 			if (i >= book.used)
 				store_release(&book.used, i + 1);
-			store_relaxed(&valve_shim.has_ranges, 1);
 			return &book.range[i];
 		}
 	return NULL;
@@ -248,6 +247,19 @@ uint32_t valve_range_backed(const struct valve_range *range)
 	for (uint32_t i = 0; i < range->slots; i++)
 		count += range->slot[i] == SLOT_BACKED;
 	return count;
+}
+
+/* No hole in any range that an application may compute over. */
+bool valve_ranges_are_whole(void)
+{
+	bool whole = true;
+
+	valve_lock(&book.lock);
+	for (uint32_t i = 0; i < book.used && whole; i++)
+		whole = !is_there(&book.range[i]) ||
+		        valve_range_backed(&book.range[i]) == book.range[i].slots;
+	valve_unlock(&book.lock);
+	return whole;
 }
 
 uint64_t valve_ranges_bytes(int device)

@@ -1,5 +1,13 @@
 /*
- * pages.c - the two shared pages: valved's memfds come and go under fixed addresses.
+ * pages.c - the shared pages: valved's memfds come and go under fixed addresses.
+ *
+ * Launches read a page of their own, so that a hold is ended by whoever ordered it, or by the word of a successor, and never
+ * by a change of pages:
+ *
+ *   launches  read         the link is lost            a valved welcomes us             it lets us go
+ *   TOLD      its page     OURS if they wait, or TOLD  TOLD                             TOLD
+ *   OURS      one of ours  OURS                        KEPT if they wait, or else TOLD  -
+ *   KEPT      one of ours  OURS                        KEPT                             TOLD
  *
  * mremap replaces a mapping in one step, so a launching thread sees the old words or the new ones, never a hole.
  * Counts made between the copy and the step are lost. They belong to launches of a process that has proven nothing to
@@ -12,10 +20,27 @@
 #include <string.h>
 #include <sys/mman.h>
 
-_Alignas(VALVE_PAGE) unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES];
+_Alignas(VALVE_PAGE) unsigned char valve_pages[VALVE_PAGES_BYTES];
 
-#define CONTROL_AT ((void *)valve_pages)
+#define LAUNCH_AT  ((void *)valve_pages)
+#define CONTROL_AT ((void *)VALVE_CONTROL_PAGE)
 #define REGION_AT  ((void *)(valve_pages + VALVE_CONTROL_BYTES))
+
+static enum { LAUNCHES_TOLD, LAUNCHES_OURS, LAUNCHES_KEPT } launches; /* the session's thread alone */
+
+/* Beside a STOP the word alone says that launches are held, too. */
+bool valve_launches_wait(void)
+{
+	uint32_t order = load_relaxed(&VALVE_LAUNCH->order);
+
+	return order == VALVE_ORDER_HOLD ||
+	       (order == VALVE_ORDER_STOP && load_relaxed(&VALVE_LAUNCH->gate_epoch) % 2);
+}
+
+bool valve_launches_kept(void)
+{
+	return launches == LAUNCHES_KEPT;
+}
 
 /* A file that can shrink under us would kill the process by SIGBUS: no seal, no mapping. */
 static bool is_safe_to_map(int fd, long bytes)
@@ -65,6 +90,24 @@ static int move_to(void *page, size_t bytes, void *place)
 	return mremap(page, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED ? -errno : 0;
 }
 
+/* Launches read the control page from here on: the same memory, mapped twice. */
+static int read_control(void)
+{
+	void *second = mremap(CONTROL_AT, 0, VALVE_CONTROL_BYTES, MREMAP_MAYMOVE | MREMAP_FIXED, LAUNCH_AT);
+
+	if (second == MAP_FAILED)
+		return -errno;
+	launches = LAUNCHES_TOLD;
+	return 0;
+}
+
+/* Without memory for it they wait on: the session asks again. */
+void valve_launches_follow(void)
+{
+	if (launches == LAUNCHES_KEPT)
+		read_control();
+}
+
 int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 {
 	void *control, *region;
@@ -87,11 +130,15 @@ int valve_map_pages(int control_fd, int region_fd, uint32_t role)
 	err = move_to(region, VALVE_REGION_BYTES, REGION_AT);
 	if (err)
 		goto out_region;
-	/* The gate word comes last: from here on launches may ring, and everything they write is in place. */
 	err = move_to(control, VALVE_CONTROL_BYTES, CONTROL_AT);
 	if (err)
 		goto out_control;
-	return 0;
+	if (role == VALVE_ROLE_OFFLINE && valve_launches_wait()) {
+		launches = LAUNCHES_KEPT;
+		return 0;
+	}
+	/* The gate word comes last: from here on launches may ring, and everything they write is in place. */
+	return read_control();
 
 out_region:
 	munmap(region, VALVE_REGION_BYTES);
@@ -100,19 +147,35 @@ out_control:
 	return err;
 }
 
-void valve_map_private(uint32_t gate, uint32_t order)
+static bool map_ours(uint32_t gate, uint32_t order, void *place)
 {
 	struct valve_control *page =
 	        mmap(NULL, VALVE_CONTROL_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 	if (page == MAP_FAILED)
-		return; /* the dead daemon's page stays: its gate word costs some nanoseconds, nothing else */
-	memcpy(page, valve_pages, sizeof(*page));
+		return false; /* the dead daemon's page stays: its gate word costs some nanoseconds, nothing else */
+	memcpy(page, CONTROL_AT, sizeof(*page));
 	page->gate_epoch = gate;
 	page->order = order;
 	page->watch = 0;
-	if (move_to(page, VALVE_CONTROL_BYTES, CONTROL_AT))
-		munmap(page, VALVE_CONTROL_BYTES);
+	if (!move_to(page, VALVE_CONTROL_BYTES, place))
+		return true;
+	munmap(page, VALVE_CONTROL_BYTES);
+	return false;
+}
+
+/* What launches read says that they wait: from here on it is ours, and no valved that has lost us ends it. */
+void valve_launches_hold(void)
+{
+	if (map_ours(1, VALVE_ORDER_HOLD, LAUNCH_AT))
+		launches = LAUNCHES_OURS;
+}
+
+void valve_map_private(uint32_t gate, uint32_t order)
+{
+	map_ours(gate, order, CONTROL_AT);
+	if (map_ours(gate, order, LAUNCH_AT))
+		launches = LAUNCHES_OURS;
 }
 
 void valve_map_fresh(void)
@@ -120,6 +183,7 @@ void valve_map_fresh(void)
 	void *pages = mmap(valve_pages, sizeof(valve_pages), PROT_READ | PROT_WRITE,
 	                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 
+	launches = LAUNCHES_TOLD;
 	if (pages == MAP_FAILED)
 		store_relaxed(&valve_shim.state, VALVE_STATE_OFF);
 }

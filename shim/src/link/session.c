@@ -4,7 +4,8 @@
  *
  * When valved is gone: an online process forgets the gate word at once (its launches must not wait for anything). An
  * offline process stops itself if an online one shares its GPU, because nobody would stop it otherwise; if none does,
- * it makes sure that its channels run, because nobody would wake it.
+ * it makes sure that its channels run, because nobody would wake it. Launches that wait by order of a valved that is gone
+ * wait on under the next one until that lets them go (pages.c).
  *
  * When a valved is there and refuses us, it is asked again: its mode, its claims and its quotas change. An offline
  * process that was valved's stops until one takes it: nobody would stop it for an online service.
@@ -89,18 +90,8 @@ static void stop_own_channels(const char *why)
 	VALVE_REGION->self_stops++;
 	store_relaxed(&valve_shim.self_stopped, 1);
 	if (valve_self_gate(true, VALVE_GATE_ALL))
-		valve_map_private(
-		        1, VALVE_ORDER_HOLD); /* an odd word sends launches to the slow path, which holds */
+		valve_launches_hold();
 	valve_say(why);
-}
-
-/* Nobody is left who would let launches go on. A hold before a hole of KV memory stands: they would read what is not
- * there. */
-static void end_hold_of_the_dead(void)
-{
-	if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED && !load_relaxed(&valve_shim.has_ranges) &&
-	    load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_RUN)
-		valve_map_private(0, VALVE_ORDER_RUN);
 }
 
 static void release_own_channels(void)
@@ -138,11 +129,19 @@ static void lose_link(void)
 	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
-	else if (session.stopped)
+	else if (valve_launches_wait())
+		valve_launches_hold();
+	if (session.stopped)
 		stop_again();
 }
 
-/* ---- the end of our own stop, under a new valved ---- */
+/* ---- the end of our own stop and of a hold that was there before, under a new valved ---- */
+
+/* A stop that valved is to end by its own stop is none. */
+static bool waits_for_leave(void)
+{
+	return (session.stopped || valve_launches_kept()) && !valve_until_stands();
+}
 
 static int send_schedule(uint16_t type, uint32_t *seq)
 {
@@ -157,7 +156,7 @@ static int send_schedule(uint16_t type, uint32_t *seq)
 /* Once valved has been told of all our channels. A full socket: the next turn tries again. */
 static void ask_to_run(void)
 {
-	if (session.stopped && !valve_until_stands() && !session.ask_seq && !load_relaxed(&valve_shim.untold))
+	if (waits_for_leave() && !session.ask_seq && !load_relaxed(&valve_shim.untold))
 		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
 	if (session.may_run && !send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL))
 		session.may_run = false; /* it stops again what a gate met meanwhile */
@@ -168,6 +167,7 @@ static void end_stop(void)
 	session.stopped = false;
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_HELD);
+	valve_launches_follow();
 }
 
 /* Precondition: link.c found it sane. EAGAIN: the gate is closed still. */
@@ -177,7 +177,7 @@ static int take_ack(const struct valve_link_header *packet, int length, struct v
 
 	if (session.ask_seq && packet->seq == session.ask_seq) {
 		session.ask_seq = 0;
-		if (status != EAGAIN && session.stopped && !valve_until_stands()) {
+		if (status != EAGAIN && waits_for_leave()) {
 			end_stop();
 			session.may_run = true;
 		}
@@ -193,7 +193,8 @@ static void check_lease(void)
 	if (load_relaxed(&VALVE_CONTROL->draining)) {
 		if (!session.released)
 			release_own_channels();
-		end_hold_of_the_dead();
+		if (load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+			valve_orphan_check(session.lost_ns);
 		return;
 	}
 	valve_until_check(session.released, &session.stopped);
@@ -207,7 +208,7 @@ static void check_lease(void)
 	else if (!load_relaxed(&VALVE_CONTROL->online_registered) && !session.released)
 		release_own_channels();
 	if (session.released)
-		end_hold_of_the_dead();
+		valve_orphan_check(session.lost_ns);
 }
 
 /* ---- the thread ---- */
@@ -309,7 +310,7 @@ static void reconnect(void)
 		take_refusal(err);
 	if (err)
 		return;
-	if (session.stopped && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
+	if (waits_for_leave() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
 		end_stop();
 	session.released = session.refused = false;
 	valve_until_forget(

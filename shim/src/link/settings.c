@@ -11,6 +11,9 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#define ORPHAN_S      600u
+#define ORPHAN_MOST_S 1000000000u
+
 struct valve_settings valve_settings;
 
 static const char *setting(const char *name)
@@ -27,6 +30,18 @@ static uint32_t role_wish(void)
 	if (!strcmp(role, "online"))
 		return VALVE_ROLE_ONLINE;
 	return strcmp(role, "offline") ? VALVE_ROLE_NONE : VALVE_ROLE_OFFLINE;
+}
+
+/* Seconds that make no sense are the usual ten minutes: a restart or an upgrade of valved takes less. */
+static uint64_t orphan_ns(void)
+{
+	const char *text = setting("VALVE_ORPHAN_S");
+	char *end = NULL;
+	unsigned long seconds = text ? strtoul(text, &end, 10) : 0;
+
+	if (!text || *text < '0' || *text > '9' || *end || seconds > ORPHAN_MOST_S)
+		seconds = ORPHAN_S;
+	return seconds * 1000000000ull;
 }
 
 /* `folder` NULL: this place is not asked. A path that does not fit stays empty, and connecting says so. */
@@ -53,6 +68,7 @@ void valve_settings_read(void)
 	memset(&valve_settings, 0, sizeof(valve_settings));
 	valve_settings.wanted_role = role_wish();
 	valve_settings.is_required = require && !strcmp(require, "1");
+	valve_settings.orphan_ns = orphan_ns();
 	valve_settings.names_mps = setting("CUDA_MPS_PIPE_DIRECTORY") != NULL;
 	add_place(setting("VALVE_RUN_DIR"), "/link.sock");
 	valve_settings.place[0].is_named = valve_settings.places == 1;

@@ -24,7 +24,7 @@ static struct {
 
 static uint64_t end_of(uint32_t gpu)
 {
-	const struct valve_grant *grant = (const void *)(valve_pages + VALVE_GRANT_OFFSET);
+	const struct valve_grant *grant = (const void *)(VALVE_CONTROL_PAGE + VALVE_GRANT_OFFSET);
 
 	return load_acquire(&grant->run_until_ns[gpu]);
 }

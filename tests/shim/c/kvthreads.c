@@ -12,7 +12,7 @@
 
 struct valve_shim valve_shim = {.link_generation = 1};
 struct valve_contexts valve_contexts;
-unsigned char valve_pages[VALVE_CONTROL_BYTES + VALVE_REGION_BYTES] __attribute__((aligned(4096)));
+unsigned char valve_pages[VALVE_PAGES_BYTES] __attribute__((aligned(4096)));
 _Thread_local struct valve_tls valve_tls;
 
 void valve_kv_begin(uint32_t flags);
@@ -168,7 +168,7 @@ static bool is_quiet(void)
 
 int main(int argc, char **argv)
 {
-	struct valve_control *control = (struct valve_control *)(void *)valve_pages;
+	struct valve_control *control = (struct valve_control *)(void *)VALVE_CONTROL_PAGE;
 	pthread_t team[APPS], reader;
 
 	gpu.random = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;

@@ -100,7 +100,7 @@ static void launch(void)
 {
 	if (valve_tls.fenced)
 		add_full(&valve_tls.fenced->submitted, 1);
-	if (!valve_tls.fenced || (load_acquire(&VALVE_CONTROL->gate_epoch) & 1))
+	if (!valve_tls.fenced || (load_acquire(&VALVE_LAUNCH->gate_epoch) & 1))
 		valve_launch_slow(&entry);
 	add_full(&started, 1);
 	for (volatile int i = 0; i < 200; i++)
@@ -180,7 +180,7 @@ static void add_context(void)
 
 int main(int argc, char **argv)
 {
-	struct valve_control *control = (struct valve_control *)(void *)valve_pages;
+	struct valve_control *control = (struct valve_control *)(void *)VALVE_CONTROL_PAGE;
 	intptr_t count = argc > 1 ? atoi(argv[1]) : 100;
 	pthread_t team[LAUNCHERS], session, captures;
 	void *missed;
