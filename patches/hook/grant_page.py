@@ -25,7 +25,8 @@ class GrantPage:
         at, size = wire.GRANT_AT, 4
         self._consented = told[at + wire.GRANT_CONSENTED :][:size].cast("I")
         self._answer = told[at + wire.GRANT_ANSWER :][: 2 * size].cast("I")  # and the number it is to
-        self._target = told[at + wire.GRANT_TPOT_NS :][:16].cast("Q")  # tpot and gap
+        self._by_slices = told[at + wire.GRANT_BY_SLICES :][:size].cast("I")
+        self._target = told[at + wire.GRANT_TPOT_NS :][:24].cast("Q")  # tpot, gap, and until when it is shared
         self._words = asked[wire.REGION_GRANT_UNTIL_NS :][:24].cast("Q")  # until, and begin and end of the last step
         self._seq = asked[wire.REGION_GRANT_SEQ :][:size].cast("I")
         self._bell = os.dup(doorbell_fd)
@@ -39,6 +40,20 @@ class GrantPage:
     def target_ms(self) -> tuple[float, float]:
         """What the owner stated: tpot and gap."""
         return self._target[0] / 1e6, self._target[1] / 1e6
+
+    @property
+    def by_slices(self) -> bool:
+        """Whether pauses need no call of their own once valved has opened: hook/sharing.py."""
+        return self._by_slices[0] != 0
+
+    @property
+    def shared_until_ns(self) -> int:
+        """Until when offline work may run beside the steps; 0: it may not, or valved knows of no such word."""
+        return int(self._target[2])
+
+    def move_on(self, until_ns: int) -> None:
+        """The end of what is shared, without a ring."""
+        self._words[0] = until_ns
 
     def ask(self, until_ns: int) -> int:
         """Offline work may run until then; 0: no longer. The number of the request. Never waits."""

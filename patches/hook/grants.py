@@ -5,6 +5,9 @@ is done, `pause` asks valved and waits on the engine's own input. Whoever has no
 
 What one grant costs is measured here: how long valved takes to open (`wake`), how much later than predicted the next
 step ends (`damage`), and how long before that step the grant has to end so that its stop is not felt (`lead`).
+
+On the rung `timeslice` valved opens once and the engine steps beside offline work (sharing.py): a pause is a wait
+alone, neither wake nor lead is paid, and `damage` is what every such step is late by.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from valve_hook.followed import Followed, Row
 from valve_hook.grant_page import GrantPage
 from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantReason, GrantSettings, Target
+from valve_hook.sharing import Sharing
 from valve_hook.wire import GrantAnswer
 
 MS = 1_000_000
@@ -25,7 +30,9 @@ ANSWER_NS = 15 * MS  # it answers within 5 ms of hearing; then it hangs, or is g
 LOOK_S = 0.0003  # between two looks for the answer
 AGAIN_MS, AGAIN_MOST_MS = 100.0, 5_000.0  # until a refusal is put to the test
 GRANTS_PER_S = 18.0  # a little below valved's own bound, which counts from when it opened
+OPENED_NS = int(1e9 / GRANTS_PER_S)  # the same bound for the openings of the timeslice rung; its pauses have none
 FIRST_COST = GrantCost(stop_ms=1.0, wake_ms=1.0, bubble_ms=0.0, damage_ms=0.5)
+FIRST_SLICED = GrantCost(stop_ms=0.3, wake_ms=0.0, bubble_ms=0.0, damage_ms=0.5)
 LEAD_LEAST_MS, LEAD_MOST_MS = 0.3, 10.0
 LEAD_UP, LEAD_DOWN_MS = 1.25, 0.02  # a step that was late by more than the usual, and one that was not
 LEARN = 0.125
@@ -38,15 +45,6 @@ Wait = Callable[[float], bool]
 class Paged(Protocol):
     @property
     def grant(self) -> GrantPage | None: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Request:
-    number: int
-    tokens: int
-    """Of prompt and answer, computed so far."""
-    streamed: bool
-    has_first: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,11 +68,9 @@ class Asking:
         self.reasons: Counter[GrantReason] = Counter()
         self._link = link
         self._settings = settings or GrantSettings(grants_per_s=GRANTS_PER_S)
-        self._target: tuple[float, float] | None = None
-        self._requests: dict[str, Request] = {}
-        self._numbers = 0
-        self._readers = 0
-        self._context = 0
+        self._told: tuple[float, float, bool] | None = None  # target, and whether pauses go by slices
+        self._followed = Followed()
+        self._sharing = Sharing()
         self._last_ns = 0  # end of the last step, or of the pause after it
         self._is_after_pause = False
         self._gone_ns = 0
@@ -88,13 +84,14 @@ class Asking:
         page = self._page()
         if page is not None:
             self._gone_ns = 0
-            if self._target != page.target_ms:
-                self._begin(page.target_ms)
+            told = (*page.target_ms, page.by_slices)
+            if self._told != told:
+                self._begin(*told)
         elif self.policy is not None:
             now_ns = time.monotonic_ns()
             self._gone_ns = self._gone_ns or now_ns
             if now_ns - self._gone_ns > KEPT_NS:
-                self._target = self.policy = None
+                self._told = self.policy = None
         return self.policy is not None
 
     def _page(self) -> GrantPage | None:
@@ -102,58 +99,52 @@ class Asking:
         page = self._link.grant
         return page if page is not None and page.consented and not self.refused else None
 
-    def _begin(self, target: tuple[float, float]) -> None:
-        """What was learnt under another target says nothing about this one."""
-        self._target = target
-        self._requests.clear()
-        self._readers = self._context = 0
-        self._lead_ms, self._again_ns, self._again_ms = FIRST_COST.stop_ms, 0, AGAIN_MS
-        self.policy = GrantPolicy(Target(tpot_ms=target[0], gap_ms=target[1]), FIRST_COST, settings=self._settings)
+    def _begin(self, tpot_ms: float, gap_ms: float, by_slices: bool) -> None:
+        """What was learnt under another target, or on the other rung, says nothing about this one."""
+        self._sharing.end()
+        self._told = tpot_ms, gap_ms, by_slices
+        self._followed = Followed()
+        self._lead_ms, self._again_ns, self._again_ms = 0.0 if by_slices else FIRST_COST.stop_ms, 0, AGAIN_MS
+        settings = replace(self._settings, grants_per_s=float("inf")) if by_slices else self._settings
+        cost = FIRST_SLICED if by_slices else FIRST_COST
+        self.policy = GrantPolicy(Target(tpot_ms=tpot_ms, gap_ms=gap_ms), cost, settings=settings)
+
+    def refuse(self, why: str) -> None:
+        """From now on it asks for nothing."""
+        self.refused = why
+        self._sharing.end()
 
     # ---- what the engine tells ----
 
     def arrived(self, name: str, prompt_tokens: int, now_ns: int, *, streamed: bool = True) -> None:
-        if self.policy is None or name in self._requests:
-            return
-        self._numbers += 1
-        self._requests[name] = Request(number=self._numbers, tokens=prompt_tokens, streamed=streamed)
-        self.policy.arrived(self._numbers, now_ns / MS)
+        if self.policy is not None:
+            number = self._followed.arrived(name, prompt_tokens, streamed=streamed)
+            if number:
+                self.policy.arrived(number, now_ns / MS)
 
-    def delivered(self, outputs: Iterable[tuple[str, int, bool]], now_ns: int) -> None:
-        """One step's output: (request, new tokens, whether it has ended). Requests that are not known are passed by."""
-        if self.policy is None:
+    def delivered(self, odd: Iterable[Row], now_ns: int, *, plain: int = 0, names: Collection[str] = ()) -> None:
+        """One step's output, of each request. `plain` of those who read, all among `names`, may be left out: they got
+        one token and go on. Requests that are not known are passed by.
+        """
+        policy = self.policy
+        if policy is None:
             return
-        policy, now_ms, seen = self.policy, now_ns / MS, 0
-        firsts: list[Request] = []
-        ended: list[str] = []
-        extra: dict[int, int] = {}
-        served: set[int] = set()
-        for name, tokens, has_ended in outputs:
-            request = self._requests.get(name)
-            if request is None:
-                continue
-            if tokens > 0:
-                seen += request.has_first
-                served.add(request.number)
-                if not request.has_first:
-                    firsts.append(request)
-                    self._context += request.tokens
-                elif tokens > 1:
-                    extra[request.number] = tokens - 1
-                request.tokens += tokens
-                self._context += tokens
-            if has_ended:
-                ended.append(name)
-        skipped: Collection[int] = ()
-        if seen < self._readers:
-            skipped = [each.number for each in self._requests.values() if each.has_first and each.number not in served]
-        policy.delivered(now_ms, skipped, extra)
-        for request in firsts:
-            request.has_first = True
-            self._readers += 1
+        now_ms, step = now_ns / MS, self._followed.delivered(odd, plain, names)
+        policy.delivered(now_ms, step.skipped, step.extra)
+        for request in step.firsts:
             policy.first_token(request.number, now_ms, streamed=request.streamed)
-        for name in ended:
+        for name in step.ended:
             self._forget(name, policy.finished, now_ms)
+        if not self.readers:
+            self._sharing.end()
+        elif self._sharing.is_begun:
+            self._sharing.move_on(self._gap_ends_ns(now_ns))
+
+    def _gap_ends_ns(self, now_ns: int) -> int:
+        """When the gap is over that the owner stated, for whoever has waited longest for a token."""
+        assert self.policy is not None
+        oldest_ms = min(now_ns / MS, self.policy.credits.oldest_token_ms())
+        return int((oldest_ms + self.policy.target.gap_ms) * MS)
 
     def left(self, names: Iterable[str], now_ns: int) -> None:
         """Their clients left. Those that ended by themselves are gone already."""
@@ -162,12 +153,9 @@ class Asking:
                 self._forget(name, self.policy.aborted, now_ns / MS)
 
     def _forget(self, name: str, tell: Callable[[int, float], object], now_ms: float) -> None:
-        request = self._requests.pop(name, None)
-        if request is not None:
-            if request.has_first:
-                self._readers -= 1
-                self._context -= request.tokens
-            tell(request.number, now_ms)
+        number = self._followed.forget(name)
+        if number:
+            tell(number, now_ms)
 
     def stepped(self, begin_ns: int, end_ns: int, batch: int, *, prefill: bool) -> None:
         """A step of `batch` requests; `prefill`: some of them were at their prompts. Call before `delivered`,
@@ -181,20 +169,23 @@ class Asking:
             return
         gap_ms = (begin_ns - last_ns) / MS if last_ns else 0.0
         ms = (end_ns - begin_ns) / MS
-        if self._is_after_pause:
+        if self._is_after_pause or self._sharing.is_begun:
             self._is_after_pause = False
             if not prefill:
                 self._learn_cost(policy, batch, ms + gap_ms)
             return
-        policy.stepped(self._readers if prefill else batch, self._context, ms, gap_ms, prefill=prefill)
+        policy.stepped(self.readers if prefill else batch, self._followed.context, ms, gap_ms, prefill=prefill)
 
     def rested(self, now_ns: int) -> None:
         """The engine had nothing to do: that is no gap between two steps."""
         self._last_ns = now_ns
+        self._sharing.end()
 
     def _learn_cost(self, policy: GrantPolicy, batch: int, taken_ms: float) -> None:
-        usual_ms = policy.model.predict(batch, self._context).ms + policy.load.gap_ms
-        late_ms = taken_ms - usual_ms
+        late_ms = taken_ms - policy.model.predict(batch, self._followed.context).ms - policy.load.gap_ms
+        if self._sharing.is_begun:
+            self._cost(damage_ms=max(0.0, late_ms))
+            return
         if late_ms > policy.model.late_ms:
             self._lead_ms = min(LEAD_MOST_MS, self._lead_ms * LEAD_UP)
         else:
@@ -214,20 +205,44 @@ class Asking:
     @property
     def readers(self) -> int:
         """Requests that have their first token and not their last."""
-        return self._readers
+        return len(self._followed.readers)
+
+    @property
+    def reading(self) -> Collection[str]:
+        """And their names."""
+        return self._followed.readers
 
     def wants(self, now_ns: int, facts: EngineFacts) -> int:
         """When the next step may begin at the latest, where a pause before it is worth asking for; else 0."""
-        policy = self.policy
-        if policy is None or not self._readers or now_ns < self._again_ns or self._page() is None:
+        policy, page = self.policy, self._page()
+        stands = self._sharing.stands(page, now_ns)
+        if policy is None or not self.readers or page is None or (now_ns < self._again_ns and not stands):
             return 0
-        facts.context_tokens = self._context
+        facts.context_tokens = self._followed.context
         decision = policy.decide(now_ns / MS, facts)
         self.reasons[decision.reason] += 1
-        if decision.grant_ms <= 0:
-            return 0
-        resume_ns = now_ns + int(decision.grant_ms * MS)
-        return resume_ns if self._until(resume_ns) >= now_ns + LEAST_NS else 0
+        if decision.grant_ms > 0:
+            resume_ns = now_ns + int(decision.grant_ms * MS)
+            return resume_ns if self._until(resume_ns) >= now_ns + LEAST_NS else 0
+        if stands and not (decision.reason is GrantReason.SHORT and self._can_share(policy, now_ns, facts)):
+            self._sharing.end()
+        return 0
+
+    def _can_share(self, policy: GrantPolicy, now_ns: int, facts: EngineFacts) -> bool:
+        """Steps beside offline work spend credit as pauses do: the reserve is not theirs. A policy that is short of
+        credit has not looked at the facts.
+        """
+        if not is_decoding(facts):
+            return False
+        step_ms = policy.model.predict(facts.running, facts.context_tokens).ms + policy.model.late_ms
+        return policy.credits.least_due_ms() - now_ns / MS >= step_ms + policy.cost.after_ms + policy.reserve.ms
+
+    def still(self, resume_ns: int, facts: EngineFacts) -> int:
+        """A pause that was wanted a call ago, once what was in flight has come in; 0: something else came between."""
+        if is_decoding(facts):
+            return resume_ns
+        self._sharing.end()
+        return 0
 
     def _until(self, resume_ns: int) -> int:
         return resume_ns - int(self._lead_ms * MS)
@@ -241,16 +256,31 @@ class Asking:
         page, begun_ns, until_ns = self._page(), time.monotonic_ns(), self._until(resume_ns)
         if page is None or not is_done or until_ns < begun_ns + LEAST_NS:
             return False
-        answer = self._await(page, page.ask(until_ns), begun_ns, wait)
-        is_given, is_early = answer is GrantAnswer.GIVEN, False
-        if is_given:
-            now_ns = time.monotonic_ns()
-            self._cost(wake_ms=(now_ns - begun_ns) / MS)
-            is_early = now_ns < resume_ns and wait((resume_ns - now_ns) / 1e9)
-        if is_early or answer is None:
-            page.ask(0)  # else valved ends it at its time, or has refused it
+        if self._sharing.stands(page, begun_ns):
+            is_given, is_early = True, wait((resume_ns - begun_ns) / 1e9)
+            if is_early:
+                self._sharing.end()
+        else:
+            is_given, is_early = self._opened(page, begun_ns, resume_ns, wait)
         self._note(begun_ns, is_given=is_given, is_early=is_early)
         return is_given
+
+    def _opened(self, page: GrantPage, begun_ns: int, resume_ns: int, wait: Wait) -> tuple[bool, bool]:
+        """By a call: whether it was given, and whether there was something to do before its end."""
+        until_ns = self._gap_ends_ns(begun_ns) if page.by_slices else self._until(resume_ns)
+        answer, is_early = self._await(page, page.ask(until_ns), begun_ns, wait), False
+        is_given = answer is GrantAnswer.GIVEN
+        if is_given:
+            now_ns = time.monotonic_ns()
+            self._sharing.begin(page)
+            if self._sharing.is_begun:
+                self._again_ns = now_ns + OPENED_NS
+            else:
+                self._cost(wake_ms=(now_ns - begun_ns) / MS)
+            is_early = now_ns < resume_ns and wait((resume_ns - now_ns) / 1e9)
+        if (is_early or answer is None) and not self._sharing.end():
+            page.ask(0)  # else valved ends it at its time, or has refused it
+        return is_given, is_early
 
     def _await(self, page: GrantPage, seq: int, begun_ns: int, wait: Wait) -> GrantAnswer | None:
         """None: none came in time, or there is something else to do."""
@@ -274,3 +304,8 @@ class Asking:
         self.sums.longest_ns = max(self.sums.longest_ns, now_ns - begun_ns)
         self.sums.given += is_given
         self.sums.ended_early += is_early
+
+
+def is_decoding(facts: EngineFacts) -> bool:
+    """Nothing but steps of those who read is due."""
+    return bool(facts.running) and not (facts.waiting or facts.prefilling or facts.reclaim_pending)

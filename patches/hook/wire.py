@@ -68,6 +68,7 @@ CONTROL_BYTES = valve_abi.CONTROL_BYTES
 GRANT_AT = valve_abi.GRANT_OFFSET
 GRANT_CONSENTED = valve_abi.GRANT.at("consented")
 GRANT_ANSWER = valve_abi.GRANT.at("answer")
+GRANT_BY_SLICES = valve_abi.GRANT.at("by_slices")
 GRANT_TPOT_NS = valve_abi.GRANT.at("tpot_ns")
 REGION_GRANT_UNTIL_NS = valve_abi.REGION.at("grant_until_ns")
 REGION_GRANT_SEQ = valve_abi.REGION.at("grant_seq")

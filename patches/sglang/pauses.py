@@ -51,7 +51,7 @@ class LoopPauses:
         self._look()
         if not resume_ns:
             resume_ns = asking.wants(now_ns, self.facts)
-        elif self.in_flight or self.facts.waiting or self.facts.prefilling or not self.facts.running:
+        elif not asking.still(resume_ns, self.facts) or self.in_flight:
             return  # it was not drained: something came between
         if resume_ns and self.in_flight:
             self._resume_ns, self._drains = resume_ns, True
@@ -136,7 +136,8 @@ class LoopPauses:
             action()
         except Exception:
             log.exception("valve: looking for a pause failed; the engine goes on without pauses")
-            self.asking.refused, self._drains = "the hook failed", False
+            self._drains = False
+            self.asking.refuse("the hook failed")
 
 
 def pauses_of(scheduler: Any) -> LoopPauses | None:

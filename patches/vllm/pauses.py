@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from valve_hook.followed import Row
 from valve_hook.grants import Asking
 from valve_hook.link import Link
 from valve_hook.policy.granting import EngineFacts
@@ -66,8 +67,7 @@ class CorePauses:
         resume_ns, self._resume_ns = self._resume_ns, 0
         if resume_ns:
             self._look()
-            facts = self.facts
-            resume_ns = 0 if facts.waiting or facts.prefilling or not facts.running else resume_ns
+            resume_ns = asking.still(resume_ns, self.facts)
         else:
             self._look()
             resume_ns = asking.wants(now_ns, self.facts)
@@ -128,13 +128,9 @@ class CorePauses:
         self.asking.stepped(getattr(output, BEGUN, now_ns), now_ns, count, prefill=is_prefill)
         if self.asking.policy is None:
             return
-        rows = [
-            (each.request_id, len(each.new_token_ids), each.finish_reason is not None)
-            for batch in (outputs or {}).values()
-            for each in batch.outputs
-        ]
-        self._unfinished = count - sum(tokens > 0 for _, tokens, _ in rows)
-        self.asking.delivered(rows, now_ns)
+        odd, plain = told((outputs or {}).values(), self.asking.reading)
+        self._unfinished = count - plain - sum(tokens > 0 for _, tokens, _ in odd)
+        self.asking.delivered(odd, now_ns, plain=plain, names=output.num_scheduled_tokens)
         self.asking.left(output.finished_req_ids, now_ns)
 
     def _guard(self, action: Callable[[], bool]) -> bool:
@@ -147,7 +143,20 @@ class CorePauses:
     def fail(self, what: str) -> None:
         """The engine goes on, and asks no more."""
         log.exception("valve: %s; the engine goes on without pauses", what)
-        self.asking.refused = "the hook failed"
+        self.asking.refuse("the hook failed")
+
+
+def told(batches: Iterable[Any], reading: Collection[str]) -> tuple[list[Row], int]:
+    """What is out of the ordinary in a step's output, and how many of `reading` got one token and go on."""
+    odd, count = [], 0
+    for batch in batches:
+        count += len(batch.outputs)
+        odd += [
+            (each.request_id, len(each.new_token_ids), each.finish_reason is not None)
+            for each in batch.outputs
+            if each.finish_reason is not None or len(each.new_token_ids) != 1 or each.request_id not in reading
+        ]
+    return odd, count - len(odd)
 
 
 def wrap_engine_core(link: Callable[[], Link | None]) -> None:

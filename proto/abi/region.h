@@ -139,7 +139,10 @@ struct valve_grant {
 	        by_slices; /* 1: no call is made per pause; while it steps it moves grant_until_ns on, without a ring,
 	                      * and rings for what is no step: a new request, an abort, its end */
 	uint64_t tpot_ns, gap_ns; /* what the owner stated */
-	uint8_t pad1[32];
+	uint64_t
+	        shared_until_ns; /* rung timeslice: until when offline work may run beside the steps. While it lies ahead
+	                          * a pause needs no call; 0: it has ended, or has not begun */
+	uint8_t pad1[24];
 
 	/* 64: to an offline client. By GPU of the node, written by its issuer: until when channels there may run. 0: until
 	 * valved stops them. Set before they are enabled, cleared after they were stopped; the order eventfd is rung after
@@ -229,7 +232,8 @@ struct valve_region {
 	 * the control page says that the owner consents. */
 	_Alignas(64) uint64_t grant_until_ns; /* offline work may run until then; past: no longer */
 	uint64_t step_begin_ns,
-	        step_end_ns; /* of the engine's last step, whoever consents; the end is written last */
+	        step_end_ns; /* of the engine's last step, whoever consents; the end is written last. Slices end `gap`
+	                      * after it, whatever grant_until_ns says */
 	uint32_t grant_seq;
 	uint32_t pad7;
 

@@ -32,12 +32,21 @@ def calls(scene: Scene) -> tuple[int, int]:
     return counts.disables, counts.enables
 
 
-def ended(scene: Scene) -> None:
-    """For good: off, told, and nothing of it left open."""
+def ended(scene: Scene, *, hook: bool = True) -> None:
+    """For good: off, told, and nothing of it left open. `hook`: there is one to be told."""
     scene.wait_off()
     wait_until(lambda: set(scene.until()) == {0}, "the end is cleared")
     assert scene.grants.grants(SERVICE).until_ns == 0
+    assert not hook or scene.hook.words["shared_until_ns"] == 0
     assert scene.online.control["gate_epoch"] % 2 == 0
+
+
+def step(scene: Scene) -> None:
+    """The hook tells of a step, and moves its word on. A machine that was too slow for a whole gap begins anew."""
+    if not scene.grants.grants(SERVICE).until_ns:
+        scene.ask()
+    now_ns = time.monotonic_ns()
+    scene.hook.region["step_end_ns"], scene.hook.region["grant_until_ns"] = now_ns, now_ns + FAR
 
 
 def test_the_service_steps_beside_offline_work_without_a_ring_and_without_a_driver_call(scene: Scene) -> None:
@@ -66,7 +75,7 @@ def test_a_hook_that_steps_moves_the_end_on_without_a_ring_and_without_a_driver_
     first = scene.grants.grants(SERVICE)
 
     def steps() -> bool:
-        scene.hook.region["grant_until_ns"] = time.monotonic_ns() + FAR
+        step(scene)
         return scene.grants.grants(SERVICE).until_ns > first.until_ns + 4 * most_ns
 
     before = calls(scene)
@@ -84,6 +93,35 @@ def test_it_ends_by_itself_when_the_hook_steps_no_more(scene: Scene) -> None:
 
     ended(scene)
     assert StopCause.RING not in scene.causes()
+
+
+@pytest.mark.parametrize("told", ["nothing", "a step to come"])
+def test_a_hook_that_hangs_shares_no_longer_than_the_gap_after_its_last_step(scene: Scene, told: str) -> None:
+    """Whatever it asked for. The service launches, which rings nobody: such a launch shares the card so long, too."""
+    most_ns = 100 * MS
+    scene.grants.consent(SERVICE, most_ns, 0)
+    wait_until(lambda: scene.ask() is GrantAnswer.GIVEN and scene.runs(), "a beginning")
+    step(scene)
+    if told == "a step to come":
+        scene.hook.region["step_end_ns"] = time.monotonic_ns() + 50 * MS
+    last_ns = scene.hook.region["step_end_ns"]
+    scene.online.launch()
+    told_ns = set()
+
+    def is_over() -> bool:
+        told_ns.update(scene.until(), [scene.hook.words["shared_until_ns"]])
+        return scene.grants.grants(SERVICE).until_ns == 0
+
+    wait_until(is_over, "its end")
+    ended(scene)
+    assert max(told_ns) <= last_ns + most_ns
+
+
+def test_the_hook_is_told_until_when_its_pauses_need_no_call(scene: Scene) -> None:
+    assert scene.hook.words["shared_until_ns"] == 0
+    given(scene)
+
+    assert [scene.hook.words["shared_until_ns"]] == scene.until()
 
 
 def test_the_hook_ends_it_at_once(scene: Scene) -> None:
@@ -137,7 +175,7 @@ def test_whatever_ends_granting_ends_slices_at_once(scene: Scene, by: str) -> No
     if by != "brake":
         assert scene.grants.grants(SERVICE).until_ns == 0  # before the call came back
     wait_until(lambda: scene.grants.grants(SERVICE).until_ns == 0, "its books are closed")
-    ended(scene)
+    ended(scene, hook=by != "gone")
 
 
 def test_a_launch_of_another_service_stops_offline_work_and_is_counted_to_that_one(rig: Rig) -> None:
@@ -205,7 +243,7 @@ def test_slices_end_at_once_when_the_hook_is_gone(scene: Scene) -> None:
 
     scene.rig.gate.remove_client(scene.hook.client)
 
-    ended(scene)
+    ended(scene, hook=False)
 
 
 def test_offline_work_that_stopped_itself_as_its_end_moved_on_runs_again(scene: Scene) -> None:
@@ -221,7 +259,7 @@ def test_offline_work_that_stopped_itself_as_its_end_moved_on_runs_again(scene: 
     work.region["until_done"] = first
 
     def goes_on() -> bool:
-        scene.hook.region["grant_until_ns"] = time.monotonic_ns() + FAR
+        step(scene)
         return scene.until()[0] > first
 
     wait_until(goes_on, "the end has moved on")

@@ -6,15 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from grant_valved import GAP_MS, TPOT_MS, Valved, Waiting
+from grant_valved import GAP_MS, STEP_NS, TPOT_MS, Valved, Waiting, decoding, facts_of, grants_of
 from hypothesis import given
 from hypothesis import strategies as st
 from valve_abi import GrantAnswer
 from valve_hook.grants import ANSWER_NS, KEPT_NS, MS, Asking
-from valve_hook.policy.granting import EngineFacts, GrantReason, GrantSettings
-from valve_hook.policy.misses import MissSettings
-
-STEP_NS, HOST_NS = 6 * MS, MS // 2
+from valve_hook.policy.granting import GrantReason, GrantSettings
 
 
 @pytest.fixture
@@ -22,32 +19,6 @@ def valved() -> Iterator[Valved]:
     valved = Valved()
     yield valved
     valved.close()
-
-
-def grants_of(valved: Valved, refused: str = "", **more: object) -> Asking:
-    settings = GrantSettings(grants_per_s=1e9, least_worth=-1e9, misses=MissSettings(trial=0), **more)
-    return Asking(valved, refused=refused, settings=settings)
-
-
-def facts_of(**more: object) -> EngineFacts:
-    facts = {"running": 1, "kv_used": 10, "kv_pool": 1_000, "kv_mapped": 1_000, "max_num_seqs": 64}
-    return EngineFacts(**{**facts, **more})
-
-
-def decoding(grants: Asking, names: tuple[str, ...] = ("a",), steps: int = 20) -> int:
-    """Requests that are ahead of their target, and the time after their last step: now, for pauses are real."""
-    if not grants.follows:
-        return time.monotonic_ns()
-    now = begun = time.monotonic_ns() - (steps + 1) * (STEP_NS + HOST_NS)
-    grants.rested(begun)
-    for name in names:
-        grants.arrived(name, 100, begun - 500 * MS)
-    for _ in range(steps + 1):
-        now += HOST_NS
-        grants.stepped(now, now + STEP_NS, len(names), prefill=False)
-        now += STEP_NS
-        grants.delivered([(name, 1, False) for name in names], now)
-    return now
 
 
 def test_a_service_that_is_ahead_asks_and_waits_until_its_next_step(valved: Valved) -> None:

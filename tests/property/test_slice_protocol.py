@@ -1,8 +1,10 @@
-"""The argument of slice.c in every interleaving: a GPU that one service holds and shares, an end that moves on, another
-service that holds in the middle of it, an offline process that stops itself, and the death of valved at every step.
+"""The argument of slice.c in every interleaving: a GPU that one service holds and shares, an end that each step of its
+engine moves on, another service that holds in the middle of it, an offline process that stops itself, a hook that takes
+it back or steps no more, and the death of hook and valved at every step.
 
-Never offline work beside a second holder; never an open gate after its end and the process's own stop; never channels
-that stay off while the GPU is shared. Each changed order breaks one of these, and is found.
+Never offline work beside a second holder; never an open gate after its end and the process's own stop, beyond the gap
+after the last step, or after the hook took it back; never channels that stay off while the GPU is shared. Each changed
+order breaks one of these, and is found.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from explore import explore
 
-ENDS = 2  # times that an end is set or moved on
+STEPS = 2  # of the engine; the gap after step k is the end number k
 HOLDS = 1  # by the other service
 
 
@@ -22,15 +24,18 @@ class State(NamedTuple):
     listener: str = "idle"
     slicing: bool = False
     sliced: bool = False  # the GPU's bit
-    ends: int = 0
+    ends: int = 0  # the last that was set
     until: int = 0
     alive: bool = True
+    # the hook
+    steps: int = 0
+    taken: bool = False  # it has taken it back, or is dead: its ring, or the end of its link, is heard
     # whoever else holds: a ring, the brake, a move of memory
     other: str = "idle"
     holds: int = 0
     saw: bool = False
     holders: int = 1
-    heard: bool = False  # the listener was kicked; it looks at the holders then, else only at the time
+    heard: bool = False  # the listener was kicked; it looks at holders and hook then, else only at the time
     # the issuer
     issuer: str = "idle"
     kicked: bool = False  # it looks when it was kicked, else by its timer
@@ -56,6 +61,8 @@ class Variant(NamedTuple):
     ignores_claims: bool = False
     tells_unlooked: bool = False  # the moved end is told to a GPU that is held by now
     looks_once: bool = False  # who holds looks at the GPU's bit before it counts, and not again
+    trusts_the_word: bool = False  # the end moves on with the hook's word alone, without a step
+    deaf: bool = False  # the hook's ring is heard as a wish like any other
 
 
 RIGHT = Variant()
@@ -68,16 +75,18 @@ def is_shared(s: State, variant: Variant) -> bool:
 def listener(s: State, variant: Variant) -> Iterator[State]:
     match s.listener:
         case "idle" if not s.slicing:
-            if s.ends < ENDS and s.over <= s.ends and s.holders == 1 and s.state == "stopped" and not s.until:
-                yield s._replace(listener="share", slicing=True, ends=s.ends + 1, until=s.ends + 1, kicked=True)
+            is_free = s.holders == 1 and s.state == "stopped" and not s.until
+            if s.steps > max(s.ends, s.over) and is_free:
+                end = s.steps
+                yield s._replace(listener="share", slicing=True, ends=end, until=end, kicked=True, taken=False)
         case "idle":
             is_broken = not s.sliced or (s.holders > 1 and not variant.trusts_the_bit)
-            if s.over >= s.until or (s.heard and is_broken):
+            is_over = s.taken and not variant.deaf
+            if s.over >= s.until or (s.heard and (is_broken or is_over)):
                 yield s._replace(listener="close", heard=False)
             elif s.heard:
                 yield s._replace(heard=False)
-            if s.ends < ENDS:
-                yield from moving_on(s, is_broken=is_broken)
+            yield from moving_on(s, variant, ends=is_broken or is_over)
         case "share":
             yield s._replace(listener="look", sliced=True)
         case "look":
@@ -94,10 +103,19 @@ def listener(s: State, variant: Variant) -> Iterator[State]:
             yield s._replace(listener="idle", until=0, slicing=False, kicked=True)
 
 
-def moving_on(s: State, *, is_broken: bool) -> Iterator[State]:
-    """The hook has moved its wish on: the listener looks at its time, and finds whatever broke it meanwhile, too."""
-    if s.over < s.until and not is_broken:
-        yield s._replace(ends=s.ends + 1, until=s.ends + 1, kicked=True)
+def moving_on(s: State, variant: Variant, *, ends: bool) -> Iterator[State]:
+    """The engine has stepped: the listener looks at its time, and finds whatever ended it meanwhile, too."""
+    end = s.until + 1 if variant.trusts_the_word else s.steps
+    if s.over < s.until < end <= STEPS and not ends:
+        yield s._replace(ends=end, until=end, kicked=True)
+
+
+def hook(s: State) -> Iterator[State]:
+    """It may do nothing at any time, and for ever: then it hangs."""
+    if s.steps < STEPS:
+        yield s._replace(steps=s.steps + 1)
+    if s.slicing and not s.taken:
+        yield s._replace(taken=True, heard=True)
 
 
 def other(s: State, variant: Variant) -> Iterator[State]:
@@ -200,7 +218,8 @@ def whims(s: State, variant: Variant) -> Iterator[State]:
         yield from (each for each in other(s, variant) if s.other == "idle")
         yield s._replace(alive=False)
         yield s._replace(kicked=True)  # its timer, at any time or never
-    if s.over < s.ends:
+    yield from hook(s)
+    if s.over < max(s.ends, s.steps):
         yield s._replace(over=s.over + 1)
 
 
@@ -213,13 +232,17 @@ def wrong(s: State, is_still: bool) -> str:
         return "open after its end"
     if s.on and not s.told:
         return "open without an end"
+    if s.on and s.over >= s.steps:
+        return "beyond the gap after the last step"
+    if s.on and s.alive and s.taken:
+        return "after the hook took it back"
     if s.alive and s.slicing and s.over < s.until and s.holders == 1 and not s.on:
         return "channels that stay off while shared"
     return ""
 
 
-def outcome(variant: Variant) -> tuple[int, set[str]]:
-    return explore(State(), lambda s: work(s, variant), lambda s: whims(s, variant), wrong)
+def outcome(variant: Variant, enough: str = "") -> tuple[int, set[str]]:
+    return explore(State(), lambda s: work(s, variant), lambda s: whims(s, variant), wrong, enough)
 
 
 def test_no_order_of_steps_and_no_death_shares_with_a_second_holder_or_beyond_the_end() -> None:
@@ -237,7 +260,9 @@ def test_no_order_of_steps_and_no_death_shares_with_a_second_holder_or_beyond_th
         (Variant(ignores_claims=True), "channels that stay off while shared"),
         (Variant(tells_unlooked=True), "open without an end"),
         (Variant(looks_once=True), "beside a second holder"),
+        (Variant(trusts_the_word=True), "beyond the gap after the last step"),
+        (Variant(deaf=True), "after the hook took it back"),
     ],
 )
 def test_another_order_of_steps_is_found_out(variant: Variant, breaks: str) -> None:
-    assert breaks in outcome(variant)[1]
+    assert breaks in outcome(variant, enough=breaks)[1]

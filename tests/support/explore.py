@@ -13,11 +13,12 @@ def explore(
     work: Callable[[State], Iterable[State]],
     whims: Callable[[State], Iterable[State]],
     wrong: Callable[[State, bool], str],
+    enough: str = "",
 ) -> tuple[int, set[str]]:
     """`work` is what must happen some time, `whims` what may at any time or never. A state without work is still:
-    `wrong` is told so. How many states there are, and all that was found."""
+    `wrong` is told so. How many states there are, and all that was found; once `enough` was found the search ends."""
     seen, todo, found = {start}, [start], set()
-    while todo:
+    while todo and not (enough and enough in found):
         state = todo.pop()
         due = list(work(state))
         found.add(wrong(state, not due))

@@ -1,4 +1,4 @@
-"""Valved as the asking half of granted time sees it: both pages and the doorbell; and an engine's own wait."""
+"""Valved as the asking half of granted time sees it: pages and doorbell; an engine's own wait, and its steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 
 from valve_abi import CONTROL_BYTES, GRANT, GRANT_OFFSET, PAGE, REGION, GrantAnswer
 from valve_hook.grant_page import GrantPage
-from valve_hook.grants import MS
+from valve_hook.grants import MS, Asking
+from valve_hook.policy.granting import EngineFacts, GrantSettings
+from valve_hook.policy.misses import MissSettings
 
 TPOT_MS, GAP_MS = 40.0, 100.0
+STEP_NS, HOST_NS = 6 * MS, MS // 2
 
 
 class Valved:
@@ -34,6 +37,13 @@ class Valved:
         self._tell("tpot_ns", int(tpot_ms * MS))
         self._tell("gap_ns", int(gap_ms * MS))
         self._tell("consented", consented)
+
+    def by_slices(self, by_slices: bool = True) -> None:
+        """The rung of this node."""
+        self._tell("by_slices", by_slices)
+
+    def share(self, until_ns: int) -> None:
+        self._tell("shared_until_ns", until_ns)
 
     def _tell(self, name: str, value: int) -> None:
         field_ = GRANT.fields[name]
@@ -88,3 +98,29 @@ class Waiting:
         else:
             self.valved.answer(self.says)
         return False
+
+
+def grants_of(valved: Valved, refused: str = "", **more: object) -> Asking:
+    settings = GrantSettings(grants_per_s=1e9, least_worth=-1e9, misses=MissSettings(trial=0), **more)
+    return Asking(valved, refused=refused, settings=settings)
+
+
+def facts_of(**more: object) -> EngineFacts:
+    facts = {"running": 1, "kv_used": 10, "kv_pool": 1_000, "kv_mapped": 1_000, "max_num_seqs": 64}
+    return EngineFacts(**{**facts, **more})
+
+
+def decoding(grants: Asking, names: tuple[str, ...] = ("a",), steps: int = 20) -> int:
+    """Requests that are ahead of their target, and the time after their last step: now, for pauses are real."""
+    if not grants.follows:
+        return time.monotonic_ns()
+    now = begun = time.monotonic_ns() - (steps + 1) * (STEP_NS + HOST_NS)
+    grants.rested(begun)
+    for name in names:
+        grants.arrived(name, 100, begun - 500 * MS)
+    for _ in range(steps + 1):
+        now += HOST_NS
+        grants.stepped(now, now + STEP_NS, len(names), prefill=False)
+        now += STEP_NS
+        grants.delivered([(name, 1, False) for name in names], now)
+    return now

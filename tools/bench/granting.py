@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
 
 from valve_abi import CONTROL_BYTES, GRANT, GRANT_OFFSET, PAGE
@@ -17,6 +18,7 @@ from valve_hook.grant_page import GrantPage
 from valve_hook.grants import Asking
 from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantSettings, Target
 from valve_hook.policy.misses import MissSettings
+from valve_hook.vllm.pauses import told
 from valve_tools.bench.row import Row, row_of
 
 STEPS = 6_000
@@ -36,7 +38,8 @@ def bench_granting() -> Iterator[Row]:
         yield row_of(
             "granting", f"hook-wants-{requests}", "us", wanting, BUDGET_US, judged="p99", note=f"{asked} wanted"
         )
-        yield row_of("granting", f"hook-follows-{requests}", "us", following, None, note="each token of a step")
+        note = "each token of a step, from a vLLM's output on"
+        yield row_of("granting", f"hook-follows-{requests}", "us", following, BUDGET_US, judged="p99", note=note)
 
 
 def _steps(requests: int) -> tuple[list[float], list[float], int]:
@@ -91,26 +94,44 @@ class Consented:
             os.close(fd)
 
 
+@dataclass(slots=True)
+class Output:
+    """Of one request in a step, as vLLM tells of it."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Outputs:
+    outputs: list[Output]
+
+
 def _hook_steps(requests: int) -> tuple[list[float], list[float], int]:
     """The same, as an engine's hook pays for it."""
     settings = GrantSettings(grants_per_s=1e9, least_worth=-1.0, misses=MissSettings(trial=0))
     hook, names, now = Asking(Consented(), settings=settings), count(), time.monotonic_ns()
-    running: list[str] = []
     facts = EngineFacts(running=requests, kv_pool=10**8, kv_mapped=10**8, max_num_seqs=1_024)
-    following, wanting, wanted = [], [], 0
+    batch, scheduled, wanted = Outputs([]), dict[str, int](), 0
+    following, wanting = [], []
     for step in range(STEPS):
         begun = time.thread_time_ns()
         if hook.follows:
-            while len(running) < requests:
-                running.append(f"request-{next(names)}")
-                hook.arrived(running[-1], 1_000, now - 500_000_000)
-            ended = running[0] if step % TURNOVER == TURNOVER - 1 else ""
+            while len(batch.outputs) < requests:
+                batch.outputs.append(Output(f"request-{next(names)}", [7]))
+                scheduled[batch.outputs[-1].request_id] = 1
+                hook.arrived(batch.outputs[-1].request_id, 1_000, now - 500_000_000)
+            first = batch.outputs[0]
+            first.finish_reason = "length" if step % TURNOVER == TURNOVER - 1 else None
             hook.stepped(now + 500_000, now + 7_000_000, requests, prefill=False)
             now += 7_000_000
-            hook.delivered([(name, 1, name == ended) for name in running], now)
-            del running[: bool(ended)]
-        told = time.thread_time_ns()
+            odd, plain = told((batch,), hook.reading)
+            hook.delivered(odd, now, plain=plain, names=scheduled)
+            if first.finish_reason:
+                del batch.outputs[0], scheduled[first.request_id]
+        followed = time.thread_time_ns()
         wanted += hook.wants(now, facts) > 0
-        wanting.append((time.thread_time_ns() - told) / 1e3)
-        following.append((told - begun) / 1e3)
+        wanting.append((time.thread_time_ns() - followed) / 1e3)
+        following.append((followed - begun) / 1e3)
     return following, wanting, wanted

@@ -2,8 +2,8 @@
 
 The gate rung pays a wake and a stop. Its own cost is counted from the hook's word to the driver's answer: what of a
 pause is not offline work's. Each pause is compared with its own two driver calls, so a busy machine weighs on both
-alike. The timeslice rung makes no call: what is left is the hook's store and what valved's threads do meanwhile, in
-processor time.
+alike. The timeslice rung makes no call: what is left is what the hook does (its own classes) and valved's threads
+meanwhile, in processor time.
 
 Not counted: the watcher's quiet time before work is proven done, and what the card itself loses at a switch.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from valve_abi import GRANT, GRANT_OFFSET, GrantAnswer
+from valve_abi import GRANT, GRANT_OFFSET, PAGE, GrantAnswer
+from valve_hook.grant_page import GrantPage
+from valve_hook.sharing import Sharing
 from valve_tools.bench import gate_host
 from valve_tools.bench.row import Row, row_of
 from valve_tools.emulator.client import Emulator
@@ -34,7 +37,7 @@ from valved.policy.wake import WakeSettings
 CYCLES, CHANNELS = 300, 8
 PAUSE_S, STEP_S = 0.004, 0.004
 MARK_CALLS, MARK_MS = 1.5, 0.1
-FAR_NS = 3_600_000_000_000
+FAR_NS, GAP_NS, STEP_NS = 3_600_000_000_000, 100_000_000, 4_000_000
 MS, PATIENCE_S = 1e6, 60.0
 HOOK = ClientId(3)
 GPU = GpuIndex(0)
@@ -58,6 +61,7 @@ class Pauses:
         self._bell, self._control = fds.doorbell, region.control_page(fds.control)
         self.hook = region.region_page(fds.region)
         region.fill_region(self.hook)
+        self.page = GrantPage(fds.control, mmap.mmap(fds.region, PAGE), fds.doorbell)
         self._seq = 0
         self.gate.permit(gate_host.SERVICE, never_by_itself())
         self.gate.granting.set_grantable(frozenset({GPU}))
@@ -135,16 +139,22 @@ def by_slices(emulator: Emulator) -> dict[str, list[float]]:
     """Processor time of a pause, in ms: the hook's store, and all other threads of this process, which are valved's."""
     pauses = Pauses()
     pauses.gate.granting.set_sliceable(True, frozenset({GPU}))
-    pauses.gate.granting.consent(gate_host.SERVICE, 100_000_000, 0)
+    pauses.gate.granting.consent(gate_host.SERVICE, GAP_NS, 0)
+    pauses.gate.granting.offer(HOOK, GAP_NS, GAP_NS)
     pauses.say(time.monotonic_ns() + FAR_NS)
     if pauses.answer() is not GrantAnswer.GIVEN:
         raise RuntimeError(f"refused: {pauses.gate.granting.grants(gate_host.SERVICE).refused}")
     pauses.wait(lambda: not pauses.gate.is_gated(GPU), "offline work runs")
     before = len(emulator.state().gates)
     costs: dict[str, list[float]] = {"own": [], "hook": []}
+    sharing, rings, waits = Sharing(), pauses.hook["grant_seq"], 0
     for _ in range(CYCLES):
         whole_ns, mine_ns = time.process_time_ns(), time.thread_time_ns()
-        pauses.hook["grant_until_ns"] = time.monotonic_ns() + FAR_NS
+        now_ns = time.monotonic_ns()
+        pauses.page.stepped(now_ns - STEP_NS, now_ns)
+        sharing.begin(pauses.page)
+        sharing.move_on(now_ns + GAP_NS)
+        waits += sharing.stands(pauses.page, now_ns)
         hook_ns = time.thread_time_ns() - mine_ns
         time.sleep(PAUSE_S + STEP_S)
         mine_ns, whole_ns = time.thread_time_ns() - mine_ns, time.process_time_ns() - whole_ns
@@ -153,6 +163,7 @@ def by_slices(emulator: Emulator) -> dict[str, list[float]]:
     grants = pauses.gate.granting.grants(gate_host.SERVICE)
     costs["calls"] = [float(len(emulator.state().gates) - before)]
     costs["grants"] = [float(grants.grants)]
+    costs["rings"], costs["waits"] = [float(pauses.hook["grant_seq"] - rings)], [float(waits)]
     pauses.close()
     return costs
 
@@ -184,8 +195,8 @@ def bench_gate() -> Iterator[Row]:
 def bench_slices() -> Iterator[Row]:
     with node(Options()) as emulator:
         found = run_on(emulator.directory, "slices")
-    calls, grants = round(found["calls"][0]), round(found["grants"][0])
-    note = f"processor time; {calls} driver calls in {CYCLES} pauses, {grants} beginnings"
+    calls, grants, rings, waits = (round(found[name][0]) for name in ("calls", "grants", "rings", "waits"))
+    note = f"processor time; {calls} driver calls and {rings} rings in {waits} of {CYCLES} pauses, {grants} beginnings"
     yield row_of("grant-slice", "own cost", "ms", found["own"], MARK_MS, note=note)
     yield row_of("grant-slice", "of it the hook's", "ms", found["hook"], None)
 

@@ -5,7 +5,8 @@
  *
  * The service goes on holding and its words stay closed, so its launches ring nobody. What ends it is therefore said
  * otherwise: its hook rings when something comes that is not a step (grant_until_ns in the past); its time is over, for the
- * hook moves that on as long as it steps; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and
+ * hook moves that on as long as it steps, and no further than the stated gap from the last step that it told of, so that a
+ * hook that hangs or errs shares no reader's wait beyond what the owner consented to; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and
  * slice_break tells of it); the caller takes permission or consent back. A service that lets go ends it too, before its
  * hold is dropped: who launches after that finds no slices.
  *
@@ -22,14 +23,30 @@ enum valve_grant_answer slice_refuses(struct valve_gate *gate, uint32_t gpu)
 	return load_full(&gate->sliceable) & 1u << gpu ? VALVE_GRANT_NONE : VALVE_GRANT_SLICE;
 }
 
+static uint64_t least(uint64_t one, uint64_t other)
+{
+	return one < other ? one : other;
+}
+
 static bool is_mine(const struct service *service, uint32_t gpu)
 {
 	return load_acquire(&service->mask) & 1u << gpu;
 }
 
+static void tell_hooks(const struct service *service, uint64_t until_ns)
+{
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
+
+	for (uint32_t i = 0; list && i < list->count; i++) {
+		if (list->client[i]->role == VALVE_ROLE_HOOK)
+			store_release(&client_grant(list->client[i])->shared_until_ns, until_ns);
+	}
+}
+
 static void set_until(struct valve_gate *gate, struct service *service, uint64_t until_ns)
 {
 	store_relaxed(&service->granted_until_ns, until_ns);
+	tell_hooks(service, until_ns);
 	for (uint32_t i = 0; i < gate->gpu_count; i++) {
 		if (!is_mine(service, i))
 			continue;
@@ -70,9 +87,8 @@ static bool is_alone(const struct valve_gate *gate, const struct service *servic
 /* Listener, after grant.c found nothing in the way. */
 enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *service, uint64_t now)
 {
-	uint64_t most_ns = load_relaxed(&service->grant_most_ns), until_ns = service->wish_ns;
+	uint64_t until_ns = least(service->wish_ns, now + load_relaxed(&service->grant_most_ns));
 
-	until_ns = until_ns > now + most_ns ? now + most_ns : until_ns;
 	store_relaxed(&service->granted_since_ns, now);
 	service->granted_asker = service->wish_asker;
 	store_full(&service->slicing, 1);
@@ -89,30 +105,32 @@ enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *serv
 	return VALVE_GRANT_GIVEN;
 }
 
-/* Until when the hook wants it by now: it moves that on as it steps, without a ring. */
-static uint64_t wanted_ns(const struct valve_gate *gate, const struct service *service)
+/* Until when the hook wants it by now: it moves that on as it steps, without a ring. Without a new step it goes no further. */
+static uint64_t wanted_ns(const struct valve_gate *gate, const struct service *service, uint64_t now)
 {
 	const struct valve_client *asker = load_full(&gate->client[service->granted_asker & 0xFFFFFFFFu]);
+	uint64_t since_ns = load_relaxed(&service->granted_since_ns), step_ns;
 
 	if (!asker || asker->generation != (uint32_t)(service->granted_asker >> 32))
 		return 0;
-	return load_acquire(&asker->region->grant_until_ns);
+	step_ns = least(load_acquire(&asker->region->step_end_ns), now); /* a claim */
+	step_ns = step_ns > since_ns ? step_ns : since_ns;
+	return least(load_acquire(&asker->region->grant_until_ns),
+	             step_ns + load_relaxed(&service->grant_most_ns));
 }
 
 /* Listener, inside its turn: end it, or move it on; when to look again. A service without a permission is the caller's. */
 uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t now, bool may_go_on)
 {
-	uint64_t until_ns = load_relaxed(&service->granted_until_ns), wish_ns, most_ns;
+	uint64_t until_ns = load_relaxed(&service->granted_until_ns), wish_ns;
 
 	if (!load_full(&service->permitted))
 		return NEVER;
-	wish_ns = wanted_ns(gate, service);
-	most_ns = load_relaxed(&service->grant_most_ns);
+	wish_ns = wanted_ns(gate, service, now);
 	if (!may_go_on || wish_ns <= now || !is_alone(gate, service)) {
 		slice_close(gate, service, now, may_go_on && wish_ns > now);
 		return NEVER;
 	}
-	wish_ns = wish_ns > now + most_ns ? now + most_ns : wish_ns;
 	if (now + RENEW_NS >= until_ns && wish_ns > until_ns)
 		set_until(gate, service, until_ns = wish_ns);
 	if (until_ns <= now) {
