@@ -8,7 +8,8 @@ from valve_hook.policy.granting import Decision, GrantReason, Target
 from valve_hook.policy.worth import saved_share, steps_per_ms
 from valve_tools.lab.granted import sweep
 from valve_tools.lab.granted.alone import alone
-from valve_tools.lab.granted.engine import GAP_MEDIAN_MS, GAP_SIGMA, RULES, Bench, Engine, Load
+from valve_tools.lab.granted.books import RULES
+from valve_tools.lab.granted.engine import GAP_MEDIAN_MS, GAP_SIGMA, Bench, Engine, Load
 from valve_tools.lab.granted.parts import PARTS, Part, quick
 from valve_tools.lab.granted.sweep import OURS, Bed, cost_of, run_cell, split
 from valve_tools.sim.traces import Trace, TraceError
@@ -205,6 +206,29 @@ def test_a_first_reading_above_the_bound_is_never_what_the_cell_is_judged_by(mon
     assert cell.ttft_first == pytest.approx(run_cell([bed], 2.0, 100.0).ttft_more)
     assert cell.ttft_more != cell.ttft_first
     assert (cell.seeds, cell.p10) == (sweep.FRESH, False)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_setting_that_is_not_simulated_would_have_been_granted_anything(closed):
+    """What shuts a target and a gap shuts every smaller one; only then a run stands for another."""
+    count = 150
+    came = np.repeat(np.arange(3), 50) * 60_000.0 + np.tile(np.arange(50), 3) if closed else np.arange(count) * 900.0
+    load = Load(
+        name="shut",
+        arrive_ms=tuple(came.tolist()),
+        prompt=(100,) * count,
+        answer=(60,) * count,
+        duration_ms=180_000.0,
+        think_ms=5_000.0 if closed else None,
+    )
+    bed = Bed.of(load, Bench.h100(), 8.0)
+    wide = bed.run(bed.goal(4.0 if closed else 3.0, 200.0), OURS)
+    assert len(bed.shut) == 1
+    for target, gap in ((3.0, 200.0), (2.0, 200.0), (1.5, 50.0), (3.0, None)):
+        assert bed.run(bed.goal(target, gap), OURS) is wide
+        real = Bed.of(load, Bench.h100(), 8.0, bed.solo).run(bed.goal(target, gap), OURS)
+        assert not real.reasons & {GrantReason.GRANTED}
+        assert np.array_equal(real.end_ms, wide.end_ms)
 
 
 def test_time_is_spent_once():

@@ -8,17 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from valve_hook.policy.worth import saved_share
-from valve_tools.lab.granted.engine import (
-    GAP_MEDIAN_MS,
-    GAP_SIGMA,
-    OBSERVED,
-    WINDOW_MS,
-    Bench,
-    Engine,
-    Floats,
-    Load,
-    Outcome,
-)
+from valve_tools.lab.granted.books import WINDOW_MS, Floats, Outcome
+from valve_tools.lab.granted.engine import GAP_MEDIAN_MS, GAP_SIGMA, OBSERVED, Bench, Engine, Load
 
 REPEATS, AGAIN = 4, 1000
 """Replays of a load alone, and how far apart their seeds are."""

@@ -7,17 +7,16 @@ granter may pause it; the product's GrantPolicy is called as the hook calls it. 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from valve_hook.policy.granting import Decision, EngineFacts, GrantCost, GrantReason
+from valve_hook.policy.granting import Decision, EngineFacts, GrantCost
+from valve_tools.lab.granted.books import Books, Outcome
 from valve_tools.sim.machine import MODELS, Settings, Timing, pool_handles, timing
 from valve_tools.sim.traces import Trace
 
-Floats = NDArray[np.float64]
 GAP_MEDIAN_MS, GAP_SIGMA, GAP_MOST_MS = 0.5, 0.9898, 20.0
 """Log-normal host gap: P99 is ten times the median (async scheduling)."""
 NOISE, NOISE_MOST = 0.02, 0.08
@@ -25,16 +24,8 @@ NOISE, NOISE_MOST = 0.02, 0.08
 DRAWS = 1 << 16
 OBSERVED = 0.1
 """Of a load's time the first part is counted nowhere: a service is watched in idle mode before its owner consents."""
-WINDOW_MS = 60_000.0
-BOOKED_MS = 1_000.0
 ROUND_MS = 30_000.0
 """In a closed loop a silence this long parts two rounds."""
-OPEN = frozenset((GrantReason.GRANTED, GrantReason.SHORT, GrantReason.LATE, GrantReason.RATE))
-"""Credit, or the grant before, decides: the rules let the policy grant."""
-PASSING = frozenset((GrantReason.PREFILL, GrantReason.WAITING, GrantReason.NO_REQUESTS))
-"""They hide for a moment whether a rule refuses."""
-RULES = frozenset(GrantReason) - OPEN - PASSING
-"""Refusals by a rule that holds for a while."""
 NOBODY: list[int] = []
 
 
@@ -106,32 +97,6 @@ class Granter(Protocol):
     def decide(self, now_ms: float, facts: EngineFacts) -> Decision: ...
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What one run measured."""
-
-    arrive_ms: Floats
-    first_ms: Floats
-    end_ms: Floats
-    duration_ms: float = 0.0
-    offline_idle_ms: float = 0.0
-    offline_granted_ms: float = 0.0
-    granted_ms: float = 0.0
-    longest_ms: float = 0.0
-    """The longest pause that grants added, with what ending it cost."""
-    grants: int = 0
-    refused: int = 0
-    """Requests larger than the pool."""
-    preempted: int = 0
-    intervals_ms: list[float] = field(default_factory=list)
-    readers: list[int] = field(default_factory=list)
-    reason_ms: dict[GrantReason, float] = field(default_factory=dict)
-    """Time by what last decided: a rule, or credit."""
-    refused_ms: Floats = field(default_factory=lambda: np.zeros(1))
-    open_ms: Floats = field(default_factory=lambda: np.zeros(1))
-    """By window: time in which a rule refused, and in which credit alone decided."""
-
-
 class Engine:
     """A run. `cost` is what a stop costs in idle mode too; without it (alone) nothing is ever stopped."""
 
@@ -171,11 +136,8 @@ class Engine:
         self._context = 0
         self._prefilled = 0
         self._delivered_ms = 0.0
-        self._decided_ms = 0.0
-        self._reason = GrantReason.MISSES
         self._idles = 0
-        windows = int(load.duration_ms // WINDOW_MS) + 1
-        self.outcome.refused_ms, self.outcome.open_ms = np.zeros(windows), np.zeros(windows)
+        self._books = Books(self.outcome, load.duration_ms, self._from_ms)
 
     def run(self) -> Outcome:
         out, arrives, gap_ms = self.outcome, self._arrives, 0.0
@@ -219,10 +181,9 @@ class Engine:
         used_ms = until_ms - self._now - wake_ms
         if self._now >= self._from_ms:
             self.outcome.offline_idle_ms += max(0.0, used_ms)
-        self._book(self._reason)
-        self._decided_ms = until_ms
+        self._books.pause(self._now, until_ms)
         self._idles += 1
-        gap_ms = self._gaps[-self._idles & (DRAWS - 1)]
+        gap_ms: float = self._gaps[-self._idles & (DRAWS - 1)]
         # Where offline did not come to run, nothing is stopped.
         self._now = until_ms + gap_ms + (cost.stop_ms + cost.after_ms if cost and used_ms > 0 else 0.0)
         return gap_ms
@@ -270,24 +231,8 @@ class Engine:
         if self._arrives[self._next] <= self._now:
             facts.waiting += 1
         decision = granter.decide(self._now, facts)
-        reason = decision.reason
-        if reason in PASSING:
-            reason = self._reason
-        if reason is not self._reason or self._now > self._decided_ms + BOOKED_MS:
-            self._book(reason)
+        self._books.decided(self._now, decision.reason)
         return self._grant(decision.grant_ms) if decision.grant_ms > 0 else 0.0
-
-    def _book(self, reason: GrantReason) -> None:
-        """The time since the last change belongs to what decided before."""
-        out, passed_ms, was = self.outcome, self._now - self._decided_ms, self._reason
-        self._reason, self._decided_ms = reason, self._now
-        if self._now < self._from_ms:
-            return
-        out.reason_ms[was] = out.reason_ms.get(was, 0.0) + passed_ms
-        by_window = out.refused_ms if was in RULES else out.open_ms
-        window = int(self._now // WINDOW_MS)
-        if window < by_window.size:
-            by_window[window] += passed_ms
 
     def _grant(self, length_ms: float) -> float:
         """Offline runs; a request that comes ends it. What the service pays on top is returned."""

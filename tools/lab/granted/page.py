@@ -236,10 +236,11 @@ def _read_twice(cells: Sequence[CellResult]) -> str:
 
 
 REFUSED = """\
-Refused: not one grant in any run; named is the rule that held the longest (`GrantReason`). Beside it, for target 4x,
-gap 200 ms and C = 0.5 ms, where the most could be granted: requests over target alone, and the share of the time with
-requests in which each rule refused. `misses`: the service has not kept the target for 48 requests on end. `chunk`: one
-step with a piece of a long prompt (P95) is longer than the gap. `kv`: more than a quarter of the KV cache is in use.
+Refused: not one grant in any run; named is the rule that held the longest (`GrantReason`), at the widest target and gap
+at which the policy opened at no time (nothing within them is simulated once more). Beside it, for target 4x, gap 200 ms
+and C = 0.5 ms, where the most could be granted: requests over target alone, and the share of the time with requests in
+which each rule refused. `misses`: the service has not kept the target for 48 requests on end. `chunk`: one step with a
+piece of a long prompt (P95) is longer than the gap. `kv`: more than a quarter of the KV cache is in use.
 """
 
 

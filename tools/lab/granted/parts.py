@@ -51,15 +51,15 @@ class Part:
 
 
 PARTS = (
-    Part(trace="azure2023_conv_first2100s", thin=16, seconds=900),
+    Part(trace="azure2023_conv_first2100s", thin=16, seconds=700),
     Part(trace="azure2023_conv_first2100s", thin=4, seconds=400),
-    Part(trace="azure2023_code_first2100s", thin=4, seconds=2100),
-    Part(trace="inst02_deepseekr1_c65_t0", start_s=12600, seconds=1800),
-    Part(trace="mooncake_conv_first2100s", thin=8, seconds=900),
-    Part(trace="inst06_msmall_c31_t432000", seconds=600),
-    Part(trace="inst07_msmall_c18_t561600", start_s=16800, seconds=400),
+    Part(trace="azure2023_code_first2100s", thin=4, seconds=1050),
+    Part(trace="inst02_deepseekr1_c65_t0", start_s=12600, seconds=1200),
+    Part(trace="mooncake_conv_first2100s", thin=8, seconds=600),
+    Part(trace="inst06_msmall_c31_t432000", seconds=400),
+    Part(trace="inst07_msmall_c18_t561600", start_s=16800, seconds=300),
     Part(trace="inst10_msmall_c7_t129600", seconds=600),
-    Part(trace="rl_rollout_p180", seconds=1080, think_s=60),
+    Part(trace="rl_rollout_p180", seconds=720, think_s=60),
 )
 """So long that one GPU sees some hundred requests, and so short that all of it takes minutes. inst02 and inst07 begin
 where they are busy: the first hours hold a handful of requests, too few for a trial."""
