@@ -270,6 +270,32 @@ def test_no_grant_where_ending_it_would_delay_first_tokens_too_much():
     assert policy.decide(now, facts_of()).reason is GrantReason.TTFT
 
 
+@given(st.floats(1.0, 4.0), st.floats(1.05, 3.0))
+def test_no_target_up_to_three_times_what_prompts_make_of_a_token_is_taken_for_a_far_one(prompts, times):
+    """Between the steps of a decode come prompts: its natural pace is that of whole requests, not that of its steps."""
+    dear = GrantCost(stop_ms=3.0, wake_ms=0.1, bubble_ms=2.0, damage_ms=2.0)  # between 5 and 10 % of a first token
+    alone_ms = (STEP_MS + 0.5) * prompts
+    trial = MissSettings(trial=4)
+    policy = GrantPolicy(
+        Target(tpot_ms=times * alone_ms, gap_ms=400.0),
+        dear,
+        settings=GrantSettings(grants_per_s=1e9, least_worth=-1e9, misses=trial),
+    )
+    for _ in range(8):
+        policy.stepped(1, 100, STEP_MS, 0.5)
+    for request in range(5):
+        now = 5_000.0 * request
+        policy.arrived(request, now)
+        now += 100.0
+        policy.first_token(request, now)
+        for _ in range(20):
+            now += alone_ms
+            policy.delivered(now)
+        if request < 4:
+            policy.finished(request, now)
+    assert policy.decide(now, facts_of()).reason is GrantReason.TTFT
+
+
 tokens_of = st.lists(
     st.tuples(st.floats(0.1, 50.0), st.lists(st.integers(0, 4), max_size=5, unique=True), st.integers(0, 3)),
     min_size=1,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from valve_hook.policy.granting import Decision, GrantReason, Target
 from valve_hook.policy.worth import saved_share, steps_per_ms
+from valve_tools.lab.granted import sweep
+from valve_tools.lab.granted.alone import alone
+from valve_tools.lab.granted.books import RULES
 from valve_tools.lab.granted.engine import GAP_MEDIAN_MS, GAP_SIGMA, Bench, Engine, Load
-from valve_tools.lab.granted.parts import quick
-from valve_tools.lab.granted.sweep import alone, cost_of, run_cell, split
+from valve_tools.lab.granted.parts import PARTS, Part, quick
+from valve_tools.lab.granted.sweep import OURS, Bed, cost_of, run_cell, split
+from valve_tools.sim.traces import Trace, TraceError
 
 MINUTE_MS = 60_000.0
 
@@ -64,10 +69,7 @@ def test_the_naive_rule_misses_the_target_where_ours_keeps_it(cells):
     ("rate", "tokens", "target"), [(0.5, 200, 2.0), (0.5, 200, 4.0), (1.5, 200, 3.0), (4.0, 100, 2.0)]
 )
 def test_the_formula_is_within_four_points_of_the_simulation(rate, tokens, target):
-    load, bench = poisson(rate, tokens), Bench.h100()
-    solo = alone(load, bench)
-    idle = Engine(load, bench, cost_of(0.5), None).run()
-    cell = run_cell(load, bench, solo, idle, target, 100.0, 0.5, "policy")
+    cell = run_cell([Bed.of(poisson(rate, tokens), Bench.h100(), 0.5)], target, 100.0)
     assert cell.gain == pytest.approx(cell.formula_reached, abs=0.04)
     assert cell.gain > 0.02
 
@@ -88,12 +90,10 @@ def test_no_pacing_saves_nothing_and_more_pacing_saves_more():
 
 
 def test_every_token_of_every_request_is_delivered_whatever_is_granted():
-    load, bench = poisson(2.0, 50, minutes=2), Bench.h100()
-    cell = run_cell(
-        load, bench, alone(load, bench), Engine(load, bench, cost_of(1.0), None).run(), 3.0, 100.0, 1.0, "policy"
-    )
+    bed = Bed.of(poisson(2.0, 50, minutes=2), Bench.h100(), 1.0)
+    cell = run_cell([bed], 3.0, 100.0)
     assert cell.grants_per_s > 0
-    assert cell.tpot99_ms <= 3.0 * alone(load, bench).tpot_ms
+    assert cell.tpot99_ms <= 3.0 * bed.solo.tpot_ms
 
 
 def test_preempted_requests_are_recomputed_and_end():
@@ -109,6 +109,126 @@ def test_preempted_requests_are_recomputed_and_end():
     outcome = Engine(load, small, None, None).run()
     assert outcome.preempted > 0
     assert not np.isnan(outcome.end_ms).any()
+
+
+class Watched:
+    """Sees when requests come, and grants as long as is asked."""
+
+    def __init__(self, grant_ms=0.0):
+        self.came, self._grant = [], Decision(grant_ms=grant_ms, reason=GrantReason.GRANTED)
+
+    def arrived(self, request, now_ms):
+        self.came.append((request, now_ms))
+
+    def decide(self, now_ms, facts):
+        return self._grant
+
+    def first_token(self, request, now_ms): ...
+    def delivered(self, now_ms, skipped): ...
+    def finished(self, request, now_ms): ...
+    def stepped(self, batch, context, ms, gap_ms, *, prefill): ...
+
+
+def test_no_round_of_a_closed_loop_begins_before_the_round_before_is_served():
+    load = Load(
+        name="rollout",
+        arrive_ms=(5.0, 6.0, 40_000.0, 40_001.0, 80_000.0),
+        prompt=(100,) * 5,
+        answer=(9_000, 50, 50, 20, 10),
+        duration_ms=90_000.0,
+        think_ms=7_000.0,
+    )
+    seen = Watched()
+    outcome = Engine(load, Bench.h100(), cost_of(1.0), seen).run()
+    assert [request for request, _ in seen.came] == [0, 1, 2, 3, 4]
+    ends = outcome.end_ms
+    assert ends[:2].max() > 40_000.0  # by the trace the second round would have come by now
+    assert outcome.arrive_ms[2] >= ends[:2].max() + 7_000.0
+    assert outcome.arrive_ms[3] == pytest.approx(outcome.arrive_ms[2] + 1.0)
+    assert outcome.arrive_ms[4] >= ends[2:4].max() + 7_000.0
+    assert outcome.duration_ms == pytest.approx(ends.max() - 0.1 * load.duration_ms, abs=25.0)
+
+
+def test_no_first_token_comes_sooner_to_an_idle_engine_than_to_a_paused_one_but_by_the_cost_of_the_pause():
+    """An idle engine that answered at once would make every grant look guilty of the host's time."""
+    rng = np.random.default_rng(3)
+    count, bench = 400, Bench.h100()
+    every_ms = 1_000.0
+    shape = {"prompt": (64,) * count, "duration_ms": count * every_ms}
+    arrive = np.arange(count) * every_ms + rng.uniform(0, 1, count)
+    idle = Load(name="idle", arrive_ms=tuple(arrive.tolist()), answer=(2,) * count, **shape)
+    one_long = Load(
+        name="paused",
+        arrive_ms=(0.0, *(arrive + 500.0).tolist()),
+        prompt=(64,) * (count + 1),
+        answer=(count, *(2,) * count),
+        duration_ms=shape["duration_ms"],
+    )
+    to_idle = Engine(idle, bench, cost_of(0.0), None).run()
+    to_paused = Engine(one_long, bench, cost_of(0.0), Watched(grant_ms=1e6)).run()
+    waits = [run.first_ms - run.arrive_ms for run in (to_idle, to_paused)]
+    assert np.median(waits[1][1:]) == pytest.approx(np.median(waits[0]), abs=0.2)
+    assert waits[1][1:].mean() == pytest.approx(waits[0].mean(), abs=0.3)
+
+
+def test_the_time_of_a_rule_is_not_counted_as_open_because_a_prompt_hides_it():
+    """The formula is for the time in which the policy may grant."""
+    load, bench = poisson(4.0, 20, minutes=2, prompt=200), Bench.h100()
+    outcome = Bed.of(load, bench, 8.0).run(Target(tpot_ms=14.0), OURS)
+    assert outcome.grants == 0
+    assert outcome.reason_ms.keys() <= RULES | {GrantReason.SHORT, GrantReason.LATE}
+    assert outcome.open_ms.sum() < 0.1 * outcome.refused_ms.sum()
+
+
+def test_each_seed_replays_other_requests_of_the_trace():
+    for part in PARTS:
+        assert part.label.startswith(part.trace)
+    trace = Trace(
+        name="t",
+        arrive_ns=np.arange(1000) * 10**9,
+        in_tok=np.arange(1000),
+        out_tok=np.full(1000, 3),
+    )
+    shares = [Part(trace="t", thin=4, start_s=100, seconds=200).of(trace, seed) for seed in (1, 2)]
+    stretches = [Part(trace="t", start_s=100, seconds=200).of(trace, seed) for seed in (1, 2)]
+    for first, second in (shares, stretches):
+        assert not set(first.prompt) & set(second.prompt)
+        assert first.arrive_ms[0] < 10_000
+        assert max(first.arrive_ms) < 200_000
+    with pytest.raises(TraceError):
+        Part(trace="t", start_s=900, seconds=200).of(trace, 2)
+
+
+def test_a_first_reading_above_the_bound_is_never_what_the_cell_is_judged_by(monkeypatch):
+    bed = Bed.of(poisson(2.0, 50, minutes=2), Bench.h100(), 0.5)
+    monkeypatch.setattr(sweep, "TTFT_NEAR", -100.0)
+    cell = sweep.judged_cell([bed], 2.0, 100.0)
+    assert cell.ttft_first == pytest.approx(run_cell([bed], 2.0, 100.0).ttft_more)
+    assert cell.ttft_more != cell.ttft_first
+    assert (cell.seeds, cell.p10) == (sweep.FRESH, False)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_setting_that_is_not_simulated_would_have_been_granted_anything(closed):
+    """What shuts a target and a gap shuts every smaller one; only then a run stands for another."""
+    count = 150
+    came = np.repeat(np.arange(3), 50) * 60_000.0 + np.tile(np.arange(50), 3) if closed else np.arange(count) * 900.0
+    load = Load(
+        name="shut",
+        arrive_ms=tuple(came.tolist()),
+        prompt=(100,) * count,
+        answer=(60,) * count,
+        duration_ms=180_000.0,
+        think_ms=5_000.0 if closed else None,
+    )
+    bed = Bed.of(load, Bench.h100(), 8.0)
+    wide = bed.run(bed.goal(4.0 if closed else 3.0, 200.0), OURS)
+    assert len(bed.shut) == 1
+    for target, gap in ((3.0, 200.0), (2.0, 200.0), (1.5, 50.0), (3.0, None)):
+        assert bed.run(bed.goal(target, gap), OURS) is wide
+        real = Bed.of(load, Bench.h100(), 8.0, bed.solo).run(bed.goal(target, gap), OURS)
+        assert not real.reasons & {GrantReason.GRANTED}
+        assert np.array_equal(real.end_ms, wide.end_ms)
 
 
 def test_time_is_spent_once():

@@ -24,8 +24,9 @@ LEAST_COSTS, MOST_COSTS = 5.0, 20.0
 """A grant lasts five times its cost at least; at twenty times more length saves next to nothing."""
 KV_SHARE = 0.25
 SEQS_SHARE = 0.5
-TTFT_SHARE, TTFT_SHARE_FAR, FAR = 0.05, 0.10, 3.0
-"""What ending a grant may add to the P99 of the time to the first token: more from three times the natural pace on."""
+TTFT_SHARE, TTFT_SHARE_FAR, FAR = 0.05, 0.10, 3.3
+"""What ending a grant may add to the P99 of the time to the first token: more for targets beyond three times the
+natural TPOT, and a tenth above that, for a trial tells the natural TPOT no better."""
 KNOWN_STEPS, LEARN_EVERY = 512, 8
 """So many steps are all learnt from, later ones by sample: a known step teaches little."""
 REFRESH = 16
@@ -177,6 +178,8 @@ class GrantPolicy:
         self.clients.finished(now_ms)
         self._fresh = 0
         if served is not None:
+            if not self.stop.is_open:
+                self.load.alone(served.tpot_ms)
             self.reserve.finished(served.missed)
             self.stop.finished(served.missed)
             self.load.served(served.tokens)
@@ -266,7 +269,7 @@ class GrantPolicy:
         return Decision(grant_ms=length, reason=GrantReason.GRANTED)
 
     def _ttft_bound_ms(self) -> float:
-        is_far = self.target.tpot_ms > FAR * self.load.interval_ms
+        is_far = self.target.tpot_ms > FAR * self.load.natural_ms
         return (TTFT_SHARE_FAR if is_far else TTFT_SHARE) * self._firsts.value
 
     def expected_worth(self) -> float:
@@ -309,6 +312,8 @@ class ServiceLoad:
         self.step_ms = 0.0
         self.gap_ms = 0.0
         self._steps = 0
+        self._alone = 0
+        self._alone_ms = 0.0
 
     def arrived(self, now_ms: float) -> None:
         if self._last_ms == self._last_ms:
@@ -321,6 +326,11 @@ class ServiceLoad:
     def served(self, tokens: int) -> None:
         self._requests += 1
         self.tokens += max(0.01, 1.0 / self._requests) * (tokens - self.tokens)
+
+    def alone(self, tpot_ms: float) -> None:
+        """A request was served without any grant."""
+        self._alone += 1
+        self._alone_ms += max(0.01, 1.0 / self._alone) * (tpot_ms - self._alone_ms)
 
     def stepped(self, ms: float, gap_ms: float) -> None:
         self._steps += 1
@@ -338,5 +348,10 @@ class ServiceLoad:
 
     @property
     def interval_ms(self) -> float:
-        """From token to token when nothing is granted."""
+        """From token to token when nothing is granted and no prompt comes between."""
         return self.step_ms + self.gap_ms
+
+    @property
+    def natural_ms(self) -> float:
+        """TPOT when nothing is granted, with the prompts that come between."""
+        return max(self.interval_ms, self._alone_ms)

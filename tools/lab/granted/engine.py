@@ -7,17 +7,16 @@ granter may pause it; the product's GrantPolicy is called as the hook calls it. 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from valve_hook.policy.granting import Decision, EngineFacts, GrantCost, GrantReason
+from valve_hook.policy.granting import Decision, EngineFacts, GrantCost
+from valve_tools.lab.granted.books import Books, Outcome
 from valve_tools.sim.machine import MODELS, Settings, Timing, pool_handles, timing
 from valve_tools.sim.traces import Trace
 
-Floats = NDArray[np.float64]
 GAP_MEDIAN_MS, GAP_SIGMA, GAP_MOST_MS = 0.5, 0.9898, 20.0
 """Log-normal host gap: P99 is ten times the median (async scheduling)."""
 NOISE, NOISE_MOST = 0.02, 0.08
@@ -25,20 +24,8 @@ NOISE, NOISE_MOST = 0.02, 0.08
 DRAWS = 1 << 16
 OBSERVED = 0.1
 """Of a load's time the first part is counted nowhere: a service is watched in idle mode before its owner consents."""
-WINDOW_MS = 60_000.0
-BOOKED_MS = 500.0
-RULES = frozenset(GrantReason) - {
-    *(
-        GrantReason.GRANTED,
-        GrantReason.SHORT,
-        GrantReason.LATE,
-        GrantReason.PREFILL,
-        GrantReason.WAITING,
-        GrantReason.RATE,
-        GrantReason.NO_REQUESTS,
-    )
-}
-"""Refusals by a rule that holds for a while; of the others credit, a prompt or the grant before decides."""
+ROUND_MS = 30_000.0
+"""In a closed loop a silence this long parts two rounds."""
 NOBODY: list[int] = []
 
 
@@ -51,9 +38,11 @@ class Load:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     duration_ms: float
+    think_ms: float | None = None
+    """A closed loop: each round of requests comes so long after the last answer of the round before."""
 
     @classmethod
-    def of(cls, trace: Trace, seconds: float | None = None) -> Load:
+    def of(cls, trace: Trace, seconds: float | None = None, think_ms: float | None = None) -> Load:
         part = trace if seconds is None else trace.first(seconds)
         return cls(
             name=trace.label,
@@ -61,7 +50,15 @@ class Load:
             prompt=tuple(part.in_tok.tolist()),
             answer=tuple(part.out_tok.tolist()),
             duration_ms=min(trace.duration_s, seconds or trace.duration_s) * 1e3,
+            think_ms=think_ms,
         )
+
+    def rounds(self) -> dict[int, int]:
+        """First and last request of each round of a closed loop; empty for clients who come when they will."""
+        if self.think_ms is None or not self.arrive_ms:
+            return {}
+        firsts = [0, *(np.flatnonzero(np.diff(self.arrive_ms) > ROUND_MS) + 1).tolist()]
+        return dict(zip(firsts, [*firsts[1:], len(self.arrive_ms)], strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,31 +97,6 @@ class Granter(Protocol):
     def decide(self, now_ms: float, facts: EngineFacts) -> Decision: ...
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What one run measured."""
-
-    first_ms: Floats
-    end_ms: Floats
-    duration_ms: float = 0.0
-    offline_idle_ms: float = 0.0
-    offline_granted_ms: float = 0.0
-    granted_ms: float = 0.0
-    longest_ms: float = 0.0
-    """The longest pause that grants added, with what ending it cost."""
-    grants: int = 0
-    refused: int = 0
-    """Requests larger than the pool."""
-    preempted: int = 0
-    intervals_ms: list[float] = field(default_factory=list)
-    readers: list[int] = field(default_factory=list)
-    reason_ms: dict[GrantReason, float] = field(default_factory=dict)
-    """Time that ended with each decision."""
-    refused_ms: Floats = field(default_factory=lambda: np.zeros(1))
-    open_ms: Floats = field(default_factory=lambda: np.zeros(1))
-    """By window: time in which a rule refused, and in which credit alone decided."""
-
-
 class Engine:
     """A run. `cost` is what a stop costs in idle mode too; without it (alone) nothing is ever stopped."""
 
@@ -142,12 +114,17 @@ class Engine:
         noise = np.clip(NOISE * rng.standard_normal(DRAWS), -NOISE_MOST, NOISE_MOST)
         self._noise = (1.0 + noise).tolist()
         count = len(load.arrive_ms)
-        self.outcome = Outcome(first_ms=np.full(count, np.nan), end_ms=np.full(count, np.nan))
+        self.outcome = Outcome(
+            arrive_ms=np.array(load.arrive_ms), first_ms=np.full(count, np.nan), end_ms=np.full(count, np.nan)
+        )
         self._facts = EngineFacts(kv_pool=bench.pool_tokens, kv_mapped=bench.pool_tokens, max_num_seqs=bench.max_seqs)
         self._now = 0.0
         self._step = 0
         self._next = 0
-        self._arrives = (*load.arrive_ms, float("inf"))
+        self._arrives = [*load.arrive_ms, float("inf")]
+        self._rounds = load.rounds()
+        for first in self._rounds:
+            self._arrives[first] = float("inf")
         self._queue: deque[int] = deque()
         self._prompts: dict[int, int] = {}
         """Unfinished prompts: tokens that lack."""
@@ -159,10 +136,8 @@ class Engine:
         self._context = 0
         self._prefilled = 0
         self._delivered_ms = 0.0
-        self._decided_ms = 0.0
-        self._decision: Decision | None = None
-        windows = int(load.duration_ms // WINDOW_MS) + 1
-        self.outcome.refused_ms, self.outcome.open_ms = np.zeros(windows), np.zeros(windows)
+        self._idles = 0
+        self._books = Books(self.outcome, load.duration_ms, self._from_ms)
 
     def run(self) -> Outcome:
         out, arrives, gap_ms = self.outcome, self._arrives, 0.0
@@ -171,17 +146,25 @@ class Engine:
                 self._arrive(self._next)
                 self._next += 1
             if not (self._ends or self._queue or self._prompts):
+                if self._next in self._rounds:
+                    self._begin_round(self._next)
                 if arrives[self._next] == float("inf"):
                     break
-                self._idle(arrives[self._next])
+                gap_ms = self._idle(arrives[self._next])
                 continue
             late_ms = self._launch(gap_ms)
             gap_ms = self._gaps[self._step & (DRAWS - 1)]
             self._now += gap_ms + late_ms
-        ended_ms = max(self._load.duration_ms, self._now)
+        ended_ms = self._now if self._rounds else max(self._load.duration_ms, self._now)
         out.offline_idle_ms += ended_ms - self._now
         out.duration_ms = ended_ms - self._from_ms
         return out
+
+    def _begin_round(self, first: int) -> None:
+        load, begins_ms = self._load, self._now + (self._load.think_ms or 0.0)
+        for request in range(first, self._rounds[first]):
+            at_ms = begins_ms + load.arrive_ms[request] - load.arrive_ms[first]
+            self._arrives[request] = self.outcome.arrive_ms[request] = at_ms
 
     def _arrive(self, request: int) -> None:
         if self._load.prompt[request] + self._load.answer[request] > self._bench.pool_tokens:
@@ -189,17 +172,21 @@ class Engine:
             return
         self._queue.append(request)
         if self._granter is not None:
-            self._granter.arrived(request, self._load.arrive_ms[request])
+            self._granter.arrived(request, self._arrives[request])
 
-    def _idle(self, until_ms: float) -> None:
+    def _idle(self, until_ms: float) -> float:
+        """Nobody is there. Who comes then waits for the host, as one who comes in a pause; returned is how long."""
         cost = self._cost
         wake_ms = cost.wake_ms if cost else 0.0
         used_ms = until_ms - self._now - wake_ms
         if self._now >= self._from_ms:
             self.outcome.offline_idle_ms += max(0.0, used_ms)
+        self._books.pause(self._now, until_ms)
+        self._idles += 1
+        gap_ms: float = self._gaps[-self._idles & (DRAWS - 1)]
         # Where offline did not come to run, nothing is stopped.
-        self._decided_ms = until_ms
-        self._now = until_ms + (cost.stop_ms + cost.after_ms if cost and used_ms > 0 else 0.0)
+        self._now = until_ms + gap_ms + (cost.stop_ms + cost.after_ms if cost and used_ms > 0 else 0.0)
+        return gap_ms
 
     def _launch(self, gap_ms: float) -> float:
         """One step and the pause after it; returns what the next launch is late by."""
@@ -244,25 +231,8 @@ class Engine:
         if self._arrives[self._next] <= self._now:
             facts.waiting += 1
         decision = granter.decide(self._now, facts)
-        if decision is self._decision and self._now < self._decided_ms + BOOKED_MS:
-            return 0.0  # a refusal as before
-        self._book(decision.reason)
-        self._decision = decision if decision.grant_ms <= 0 else None
-        if decision.grant_ms <= 0:
-            return 0.0
-        return self._grant(decision.grant_ms)
-
-    def _book(self, reason: GrantReason) -> None:
-        """Adds up the time since the last change of reason or window."""
-        out, passed_ms = self.outcome, self._now - self._decided_ms
-        self._decided_ms = self._now
-        if self._now < self._from_ms:
-            return
-        out.reason_ms[reason] = out.reason_ms.get(reason, 0.0) + passed_ms
-        by_window = out.refused_ms if reason in RULES else out.open_ms
-        window = int(self._now // WINDOW_MS)
-        if window < by_window.size:
-            by_window[window] += passed_ms
+        self._books.decided(self._now, decision.reason)
+        return self._grant(decision.grant_ms) if decision.grant_ms > 0 else 0.0
 
     def _grant(self, length_ms: float) -> float:
         """Offline runs; a request that comes ends it. What the service pays on top is returned."""

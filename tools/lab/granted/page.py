@@ -7,30 +7,40 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from valve_tools.lab.granted.alone import REPEATS
 from valve_tools.lab.granted.parts import PARTS
-from valve_tools.lab.granted.sweep import ALONE_MISSES, CellResult
+from valve_tools.lab.granted.sweep import ALONE_MISSES, NAIVE, OURS, CellResult
 from valve_tools.replay.svg import curves, grouped_bars
 from valve_tools.sim.metrics import Claim, at_least, at_most
 
 HEAD = """\
-`python -m valve_tools.lab.granted --traces DIR --out docs/results` makes this page; `--quick` a small form of it. The
-product's `GrantPolicy` runs in a simulated engine: 8B on an H100 beside an 8B batch job, the iteration times of
+`python -m valve_tools.lab.granted --traces DIR --out docs/results` makes this page; `--load NAME` sweeps one load and
+`--from FILE...` joins such figures; `make lab-quick` asks the claims loosely, over generated traces. The product's
+`GrantPolicy` runs in a simulated engine: 8B on an H100 beside an 8B batch job, the iteration times of
 `tools/sim/machine.py`, 2 % noise, log-normal host gaps. Solo TPOT = mean TPOT of the service alone on that trace. C
 falls in equal parts on stop, wake, exposed bubble and the next step. Up to C = 0.5 ms grants are unlimited (timeslice
 rung), above at most 20 a second (gate rung). Targets 1.5, 2, 3, 4 times solo TPOT; gaps as long as the target, 50,
-100, 200 ms; C 0.2, 0.5, 1, 2, 4, 8 ms. The first tenth of each trace is watched only and counted nowhere. One seed;
-no setting was fitted to any trace. Parts of the traces: `PARTS` in `tools/lab/granted/parts.py`.
+100, 200 ms; C 0.2, 0.5, 1, 2, 4, 8 ms. The first tenth of each trace is watched only and counted nowhere.
+
+Seeds 1 to {seeds} for every cell, 1 to {row} for the row below "Five seeds": each has noise and host gaps of its own,
+and another replica's share of the trace (where one is thinned) or its next stretch. A cell's quantiles and misses are
+over the requests of all seeds; alone is replayed {alone} times for each, for one replay's P99 TTFT is off by up to 4 %.
+Shares of time are means over seeds. P10 compares with the service alone, so what idle mode costs counts, too; the
+column beside says how much. Which part of a trace: `PARTS` in `tools/lab/granted/parts.py`. rl_rollout is a closed
+loop: a round comes 60 s after the last answer of the round before. inst02 and inst07 begin where they are busy.
+
+{marks}
 """
-GAIN = """\
-Offline's share of time beyond idle mode, target 2x, gap 100 ms, C = 0.5 ms; beside it what the two formulas say at
-the full target. The formula for random clients takes arrivals for a Poisson stream within each minute. Requests that
-come in clumps share their steps at any pace, so it promises too much for them. The second takes the arrivals of the
-trace.
+MARKS = """\
+Two formulas say what granting is worth at the full target. The first takes clients for a Poisson stream within each
+minute. Requests that come in clumps share their steps at any pace, so it promises too much for them. The second takes
+the arrivals of the trace. Both count only time in which the rules let the policy grant. The mark is 0.90 of the
+formula where the service alone is busy up to half the time, else 0.75; formulas below half a point are not judged.
 """
 
 
 def ours(cells: Iterable[CellResult]) -> list[CellResult]:
-    return [cell for cell in cells if cell.rule == "policy"]
+    return [cell for cell in cells if cell.rule == OURS]
 
 
 def claims(cells: Sequence[CellResult]) -> list[Claim]:
@@ -41,7 +51,7 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
     far = [cell for cell in granted if cell.target > 3.0]
     light = [cell for cell in granted if cell.misses_alone <= ALONE_MISSES]
     rest = [cell for cell in granted if cell.misses_alone > ALONE_MISSES]
-    naive = [cell for cell in cells if cell.rule == "due time"]
+    naive = [cell for cell in cells if cell.rule == NAIVE]
     random = [cell for cell in granted if cell.formula >= 0.005]
     own = [cell for cell in granted if cell.formula_own >= 0.005]
     return [
@@ -57,20 +67,34 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
         at_most(
             "longest added pause over the stated gap",
             "ratio",
-            max((cell.longest_ms / cell.gap_ms for cell in granted), default=0.0),
+            _most(granted, "longest_share"),
             1.0,
         ),
         at_least("gain over idle mode, worst cell", "share", min((cell.gain for cell in mine), default=0.0), -0.005),
         at_least("cells at the mark, formula for random clients", "share of cells", _share(random, "mark"), 1.0),
         at_least("cells at the mark, formula for these clients", "share of cells", _share(own, "own_mark"), 1.0),
-        at_least(
-            "the naive rule misses P10",
-            "share of cells",
-            sum(not cell.p10 for cell in naive) / max(len(naive), 1),
-            1.0,
-            note="the ablation must fail",
-        ),
+        at_least("the naive rule misses P10", "share of cells", _share(naive, "fails"), 1.0),
     ]
+
+
+LOOSE = 1.5
+"""A few generated minutes under one seed: bounds are half as large again, and two thirds of the cells do."""
+
+
+def loosely(cells: Sequence[CellResult]) -> list[Claim]:
+    """The claims once more: that nothing broke, and no more. Marks are asked of the second formula alone."""
+    found = []
+    for one in claims(cells):
+        value = one.value or 0.0
+        if one.claim.startswith("gain") or one.claim.startswith("longest"):
+            found.append(one)
+        elif one.claim.endswith("random clients"):
+            continue
+        elif one.pair == "share of cells":
+            found.append(at_least(one.claim, one.pair, value, one.bound / LOOSE))
+        else:
+            found.append(at_most(one.claim, one.pair, value, one.bound * LOOSE))
+    return found
 
 
 def _most(cells: Iterable[CellResult], name: str) -> float:
@@ -84,30 +108,30 @@ def _share(cells: Sequence[CellResult], name: str) -> float:
 def page(found: Mapping[str, Any], figures: str) -> dict[str, str]:
     """File name to content: the page and its charts."""
     cells: list[CellResult] = found["cells"]
-    tuning, held = found["tuning"], found["claims"]
+    row: list[CellResult] = found["row"]
     loads = list(dict.fromkeys(cell.load for cell in cells))
-    claims_half = {name.split(".")[0] for name in held}
-    names = ", ".join(sorted(claims_half)) or "none"
-    rest = ", ".join(sorted(name.split(".")[0] for name in tuning)) or "none"
+    claims_half = {name.split(".")[0] for name in found["claims"]}
+    granting = [load for load in loads if any(not cell.is_refused for cell in ours(cells) if cell.load == load)]
     parts = [
         "# Granted time over request traces\n",
-        HEAD,
+        HEAD.format(seeds=cells[0].seeds, row=row[0].seeds, alone=REPEATS, marks=MARKS),
         _left_out(cells),
-        f"Claims half of the traces, by file hash: {names}. The other half is for tuning: {rest}.\n",
         _claims_table("Claims: loads of the claims half", claims([c for c in cells if _stem(c) in claims_half])),
         _claims_table("The same over all loads", claims(cells)),
+        "Halves of the traces by file hash; no setting was fitted to any of them.\n",
         _loads_table(cells, loads, claims_half),
+        _missed(cells),
+        _read_twice([*cells, *row]),
         _refusals(cells, loads),
-        "## Gain\n",
-        GAIN,
+        _five(row),
         "![gain over idle mode by load](granted-gain.svg)\n",
         "![gain over the cost of a grant](granted-cost.svg)\n",
         "![requests over target, ours and the naive rule](granted-naive.svg)\n",
-        *(_cells_table(cells, load) for load in loads),
+        *(_cells_table(cells, load) for load in granting),
         f"Figures: `granted.json`, sha256 `{hashlib.sha256(figures.encode()).hexdigest()[:16]}`; policy and simulator: "
         f"sha256 `{found['sources']}`. The command builds the figures, the tree does not keep them.\n",
     ]
-    return {"granted.md": "\n".join(parts), **_charts(cells, loads)}
+    return {"granted.md": "\n".join(part for part in parts if part), **_charts(cells, loads)}
 
 
 def _stem(cell: CellResult) -> str:
@@ -169,16 +193,103 @@ def _loads_table(cells: Sequence[CellResult], loads: Sequence[str], claims_half:
     return "\n".join(["## Loads\n", head, "|" + "---|" * 10, *rows, ""])
 
 
+def _missed(cells: Sequence[CellResult]) -> str:
+    """Cells that are granted and miss P10, by name."""
+    rows = [
+        _row(
+            cell.load,
+            f"{cell.target:g}x",
+            "T" if cell.is_gap_target else f"{cell.gap_ms:g}",
+            f"{cell.cost_ms:g}",
+            f"{cell.misses_alone:.2f}, {cell.misses:.2f}",
+            f"{cell.ttft_more:+.1f} %",
+            f"{cell.ttft_idle:+.1f} %",
+        )
+        for cell in ours(cells)
+        if not cell.is_refused and not cell.p10
+    ]
+    if not rows:
+        return "No cell misses P10 without being refused.\n"
+    head = _row("load", "target", "gap ms", "C ms", "over target alone, granted %", "P99 TTFT", "idle mode's")
+    return "\n".join(["## Cells that miss P10\n", head, "|" + "---|" * 7, *rows, ""])
+
+
+def _read_twice(cells: Sequence[CellResult]) -> str:
+    rows = [
+        _row(
+            cell.load,
+            f"{cell.target:g}x",
+            "T" if cell.is_gap_target else f"{cell.gap_ms:g}",
+            f"{cell.cost_ms:g}",
+            f"{cell.ttft_first:+.1f} %",
+            f"{cell.ttft_more:+.1f} %",
+            cell.seeds,
+        )
+        for cell in ours(cells)
+        if cell.ttft_first is not None
+    ]
+    if not rows:
+        return ""
+    head = _row("load", "target", "gap ms", "C ms", "first reading", "fresh replays", "so many")
+    note = "A P99 TTFT above the bound is read anew, of fresh replays alone; the cell is judged by these.\n"
+    return "\n".join(["## Cells read twice\n", note, head, "|" + "---|" * 7, *rows, ""])
+
+
+REFUSED = """\
+Refused: not one grant in any run; named is the rule that held the longest (`GrantReason`), at the widest target and gap
+at which the policy opened at no time (nothing within them is simulated once more). Beside it, for target 4x, gap 200 ms
+and C = 0.5 ms, where the most could be granted: requests over target alone, and the share of the time with requests in
+which each rule refused. `misses`: the service has not kept the target for 48 requests on end. `chunk`: one step with a
+piece of a long prompt (P95) is longer than the gap. `kv`: more than a quarter of the KV cache is in use.
+"""
+
+
 def _refusals(cells: Sequence[CellResult], loads: Sequence[str]) -> str:
     rows = []
     for load in loads:
-        refused = Counter(
-            cell.refused_by.lower() or "credit" for cell in ours(cells) if cell.load == load and cell.is_refused
+        mine = [cell for cell in ours(cells) if cell.load == load]
+        refused = Counter(cell.refused_by.lower() or "credit" for cell in mine if cell.is_refused)
+        widest = next((cell for cell in mine if (cell.target, cell.gap_ms, cell.cost_ms) == (4.0, 200.0, 0.5)), None)
+        if not refused or widest is None:
+            continue
+        held = sorted(widest.held.items(), key=lambda one: -one[1])
+        rows.append(
+            _row(
+                load,
+                f"{sum(refused.values())} of {len(mine)}",
+                ", ".join(f"{name} {count}" for name, count in refused.most_common()),
+                f"{widest.misses_alone:.2f} %",
+                ", ".join(f"{name.lower()} {share:.2f}" for name, share in held if share >= 0.005) or "none",
+                f"{100 * widest.gain:.1f} points",
+            )
         )
-        if refused:
-            rows.append(_row(load, ", ".join(f"{name} {count}" for name, count in refused.most_common())))
-    note = "Refused: not one grant in the whole run; named is the rule that held the longest (`GrantReason`).\n"
-    return "\n".join(["## Cells that the policy refuses\n", note, _row("load", "by, cells"), "|---|---|", *rows, ""])
+    head = _row("load", "cells", "by, cells", "4x: over target alone", "4x: refused by", "4x: gain")
+    return "\n".join(["## Cells that the policy refuses\n", REFUSED, head, "|" + "---|" * 6, *rows, ""])
+
+
+def _five(row: Sequence[CellResult]) -> str:
+    """One setting on every load, over more seeds."""
+    rows = []
+    for cell in row:
+        gains = ", ".join(f"{100 * gain:.1f}" for gain in cell.gains)
+        p10 = "refused" if cell.is_refused else "holds" if cell.p10 else "**missed**"
+        rows.append(
+            _row(
+                cell.load,
+                cell.requests,
+                f"{100 * cell.gain:.1f}",
+                gains,
+                f"{100 * cell.formula:.1f}, {100 * cell.formula_own:.1f}",
+                f"{cell.misses_alone:.2f}, {cell.misses:.2f}",
+                f"{cell.ttft_more:+.1f} %",
+                p10,
+            )
+        )
+    title = f"## Five seeds: target {row[0].target:g}x, gap {row[0].gap_ms:g} ms, C = {row[0].cost_ms:g} ms\n"
+    head = _row(
+        "load", "requests", "gain, points", "by seed", "formulas", "over target alone, granted %", "P99 TTFT", "P10"
+    )
+    return "\n".join([title, head, "|" + "---|" * 8, *rows, ""])
 
 
 def _cells_table(cells: Sequence[CellResult], load: str) -> str:
@@ -187,7 +298,7 @@ def _cells_table(cells: Sequence[CellResult], load: str) -> str:
         "target",
         "C ms",
         "over target alone, granted %",
-        "P99 TTFT",
+        "P99 TTFT, of it idle mode",
         "P99 TPOT ms",
         "P99 token gap ms",
         "grants/s",
@@ -206,13 +317,14 @@ def _cells_table(cells: Sequence[CellResult], load: str) -> str:
             )
             continue
         misses = [] if cell.p10 else ["P10"]
-        misses += [] if cell.own_mark else ["mark"]
+        misses += [] if cell.mark else ["mark 1"]
+        misses += [] if cell.own_mark else ["mark 2"]
         rows.append(
             _row(
                 f"{cell.target:g}x",
                 f"{cell.cost_ms:g}",
                 f"{cell.misses_alone:.2f}, {cell.misses:.2f}",
-                f"{cell.ttft_more:+.1f} %",
+                f"{cell.ttft_more:+.1f}, {cell.ttft_idle:+.1f} %",
                 f"{cell.tpot99_ms:.1f}",
                 f"{cell.interval99_ms:.0f}",
                 f"{cell.grants_per_s:.1f}",
@@ -232,9 +344,9 @@ def _charts(cells: Sequence[CellResult], loads: Sequence[str]) -> dict[str, str]
         if cell.gap_ms == 100.0 and not cell.is_gap_target
     }
     short = {load: _short(load) for load in loads}
-    shown = [load for load in loads if ("policy", load, 2.0, 0.5) in wide]
+    shown = [load for load in loads if (OURS, load, 2.0, 0.5) in wide]
     gain = {
-        name: [100 * float(getattr(wide["policy", load, 2.0, 0.5], field)) for load in shown]
+        name: [100 * float(getattr(wide[OURS, load, 2.0, 0.5], field)) for load in shown]
         for name, field in (("gain", "gain"), ("formula, random", "formula"), ("formula, these", "formula_own"))
     }
     costs = {
@@ -245,8 +357,8 @@ def _charts(cells: Sequence[CellResult], loads: Sequence[str]) -> dict[str, str]
         ]
         for load in shown
     }
-    pairs = [load for load in shown if ("due time", load, 2.0, 0.5) in wide]
-    naive = {rule: [wide[rule, load, 2.0, 0.5].misses for load in pairs] for rule in ("policy", "due time")}
+    pairs = [load for load in shown if (NAIVE, load, 2.0, 0.5) in wide]
+    naive = {rule: [wide[rule, load, 2.0, 0.5].misses for load in pairs] for rule in (OURS, NAIVE)}
     names = [short[load] for load in shown]
     found = {"granted-gain.svg": grouped_bars(names, gain, unit="points of a GPU")} if shown else {}
     if any(len(points) > 1 for points in costs.values()):
