@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from valve_tune.base.consent import find
 from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
@@ -48,6 +49,22 @@ def adapter_of(folder: JobFolder, step: int | None) -> Path:
         raise FolderError(f"{source}: holds no adapter")
     check_plain(source)
     return source
+
+
+def check_base(folder: JobFolder) -> None:
+    """An adapter of shared weights is handed over only while they are what it was trained on, if they are here."""
+    word = folder.spec().share_weights if folder.exists() else ""
+    if not word:
+        return
+    from valve_tune.base.shared import SharedFile
+    from valve_tune.base.weights import BaseChanged
+
+    try:
+        SharedFile(find(word)[0])
+    except BaseChanged as error:
+        raise FolderError(f"{folder.path}: not published: {error}") from None
+    except (OSError, ValueError) as error:
+        print(f"note: the shared weights were not checked again: {error}")
 
 
 def check_plain(source: Path) -> None:
@@ -138,6 +155,7 @@ def command(options: argparse.Namespace) -> int:
     folder = registry.find(options.job)
     name = options.name or folder.path.name
     source = adapter_of(folder, options.checkpoint)
+    check_base(folder)
     try:
         engine = RunningEngine(options.to, token_in(options.token_file)) if options.to else None
         version = new_version(folder, name, source, engine.loaded() if engine else ())
