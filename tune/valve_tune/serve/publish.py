@@ -20,7 +20,7 @@ from valve_tune.base.consent import find
 from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
-from valve_tune.serve.gap import GapProbe
+from valve_tune.serve.gap import GapProbe, Gaps
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -33,8 +33,7 @@ class Published:
     name: str
     path: Path
     retired: tuple[str, ...] = ()
-    calm_ms: float | None = None
-    gap_ms: float | None = None
+    gaps: Gaps | None = None  # None: nobody watched
 
 
 def adapter_of(folder: JobFolder, step: int | None) -> Path:
@@ -110,8 +109,7 @@ def hand_over(engine: RunningEngine, version: Path, name: str, keep: int, *, pro
         with GapProbe(engine) as gap:
             retired = _switch(engine, version, name, keep)
         if not gap.error:
-            calm, worst = gap.gaps_ms()
-            return Published(name=version.name, path=version, retired=retired, calm_ms=calm, gap_ms=worst)
+            return Published(name=version.name, path=version, retired=retired, gaps=gap.gaps())
         print(f"valve tune: the gap was not measured: {gap.error}", file=sys.stderr)
     else:
         retired = _switch(engine, version, name, keep)
@@ -168,6 +166,6 @@ def command(options: argparse.Namespace) -> int:
         return 1
     model, retired = engine.model_of(done.name), ", ".join(done.retired) or "none"
     print(f"{engine.kind} at {engine.url} answers as {model}; retired: {retired}")
-    if done.gap_ms is not None:
-        print(f"longest gap in decoding: {done.gap_ms:.1f} ms while publishing, {done.calm_ms:.1f} ms before and after")
+    if done.gaps is not None:
+        print(f"longest gap in decoding: {done.gaps.words()}")
     return 0
