@@ -119,12 +119,13 @@ class GrantedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     slo: str = ""  # a target, as ttft=500ms,tpot=40ms,gap=100ms
     grant: Literal["", "true", "false"] = ""  # true: pauses within the target may be given to offline work
+    share_weights: Literal["", "true", "false"] = ""  # true: trainers may map the weights
     rung: Literal["gate", "timeslice"] = "gate"  # timeslice: no driver call per pause; only with probed_driver
     slice_us: SliceUs = 500  # of offline work beside such a service
     probed_driver: str = ""  # the driver version for which the probe's S2 said OK
 
     def said(self) -> Said:
-        return Said(slo=self.slo, grant=self.grant)
+        return Said(slo=self.slo, grant=self.grant, share_weights=self.share_weights)
 
     def slices(self) -> SliceSettings:
         return SliceSettings(rung=Rung(self.rung), slice_us=self.slice_us, probed_driver=self.probed_driver)

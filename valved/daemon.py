@@ -26,6 +26,7 @@ from valved import paths
 from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
+from valved.clients.sharing import Sharing
 from valved.config import Config, group_id
 from valved.errors import ValveError
 from valved.gate.freeze import Ladder
@@ -79,6 +80,7 @@ class Daemon:
     ladder: Ladder
     node: Node
     consents: Consents
+    sharing: Sharing
     worths: Worths
     link: LinkServer
     kv: Kv | None
@@ -161,6 +163,7 @@ def build(
         ladder=ladder,
         node=node,
         consents=consents,
+        sharing=_sharing(books, gating, consents, run_dir),
         worths=worths,
         link=link,
         kv=kv,
@@ -229,6 +232,13 @@ def _granting(
     return consents, granting, worths
 
 
+def _sharing(books: Books, gating: GateService, consents: Consents, run_dir: Path) -> Sharing:
+    sharing = Sharing(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
+    consents.changed = sharing.after(consents.changed)
+    gating.clients_changed = sharing.after(gating.clients_changed)
+    return sharing
+
+
 def _bystanders(
     config: Config,
     gate: GatePort,
@@ -260,6 +270,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
         daemon.handover.policy = msgspec.structs.replace(daemon.handover.policy, mode=None)
     daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")
     daemon.brake.look_at_file()
+    daemon.sharing.begin()
 
 
 async def run(
@@ -285,7 +296,7 @@ async def run(
         loop.add_signal_handler(number, daemon.stop.set)
     loop.add_signal_handler(state.HAND_OVER, daemon.stop.set)
     daemon.journal.emit(EventKind.STARTED, reason=f"mode {daemon.brake.mode.value}", pid=os.getpid())
-    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, folder, has_watch=watch.fd >= 0)
+    upkeep = Upkeep(gate, daemon.gating, daemon.handover, daemon.brake, daemon.sharing, folder, has_watch=watch.fd >= 0)
     parts: dict[str, Callable[[], Awaitable[None]]] = {"upkeep": upkeep.run, "steps of engines": daemon.worths.run}
     if daemon.kv is not None:
         parts["reading the cards"] = partial(read_cards, daemon.kv.service)
@@ -371,9 +382,8 @@ def _pick_up_claims(daemon: Daemon, run_dir: Path) -> None:
     """What `valve run --online` left while no valved answered."""
     for claim in pending.take(run_dir):
         try:
-            daemon.node.launch(
-                claim.pid, claim.start_time, Role.ONLINE, claim.name, Said(slo=claim.slo, grant=claim.grant)
-            )
+            said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
+            daemon.node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
         except (ValveError, OSError) as error:
             daemon.note(f"claim of process {claim.pid}, left while no valved answered: {error}")
 

@@ -17,6 +17,7 @@ BASE = f"{DOMAIN}/base"  # of finetune pods: the model they train; label of onli
 GPUS_REQUIRED = f"{DOMAIN}/gpus-required"  # of a pod without a limit: the webhook makes one of it
 SLO = f"{DOMAIN}/slo"  # of online pods, and on namespaces: the target, as ttft=500ms,tpot=40ms,gap=100ms
 GRANT = f"{DOMAIN}/grant"  # the same: "true" lets pauses within the target be given to offline work
+SHARE_WEIGHTS = f"{DOMAIN}/share-weights"  # the same: "true" lets trainers map the weights
 INJECT = f"{DOMAIN}/inject"  # "false": leave this pod alone
 
 # Written by Valve, on pods; users may not.

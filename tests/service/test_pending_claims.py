@@ -15,6 +15,8 @@ from valved.daemon import _pick_up_claims
 from valved.model.ids import Role
 from valved.state import pending
 
+UNSAID = {"slo": "", "grant": None, "share_weights": None}
+
 
 @pytest.fixture
 def world(tmp_path):
@@ -60,7 +62,7 @@ def test_a_valved_that_does_not_answer_never_keeps_an_online_process_from_starti
         return call(self, method, request, deadline_s=deadline_s)
 
     monkeypatch.setattr(Node, "call", timed)
-    options = SimpleNamespace(argv=["true"], online=True, name="chat", ungated=False, slo="", grant=None)
+    options = SimpleNamespace(argv=["true"], online=True, name="chat", ungated=False, **UNSAID)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "valved.sock"))
         silent.listen()
@@ -78,7 +80,7 @@ def test_without_any_valved_here_an_online_process_runs_untouched(tmp_path, monk
     became = []
     monkeypatch.setattr(cli_run, "become", lambda argv, env: became.append(env) or 0)
 
-    assert cli_run.run(SimpleNamespace(argv=["true"], online=True, name="", ungated=False, slo="", grant=None)) == 0
+    assert cli_run.run(SimpleNamespace(argv=["true"], online=True, name="", ungated=False, **UNSAID)) == 0
 
     assert "LD_PRELOAD" not in became[0]
 
@@ -89,7 +91,7 @@ def test_an_offline_job_that_runs_ungated_is_never_claimed_as_online(tmp_path, m
     monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(cli_run, "become", lambda argv, env: 0)
 
-    assert cli_run.run(SimpleNamespace(argv=["job"], online=False, name="", ungated=True, slo="", grant=None)) == 0
+    assert cli_run.run(SimpleNamespace(argv=["job"], online=False, name="", ungated=True, **UNSAID)) == 0
 
     assert not list((tmp_path / "claims").iterdir())
 

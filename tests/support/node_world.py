@@ -15,6 +15,7 @@ from virtual import VirtualClock
 from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
 from valved.clients.consents import Consents
 from valved.clients.register import Register
+from valved.clients.sharing import Sharing
 from valved.config import Config
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
@@ -31,6 +32,7 @@ from valved.node.handover import Handover
 from valved.node.kv import put_together
 from valved.node.leaving import Leaving
 from valved.node.status import Reporter
+from valved.paths import WEIGHTS_FILE
 from valved.state.journal import Journal
 from valved.state.lived import Lived
 from valved.state.registry import Books
@@ -258,7 +260,9 @@ class World:
         offer = (self.gate.granting, self.gating, self.books, consents.of, lambda: len(leftovers) > 0, slices)
         self.worths = Worths(self.gate.granting, self.gating, self.books, self.clock)
         self.granting = Granting(*offer, self.worths)
-        consents.changed = self.granting.refresh
+        self.sharing = Sharing(self.books, self.gating, consents.of, self.folder / WEIGHTS_FILE)
+        consents.changed = self.sharing.after(self.granting.refresh)
+        self.gating.clients_changed = self.sharing.after(self.gating.clients_changed)
         return consents
 
     def _leaving(self):

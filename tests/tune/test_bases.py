@@ -245,4 +245,4 @@ def test_a_file_that_shares_no_such_base_is_refused_by_name(tmp_path: Path, faul
     outcome = jobs.train(jobs.job(folder, tmp_path / "out", share_weights=str(file)))
     assert outcome.end is End.FAILED
     assert outcome.message.startswith("share_weights: ")
-    assert ("weight daemons hold, are not shared" in outcome.message) == (fault == "missing")
+    assert ("is no file of valve tune share" in outcome.message) == (fault == "missing")

@@ -57,13 +57,43 @@ def test_what_was_published_never_changes_with_the_adapter(engine, job):
 
 
 @pytest.mark.parametrize("engine", [{"load_s": 0.3}], indirect=True)
-def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine):
+def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine, monkeypatch):
+    monkeypatch.setattr("valve_tune.serve.gap.TOKENS", 1_000_000)  # so that no answer ends while it loads
     running = RunningEngine(engine.url)
     with GapProbe(running) as gap:
         running.load("x-v1", "/x")
-    calm, disturbed = gap.gaps_ms()
-    assert disturbed >= 200  # of 300, which the server begins before the client sees the last piece
-    assert 0 < calm < disturbed
+    gaps = gap.gaps()
+    assert gaps.disturbed_ms >= 200  # of 300, which the server begins before the client sees the last piece
+    assert gaps.calm_ms > 0
+
+
+class Answering:
+    """A service whose every answer has the same times."""
+
+    def __init__(self, *times):
+        self.times = times
+
+    def stream(self, tokens):
+        yield from self.times
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_a_gap_that_nobody_could_measure_is_never_shown_as_none_at_all(pieces, monkeypatch):
+    """An answer of one piece has no gap; nor is what falls between two answers one."""
+    monkeypatch.setattr("valve_tune.serve.gap.PIECES", pieces)
+    monkeypatch.setattr("valve_tune.serve.gap.WAIT_S", 0.05)
+    with GapProbe(Answering(*[1.0] * pieces)) as gap:
+        pass
+    gaps = gap.gaps()
+    assert (gaps.calm_ms, gaps.disturbed_ms) == (None, None)
+    assert gaps.words() == "not measured while publishing, not measured before and after"
+
+
+def test_a_gap_of_no_length_is_measured(monkeypatch):
+    monkeypatch.setattr("valve_tune.serve.gap.PIECES", 2)
+    with GapProbe(Answering(1.0, 1.0)) as gap:
+        pass
+    assert gap.gaps().words() == "not measured while publishing, 0.0 ms before and after"
 
 
 def test_a_name_that_another_jobs_folder_published_goes_on_counting(engine, job):

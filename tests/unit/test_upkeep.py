@@ -134,7 +134,7 @@ from valved.node.upkeep import Upkeep
 logs.set_up("info")
 gate = types.SimpleNamespace(is_turning=lambda: False)
 brake = types.SimpleNamespace(hand_over=lambda: None)
-asyncio.run(Upkeep(gate, None, None, brake, None, has_watch=True)._end_unreachable())
+asyncio.run(Upkeep(gate, None, None, brake, None, None, has_watch=True)._end_unreachable())
 """
 
 

@@ -53,6 +53,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         action=argparse.BooleanOptionalAction,
         help="online: pauses within the target may be given to offline work (docs/finetuning.md)",
     )
+    parser.add_argument(
+        "--share-weights",
+        action=argparse.BooleanOptionalAction,
+        help="online: a trainer (valve tune) may map the weights (docs/finetuning.md)",
+    )
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments")
     parser.set_defaults(run=run)
 
@@ -99,10 +104,12 @@ def engine_hook(folder: Path) -> Path | None:
 
 def words(options: argparse.Namespace) -> Said:
     """What the owner offers, or why that makes no sense."""
-    said = Said(slo=options.slo, grant="" if options.grant is None else YES if options.grant else NO)
+    said = Said(slo=options.slo, grant=answer(options.grant), share_weights=answer(options.share_weights))
     if said != SILENT and not options.online:
         raise CliError(
-            "--slo and --grant are words of online work", USAGE, "valve run --online --slo ... --grant -- CMD"
+            "--slo, --grant and --share-weights are words of online work",
+            USAGE,
+            "valve run --online --slo ... --grant --share-weights -- CMD",
         )
     try:
         check(said)
@@ -111,12 +118,16 @@ def words(options: argparse.Namespace) -> Said:
     return said
 
 
+def answer(word: bool | None) -> str:
+    return "" if word is None else YES if word else NO
+
+
 def claim(role: str, name: str, said: Said) -> None:
     """Register this process, which is about to become the command. An online one is not kept waiting."""
     pid = os.getpid()
     wanted = node_pb2.ROLE_ONLINE if role == "online" else node_pb2.ROLE_OFFLINE
     request = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=wanted, name=name)
-    request.slo, request.grant = said.slo, said.grant
+    request.slo, request.grant, request.share_weights = said.slo, said.grant, said.share_weights
     with node() as connection:
         connection.call(connection.stub.Launch, request, deadline_s=ONLINE_WAIT_S if role == "online" else DEADLINE_S)
 
@@ -124,8 +135,8 @@ def claim(role: str, name: str, said: Said) -> None:
 def leave_claim(name: str, said: Said) -> bool:
     """For a valved that does not answer now: it finds the claim when our shim knocks."""
     pid = os.getpid()
-    found = pending.PendingClaim(pid=pid, start_time=start_time(pid), name=name, slo=said.slo, grant=said.grant)
-    return pending.leave(run_dir(), found)
+    words = {"slo": said.slo, "grant": said.grant, "share_weights": said.share_weights}
+    return pending.leave(run_dir(), pending.PendingClaim(pid=pid, start_time=start_time(pid), name=name, **words))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     command = [interpreter(), "-m", ROOM, *(each for each in argv if not (ungated and each == UNGATED))]
     if trains and ENV_ROLE not in os.environ:
         if has_valved(run_dir()):
-            words = {"ungated": ungated, "slo": "", "grant": None}
+            words = {"ungated": ungated, "slo": "", "grant": None, "share_weights": None}
             return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", **words))
         print("valve tune: no valved is here, so nothing stops this job for a service", file=sys.stderr)
     return run.become(command, dict(os.environ))

@@ -115,6 +115,7 @@ def granted_state(consent: Consent, given: Grants, kind: str) -> GrantedState:
     return GrantedState(
         slo=str(consent.slo or ""),
         grant=consent.grant,
+        share_weights=consent.share_weights,
         words=words,
         grants=given.grants,
         broken=given.broken,

@@ -120,15 +120,22 @@ class Follower:
 
     def _follow_granted(self, granted: Mapping[str, Any]) -> None:
         """What it says comes before the node's own configuration. Words without sense offer nothing, and say why."""
-        grant = granted.get("grant")
-        said = Said(slo=str(granted.get("slo") or ""), grant="" if grant is None else YES if grant else NO)
+        said = Said(
+            slo=str(granted.get("slo") or ""),
+            grant=_answer(granted.get("grant")),
+            share_weights=_answer(granted.get("shareWeights")),
+        )
         self._refused.pop("granted", None)
         if problem := consent_of([said]).problem:
             self._refuse("granted", problem)
-            said = Said(grant=NO)
+            said = Said(grant=NO, share_weights=said.share_weights)
         if self._consents is not None:
             self._consents.say_for_fleet(said)
 
     def _refuse(self, key: str, why: str) -> None:
         self._refused[key] = why
         log.warning("word of the cluster not used", extra={"facts": {"key": key, "error": why}})
+
+
+def _answer(word: bool | None) -> str:
+    return "" if word is None else YES if word else NO

@@ -178,7 +178,8 @@ def _role(item: Json) -> Role:
 
 
 def _said(item: Json) -> Said:
-    return Said(slo=annotation(item, names.SLO), grant=annotation(item, names.GRANT))
+    share = annotation(item, names.SHARE_WEIGHTS)
+    return Said(slo=annotation(item, names.SLO), grant=annotation(item, names.GRANT), share_weights=share)
 
 
 def _spoken(said: Mapping[str, Said]) -> dict[str, Said]:

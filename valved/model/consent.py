@@ -1,5 +1,6 @@
-"""What the owner of an online service offers: its latency target (`slo`), and whether pauses between its steps may
-be given to offline work (`grant`). Both are words that a person wrote; nothing is granted without both.
+"""What the owner of an online service offers: its latency target (`slo`), whether pauses between its steps may
+be given to offline work (`grant`), and whether a trainer may map its weights (`share_weights`). All are words that a
+person wrote; nothing is granted without the first two.
 
 Words come from several places, the nearest to the service first: its own, its namespace's, the node's configuration.
 The first place that says anything about a target, or about granting, is believed. One that cannot be understood grants
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GAP_MS = 100.0
 """The longest pause between two tokens that a reader may see, where nobody says another."""
@@ -40,6 +41,7 @@ class Said:
 
     slo: str = ""
     grant: str = ""
+    share_weights: str = ""
 
 
 SILENT = Said()
@@ -51,15 +53,28 @@ class Consent:
 
     slo: Slo | None = None
     grant: bool = False
-    problem: str = ""  # why what was said counts for nothing
+    weights: str = ""  # as written
+    problem: str = ""  # why what was said of a target and of pauses counts for nothing
+
+    @property
+    def share_weights(self) -> bool:
+        """What nobody can read is no consent."""
+        return self.weights == YES
 
     def words(self) -> str:
         """For people; empty where nobody said anything."""
+        return "; ".join(filter(None, [self._of_pauses(), self._of_weights()]))
+
+    def _of_pauses(self) -> str:
         if self.problem:
             return f"no granted time: {self.problem}"
         if self.grant:
             return f"consents to pauses within {self.slo}"
         return f"states {self.slo}, consents to no pauses" if self.slo is not None else ""
+
+    def _of_weights(self) -> str:
+        said = {"": "", YES: "shares its weights with trainers", NO: "shares no weights"}
+        return said.get(self.weights, f"shares no weights: {self.weights!r} is neither {YES} nor {NO}")
 
 
 NOTHING = Consent()
@@ -92,9 +107,9 @@ def _read_time(name: str, value: str) -> float:
     return ms
 
 
-def read_grant(text: str) -> bool:
+def read_answer(name: str, text: str) -> bool:
     if text not in (YES, NO):
-        raise ValueError(f"grant: {text!r} is neither {YES} nor {NO}")
+        raise ValueError(f"{name}: {text!r} is neither {YES} nor {NO}")
     return text == YES
 
 
@@ -103,17 +118,24 @@ def check(said: Said) -> None:
     if said.slo:
         read_slo(said.slo)
     if said.grant:
-        read_grant(said.grant)
+        read_answer("grant", said.grant)
+    if said.share_weights:
+        read_answer("share_weights", said.share_weights)
 
 
 def consent_of(places: Iterable[Said]) -> Consent:
     """The nearest place first."""
-    slo_text, grant_text = "", ""
+    slo, grant, share_weights = "", "", ""
     for said in places:
-        slo_text, grant_text = slo_text or said.slo, grant_text or said.grant
+        slo, grant = slo or said.slo, grant or said.grant
+        share_weights = share_weights or said.share_weights
+    return replace(_of_pauses(slo, grant), weights=share_weights)
+
+
+def _of_pauses(slo_text: str, grant_text: str) -> Consent:
     try:
         slo = read_slo(slo_text) if slo_text else None
-        grant = read_grant(grant_text) if grant_text else False
+        grant = read_answer("grant", grant_text) if grant_text else False
     except ValueError as error:
         return Consent(problem=str(error))
     if grant and (slo is None or not slo.tpot_ms):

@@ -50,6 +50,7 @@ class GrantedState:
 
     slo: str = ""  # the target that its owner stated
     grant: bool = False  # and consents to pauses within it
+    share_weights: bool = False  # consents to trainers that map its weights
     words: str = ""  # the same for people, with what came of it
     grants: int = 0
     broken: int = 0  # of them, that a launch fell into

@@ -95,7 +95,7 @@ class Node:
     @staticmethod
     def _check_words(role: Role, said: Said) -> None:
         if said != SILENT and role is not Role.ONLINE:
-            raise InvalidRequest("only online work states a target or consents to pauses", field="slo")
+            raise InvalidRequest("only online work states a target or consents to anything", field="slo")
         try:
             check(said)
         except ValueError as error:

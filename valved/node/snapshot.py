@@ -183,6 +183,7 @@ def _with_online(saved: SavedService, online: OnlineService, told: list[SavedReq
         told=told,
         slo=online.said.slo,
         grant=online.said.grant,
+        share_weights=online.said.share_weights,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
 
+from valved.clients.sharing import Sharing
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader
@@ -37,6 +38,7 @@ class Upkeep:
         gating: GateService,
         handover: Handover,
         brake: Brake,
+        sharing: Sharing,
         folder: RunFolder,
         *,
         has_watch: bool,
@@ -45,6 +47,7 @@ class Upkeep:
         self._gating = gating
         self._handover = handover
         self._brake = brake
+        self._sharing = sharing
         self._folder = folder
         self._has_watch = has_watch  # the pause file is seen without looking
 
@@ -56,6 +59,7 @@ class Upkeep:
             if not self._folder.is_ours():
                 await self._end_unreachable()
             self._gating.resync()
+            self._sharing.refresh()
             self._handover.settle(patience_over=True)
             if not self._has_watch:
                 self._brake.look_at_file()

@@ -67,7 +67,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
 
     async def Launch(self, request: Any, context: Any) -> Any:
         role = convert.role(request.role)
-        said = Said(slo=request.slo, grant=request.grant)
+        said = Said(slo=request.slo, grant=request.grant, share_weights=request.share_weights)
 
         def call() -> Any:
             service = self._node.launch(request.pid, request.start_time, role, request.name, said)

@@ -27,6 +27,7 @@ class PendingClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     slo: str = ""
     grant: str = ""
+    share_weights: str = ""
 
 
 def make_folder(run_dir: Path, group: int = -1) -> None:

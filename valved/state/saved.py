@@ -78,6 +78,7 @@ class SavedService(msgspec.Struct, frozen=True, kw_only=True):
     told: list[SavedRequests] = []
     slo: str = ""  # its launcher's words
     grant: str = ""
+    share_weights: str = ""
 
 
 class SavedGpu(msgspec.Struct, frozen=True, kw_only=True):

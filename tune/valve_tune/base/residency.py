@@ -153,5 +153,8 @@ class HostWindow:
             self._free.append(self._slot_of.pop(layer))
             self._load(missing)
 
+    def permitted(self) -> None:
+        """They are the job's own."""
+
     def check(self) -> None:
         """The host copy is private, and slots are only ever written from it."""

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from valve_tune.base.consent import FREE, MAGIC, Permit
 from valve_tune.base.weights import BadBase, BaseChanged, StillWeights, Tensors, digest_of, split
 from valve_tune.tiles.decoder import DecoderShape
 from valve_tune.tiles.grid import Phase
 
-MAGIC = b"VALVEWTS"
 ALIGNED = 64
 TYPES = {str(each): each for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
@@ -42,25 +42,25 @@ def publish(tensors: Tensors, path: Path) -> str:
     header = json.dumps({"tensors": entries, "checksum": checksum}).encode()
     header += b" " * (-(len(MAGIC) + 8 + len(header)) % ALIGNED)
     aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_bytes(MAGIC + struct.pack("<Q", len(header)) + header + body)
+    aside.unlink(missing_ok=True)
+    # Its owner's processes alone may map it: who may not look at the service may not look at its weights.
+    with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.writelines((MAGIC, struct.pack("<Q", len(header)), header, body))
     os.replace(aside, path)
     return checksum
 
 
-class SharedCopy(StillWeights):
-    """A mapping of what an engine published. The kernel refuses writes; a checksum shows writes of others."""
+class SharedFile:
+    """A mapping of what was published. The kernel refuses writes; a checksum shows writes of others."""
 
-    def __init__(self, path: Path, shape: DecoderShape) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header, self._start = self._header()
         self._checksum = str(header["checksum"])
         self.check()
-        views = unfused({name: self._view(*entry) for name, entry in header["tensors"].items()}, shape)
-        self.digest = digest_of(views)
-        outer, self._layers = split(views, shape.layers)
-        self.outer: Tensors = outer
+        self.tensors = {name: self._view(*entry) for name, entry in header["tensors"].items()}
 
     def _header(self) -> tuple[dict[str, dict[str, tuple[str, list[int], int, int]]], int]:
         if self._map[: len(MAGIC)] != MAGIC:
@@ -79,14 +79,45 @@ class SharedCopy(StillWeights):
             flat = torch.frombuffer(self._map, dtype=dtype, offset=self._start + start, count=length // dtype.itemsize)
         return flat.view(size)
 
-    def enter(self, layer: int, phase: Phase) -> Tensors:
-        return self._layers[layer]
-
     def check(self) -> None:
         with memoryview(self._map) as whole:
             now = hashlib.sha256(whole[self._start :]).hexdigest()
         if now != self._checksum:
             raise BaseChanged(f"{self._path}: the shared weights changed while the job ran")
+
+
+class SharedCopy(StillWeights):
+    """The base of a job, as views of a shared file."""
+
+    def __init__(self, path: Path, shape: DecoderShape, permit: Permit = FREE) -> None:
+        self._file, self._permit = SharedFile(path), permit
+        views = unfused(self._file.tensors, shape)
+        self.digest = digest_of(views)
+        outer, self._layers = split(views, shape.layers)
+        self.outer: Tensors = outer
+
+    def enter(self, layer: int, phase: Phase) -> Tensors:
+        return self._layers[layer]
+
+    def check(self) -> None:
+        self._file.check()
+
+    def permitted(self) -> None:
+        self._permit.check()
+
+
+def adopt(module: torch.nn.Module, path: Path) -> SharedFile:
+    """A service on the CPU computes with the file's weights from now on; its own copy is free. It must be of that base,
+    and keep what it gets for as long as it serves.
+    """
+    file = SharedFile(path)
+    for name, parameter in module.named_parameters():
+        there = file.tensors.get(name)
+        if there is None or there.dtype != parameter.dtype or not torch.equal(there, parameter):
+            raise BadBase(f"{path}: holds no {name} as this model has it")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(False).data = file.tensors[name]
+    return file
 
 
 def unfused(tensors: Mapping[str, torch.Tensor], shape: DecoderShape) -> dict[str, torch.Tensor]:

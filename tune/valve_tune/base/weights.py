@@ -49,6 +49,10 @@ class FrozenWeights(Protocol):
         """Raise if the weights are not what they were when the job began."""
         ...
 
+    def permitted(self) -> None:
+        """Raise if they may not be read any more. Asked at each tile."""
+        ...
+
     @property
     def least_bytes(self) -> int:
         """Of the memory that the stash lies in: what no micro-batch does without."""
@@ -73,6 +77,9 @@ class StillWeights:
 
     def leave(self, layer: int, phase: Phase) -> None:
         """Nothing moves."""
+
+    def permitted(self) -> None:
+        """They are the job's own."""
 
     def fit(self, spare: int) -> bool:
         return True

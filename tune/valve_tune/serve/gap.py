@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import dataclass
 from types import TracebackType
 
 from valve_tune.serve.engines import EngineError, RunningEngine
@@ -12,6 +13,21 @@ from valve_tune.serve.engines import EngineError, RunningEngine
 TOKENS = 192  # of one request; the next begins where it ends
 PIECES = 30  # watched before and after, so that both sides have a longest gap of their own
 WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """The longest of each kind. None: there was none to measure, as all of it fell between two answers."""
+
+    calm_ms: float | None
+    disturbed_ms: float | None
+
+    def words(self) -> str:
+        return f"{_words(self.disturbed_ms)} while publishing, {_words(self.calm_ms)} before and after"
+
+
+def _words(ms: float | None) -> str:
+    return "not measured" if ms is None else f"{ms:.1f} ms"
 
 
 class GapProbe:
@@ -60,14 +76,11 @@ class GapProbe:
             wanted = sum(map(len, self._pieces)) + more
             self._count.wait_for(lambda: self._is_over or sum(map(len, self._pieces)) >= wanted, WAIT_S)
 
-    def gaps_ms(self) -> tuple[float, float]:
-        """Longest gap without and with the disturbance; one that touches it counts as with."""
-        calm, disturbed = 0.0, 0.0
-        for answer in self._pieces:
-            for begin, end in itertools.pairwise(answer):
-                gap = (end - begin) * 1e3
-                if end > self._span[0] and begin < self._span[1]:
-                    disturbed = max(disturbed, gap)
-                else:
-                    calm = max(calm, gap)
-        return calm, disturbed
+    def gaps(self) -> Gaps:
+        """One that touches the disturbance counts as with it."""
+        calm: list[float] = []
+        disturbed: list[float] = []
+        for begin, end in itertools.chain.from_iterable(map(itertools.pairwise, self._pieces)):
+            is_in = end > self._span[0] and begin < self._span[1]
+            (disturbed if is_in else calm).append((end - begin) * 1e3)
+        return Gaps(calm_ms=max(calm, default=None), disturbed_ms=max(disturbed, default=None))

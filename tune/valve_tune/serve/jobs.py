@@ -26,8 +26,9 @@ ENDS = {"succeeded": 0, "failed": 1, "cancelled": 1, "stopped": 1}
 def run(options: argparse.Namespace) -> int:
     values = flags.values(options)
     for name in ("model", "data", "out", "eval_data", "share_weights"):
-        if values.get(name):
-            values[name] = str(Path(values[name]).expanduser().absolute())
+        path = Path(values.get(name) or "").expanduser()
+        if values.get(name) and (name != "share_weights" or len(path.parts) > 1 or path.exists()):
+            values[name] = str(path.absolute())  # else a service is named
     return train(values, options.num_train_epochs)
 
 

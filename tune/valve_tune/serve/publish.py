@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from valve_tune.base.consent import find
 from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
-from valve_tune.serve.gap import GapProbe
+from valve_tune.serve.gap import GapProbe, Gaps
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -32,8 +33,7 @@ class Published:
     name: str
     path: Path
     retired: tuple[str, ...] = ()
-    calm_ms: float | None = None
-    gap_ms: float | None = None
+    gaps: Gaps | None = None  # None: nobody watched
 
 
 def adapter_of(folder: JobFolder, step: int | None) -> Path:
@@ -48,6 +48,22 @@ def adapter_of(folder: JobFolder, step: int | None) -> Path:
         raise FolderError(f"{source}: holds no adapter")
     check_plain(source)
     return source
+
+
+def check_base(folder: JobFolder) -> None:
+    """An adapter of shared weights is handed over only while they are what it was trained on, if they are here."""
+    word = folder.spec().share_weights if folder.exists() else ""
+    if not word:
+        return
+    from valve_tune.base.shared import SharedFile
+    from valve_tune.base.weights import BaseChanged
+
+    try:
+        SharedFile(find(word)[0])
+    except BaseChanged as error:
+        raise FolderError(f"{folder.path}: not published: {error}") from None
+    except (OSError, ValueError) as error:
+        print(f"note: the shared weights were not checked again: {error}")
 
 
 def check_plain(source: Path) -> None:
@@ -93,8 +109,7 @@ def hand_over(engine: RunningEngine, version: Path, name: str, keep: int, *, pro
         with GapProbe(engine) as gap:
             retired = _switch(engine, version, name, keep)
         if not gap.error:
-            calm, worst = gap.gaps_ms()
-            return Published(name=version.name, path=version, retired=retired, calm_ms=calm, gap_ms=worst)
+            return Published(name=version.name, path=version, retired=retired, gaps=gap.gaps())
         print(f"valve tune: the gap was not measured: {gap.error}", file=sys.stderr)
     else:
         retired = _switch(engine, version, name, keep)
@@ -138,6 +153,7 @@ def command(options: argparse.Namespace) -> int:
     folder = registry.find(options.job)
     name = options.name or folder.path.name
     source = adapter_of(folder, options.checkpoint)
+    check_base(folder)
     try:
         engine = RunningEngine(options.to, token_in(options.token_file)) if options.to else None
         version = new_version(folder, name, source, engine.loaded() if engine else ())
@@ -150,6 +166,6 @@ def command(options: argparse.Namespace) -> int:
         return 1
     model, retired = engine.model_of(done.name), ", ".join(done.retired) or "none"
     print(f"{engine.kind} at {engine.url} answers as {model}; retired: {retired}")
-    if done.gap_ms is not None:
-        print(f"longest gap in decoding: {done.gap_ms:.1f} ms while publishing, {done.calm_ms:.1f} ms before and after")
+    if done.gaps is not None:
+        print(f"longest gap in decoding: {done.gaps.words()}")
     return 0

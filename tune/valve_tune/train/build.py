@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from valve_tune.base.consent import find
 from valve_tune.base.copies import move_module
 from valve_tune.base.memory import StashMemory
 from valve_tune.base.own import LoadedModel, OwnCopy
@@ -62,13 +63,9 @@ def open_model(spec: JobSpec, *, weights: FrozenWeights | None = None, memory: S
 def shared_base(spec: JobSpec, config: Any, device: str) -> SharedCopy:
     if device != "cpu":
         raise BadBase("share_weights: on a GPU weights are not shared; leave it out")
-    if not Path(spec.share_weights).is_file():
-        raise BadBase(
-            f"share_weights: {spec.share_weights} is no file of valve tune share; the weights of a service, as those "
-            "that vLLM's and SGLang's weight daemons hold, are not shared"
-        )
+    path, permit = find(spec.share_weights)
     try:
-        base = SharedCopy(Path(spec.share_weights), shape_of(config))
+        base = SharedCopy(path, shape_of(config), permit)
     except (BadBase, OSError, ValueError, KeyError, TypeError) as error:
         raise BadBase(f"share_weights: {error}") from error
     held = base.outer[EMBEDDING].dtype

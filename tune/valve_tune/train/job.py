@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from valve_tune.base.consent import NotShared
 from valve_tune.base.memory import NoRoom, StashLost
 from valve_tune.base.weights import BadBase
 from valve_tune.model.adapter import BadAdapter, Gradients
@@ -68,7 +69,7 @@ class Trainer:
             job = job_digest(self.spec, self.dataset.digest, held_out.digest if held_out else "")
             self.state = JobState(self.spec, self.model.adapter, base=self.model.weights.digest, job=job)
             self._resume()
-        except (BadBase, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
+        except (BadBase, NotShared, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
             return Outcome(end=End.FAILED, step=0, message=self._said(error))
         return self._guarded()
 
@@ -88,7 +89,7 @@ class Trainer:
             return self._ended(End.FAILED, str(error))
         except torch.OutOfMemoryError as error:
             return self._ended(End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size")
-        except (OSError, BadBase) as error:
+        except (OSError, BadBase, NotShared) as error:
             return self._outcome(End.FAILED, self._said(error))
         return self._outcome(End.DONE, "", adapter)
 
@@ -241,6 +242,7 @@ class Trainer:
         self._waited += time.monotonic() - began
 
     def _ask(self, where: str) -> None:
+        self.model.weights.permitted()
         answer = self.control.answer()
         if answer is Answer.GO:
             return
@@ -249,6 +251,7 @@ class Trainer:
             began = time.monotonic()
             while answer is Answer.PAUSE:
                 self.control.wait()
+                self.model.weights.permitted()
                 self.model.memory.border()
                 answer = self.control.answer()
             self._waited += time.monotonic() - began

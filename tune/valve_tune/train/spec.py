@@ -103,7 +103,9 @@ class JobSpec:
     span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
     layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
     share_weights: str = text(
-        "file of valve tune share that holds the base for several jobs; on the CPU alone", default="", empty=True
+        "online service whose weights are mapped, with its owner's consent, or a file of valve tune share; CPU alone",
+        default="",
+        empty=True,
     )
     resident_layers: int = number(
         0,

@@ -1,0 +1,164 @@
+"""Whose weights a trainer may map: which online services consent is said by valved in a file of its run folder.
+
+A service is found by its name, its weights by what its processes map. A file that a service maps is that service's,
+however it was named. Who may see neither (another user) cannot open the file either: it is its owner's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENV_RUN_DIR = "VALVE_RUN_DIR"
+SYSTEM_RUN_DIR = "/run/valve"
+NAME = "weights.json"
+MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
+HOW = "its owner says so by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
+
+
+class NotShared(ValueError):
+    """Why weights may not be mapped, or no longer."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"share_weights: {why}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    id: int
+    name: str
+    shares: bool
+    processes: tuple[tuple[int, int], ...]  # pid, start time
+
+    def __str__(self) -> str:
+        return f"service {self.id} ({self.name})"
+
+
+class Owners:
+    """What valved says of the online services here; looked up again when it says something else."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._path = (folder or Path(os.environ.get(ENV_RUN_DIR) or SYSTEM_RUN_DIR)) / NAME
+        self._seen: tuple[int, int] | None = None
+        self._services: tuple[Service, ...] = ()
+
+    def services(self) -> tuple[Service, ...]:
+        try:
+            found = os.stat(self._path)
+            seen = found.st_ino, found.st_mtime_ns
+            if seen != self._seen:
+                document = json.loads(self._path.read_bytes())
+                self._services = tuple(map(_service, document["services"]))
+                self._seen = seen
+        except (OSError, ValueError, KeyError, TypeError):
+            self._seen, self._services = None, ()  # what nobody says is no consent
+        return self._services
+
+    def named(self, word: str) -> Service:
+        found = [one for one in self.services() if word in (one.name, str(one.id))]
+        if not found:
+            raise NotShared(f"{word}: no online service of that name is here, and no file; valve status shows them")
+        if len(found) > 1:
+            raise NotShared(f"{word}: {', '.join(map(str, found))} have that name; give the number")
+        return found[0]
+
+    def mapping(self, path: Path) -> tuple[Service, ...]:
+        """Those that map this very file."""
+        return tuple(one for one in self.services() if any(path.samefile(each) for each in weights_of(one)))
+
+
+class Permit:
+    """The consent of those whose weights they are; asked at each tile."""
+
+    def __init__(self, owners: Owners, services: Iterable[Service]) -> None:
+        self._owners, self._of = owners, tuple(services)
+
+    def check(self) -> None:
+        if not self._of:
+            return
+        sharing = {one.id for one in self._owners.services() if one.shares}
+        for one in self._of:
+            if one.id not in sharing:
+                raise NotShared(f"{one} does not consent to trainers that map its weights; {HOW}")
+
+
+FREE = Permit(Owners(Path("/nowhere")), ())
+
+
+def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
+    """`word` is a file of shared weights, or the name or number of an online service."""
+    owners = owners or Owners()
+    if "/" in word:
+        path = Path(word)
+        if not path.is_file():
+            raise NotShared(f"{word} is no file of valve tune share; a service is named as valve status shows it")
+        permit = Permit(owners, owners.mapping(path))
+        permit.check()
+        return path, permit
+    service = owners.named(word)
+    permit = Permit(owners, [service])
+    permit.check()
+    files = sorted(set(weights_of(service)))
+    if len(files) != 1:
+        raise NotShared(
+            f"{service} consents, but maps "
+            + (
+                "several files of weights; name one"
+                if files
+                else "no file of valve tune share that this user may see; "
+            )
+            + ("" if files else "weights on a GPU, as vLLM's and SGLang's daemons hold them, are not shared")
+        )
+    return files[0], permit
+
+
+def _service(said: dict[str, Any]) -> Service:
+    processes = tuple((int(pid), int(start)) for pid, start in said["processes"])
+    return Service(id=int(said["id"]), name=str(said["name"]), shares=said["shares"] is True, processes=processes)
+
+
+def weights_of(service: Service) -> Iterator[Path]:
+    """Files of shared weights that its processes, and those that they started, map."""
+    for pid in _with_children(service.processes):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+        except OSError:  # gone, or another user's
+            continue
+        for name in dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count(" /")):
+            path = Path(name)
+            if _is_weights(path):
+                yield path
+
+
+def _is_weights(path: Path) -> bool:
+    try:
+        if not path.is_file():  # a device is never opened
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _with_children(roots: Iterable[tuple[int, int]]) -> list[int]:
+    """Of roots that are still who they were."""
+    stats = dict(_stats())
+    found = [pid for pid, start in roots if stats.get(pid, (0, 0))[1] == start]
+    for parent in found:  # it grows meanwhile
+        found.extend(pid for pid, (of, _) in stats.items() if of == parent and pid not in found)
+    return found
+
+
+def _stats() -> Iterator[tuple[int, tuple[int, int]]]:
+    """(pid, (parent, start time)) of all processes. The name may hold blanks and brackets: read from its end."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            yield int(entry.name), (int(words[1]), int(words[19]))

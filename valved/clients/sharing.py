@@ -1,0 +1,74 @@
+"""Tells trainers of this machine which online services let their weights be mapped: a file in the run folder.
+
+A trainer lives in an environment of its own, without gRPC, and looks at each tile: it reads the file when it changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from valved.gate.wake import GateService
+from valved.model.consent import Consent
+from valved.model.ids import ServiceId
+from valved.state.registry import Books
+
+log = logging.getLogger("valved")
+
+
+class Sharing:
+    def __init__(self, books: Books, gating: GateService, consent: Callable[[ServiceId], Consent], path: Path) -> None:
+        self._books = books
+        self._gating = gating
+        self._consent = consent
+        self._path = path
+        self._is_told = False
+        self._written = b""
+
+    def begin(self) -> None:
+        """From now on, and not before all that a predecessor knew is known: a service left out has taken it back."""
+        self._is_told = True
+        self.refresh()
+
+    def after(self, first: Callable[[], None]) -> Callable[[], None]:
+        def both() -> None:
+            first()
+            self.refresh()
+
+        return both
+
+    def refresh(self) -> None:
+        content = msgspec.json.encode({"services": [self._entry(service) for service in sorted(self._gating.online)]})
+        if not self._is_told or content == self._written:
+            return
+        try:
+            fresh = self._path.with_name(f".{self._path.name}.new")
+            fresh.write_bytes(content)
+            fresh.chmod(0o644)
+            fresh.replace(self._path)
+            self._written = content
+        except OSError as error:
+            self._withdraw(error)
+
+    def _entry(self, service: ServiceId) -> dict[str, object]:
+        entry = self._books.services.get(service)
+        root = [entry.root] if entry is not None and entry.root is not None else []
+        processes = {*root, *(client.process for client in self._books.clients_of(service))}
+        return {
+            "id": service,
+            "name": entry.name if entry is not None else "",
+            "shares": self._consent(service).share_weights,
+            "processes": sorted((one.pid, one.start_time) for one in processes),
+        }
+
+    def _withdraw(self, error: OSError) -> None:
+        """A consent that may have been taken back must not stay in an old file."""
+        log.warning("who shares weights cannot be told", extra={"facts": {"error": str(error)}})
+        self._written = b""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError:
+            log.error("consent to shared weights stands as it was", extra={"facts": {"file": str(self._path)}})
