@@ -109,7 +109,6 @@ class KubeClient:
         self,
         path: str,
         query: Mapping[str, str],
-        accept: str = "application/json",
         *,
         silence_s: float,
         shape: Shape = WHOLE,
@@ -122,7 +121,8 @@ class KubeClient:
         # No wait_for from here on: it makes a task per event.
         fuse = _Fuse(writer, self._timeout_s)
         try:
-            writer.write(self._message("GET", _target(path, {**query, "watch": "1"}), {"Accept": accept}, b""))
+            target = _target(path, {**query, "watch": "1"})
+            writer.write(self._message("GET", target, {"Accept": "application/json"}, b""))
             head = await wire.read_head(reader)
             if head is None:
                 raise Unreachable(f"watch {path}: connection closed")

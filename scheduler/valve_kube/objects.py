@@ -21,6 +21,7 @@ from valve_scheduler.model.curve import FloatArray
 
 from valve_kube import names
 from valve_kube.errors import InvalidObject
+from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 
 Object = Mapping[str, Any]
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -53,6 +54,7 @@ class OfflinePod:
     sla: float
     profile: str
     base: str = ""  # of a finetuning pod: nodes that serve it come first
+    wish: NodeWish = ANY_NODE  # the nodes it may use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +258,7 @@ def offline_pod(pod: Object) -> OfflinePod:
         sla=sla_of(pod),
         profile=annotation(pod, names.PROFILE),
         base=base_of(pod),
+        wish=node_wish(pod.get("spec") or {}),
     )
 
 

@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 WATCH_S = 300
 # Bookmarks come about once a minute: a stream silent for longer is a connection that died unnoticed.
 SILENCE_S = 150.0
-# Objects without spec and status. A watch that also takes lists gets none of its events: the server tries that first.
-METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 5.0
 
 
@@ -41,7 +39,6 @@ class Reflector:
         sink: Sink,
         *,
         query: Mapping[str, str] | None = None,
-        metadata_only: bool = False,
         relist_s: float = math.inf,
         shape: Shape | None = None,
     ) -> None:
@@ -49,11 +46,7 @@ class Reflector:
         self.path = path
         self.sink = sink
         self.query = dict(query or {})
-        self._accept = "application/json"
-        self._watch_accept = "application/json"
-        if metadata_only:
-            self._accept, self._watch_accept = (METADATA.format(kind) for kind in ("List", ""))
-        self._shaped = {} if shape is None else {"shape": shape}  # how objects are read; None: as they are
+        self._shaped: Json = {} if shape is None else {"shape": shape}  # how objects are read; None: as they are
         self._relist_s = relist_s  # a list this old is read again when the next watch would begin
         self._listed_at_s = float("-inf")
         self._version = ""
@@ -110,7 +103,7 @@ class Reflector:
 
     async def listed(self) -> tuple[list[Json], str]:
         """The whole list as it is now, and its version."""
-        return await self._client.list(self.path, self.query, self._accept, **self._shaped)
+        return await self._client.list(self.path, self.query, **self._shaped)
 
     async def _list(self) -> None:
         wanted, begun_s = self._wanted, self._loop_s()
@@ -149,7 +142,7 @@ class Reflector:
             "timeoutSeconds": str(WATCH_S),
         }
         wanted = self._wanted
-        stream = self._client.watch(self.path, query, self._watch_accept, silence_s=SILENCE_S, **self._shaped)
+        stream = self._client.watch(self.path, query, silence_s=SILENCE_S, **self._shaped)
         async for event in stream:
             if wanted != self._wanted:
                 return  # left behind by a relist: this event belongs to the old view

@@ -1,21 +1,22 @@
 """Typed decoding: of a pod's eleven kilobytes only the fields that Valve reads become objects, page by page.
 
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
-form of the JSON it came from, less everything else, and one word more: whether the pod is bound to some nodes."""
+form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from valve_kube import names
+from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import start_text
 
 Json = dict[str, Any]
 
-_BOUND = "boundToNodes"  # key of a slim pod's spec
-_CLAIMED_VOLUMES = ("persistentVolumeClaim", "ephemeral")
+_NULL = msgspec.Raw(b"null")
+_RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")
 _KEPT_LABELS = frozenset({"pod-template-hash"})
 
 
@@ -52,10 +53,11 @@ class _Spec(msgspec.Struct, omit_defaults=True):
     nodeName: str | None = None
     containers: list[_Container] | None = None
     initContainers: list[_Container] | None = None
-    # Read for `is_bound` alone, and not kept.
-    nodeSelector: Any = None
-    affinity: Any = None
-    topologySpreadConstraints: Any = None
+    # Read for the wish alone, and not kept.
+    nodeSelector: msgspec.Raw = _NULL
+    affinity: msgspec.Raw = _NULL
+    tolerations: msgspec.Raw = _NULL
+    topologySpreadConstraints: msgspec.Raw = _NULL
     volumes: list[dict[str, msgspec.Raw]] | None = None
 
 
@@ -90,6 +92,28 @@ class _Pod(msgspec.Struct, omit_defaults=True):
     status: _Status | None = None
 
 
+class _Taint(msgspec.Struct, omit_defaults=True):
+    key: str
+    effect: str
+    value: str = ""
+
+
+class _NodeSpec(msgspec.Struct, omit_defaults=True):
+    taints: list[_Taint] | None = None
+    unschedulable: bool = False
+
+
+class _NodeMetadata(msgspec.Struct, omit_defaults=True):
+    name: str = ""
+    resourceVersion: str = ""
+    labels: dict[str, str] | None = None
+
+
+class _Node(msgspec.Struct, omit_defaults=True):
+    metadata: _NodeMetadata
+    spec: _NodeSpec | None = None
+
+
 class _PageMetadata(msgspec.Struct, rename={"next_token": "continue", "version": "resourceVersion"}):
     version: str = ""
     next_token: str = ""
@@ -98,6 +122,11 @@ class _PageMetadata(msgspec.Struct, rename={"next_token": "continue", "version":
 class _Page(msgspec.Struct):
     metadata: _PageMetadata
     items: list[_Pod] | None = None
+
+
+class _NodePage(msgspec.Struct):
+    metadata: _PageMetadata
+    items: list[_Node] | None = None
 
 
 class _Event(msgspec.Struct):
@@ -153,22 +182,26 @@ class PodShape(Shape):
         return {"type": found.type, "object": _slim(self._pods.decode(found.object))}
 
 
-def is_bound(pod: Mapping[str, Any]) -> bool:
-    """Whether its spec forbids it some nodes: by labels, by pods that are there, or by a volume, which may be of one
-    node or zone. Of taints nothing is said here."""
-    spec = pod.get("spec") or {}
-    return bool(spec.get(_BOUND)) or _is_bound(spec)
+class NodeShape(Shape):
+    """Nodes, with what says who may use them: of one's thirty kilobytes a few hundred bytes."""
 
+    def __init__(self) -> None:
+        self._pages = msgspec.json.Decoder(_NodePage)
+        self._events = msgspec.json.Decoder(_Event)
+        self._nodes = msgspec.json.Decoder(_Node)
 
-def _is_bound(spec: Mapping[str, Any]) -> bool:
-    affinities = (spec.get("affinity") or {}).values()
-    spreads = spec.get("topologySpreadConstraints") or []
-    return bool(
-        spec.get("nodeSelector")
-        or any((one or {}).get("requiredDuringSchedulingIgnoredDuringExecution") for one in affinities)
-        or any(one.get("whenUnsatisfiable", "DoNotSchedule") == "DoNotSchedule" for one in spreads)
-        or any(kind in volume for volume in spec.get("volumes") or [] for kind in _CLAIMED_VOLUMES)
-    )
+    def page(self, raw: bytes) -> Page:
+        found = self._pages.decode(raw)
+        items = [msgspec.to_builtins(node) for node in found.items or []]
+
+        return Page(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
+
+    def event(self, line: bytes) -> Json:
+        found = self._events.decode(line)
+        if found.type == "ERROR":
+            return {"type": found.type, "object": msgspec.json.decode(found.object)}
+
+        return {"type": found.type, "object": msgspec.to_builtins(self._nodes.decode(found.object))}
 
 
 def _slim(pod: _Pod) -> Json:
@@ -180,12 +213,10 @@ def _slim(pod: _Pod) -> Json:
         if container.resources is not None:
             limits = container.resources.limits or {}
             container.resources.limits = {key: limits[key] for key in (names.RESOURCE,) if key in limits}
-    bound = pod.spec is not None and _is_bound(msgspec.structs.asdict(pod.spec))
-    if pod.spec is not None:
-        pod.spec.nodeSelector = pod.spec.affinity = pod.spec.topologySpreadConstraints = pod.spec.volumes = None
+    wish = _wish_of(pod.spec) if pod.spec is not None else None
     found: Json = msgspec.to_builtins(pod)
-    if bound:
-        found["spec"][_BOUND] = True
+    if wish is not None:
+        found["spec"][KEPT] = wish
     if pod.status is not None and pod.status.containerStatuses is not None:
         started = start_text(found)
         del found["status"]["containerStatuses"]
@@ -193,6 +224,22 @@ def _slim(pod: _Pod) -> Json:
             found["status"]["startTime"] = started
 
     return found
+
+
+def _wish_of(spec: _Spec) -> NodeWish:
+    """The same object for all pods of a Job. Takes what it reads out of the spec."""
+    kinds = frozenset(kind for volume in spec.volumes or [] for kind in volume) & frozenset(CLAIMED_VOLUMES)
+    parts = (spec.nodeSelector, spec.affinity, spec.tolerations, spec.topologySpreadConstraints)
+    spec.nodeSelector = spec.affinity = spec.tolerations = spec.topologySpreadConstraints = _NULL
+    spec.volumes = None
+
+    return _wish(*map(bytes, parts), kinds)
+
+
+@lru_cache(maxsize=1024)
+def _wish(selector: bytes, affinity: bytes, tolerations: bytes, spreads: bytes, kinds: frozenset[str]) -> NodeWish:
+    parts = (msgspec.json.decode(part) for part in (selector, affinity, tolerations, spreads))
+    return node_wish({**dict(zip(_RAW_PARTS, parts, strict=True)), "volumes": [dict.fromkeys(kinds)]})
 
 
 def _ours(values: dict[str, str] | None) -> dict[str, str]:

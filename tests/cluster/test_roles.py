@@ -14,6 +14,7 @@ import yaml
 from cluster_helm import Helm
 from cluster_pods import PODS, held_gpus, submit, wait_bound
 from valve_kube import names
+from valve_scheduler.controller.belief import PARTS, POLICY
 from valve_scheduler.controller.workloads import new_workload
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
@@ -243,6 +244,8 @@ def test_a_tenant_never_calls_its_own_profile_measured(control_plane: ControlPla
         tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
     tenant.patch(status, {"status": {"source": "Manual"}})
     tenant.patch(f"{profiles}/mine", {"spec": {"standaloneTokensPerSecond": 100}})
+    for part in PARTS:  # the controller believes what was made since then
+        assert controller.get(f"{names.ADMISSION_PATH}/{part}/{POLICY}")["metadata"]["creationTimestamp"]
     tenant.delete(f"{profiles}/mine")
 
 

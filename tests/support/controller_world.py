@@ -22,6 +22,8 @@ class World:
     def __init__(self, settings: ControllerSettings = SETTINGS) -> None:
         self.now_s = NOW_S
         self.calls: list[tuple[str, str, Json]] = []
+        self.guarded_s = NOW_S - 1e5  # since when a policy keeps the word MeasuredByNode
+        self.policy_answer: Exception | None = None  # of the API server, when it is asked for that policy
         self.refusals: dict[str, ApiError] = {}
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
@@ -30,8 +32,13 @@ class World:
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
             self.controller.views
         )
+        self.labels.sink.replace([])
 
     async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> Json:
+        if method == "GET" and path.startswith(names.ADMISSION_PATH):
+            if self.policy_answer is not None:
+                raise self.policy_answer
+            return {"metadata": {"creationTimestamp": text_of(self.guarded_s)}}
         self.calls.append((method, path, body))
         if refusal := self.refusals.get(path.rpartition("/")[2]):
             raise refusal
@@ -46,13 +53,17 @@ class World:
     def report(self, node: str = "n1", offline: list[Json] | None = None, **more: Any) -> None:
         self.nodes.sink.put(harvest_node(node, offline=offline or [], age_s=NOW_S - self.now_s, **more))
 
-    def profile(self, source: str = "Manual") -> None:
+    def node(self, name: str, labels: dict[str, str] | None = None, **spec: Any) -> None:
+        metadata = {"name": name, "labels": labels or {}, "resourceVersion": "1"}
+        self.labels.sink.put({"metadata": metadata, "spec": spec})
+
+    def profile(self, source: str = "Manual", made_s: float = NOW_S) -> None:
         spec = {
             "workload": {"model": "m"},
             "standaloneTokensPerSecond": 1_000,
             "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
         }
-        metadata = {"name": "m", "namespace": "default"}
+        metadata = {"name": "m", "namespace": "default", "creationTimestamp": text_of(made_s)}
         self.profiles.sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready", "source": source}})
 
     def round(self) -> list[tuple[str, str]]:
@@ -97,6 +108,10 @@ class World:
         return [(path.removeprefix("/apis/valve.gpu/v1alpha1"), body) for _, path, body in self.calls]
 
 
+def text_of(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, timezone.utc).isoformat().replace("+00:00", "Z")
+
+
 def drop_null(value: Any) -> Any:
     """As a merge patch leaves it."""
     if not isinstance(value, dict):
@@ -109,6 +124,13 @@ def running(sla: str = "0.3") -> Json:
     found = pod(annotations=asked, node="n1", held=uuids("n1")[0], phase="Running", owner="job-1")
     found["metadata"]["ownerReferences"][0] |= {"apiVersion": "batch/v1", "kind": "Job", "name": "batch"}
     found["status"]["startTime"] = datetime.fromtimestamp(NOW_S - 1_000, timezone.utc).isoformat()
+
+    return found
+
+
+def refused_pod() -> Json:
+    found = pod(annotations={names.SLA: "0.4", names.PROFILE: "m"})
+    found["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
 
     return found
 

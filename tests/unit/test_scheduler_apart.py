@@ -68,15 +68,17 @@ def test_no_object_that_cannot_be_handled_ever_ends_a_round(monkeypatch: pytest.
     world = World()
     world.profile()
     beside(world, running())
-    for step in ("_sample", "_refused_job", "_worth", "_create_workload"):
-        known = getattr(world.controller, step)
+    controller = world.controller
+    steps: dict[str, Any] = dict.fromkeys(("_sample", "_refused_job", "_refused_kind", "_create_workload"), controller)
+    for step, room in (steps | {"_worth": controller._book}).items():
+        known = getattr(room, step)
 
-        def refuse(one: Json, known: Any = known) -> Any:
+        def refuse(one: Json, known: Any = known, **more: Any) -> Any:
             if one["metadata"]["uid"] == "uid-bad":
                 raise RuntimeError("not thought of")
-            return known(one)
+            return known(one, **more)
 
-        monkeypatch.setattr(world.controller, step, refuse)
+        monkeypatch.setattr(room, step, refuse)
 
     done = rounds(world)
     world.requeue()

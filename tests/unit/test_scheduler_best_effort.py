@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from controller_world import World
-from reports import harvest_node, pod, uuids
+from crowded_world import HOUR, SETTINGS, WINDOW_S, Crowded, best_effort
+from reports import harvest_node, uuids
 from valve_kube import names
 from valve_kube.shapes import PodShape
 from valve_scheduler import metrics
@@ -20,43 +21,6 @@ from valve_scheduler.controller.turns import choose, gone
 from valve_scheduler.controller.workloads import owner_of
 
 Json = dict[str, Any]
-SETTINGS = ControllerSettings(monitor=MonitorSettings(warm_up_s=0.0, min_runtime_s=0.0))
-WINDOW_S = SETTINGS.monitor.window_s
-HOUR = SETTINGS.monitor.floor_windows
-
-
-def best_effort(owner: str = "job-1") -> Json:
-    found = pod(node="n1", held=uuids("n1")[0], phase="Running", owner=owner)
-    for reference in found["metadata"]["ownerReferences"]:
-        reference |= {"apiVersion": "batch/v1", "kind": "Job", "name": "batch"}
-    found["status"]["startTime"] = "2020-01-01T00:00:00Z"
-    return found
-
-
-class Crowded(World):
-    """A pod on n1 that gets a share of its time, window after window; n2 is what else there is."""
-
-    def __init__(self, elsewhere: float = 0.5, owner: str = "job-1", **spec: Any) -> None:
-        super().__init__(SETTINGS)
-        one = best_effort(owner)
-        one["spec"] |= spec
-        self.pods.sink.put(one)
-        self.elsewhere, self.ran_s, self.demand_s = elsewhere, 0.0, 0.0
-        self.look()
-
-    def window(self, share: float, **status: Any) -> list[str]:
-        self.now_s += WINDOW_S
-        self.demand_s += WINDOW_S
-        self.ran_s += WINDOW_S * share
-        return self.look(**status)
-
-    def look(self, **status: Any) -> list[str]:
-        """Reasons of the evictions of a round."""
-        entry = {"podUID": "uid-p1", "demandSeconds": self.demand_s, "runnableSeconds": self.ran_s}
-        self.report("n1", offline=[entry], idle=0.0, **status)
-        self.report("n2", idle=self.elsewhere)
-        self.round()
-        return [reason for reason, _ in self.events()]
 
 
 def test_a_best_effort_pod_never_stands_for_ever_on_a_gpu_that_became_busy_for_good() -> None:

@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from controller_world import EVENT, EVICTION, STATUS, World, achieved, missed, running
+from controller_world import EVENT, EVICTION, STATUS, World, achieved, missed, refused_pod, running
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
@@ -80,13 +80,6 @@ def test_best_effort_pods_are_not_watched() -> None:
     world.report(offline=achieved(0.0, 0.0))
 
     assert world.round() == []
-
-
-def refused_pod() -> Json:
-    found = pod(annotations={names.SLA: "0.4", names.PROFILE: "m"})
-    found["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]
-
-    return found
 
 
 def test_a_node_that_became_good_enough_for_a_refused_pod_is_bumped_once() -> None:

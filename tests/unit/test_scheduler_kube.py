@@ -52,33 +52,6 @@ def follow(api: FakeApi, story: Callable[[View, Reflector], Awaitable[None]]) ->
     asyncio.run(run())
 
 
-def test_a_watch_of_metadata_never_asks_for_lists() -> None:
-    """The API server tries the first kind that is asked for, and a list of one event cannot be made: no event came."""
-    asked: dict[str, str] = {}
-
-    class Client:
-        async def list(self, path: str, query: object, accept: str) -> tuple[list[object], str]:
-            asked["list"] = accept
-            return [], "1"
-
-        async def watch(self, path: str, query: object, accept: str, *, silence_s: float) -> AsyncIterator[object]:
-            asked["watch"] = accept
-            await asyncio.Event().wait()
-            yield
-
-    async def run() -> None:
-        view = Reflector(Client(), "/things", View().sink(), metadata_only=True)  # type: ignore[arg-type]
-        task = asyncio.create_task(view.run())
-        await until(lambda: "watch" in asked)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
-
-    assert "as=PartialObjectMetadataList;" in asked["list"]
-    assert "as=PartialObjectMetadata;" in asked["watch"]
-
-
 def call(api: FakeApi, method: str = "GET", timeout_s: float = 5.0) -> dict[str, object]:
     async def run() -> dict[str, object]:
         async with api as access:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reports import NOW_S, pod, uuids
 from valve_kube import names
-from valve_kube.client import ApiError
+from valve_kube.client import ApiError, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import workload_profile
+from valve_scheduler.controller.belief import SETTLED_S
 from valve_scheduler.controller.profiling import (
     MEASURED,
     Level,
@@ -139,6 +140,8 @@ class Taken(World):
     """An API server where the tenant's own profile of the name stands already."""
 
     async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> dict[str, Any]:
+        if method == "GET":
+            return await super().request(method, path)
         self.calls.append((method, path, body))
         if (method, path.rpartition("/")[2]) == ("POST", "offlineprofiles"):
             raise ApiError(409, "AlreadyExists", "it stands")
@@ -191,3 +194,45 @@ def test_a_spec_by_hand_never_stands_under_the_word_of_the_node() -> None:
 @pytest.mark.parametrize(("source", "believed"), [("MeasuredByNode", True), ("Measured", False), ("Manual", False)])
 def test_what_anybody_could_write_under_a_former_release_is_never_believed(source: str, believed: bool) -> None:
     assert is_measured({"status": {"source": source}}) is believed
+
+
+@pytest.mark.parametrize("age_s", [1e6, -59.0])
+def test_a_profile_that_somebody_called_measured_before_the_policy_stood_is_never_believed(age_s: float) -> None:
+    """Between CRD and policy of an upgrade, or after a rollback: what was written then still stands afterwards."""
+    world = World()
+    world.guarded_s = NOW_S
+    asyncio.run(world.controller._belief.look())
+    world.profile("MeasuredByNode", made_s=NOW_S - age_s)
+    (profile,) = world.controller.profiles.items.values()
+
+    assert not world.controller._belief.covers(profile)
+
+
+@pytest.mark.parametrize(
+    ("answer", "believed"),
+    [(None, True), (ApiError(503, "", "busy"), True), (Unreachable("gone"), True), (ApiError(403, "", "no"), False)],
+)
+def test_a_measured_profile_is_believed_as_long_as_the_policy_stands(answer: Exception | None, believed: bool) -> None:
+    """An API server that does not answer has taken no policy away."""
+    world = World()
+    belief = world.controller._belief
+    world.profile("MeasuredByNode")
+    (profile,) = world.controller.profiles.items.values()
+    assert not belief.covers(profile)  # nobody has looked yet
+
+    asyncio.run(belief.look())
+    assert belief.covers(profile)
+    world.policy_answer = answer
+    asyncio.run(belief.look())
+
+    assert belief.covers(profile) is believed
+
+
+def test_nothing_is_called_measured_while_the_policy_may_not_be_in_force_everywhere() -> None:
+    world = World()
+    world.guarded_s = world.now_s - SETTLED_S + 1.0
+    assert measured_by(world) == []
+
+    world.now_s += 1.0
+
+    assert [method for method, _, _ in measured_by(world)][:2] == ["POST", "PATCH"]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from reports import NOW_S, pod, uuids
 from valve_kube import names
+from valve_kube.node_wish import node_wish
 from valve_kube.objects import (
     annotation,
     created_at_s,
@@ -18,7 +19,7 @@ from valve_kube.objects import (
     pod_place,
     started_at_s,
 )
-from valve_kube.shapes import PodShape, is_bound
+from valve_kube.shapes import PodShape
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.workloads import new_workload
 
@@ -85,7 +86,7 @@ READ = [
     owner_name,
     started_at_s,
     created_at_s,
-    is_bound,
+    lambda one: node_wish(one["spec"]),
     lambda one: annotation(one, names.PROFILE),
     lambda one: new_workload(one, 0.3),
     lambda one: event(one, Told.SLA_MISSED, "note", NOW_S),

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from valve_kube import names
 from valve_kube.access import find
-from valve_kube.client import Json, KubeClient
+from valve_kube.client import ApiError, Json, KubeClient
 from valve_kube.errors import SchedulerError
 
 from valve_scheduler.cli import reporting
@@ -40,6 +40,7 @@ from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
     OFFLINE_PODS,
+    grounds_view,
     nodes_view,
     pods_view,
     policies_view,
@@ -271,6 +272,9 @@ async def _cluster(client: KubeClient) -> ClusterState:
     for view in views:
         items, _ = await view.listed()
         view.sink.replace(items)
+    nodes = grounds_view(client, {}, state.grounds)
+    with contextlib.suppress(ApiError):  # who may not read nodes is told all but what they say
+        nodes.sink.replace((await nodes.listed())[0])
 
     return state
 

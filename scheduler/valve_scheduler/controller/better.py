@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from valve_kube.errors import InvalidObject
+from valve_kube.node_wish import node_wish
 from valve_kube.objects import Object, offline_pod
-from valve_kube.shapes import is_bound
 
 from valve_scheduler.controller.monitor import Owner, Track
 from valve_scheduler.controller.workloads import is_starved
@@ -28,13 +28,13 @@ class Better:
         self, tracks: Iterable[Track], pods: Mapping[str, Object], owners: Mapping[str, Owner], now_s: float
     ) -> list[Track]:
         """All but best-effort pods for which there is no other node, or which came after as many as there are nodes.
-        One that may not use every node stays: only the scheduler could say whether it may use the better one."""
+        One that is bound to pods elsewhere or to a volume stays: only the scheduler could say where it may go."""
         found: list[Track] = []
         starved: list[Track] = []
         for track in tracks:
             if not (track.sample.is_best_effort and is_starved(track)):
                 found.append(track)
-            elif not is_bound(pods[track.sample.pod_uid]):
+            elif not node_wish(pods[track.sample.pod_uid]["spec"]).is_bound:
                 starved.append(track)
         taken = Counter[Job]()
         for track in self._next(starved):

@@ -5,12 +5,13 @@ from collections.abc import Callable, Container
 
 from valve_kube.client import MERGE_PATCH, ApiError, Json, KubeClient, Unreachable
 from valve_kube.objects import Object
-from valve_kube.reflector import METADATA
 
 from valve_scheduler import metrics
 from valve_scheduler.controller.conditions import Told, event
 
 log = logging.getLogger(__name__)
+
+_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"  # objects without spec and status
 
 
 class Hands:
@@ -31,7 +32,7 @@ class Hands:
         """Metadata of all pods on a node; nothing where the API server does not answer."""
         query = {"fieldSelector": f"spec.nodeName={node}"}
         try:
-            return (await self._client.list("/api/v1/pods", query, accept=METADATA.format("List")))[0]
+            return (await self._client.list("/api/v1/pods", query, accept=_METADATA))[0]
         except (ApiError, Unreachable) as error:
             log.warning("pods not read", extra={"node": node, "error": str(error)})
             return []

@@ -16,11 +16,11 @@ from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.errors import InvalidObject
 from valve_kube.lease import DURATION_S, Lease
 from valve_kube.objects import (
+    OfflinePod,
     PodPlace,
     annotation,
     is_bare,
     offline_pod,
-    owner_name,
     owner_uid,
     phase_in_force,
     pod_place,
@@ -29,8 +29,9 @@ from valve_kube.objects import (
 from valve_kube.policies import merge_patch, node_spec
 from valve_kube.reflector import Reflector, Sink
 
-from valve_scheduler.controller.accounts import Entry, Worth, charge, entries_of, spread, total_of
+from valve_scheduler.controller.account_book import AccountBook
 from valve_scheduler.controller.apart import apart, each
+from valve_scheduler.controller.belief import Belief
 from valve_scheduler.controller.better import Better
 from valve_scheduler.controller.clearing import ghosts, hidden_leavers, leavers, unseen
 from valve_scheduler.controller.conditions import Told, event
@@ -48,7 +49,6 @@ from valve_scheduler.controller.profiling import (
     GIVEN_UP_NOTE,
     PROFILING_NOTE,
     is_enough,
-    is_measured,
     levels_of,
     store_measured,
     to_profile,
@@ -74,7 +74,7 @@ from valve_scheduler.placement.rank import Job, PlacementSettings
 from valve_scheduler.placement.reach import Beyond, Reach
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
-    labels_view,
+    grounds_view,
     nodes_view,
     pods_view,
     policies_view,
@@ -85,7 +85,6 @@ from valve_scheduler.probes import Probes
 
 log = logging.getLogger(__name__)
 
-WORTH_KEPT_S = 600.0
 _NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
 
 
@@ -124,7 +123,7 @@ class Controller:
             self.profiles.tee(profiles_view(client, self._state)),
             self.workloads.tee(workloads_view(client, self._state)),
             policies_view(client, self._state),
-            labels_view(client, self.labels),
+            grounds_view(client, self.labels, self._state.grounds),
             self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
         ]
         self._accounts_view = self.views[-1]
@@ -132,10 +131,11 @@ class Controller:
         self._retries = Retries(self._state)
         self._reach = Reach(self._state)
         self._better = Better(self._state)
+        self._belief = Belief(client)
         self._afresh_at_s = 0.0
         self._records, self._tally = Records(), SavedCounter()
+        self._book = AccountBook(client, self._hands, self._state, self._tally, self.pods, self.nodes, self.accounts)
         self._stuck = Stuck()
-        self._worths: dict[str, tuple[Worth, float]] = {}  # by UID, and when the pod was seen last
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
 
@@ -163,12 +163,23 @@ class Controller:
             log.info("capacity epoch", extra={"node": node, "pending_jobs": len(jobs)})
 
     def _refused_job(self, pod: Json) -> Job | None:
+        wish = self._refused(pod)
+        return None if wish is None else self._state.job(wish, self._now_s())
+
+    def _refused_kind(self, pod: Json) -> Job | None:
+        """Nodes that its owner avoids for a while count as able; those that are closed to it do not."""
+        wish = self._refused(pod)
+        return (
+            None if wish is None else replace(self._state.job(wish, self._now_s()), avoid=self._state.closed_to(wish))
+        )
+
+    def _refused(self, pod: Json) -> OfflinePod | None:
         conditions = (pod.get("status") or {}).get("conditions") or []
         refused = any(c["type"] == "PodScheduled" and c["status"] == "False" for c in conditions)
         if not refused or (pod.get("spec") or {}).get("nodeName"):
             return None
         try:
-            return self._state.job(offline_pod(pod), self._now_s())
+            return offline_pod(pod)
         except InvalidObject:
             return None  # the extender told its owner already
 
@@ -216,60 +227,15 @@ class Controller:
     # Accounts
 
     async def account(self) -> None:
-        """Add what the nodes counted since the last look to the account of each namespace."""
-        if not self._accounts_view.synced:
-            return
-        now_s = self._now_s()
-        worth_of = each(self.pods.items.values(), self._worth)
-        known = {pod["metadata"]["uid"]: (worth, now_s) for pod, worth in worth_of}
-        # A node reports a pod for a while after it ended, when the watch shows it no more.
-        ended = {uid: (worth, at_s) for uid, (worth, at_s) in self._worths.items() if now_s - at_s < WORTH_KEPT_S}
-        self._worths = {**ended, **known}
-        worths = {uid: worth for uid, (worth, _) in self._worths.items()}
-        entries = entries_of(self.nodes.items.values(), worths)
-        for namespace in sorted({*entries, *(namespace for namespace, _ in self.accounts.items)}):
-            with apart({"kind": "HarvestAccount", "metadata": {"namespace": namespace}}):
-                await self._account_of(namespace, entries.get(namespace, []))
-
-    async def _account_of(self, namespace: str, entries: list[Entry]) -> None:
-        held = {name: item for (where, name), item in self.accounts.items.items() if where == namespace}
-        statuses = {name: dict(item.get("status") or {}) for name, item in held.items()}
-        parts = spread(statuses, entries)
-        for name in sorted({*held, *parts}):
-            before = statuses.get(name) or {}
-            status = statuses[name] = charge(before, parts.get(name, []))
-            if status != before and (name in parts or before):
-                await self._write_account(namespace, name, held.get(name, {}), status)
-        self._tally.show(namespace, total_of(statuses.values())["offline"])
-
-    def _worth(self, pod: Json) -> Worth:
-        """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
-        whose = Worth(namespace=pod["metadata"]["namespace"], owner=owner_name(pod))
-        try:
-            wish = offline_pod(pod)
-        except InvalidObject:
-            return whose
-        profile = self._state.job(wish, self._now_s()).profile
-
-        return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
-
-    async def _write_account(self, namespace: str, name: str, held: Json, status: Json) -> None:
-        path = f"/apis/{names.API_VERSION}/namespaces/{namespace}/harvestaccounts"
-        if not held:
-            body = {"apiVersion": names.API_VERSION, "kind": "HarvestAccount", "metadata": {"name": name}}
-            try:
-                held = await self._client.request("POST", path, body=body)
-            except (ApiError, Unreachable) as error:  # made by the round before and not in our view yet, or later
-                log.info("account not made", extra={"namespace": namespace, "error": str(error)})
-                return
-        # The version makes this fail where another controller wrote since: an amount is never added twice.
-        version = {"metadata": {"resourceVersion": held["metadata"]["resourceVersion"]}}
-        await self._hands.patch(f"{path}/{name}/status", {**version, "status": status})
+        if self._accounts_view.synced:
+            await self._book.round(self._now_s())
 
     # Profiles
 
     async def measure(self) -> None:
         """Store what a best-effort run at several memory limits has shown, under the name its pod asks for."""
+        if await self._belief.is_young(self._now_s()):
+            return
         for pod in self._running():
             place, name = pod_place(pod), annotation(pod, names.PROFILE)
             if not name or (place.namespace, name) in self.profiles.items:
@@ -327,6 +293,7 @@ class Controller:
     # SLA
 
     async def monitor(self) -> None:
+        await self._belief.look()
         now_s, rules = self._now_s(), self._rules()
         running = self._running()
         samples = [sample for _, sample in each(running, self._sample)]
@@ -417,7 +384,7 @@ class Controller:
             runnable_s=reported.get("runnableSeconds"),
             is_held=self._is_held(place),
             is_movable=not is_bare(pod),
-            is_measured=is_measured(self.profiles.items.get((wish.namespace, wish.profile), {})),
+            is_measured=self._belief.covers(self.profiles.items.get((wish.namespace, wish.profile), {})),
             memory=memory_given(self.nodes.items.get(("", place.node), {}), place.gpu_uuids),
         )
 
@@ -475,11 +442,10 @@ class Controller:
         """By owner, a refused pod that would get its SLA on no node if nothing else ran there."""
         if self._state.policies.brake or self._state.policies.paused({}):
             return {}  # refused because nothing harvests: that says nothing about what the fleet could give
-        waiting = each(self.pods.items.values(), self._refused_job)
-        kinds = [replace(job, avoid=frozenset()) for _, job in waiting]
-        known = await self._reach.of(kinds, now_s)
+        waiting = each(self.pods.items.values(), self._refused_kind)
+        known = await self._reach.of([kind for _, kind in waiting], now_s)
         found = {}
-        for (pod, _), kind in zip(waiting, kinds, strict=True):
+        for pod, kind in waiting:
             if why := known.get(kind):
                 found[owner_uid(pod)] = (pod, why)
 

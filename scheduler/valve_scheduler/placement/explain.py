@@ -9,6 +9,7 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, followed, offline_pod, pod_place
 
 from valve_scheduler.model import SPARE_SHARE, held_mib
+from valve_scheduler.placement.grounds import CLOSED_TEXT
 from valve_scheduler.placement.namespace_rule import barred
 from valve_scheduler.placement.rank import REASON_TEXT, Fleet, Job, Ranking, Reason, rank, ranked_nodes
 from valve_scheduler.placement.state import ClusterState
@@ -78,7 +79,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
         windows=tuple(_idle(state, node) for node, _ in best[:most]),
-        refusals=_refusals(state, fleet, ranking),
+        refusals=_refusals(fleet, ranking, state.closed_to(wish)),
         advice=advice,
     )
 
@@ -88,18 +89,21 @@ def _idle(state: ClusterState, node: str) -> NodeIdle:
     return NodeIdle(node=node, recent=recent, hour=hour, day=day)
 
 
-def _refusals(state: ClusterState, fleet: Fleet, ranking: Ranking) -> tuple[Refusal, ...]:
+def _refusals(fleet: Fleet, ranking: Ranking, closed: frozenset[str]) -> tuple[Refusal, ...]:
     """The most frequent reason first; unused rows of the arrays are nobody's."""
     reasons = {name: Reason(ranking.reason[row]) for row, name in enumerate(fleet.names) if name}
-    counts = Counter(reason for reason in reasons.values() if reason is not Reason.NONE)
-
+    texts = {
+        name: CLOSED_TEXT if reason is Reason.AVOIDED and name in closed else REASON_TEXT[reason]
+        for name, reason in reasons.items()
+        if reason is not Reason.NONE
+    }
     return tuple(
         Refusal(
-            text=REASON_TEXT[reason],
+            text=text,
             nodes=count,
-            examples=tuple(sorted(name for name, why in reasons.items() if why is reason))[:_EXAMPLES],
+            examples=tuple(sorted(name for name, why in texts.items() if why == text))[:_EXAMPLES],
         )
-        for reason, count in counts.most_common()
+        for text, count in Counter(texts.values()).most_common()
     )
 
 

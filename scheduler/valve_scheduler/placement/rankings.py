@@ -54,13 +54,13 @@ class _Kept:
         rows = np.flatnonzero(stale)
         if not len(rows):
             return
-        fresh = rank(_fleet_rows(fleet, rows), _set_rows(sets, rows), job, state.settings)
+        fresh = rank(fleet_rows(fleet, rows), set_rows(sets, rows), job, state.settings)
         self.ranking.share[rows] = fresh.share
         self.ranking.set_index[rows] = fresh.set_index
         self.ranking.reason[rows] = fresh.reason
 
 
-def _fleet_rows(fleet: Fleet, rows: NDArray[np.intp]) -> Fleet:
+def fleet_rows(fleet: Fleet, rows: NDArray[np.intp]) -> Fleet:
     return Fleet(
         names=[fleet.names[row] for row in rows.tolist()],
         standing=fleet.standing[rows],
@@ -74,5 +74,5 @@ def _fleet_rows(fleet: Fleet, rows: NDArray[np.intp]) -> Fleet:
     )
 
 
-def _set_rows(sets: GpuSets, rows: NDArray[np.intp]) -> GpuSets:
+def set_rows(sets: GpuSets, rows: NDArray[np.intp]) -> GpuSets:
     return replace(sets, runnable=sets.runnable[rows], aligned=sets.aligned[rows])

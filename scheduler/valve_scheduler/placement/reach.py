@@ -1,8 +1,9 @@
 """Whether a job that waits could get its SLA anywhere at all, if no other offline job ran.
 
-Three answers, as they call for different cures: no card of the fleet is up to it even when idle and empty; online work
-needs at its peaks the memory that the job would hold; or the fleet is busier than the job allows. The last is judged by
-the same forecast as placement and ends by itself when services get quieter."""
+Four answers, as they call for different cures: no card of the fleet is up to it even when idle and empty; online work
+needs at its peaks the memory that the job would hold; the fleet is busier than the job allows; or only nodes that are
+closed to the pod (a cordon, a taint, labels) would do. How busy the fleet is says the same forecast as placement, so
+that ends by itself when services get quieter."""
 
 import asyncio
 import time
@@ -24,10 +25,12 @@ from valve_scheduler.placement.rank import (
     rank,
     ranked_nodes,
 )
+from valve_scheduler.placement.rankings import fleet_rows, set_rows
 from valve_scheduler.placement.state import ClusterState
 
 ROUND_S = 0.1
-NEVER, PEAKS, TOO_BUSY = "NoNodeCould", "PeaksNeedMemory", "FleetTooBusy"
+NEVER, PEAKS, TOO_BUSY, CLOSED = "NoNodeCould", "PeaksNeedMemory", "FleetTooBusy", "NodesClosed"
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Reach:
         self._known: dict[Job, Beyond | None] = {}
 
     async def of(self, jobs: Iterable[Job], now_s: float) -> dict[Job, Beyond | None]:
-        """Jobs without their avoided nodes; one that was never judged has no verdict yet."""
+        """Jobs that avoid only nodes which are closed to their pods; one that was never judged has no verdict yet."""
         wanted = set(jobs)
         self._known = {job: verdict for job, verdict in self._known.items() if job in wanted}
         end_s = self._clock_s() + ROUND_S
@@ -64,10 +67,30 @@ class Reach:
 
 
 def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -> Beyond | None:
-    """None: some node could. `fleet` and `sets` as they are, with every GPU open that there is."""
+    """None: some node could. `fleet` and `sets` as they are, with every GPU open that there is; nodes that the job
+    avoids are closed to its pod."""
     if not job.sla or job.profile is None or not any(fleet.names):
         return None
     free = replace(job, avoid=frozenset())
+    if not job.avoid:
+        return _beyond(fleet, sets, free, settings)
+    rows = np.flatnonzero([bool(name) and name not in job.avoid for name in fleet.names])
+    if len(rows) and (found := _beyond(fleet_rows(fleet, rows), set_rows(sets, rows), free, settings)) is None:
+        return None
+    others = ranked_nodes(fleet, rank(fleet, sets, free, settings))
+    if not others:
+        return found if len(rows) else _beyond(fleet, sets, free, settings)
+    some = ", ".join(name for name, _ in others[:_EXAMPLES])
+
+    return Beyond(
+        reason=CLOSED,
+        message=f"only nodes that are closed to the pod would keep its SLA, such as {some}: "
+        "they are cordoned, have a taint that it does not tolerate, or lack labels that it asks for",
+    )
+
+
+def _beyond(fleet: Fleet, sets: GpuSets, free: Job, settings: PlacementSettings) -> Beyond | None:
+    """`free`: a job that avoids no node."""
     now = rank(fleet, sets, free, settings)
     if _places(now):
         return None
@@ -78,7 +101,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
         online_peak=np.zeros_like(fleet.online_peak),
         histogram=np.broadcast_to(np.eye(HISTOGRAM_BINS, dtype=fleet.histogram.dtype)[-1], fleet.histogram.shape),
     )
-    best = gpu_sets(np.ones(MAX_GPUS), np.ones((MAX_GPUS, MAX_GPUS)), job.gpus, settings)
+    best = gpu_sets(np.ones(MAX_GPUS), np.ones((MAX_GPUS, MAX_GPUS)), free.gpus, settings)
     everywhere = (len(fleet.names), len(best.members))
     ideal_sets = GpuSets(
         members=best.members,
@@ -93,7 +116,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
         return Beyond(reason=NEVER, message=_never(idle, free, in_peace))
     no_peaks = rank(replace(fleet, online_peak=np.zeros_like(fleet.online_peak)), sets, free, settings)
     would = replace(now, reason=np.where(no_peaks.reason == Reason.NONE, now.reason, np.int8(Reason.NONE)))
-    if why := crowded(fleet, would, job):
+    if why := crowded(fleet, would, free):
         return Beyond(reason=PEAKS, message=why)
     promised = ranked_nodes(fleet, rank(fleet, sets, replace(free, sla=0.0), settings))
     best_now = f"{promised[0][1]:.2f} on {promised[0][0]}" if promised else "nothing"
@@ -101,7 +124,7 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
     return Beyond(
         reason=TOO_BUSY,
         message=f"as busy as the fleet was in the last hour the best is {best_now}, with no other offline job; "
-        f"the job asks for {job.sla:.2f}",
+        f"the job asks for {free.sla:.2f}",
     )
 
 

@@ -17,6 +17,7 @@ from valve_kube.policies import Policies
 
 from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, WorkloadProfile, set_members
 from valve_scheduler.model.curve import FloatArray
+from valve_scheduler.placement.grounds import Grounds
 from valve_scheduler.placement.rank import Fleet, GpuSets, Job, PlacementSettings, Standing, gpu_sets
 
 # A report is written every 30 s; three in a row were lost.
@@ -74,7 +75,7 @@ class ClusterState:
 
     def __init__(self, settings: PlacementSettings, capacity: int = 64) -> None:
         self.settings = settings
-        self.generation = 0
+        self.generation = self._row_changes = 0
         self._row_of: dict[str, int] = {}
         self._free_rows: list[int] = list(range(capacity))[::-1]
         self._names: list[str] = [""] * capacity
@@ -102,6 +103,7 @@ class ClusterState:
         self._doubts: dict[str, float] = {}  # pod uid -> when its holding must be verified
         self.on_doubt: Callable[[], None] | None = None  # None: nobody verifies, the watch alone is believed
         self.policies = Policies()
+        self.grounds = Grounds()
         self._profiles: dict[tuple[str, str], WorkloadProfile] = {}
         self._avoid: dict[str, dict[str, float]] = {}  # owner uid -> node -> until
 
@@ -157,6 +159,7 @@ class ClusterState:
         row = self._row_of.pop(node, None)
         if row is None:
             return
+        self._row_changes += 1
         self._names[row] = ""
         self._seen.pop(node, None)
         self._marks.pop(node, None)
@@ -348,12 +351,18 @@ class ClusterState:
 
     def job(self, pod: OfflinePod, now_s: float) -> Job:
         avoid = self._avoid.get(pod.owner_uid, {})
+        missed = frozenset(node for node, until_s in avoid.items() if until_s > now_s)
+        closed = self.closed_to(pod)
         return Job(
             gpus=pod.gpus,
             sla=pod.sla,
             profile=self._profiles.get((pod.namespace, pod.profile)),
-            avoid=frozenset(node for node, until_s in avoid.items() if until_s > now_s),
+            avoid=missed | closed if missed else closed,
         )
+
+    def closed_to(self, pod: OfflinePod) -> frozenset[str]:
+        """Nodes that the pod may not use, whatever their GPUs."""
+        return self.grounds.closed_to(pod.wish, self._row_of, self._row_changes)
 
     # Views for a decision
 
@@ -456,6 +465,7 @@ class ClusterState:
             self._grow()
         row = self._free_rows.pop()
         self._row_of[node] = row
+        self._row_changes += 1
         self._names[row] = node
 
         return row

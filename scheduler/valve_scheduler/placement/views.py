@@ -13,10 +13,11 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, pod_place, workload_profile
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
-from valve_kube.shapes import PodShape
+from valve_kube.shapes import NodeShape, PodShape
 
 from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
+from valve_scheduler.placement.grounds import Grounds
 from valve_scheduler.placement.state import ClusterState
 
 log = logging.getLogger(__name__)
@@ -112,21 +113,23 @@ def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
     return Reflector(client, f"{names.API_PATH}/offlineworkloads", sink)
 
 
-def labels_view(client: KubeClient, labels: dict[str, dict[str, str]]) -> Reflector:
-    """Labels of the nodes, by name; of a node nothing else is asked for, so nothing else is sent."""
+def grounds_view(client: KubeClient, labels: dict[str, dict[str, str]], grounds: Grounds) -> Reflector:
+    """Labels of the nodes, by name, and who may use them; of a node nothing else is kept."""
 
     def put(item: Json) -> None:
         labels[item["metadata"]["name"]] = item["metadata"].get("labels") or {}
+        grounds.put(item)
 
     def replace(items: list[Json]) -> None:
         labels.clear()
-        for item in items:
-            put(item)
+        labels.update((item["metadata"]["name"], item["metadata"].get("labels") or {}) for item in items)
+        grounds.replace(items)
 
     def drop(item: Json) -> None:
         labels.pop(item["metadata"]["name"], None)
+        grounds.drop(item)
 
-    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), metadata_only=True)
+    return Reflector(client, "/api/v1/nodes", Sink(replace=replace, put=put, drop=drop), shape=NodeShape())
 
 
 def policies_view(client: KubeClient, state: ClusterState) -> Reflector:

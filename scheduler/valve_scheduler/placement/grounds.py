@@ -1,0 +1,47 @@
+"""Which nodes are closed to a pod by cordons, taints and labels: one judgement for controller and `valve explain`.
+
+The extender keeps no nodes: kube-scheduler asks it about those alone that it has found open by the same rules."""
+
+from collections.abc import Iterable
+
+from valve_kube.client import Json
+from valve_kube.node_wish import Ground, NodeWish, ground_of
+
+CLOSED_TEXT = "valve: the node is cordoned, tainted, or none that the pod asks for"
+
+
+class Grounds:
+    """Nodes as the watch shows them. Answers are kept until a node changes in what is asked of it."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Ground] | None = None  # nobody follows them: who asks has judged them before
+        self._closed: dict[NodeWish, frozenset[str]] = {}
+        self._version = -1
+
+    def put(self, node: Json) -> None:
+        ground, nodes = ground_of(node), self._nodes or {}
+        if nodes.get(ground.name) != ground:
+            self._nodes = {**nodes, ground.name: ground}
+            self._closed.clear()
+
+    def drop(self, node: Json) -> None:
+        (self._nodes or {}).pop(node["metadata"]["name"], None)
+        self._closed.clear()
+
+    def replace(self, nodes: Iterable[Json]) -> None:
+        self._nodes = {ground.name: ground for ground in map(ground_of, nodes)}
+        self._closed.clear()
+
+    def closed_to(self, wish: NodeWish, names: Iterable[str], version: int) -> frozenset[str]:
+        """Those of `names` that the pod may not use; `version` changes with them. Of a node that nobody has shown
+        nothing is known, so it has no labels and no taints."""
+        if self._nodes is None:
+            return frozenset()
+        if version != self._version:
+            self._closed.clear()
+            self._version = version
+        if wish not in self._closed:
+            grounds = (self._nodes.get(name) or Ground(name=name, labels={}) for name in names)
+            self._closed[wish] = frozenset(one.name for one in grounds if not wish.allows(one))
+
+        return self._closed[wish]
