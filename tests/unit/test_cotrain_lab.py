@@ -114,6 +114,8 @@ def test_who_leaves_the_engine_alone_needs_no_patch_and_the_others_say_so(cells)
         "separate",
         "idle",
         "granted",
+        "gpreempt_paced",
+        "lithos",
         "static_share",
     }
 

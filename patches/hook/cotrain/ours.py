@@ -8,19 +8,28 @@ for nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..policy.credits import Credits
 from ..policy.misses import MissSettings, TimeReserve
 from .flexllm_greedy import plans_of
 from .interface import ALONE, Direction, Goal, Lane, Plan, Planner, State
 from .predictor import PlanPredictor
+from .splits import SPLITS, Worth
 
-SPLITS = tuple(Plan(Lane.PARTITION, own=tenths / 20, other=1.0 - tenths / 20) for tenths in range(2, 20))
 FLOOR = 0.6
 LEAST_MS = 2.0
 """A plan must be able to add so much; below it decode runs alone."""
 REMEMBERED = 4096
 PAUSED_MS = 500.0
 """Longer is no cycle: nobody was served."""
+
+
+def _lengths(ms: float, limit_ms: float) -> tuple[float, ...]:
+    """Of a cycle with a step of `ms`: without a pause, and with the longest."""
+    if limit_ms - ms >= LEAST_MS:
+        return ms, limit_ms
+    return (ms,) if ms <= limit_ms else ()
 
 
 class Ours(Planner):
@@ -69,46 +78,50 @@ class Ours(Planner):
         return found
 
     def _choose(self, state: State, limit_ms: float) -> Plan:
-        alone_ms = self._predictor.ms(state, ALONE)
+        predictor = self._predictor
+        alone_ms = predictor.ms(state, ALONE)
         if limit_ms < alone_ms + LEAST_MS:
             return self._free(state, limit_ms)
-        offers = [(limit_ms, 0.0, Plan(Lane.PAUSE, pause_ms=limit_ms - alone_ms))]
-        for plan in self._plans(state):
-            ms = self._predictor.ms(state, plan)
-            if ms <= limit_ms:
-                pause_ms = limit_ms - ms if limit_ms - ms >= LEAST_MS else 0.0
-                offers.append((ms, ms, plan))
-                if pause_ms:
-                    paused = Plan(plan.lane, plan.layers, plan.tokens, plan.own, plan.other, pause_ms)
-                    offers.append((ms + pause_ms, ms, paused))
-        return max(offers, key=lambda one: self._gain(state, alone_ms, *one))[2]
+        worth = self._worth(state, alone_ms)
+        most, cycle_ms, step_ms, found = worth.tiles(limit_ms, alone_ms, 0.0), limit_ms, alone_ms, Plan(Lane.PAUSE)
+        if Lane.PARTITION in self._lanes:
+            for plan, ms in zip(SPLITS, predictor.splits_ms(state), strict=True):
+                for length_ms in _lengths(ms, limit_ms):
+                    gain = worth.split(length_ms, ms, plan.other)
+                    if gain > most:
+                        most, cycle_ms, step_ms, found = gain, length_ms, ms, plan
+        for plan in self._tile_plans(state):
+            ms, work = predictor.tiles(state, plan)
+            for length_ms in _lengths(ms, limit_ms):
+                gain = worth.tiles(length_ms, ms, work)
+                if gain > most:
+                    most, cycle_ms, step_ms, found = gain, length_ms, ms, plan
+        return replace(found, pause_ms=cycle_ms - step_ms)
 
-    def _gain(self, state: State, alone_ms: float, cycle_ms: float, step_ms: float, plan: Plan) -> float:
-        """Units per ms. Slower tokens keep more requests, whose cache takes the place of frozen layers."""
-        resident = state.resident
-        if self.copies > 1:
-            grown = state.cache_layers * (cycle_ms / self._cycle_ms - 1.0) if self._cycle_ms else 0.0
-            state.resident = min(1.0, max(0.0, resident - grown))
-        full = state.tokens / self._predictor.laws.unit_ms(state.tokens, 1.0, state.resident)
-        work = self._predictor.work(state, plan) if plan.lane is not Lane.PAUSE else 0.0
-        state.resident = resident
-        work += full * plan.pause_ms
-        if work < FLOOR * full * (cycle_ms - alone_ms):
-            return 0.0
-        return work / cycle_ms
+    def _tile_plans(self, state: State) -> list[Plan]:
+        if not self._tiles:
+            return []
+        return [one for one in plans_of(state, self._predictor.laws.layers) if one.lane in self._lanes]
+
+    def _worth(self, state: State, alone_ms: float) -> Worth:
+        laws = self._predictor.laws
+        return Worth(
+            tokens=state.tokens,
+            layer_ms=self._predictor.table.layer_ms(state.tokens),
+            copy_ms=laws.trained.copy_ms,
+            resident=state.resident,
+            cache_layers=state.cache_layers if self.copies > 1 else 0.0,
+            cycle_ms=self._cycle_ms,
+            alone_ms=alone_ms,
+            floor=FLOOR,
+        )
 
     def _free(self, state: State, limit_ms: float) -> Plan:
         """No time to give: the split that leaves decode most processors, if it keeps the limit."""
         if Lane.PARTITION not in self._lanes:
             return ALONE
-        kept = [plan for plan in SPLITS if self._predictor.ms(state, plan) <= limit_ms]
+        kept = [plan for plan, ms in zip(SPLITS, self._predictor.splits_ms(state), strict=True) if ms <= limit_ms]
         return min(kept, key=lambda plan: plan.own) if kept else ALONE
-
-    def _plans(self, state: State) -> list[Plan]:
-        found = list(SPLITS) if Lane.PARTITION in self._lanes else []
-        if self._tiles:
-            found += [one for one in plans_of(state, self._predictor.laws.layers) if one.lane in self._lanes]
-        return found
 
     def first_token(self, request: int, now_ms: float) -> None:
         self._credits.begin(request, now_ms)

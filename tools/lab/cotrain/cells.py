@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 from valve_hook.cotrain.chunked import Chunked
 from valve_hook.cotrain.flexllm_greedy import FlexllmGreedy
+from valve_hook.cotrain.gpreempt_paced import GpreemptPaced
 from valve_hook.cotrain.granted import Granted
 from valve_hook.cotrain.harli import PAIRS, SHARES
 from valve_hook.cotrain.harli_closest import HarliClosest
 from valve_hook.cotrain.harli_most_sm import HarliMostSm
 from valve_hook.cotrain.idle import Idle
 from valve_hook.cotrain.interface import Goal, Lane, Plan, Planner, State
+from valve_hook.cotrain.lithos import Lithos
 from valve_hook.cotrain.llmstation import LlmStation
 from valve_hook.cotrain.ours import Ours
 from valve_hook.cotrain.predictor import PlanPredictor
@@ -79,6 +81,8 @@ MAKERS: dict[str, Maker] = {
     "separate": lambda goal, machine, setting, margin: Separate(),
     "idle": lambda goal, machine, setting, margin: Idle(),
     "granted": lambda goal, machine, setting, margin: _granted(goal, machine, setting),
+    "gpreempt_paced": lambda goal, machine, setting, margin: GpreemptPaced(goal, _predictor(machine), margin),
+    "lithos": lambda goal, machine, setting, margin: Lithos(_predictor(machine)),
     "temporal": lambda goal, machine, setting, margin: Temporal(),
     "static_share": lambda goal, machine, setting, margin: StaticShare(),
     "chunked": lambda goal, machine, setting, margin: Chunked(goal, _predictor(machine), margin=margin),
@@ -97,7 +101,16 @@ MAKERS: dict[str, Maker] = {
     "ours": lambda goal, machine, setting, margin: Ours(goal, _predictor(machine)),
     "ours_shared": lambda goal, machine, setting, margin: Ours(goal, _predictor(machine), same_base=True),
 }
-TUNED = ("chunked", "llmstation", "flexllm_greedy", "harli_closest", "harli_most_sm", "harli_closest_shared", "race")
+TUNED = (
+    "gpreempt_paced",
+    "chunked",
+    "llmstation",
+    "flexllm_greedy",
+    "harli_closest",
+    "harli_most_sm",
+    "harli_closest_shared",
+    "race",
+)
 """Those with a margin."""
 
 
