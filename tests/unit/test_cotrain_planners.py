@@ -318,6 +318,37 @@ def test_a_slow_step_is_not_said_to_train_less_than_it_lasts():
     assert ours._worth(at, predictor.ms(at, ALONE)).split(ms, ms, split.other) == pytest.approx(units / ms)
 
 
+def test_ours_trains_beside_a_prompt_only_while_whoever_waits_has_time():
+    goal = Goal(step_ms=100.0, ttft_ms=1000.0)
+    ours = Ours(goal, PlanPredictor(laws()), lanes=frozenset({Lane.FUSED, Lane.STREAM}))
+    ours.arrived(7, 0.0)
+    beside = ours.plan(state(0, prompt_tokens=256, now_ms=100.0))
+    assert beside.lane is Lane.FUSED
+    assert not beside.pause_ms
+    assert ours.plan(state(0, prompt_tokens=256, now_ms=501.0)) == ALONE
+    ours.first_token(7, 501.0)
+    ours.finished(7, 501.0)
+    assert ours.plan(state(0, prompt_tokens=256, now_ms=1500.0)).lane is Lane.FUSED
+
+
+def test_missed_targets_take_the_steady_share_away_and_one_in_two_hundred_leaves_it():
+    ours = Ours(Goal(step_ms=50.0), PlanPredictor(laws()))
+    first = ours._steady
+
+    def served(request, step_ms, at_ms):
+        ours.first_token(request, at_ms)
+        ours.delivered(at_ms + step_ms)
+        ours.finished(request, at_ms + step_ms)
+
+    for request in range(3):
+        served(request, 80.0, 1000.0 * request)
+    assert ours._steady == pytest.approx(first - 0.3)
+    held = ours._steady
+    for request in range(200):
+        served(request, 80.0 if request == 0 else 10.0, 1e5 + 1000.0 * request)
+    assert ours._steady == pytest.approx(held, abs=1e-3)
+
+
 def test_lithos_leaves_the_service_the_fewest_processors_within_its_slip():
     predictor = PlanPredictor(laws())
     for slip in (1.05, 1.1, 1.5):

@@ -18,6 +18,11 @@ from .predictor import PlanPredictor
 from .splits import SPLITS, Worth
 
 FLOOR = 0.6
+WAITED = 0.5
+"""Of the target for the first token; a request that has waited longer gets steps without training rows."""
+STEADY, LESS = 0.7, 0.1
+"""Of the target: a cycle no longer than that gives every reader credit, so the reserve does not hold it back. A missed
+target takes LESS of it; what a kept one gives back is such that one in 200 may miss."""
 LEAST_MS = 2.0
 """A plan must be able to add so much; below it decode runs alone."""
 REMEMBERED = 4096
@@ -47,10 +52,14 @@ class Ours(Planner):
         self._goal = goal
         self._predictor = predictor
         self._credits = Credits(goal.step_ms)
-        self._reserve = TimeReserve(MissSettings())
+        self._misses = MissSettings()
+        self._reserve = TimeReserve(self._misses)
+        self._steady = STEADY
         self._burst_ms = 0.0
         self._cycle_ms = 0.0
         self._last_ms = 0.0
+        self._waits: dict[int, float] = {}
+        """Since when, by request without a token, the oldest first."""
         self._chosen: dict[tuple[int, ...], Plan] = {}
         self._lanes = lanes
         self._tiles = bool(lanes & {Lane.FUSED, Lane.STREAM})
@@ -58,10 +67,13 @@ class Ours(Planner):
         self.copies = 1 if same_base else 2
 
     def plan(self, state: State) -> Plan:
-        if state.prompt_tokens or state.waiting or not state.is_ready or not state.running:
+        if not state.is_ready:
             return ALONE
-        credit_ms = self._credits.least_due_ms() - state.now_ms - self._reserve.ms
-        limit_ms = min(credit_ms, self._goal.gap_ms) / (1.0 + self._predictor.late)
+        credit_ms = self._credits.least_due_ms() - state.now_ms
+        free_ms = max(credit_ms - self._reserve.ms, min(credit_ms, self._steady * self._goal.step_ms))
+        limit_ms = min(free_ms, self._goal.gap_ms) / (1.0 + self._predictor.late)
+        if state.prompt_tokens or state.waiting or not state.running:
+            return self._beside_prompt(state, limit_ms)
         key = (
             int(limit_ms),
             state.running.bit_length() * 16 + (state.running >> max(0, state.running.bit_length() - 3)),
@@ -75,6 +87,20 @@ class Ours(Planner):
             if len(self._chosen) >= REMEMBERED:
                 self._chosen.clear()
             found = self._chosen[key] = self._choose(state, limit_ms)
+        return found
+
+    def _beside_prompt(self, state: State, limit_ms: float) -> Plan:
+        """Rows and tiles beside a prompt, while whoever waits for it has time; it is never paused for."""
+        waited_ms = state.now_ms - next(iter(self._waits.values()), state.now_ms)
+        if not self._tiles or waited_ms > WAITED * self._goal.ttft_ms or self._goal.ttft_ms == float("inf"):
+            return ALONE
+        alone_ms = self._predictor.ms(state, ALONE)
+        full = state.tokens / self._predictor.table.layer_ms(state.tokens)
+        most, found = 0.0, ALONE
+        for plan in self._tile_plans(state):
+            ms, work = self._predictor.tiles(state, plan)
+            if ms <= limit_ms and work > most and work >= FLOOR * full * (ms - alone_ms):
+                most, found = work, plan
         return found
 
     def _choose(self, state: State, limit_ms: float) -> Plan:
@@ -123,7 +149,11 @@ class Ours(Planner):
         kept = [plan for plan, ms in zip(SPLITS, self._predictor.splits_ms(state), strict=True) if ms <= limit_ms]
         return min(kept, key=lambda plan: plan.own) if kept else ALONE
 
+    def arrived(self, request: int, now_ms: float) -> None:
+        self._waits[request] = now_ms
+
     def first_token(self, request: int, now_ms: float) -> None:
+        self._waits.pop(request, None)
         self._credits.begin(request, now_ms)
 
     def delivered(self, now_ms: float) -> None:
@@ -133,14 +163,23 @@ class Ours(Planner):
             self._cycle_ms += 0.05 * (passed_ms - self._cycle_ms)
 
     def finished(self, request: int, now_ms: float) -> None:
+        self._waits.pop(request, None)
         served = self._credits.end(request, now_ms)
         if served is not None:
             self._reserve.finished(served.missed)
+            share = self._misses.share
+            back = -LESS if served.missed else LESS * share / (1.0 - share)
+            self._steady = min(STEADY, max(0.0, self._steady + back))
 
     def stepped(self, state: State, plan: Plan, ms: float) -> None:
         self._predictor.observe(state, plan, ms)
         if state.prompt_tokens:
-            self._burst_ms += ms if state.running else 0.0
+            alone = (
+                1.0
+                if plan is ALONE
+                else self._predictor.laws.base_ms(state) / self._predictor.laws.step(state, plan)[0]
+            )
+            self._burst_ms += ms * alone if state.running else 0.0
         elif self._burst_ms:
             self._reserve.burst(self._burst_ms)
             self._burst_ms = 0.0
