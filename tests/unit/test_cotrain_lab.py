@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from valve_hook.cotrain.interface import ALONE, Goal, Lane, Plan, Planner, WhenIdle
+from valve_hook.cotrain.interface import ALONE, Direction, Goal, Lane, Plan, Planner, State, WhenIdle
 from valve_hook.cotrain.static_share import StaticShare
 from valve_hook.cotrain.temporal import Temporal
-from valve_tools.lab.cotrain import harli, llmstation, shared
+from valve_tools.lab.cotrain import flexllm, harli, llmstation, llmstation_rest, shared
 from valve_tools.lab.cotrain.__main__ import main
 from valve_tools.lab.cotrain.cells import MAKERS, Cell, dedicated, drawn, run
 from valve_tools.lab.cotrain.engine import Engine, Memory, Setting
+from valve_tools.lab.cotrain.flexllm_page import flexllm_page
+from valve_tools.lab.cotrain.llmstation_page import llmstation_page
 from valve_tools.lab.cotrain.machines import A100_40, ADA, LLAMA8B, QWEN7B, roofline
-from valve_tools.lab.cotrain.page import llmstation_page
+from valve_tools.lab.cotrain.steptables import LLAMA70B, LLAMA70B_STEPS, YI34B, YI34B_STEPS, measured
 
 ADA8B = roofline(ADA, LLAMA8B)
 SETTING = Setting(micro_tokens=1024)
@@ -114,6 +116,8 @@ def test_who_leaves_the_engine_alone_needs_no_patch_and_the_others_say_so(cells)
         "separate",
         "idle",
         "granted",
+        "gpreempt_paced",
+        "lithos",
         "static_share",
     }
 
@@ -178,6 +182,78 @@ def test_a_claim_fails_where_llmstation_would_train_nothing(points):
 
 
 def test_llmstations_page_says_that_its_machines_are_rooflines(points):
-    pages = llmstation_page(points)
+    pages = llmstation_page(points, [])
     assert "roofline" in pages["llmstation.md"].split("## Claims")[1]
     assert any(name.endswith(".svg") for name in pages)
+
+
+def test_a_step_table_is_met_by_its_own_machine():
+    """Medians within a millisecond of host work, and the rows that name their depth within 3 %."""
+    machine = measured(LLAMA70B, LLAMA70B_STEPS, 4)
+    at = State(running=8, context=8 * 512, tokens=1024, left=1024.0 * 80)
+    assert machine.step(at, ALONE)[0] == pytest.approx(46.6)
+    for tokens, depth, ms in ((56, 952, 83), (120, 120, 72), (120, 840, 103), (248, 248, 109), (248, 744, 128)):
+        at.left = (1024.0 - (depth - tokens)) * 80
+        said = machine.step(at, Plan(Lane.FUSED, layers=80, tokens=tokens))[0]
+        assert said == pytest.approx(ms, rel=0.03)
+    at.direction = Direction.BACKWARD
+    for layers, ms in LLAMA70B_STEPS.backward:
+        assert machine.step(at, Plan(Lane.STREAM, layers=layers, tokens=1024))[0] == pytest.approx(ms)
+
+
+def test_no_step_table_says_that_more_work_is_faster():
+    for base, steps, cards in ((LLAMA70B, LLAMA70B_STEPS, 4), (YI34B, YI34B_STEPS, 2)):
+        machine = measured(base, steps, cards)
+        at = State(running=8, context=4096, tokens=1024, left=1024.0 * base.layers)
+        for lane, sizes in ((Lane.FUSED, (1, 8, 24, 56, 248, 504, 1016)), (Lane.STREAM, (1, 2, 5, 16, 60))):
+            plans = [
+                Plan(lane, layers=base.layers, tokens=size) if lane is Lane.FUSED else Plan(lane, size, 1024)
+                for size in sizes
+            ]
+            took = [machine.step(at, plan)[0] for plan in plans]
+            assert took == sorted(took)
+            assert took[0] >= machine.step(at, ALONE)[0]
+
+
+@pytest.fixture(scope="module")
+def flexed():
+    return [cell for task in flexllm.quick() for cell in flexllm.work(task)]
+
+
+def test_every_policy_of_flexllms_page_is_judged_under_both_targets(flexed):
+    for group in flexllm.groups(flexed).values():
+        assert set(group) == set(flexllm.POLICIES)
+        for cell in group.values():
+            assert (cell.kept_tokens > 0) == cell.keeps
+
+
+def test_a_claim_fails_where_flexllm_would_train_too_little_under_load(flexed):
+    heavy = max(flexllm.rate_of(cell) for cell in flexed)
+    worse = [
+        _with(cell, 0.5) if cell.policy == flexllm.GREEDY and flexllm.rate_of(cell) == heavy else cell
+        for cell in flexed
+    ]
+    bad = {one.claim: one.ok for one in flexllm.claims(worse)}
+    assert not bad["F12 FlexLLM, loss from light to heavy load"]
+
+
+def test_flexllms_page_says_which_machines_are_tables(flexed):
+    pages = flexllm_page(flexed)
+    assert "FlexLLM's step table" in pages["flexllm.md"].split("## All runs")[1]
+    for claim in flexllm.claims(flexed):
+        assert claim.claim in pages["flexllm.md"]
+
+
+def test_delays_are_never_compared_with_a_run_that_trains_less():
+    slow = llmstation_rest.Seen(system="llmstation", tokens_s=10.0, tpot99_ms=20.0, ttft99_ms=100.0)
+    fast = replace(slow, tokens_s=30.0, ttft99_ms=300.0)
+    rival = replace(slow, system="chunked", tokens_s=20.0, ttft99_ms=600.0)
+    assert llmstation_rest.at_equal([slow, fast, rival], "llmstation", "chunked")[0] == 2.0
+    assert llmstation_rest.at_equal([slow, rival], "llmstation", "chunked")[0] == 0.0
+
+
+def test_weights_of_a_law_are_found_and_never_negative():
+    rows = np.random.default_rng(1).uniform(0.0, 1.0, (50, 4))
+    true = np.array([2.0, 0.0, 3.0, 0.5])
+    assert llmstation_rest.least_squares(rows, rows @ true) == pytest.approx(true, abs=1e-9)
+    assert (llmstation_rest.least_squares(rows, -(rows @ true)) >= 0).all()

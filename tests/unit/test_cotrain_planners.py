@@ -10,17 +10,20 @@ import pytest
 from valve_hook import cotrain
 from valve_hook.cotrain.chunked import Chunked
 from valve_hook.cotrain.flexllm_greedy import FlexllmGreedy, plans_of
-from valve_hook.cotrain.harli import PAIRS
+from valve_hook.cotrain.gpreempt_paced import GpreemptPaced
+from valve_hook.cotrain.harli import PAIRS, Harli
 from valve_hook.cotrain.harli_closest import HarliClosest
 from valve_hook.cotrain.harli_most_sm import HarliMostSm
 from valve_hook.cotrain.idle import Idle
-from valve_hook.cotrain.interface import ALONE, Direction, Goal, Lane, Plan, State, WhenIdle
+from valve_hook.cotrain.interface import ALONE, Direction, Goal, Lane, Plan, Planner, State, WhenIdle
 from valve_hook.cotrain.laws import Laws
+from valve_hook.cotrain.lithos import Lithos
 from valve_hook.cotrain.llmstation import LlmStation, planned
-from valve_hook.cotrain.ours import Ours
+from valve_hook.cotrain.ours import FLOOR, LEAST_MS, Ours
 from valve_hook.cotrain.predictor import PlanPredictor
 from valve_hook.cotrain.race import Race
 from valve_hook.cotrain.separate import Separate
+from valve_hook.cotrain.splits import SPLITS
 from valve_hook.cotrain.static_share import StaticShare
 from valve_hook.cotrain.temporal import Temporal
 from valve_hook.policy.step_model import StepModel
@@ -192,7 +195,7 @@ def test_no_tile_is_planned_beyond_its_phase(tile):
             assert plan.lane is tile
 
 
-@pytest.mark.parametrize("name", ["llmstation", "chunked", "harli", "race", "ours"])
+@pytest.mark.parametrize("name", ["llmstation", "chunked", "harli", "race", "ours", "lithos", "gpreempt_paced"])
 def test_nothing_is_trained_beside_a_prompt_nor_while_the_job_is_parked(name):
     goal, predictor = Goal(step_ms=60.0), PlanPredictor(laws())
     planner = {
@@ -201,6 +204,8 @@ def test_nothing_is_trained_beside_a_prompt_nor_while_the_job_is_parked(name):
         "harli": lambda: HarliClosest(goal, MODEL),
         "race": lambda: Race(goal, predictor),
         "ours": lambda: Ours(goal, predictor),
+        "lithos": lambda: Lithos(predictor),
+        "gpreempt_paced": lambda: GpreemptPaced(goal, predictor),
     }[name]()
     planner.first_token(1, 0.0)
     assert planner.plan(state(prompt_tokens=100)) == ALONE
@@ -228,6 +233,146 @@ def test_ours_never_plans_beyond_the_credit_of_any_reader():
         due_ms = 1000.0 + 0.98 * 60.0
         taken = plan.pause_ms + predictor.ms(at, plan)
         assert taken <= max(due_ms - now_ms, 1.0) + 1e-6 or plan == ALONE
+
+
+def learned(law, rng, count=300):
+    """A predictor that has measured some kinds and not others, on a machine that is not what it was told."""
+    predictor = PlanPredictor(law)
+    for at in batches(seed=11, count=count):
+        for plan in (ALONE, SPLITS[int(rng.integers(len(SPLITS)))], *plans_of(at, 32)[:2]):
+            predictor.observe(at, plan, law.step(at, plan)[0] * rng.uniform(0.7, 1.6))
+    return predictor
+
+
+def any_state(rng):
+    at = state(int(rng.integers(1, 120)), int(rng.integers(50, 3000)), left=float(rng.integers(1, 33)) * TOKENS)
+    at.direction = Direction.FORWARD if rng.random() < 0.5 else Direction.BACKWARD
+    at.resident, at.cache_layers = float(rng.uniform(0.01, 1.0)), float(rng.uniform(0.0, 0.6))
+    return at
+
+
+@pytest.mark.parametrize("job", [None, laws(layer_work=1e8, layer_bytes=1e8, copy_ms=9.0)])
+def test_the_table_of_splits_never_says_other_than_the_laws_to_the_bit(job):
+    rng = np.random.default_rng(13)
+    law = laws(job=job, contention=0.4)
+    predictor = learned(law, rng)
+    for _ in range(200):
+        at = any_state(rng)
+        assert predictor.table.ms(at) == [law.step(at, plan)[0] for plan in SPLITS]
+        assert predictor.splits_ms(at) == [predictor.ms(at, plan) for plan in SPLITS]
+
+
+def searched(ours, at, limit_ms):
+    """Ours without tables: every offer by the laws, one after another."""
+    predictor, law = ours._predictor, ours._predictor.laws
+    alone_ms = predictor.ms(at, ALONE)
+    offers = [(limit_ms, alone_ms, Plan(Lane.PAUSE))]
+    for plan in [*SPLITS, *plans_of(at, law.layers)]:
+        ms = predictor.ms(at, plan)
+        offers += [(length_ms, ms, plan) for length_ms in {ms: 0, limit_ms: 0} if ms <= limit_ms]
+    best = None
+    for cycle_ms, ms, plan in offers:
+        pause_ms = cycle_ms - ms
+        if plan.lane is not Lane.PAUSE and cycle_ms != ms and pause_ms < LEAST_MS:
+            continue
+        resident = min(1.0, max(0.0, at.resident - at.cache_layers * (cycle_ms / ours._cycle_ms - 1.0)))
+        full = at.tokens / law.unit_ms(at.tokens, 1.0, resident)
+        work = 0.0
+        if plan.lane is Lane.PARTITION:
+            work = at.tokens / law.unit_ms(at.tokens, plan.other, resident) * ms
+        elif plan.lane is not Lane.PAUSE:
+            work = min(law.step(at, plan)[1], at.left)
+        work += full * pause_ms
+        gain = work / cycle_ms if work >= FLOOR * full * (cycle_ms - alone_ms) else 0.0
+        if best is None or gain > best[0]:
+            best = gain, plan, pause_ms
+    return best[1], best[2]
+
+
+def test_ours_decides_what_a_plain_search_over_all_it_may_choose_decides():
+    rng = np.random.default_rng(17)
+    ours = Ours(Goal(step_ms=60.0, gap_ms=200.0), learned(laws(), rng), lanes=frozenset(Lane))
+    ours._cycle_ms = 35.0
+    lanes = set()
+    for _ in range(300):
+        at = any_state(rng)
+        limit_ms = ours._predictor.ms(at, ALONE) + LEAST_MS + float(rng.uniform(0.0, 120.0))
+        plan, pause_ms = searched(ours, at, limit_ms)
+        found = ours._choose(at, limit_ms)
+        assert (found.lane, found.own, found.layers, found.tokens) == (plan.lane, plan.own, plan.layers, plan.tokens)
+        assert found.pause_ms == pause_ms
+        lanes.add(found.lane)
+    assert len(lanes) >= 3
+
+
+def test_a_slow_step_is_not_said_to_train_less_than_it_lasts():
+    """Contention that nobody told of stretches a step; the trainer runs beside all of it."""
+    predictor = PlanPredictor(laws())
+    ours = Ours(Goal(step_ms=200.0), predictor)
+    at = state(16)
+    split = SPLITS[8]
+    for _ in range(5):
+        predictor.observe(at, split, 1.5 * predictor.laws.step(at, split)[0])
+    ms = predictor.ms(at, split)
+    units = TOKENS / predictor.laws.unit_ms(TOKENS, split.other) * ms
+    assert ours._worth(at, predictor.ms(at, ALONE)).split(ms, ms, split.other) == pytest.approx(units / ms)
+
+
+def test_ours_trains_beside_a_prompt_only_while_whoever_waits_has_time():
+    goal = Goal(step_ms=100.0, ttft_ms=1000.0)
+    ours = Ours(goal, PlanPredictor(laws()), lanes=frozenset({Lane.FUSED, Lane.STREAM}))
+    ours.arrived(7, 0.0)
+    beside = ours.plan(state(0, prompt_tokens=256, now_ms=100.0))
+    assert beside.lane is Lane.FUSED
+    assert not beside.pause_ms
+    assert ours.plan(state(0, prompt_tokens=256, now_ms=501.0)) == ALONE
+    ours.first_token(7, 501.0)
+    ours.finished(7, 501.0)
+    assert ours.plan(state(0, prompt_tokens=256, now_ms=1500.0)).lane is Lane.FUSED
+
+
+def test_missed_targets_take_the_steady_share_away_and_one_in_two_hundred_leaves_it():
+    ours = Ours(Goal(step_ms=50.0), PlanPredictor(laws()))
+    first = ours._steady
+
+    def served(request, step_ms, at_ms):
+        ours.first_token(request, at_ms)
+        ours.delivered(at_ms + step_ms)
+        ours.finished(request, at_ms + step_ms)
+
+    for request in range(3):
+        served(request, 80.0, 1000.0 * request)
+    assert ours._steady == pytest.approx(first - 0.3)
+    held = ours._steady
+    for request in range(200):
+        served(request, 80.0 if request == 0 else 10.0, 1e5 + 1000.0 * request)
+    assert ours._steady == pytest.approx(held, abs=1e-3)
+
+
+def test_lithos_leaves_the_service_the_fewest_processors_within_its_slip():
+    predictor = PlanPredictor(laws())
+    for slip in (1.05, 1.1, 1.5):
+        for at in batches(count=50):
+            fits = [one for one in SPLITS if predictor.ms(at, one) <= slip * predictor.ms(at, ALONE)]
+            assert Lithos(predictor, slip).plan(at) == (min(fits, key=lambda one: one.own) if fits else ALONE)
+
+
+def test_gpreempt_paced_pauses_for_what_a_step_leaves_of_the_target_and_never_for_more():
+    predictor = PlanPredictor(laws())
+    planner = GpreemptPaced(Goal(step_ms=40.0), predictor, margin=0.1)
+    for at in batches(count=50):
+        left_ms = 36.0 - predictor.ms(at, ALONE)
+        plan = planner.plan(at)
+        assert plan == (Plan(Lane.PAUSE, pause_ms=left_ms) if left_ms > 0 else ALONE)
+
+
+@pytest.mark.parametrize("base", [Planner, Harli])
+def test_a_planner_without_a_rule_can_never_be_made(base):
+    class Nothing(base):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Nothing()
 
 
 def test_ours_pays_no_fixed_cost_for_a_few_tokens():
@@ -281,4 +426,4 @@ def test_no_planner_looks_at_the_clock_or_the_system():
         for path in folder.glob("*.py")
         for name in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
     }
-    assert found - {"", "__future__"} <= {"dataclasses", "enum", "math", "numpy", "collections"}
+    assert found - {"", "__future__"} <= {"abc", "dataclasses", "enum", "math", "numpy", "collections"}

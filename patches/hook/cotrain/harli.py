@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from ..policy.step_model import StepModel
 from .interface import ALONE, Goal, Lane, Plan, Planner, State
 
@@ -42,9 +44,9 @@ class Harli(Planner):
         _, own, other = max(kept, key=lambda one: self.rank(*one))
         return Plan(Lane.PARTITION, own=own, other=other)
 
+    @abstractmethod
     def rank(self, ms: float, own: float, other: float) -> tuple[float, float]:
         """The larger, the better."""
-        raise NotImplementedError
 
     def stepped(self, state: State, plan: Plan, ms: float) -> None:
         if not state.prompt_tokens and plan.lane is Lane.PARTITION:

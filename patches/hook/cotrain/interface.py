@@ -6,6 +6,7 @@ tokens is `layers * tokens` units forward and as many backward.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
@@ -94,22 +95,8 @@ class State:
     """False: the job is parked (no memory, no data)."""
 
 
-class Planner:
-    """One way of sharing. The engine tells it every event, and asks before each step."""
-
-    name = ""
-    needs_engine = False
-    """It patches the engine and runs in its process."""
-    same_base = False
-    """It trains on the weights that are served, and on no others."""
-    copies = 2
-    """Of the base in memory."""
-    gpus = 1
-    """That it takes: 2 where the trainer has one of its own."""
-    idle = WhenIdle.LAYER
-
-    def plan(self, state: State) -> Plan:
-        raise NotImplementedError
+class Told:
+    """The events of an engine. Whoever does not need one ignores it."""
 
     def arrived(self, request: int, now_ms: float) -> None:
         """A request came."""
@@ -125,3 +112,23 @@ class Planner:
 
     def stepped(self, state: State, plan: Plan, ms: float) -> None:
         """The step took `ms`; the state is that from before it."""
+
+
+class Planner(Told, ABC):
+    """One way of sharing. The engine tells it every event, and asks before each step."""
+
+    name = ""
+    needs_engine = False
+    """It patches the engine and runs in its process."""
+    same_base = False
+    """It trains on the weights that are served, and on no others."""
+    copies = 2
+    """Of the base in memory."""
+    gpus = 1
+    """That it takes: 2 where the trainer has one of its own."""
+    idle = WhenIdle.LAYER
+    share = 1.0
+    """Of the card, for the trainer while nobody is served."""
+
+    @abstractmethod
+    def plan(self, state: State) -> Plan: ...

@@ -13,10 +13,12 @@ from ..policy.recent import Recent
 from ..policy.step_model import ErrorQuantiles, Prediction, Source
 from .interface import Lane, Plan, State
 from .laws import Laws
+from .splits import SPLITS, SplitTable
 
 TRUSTED = 3
 WEIGHT = 0.05
 """Of a new measurement in a running mean that is full."""
+SHARES = tuple(round(20 * plan.own) for plan in SPLITS)
 Key = tuple[Lane, int, int, int, int, int]
 
 
@@ -46,6 +48,7 @@ class PlanPredictor:
 
     def __init__(self, laws: Laws) -> None:
         self.laws = laws
+        self.table = SplitTable(laws)
         self._kinds: dict[Key, _Ratio] = {}
         self._lanes: dict[Lane, _Ratio] = {lane: _Ratio() for lane in Lane}
         self._errors = Recent(0.95)
@@ -68,10 +71,21 @@ class PlanPredictor:
     def ms(self, state: State, plan: Plan) -> float:
         return self.predict(state, plan).ms
 
-    def work(self, state: State, plan: Plan) -> float:
-        """Units that the step will do. Rows and tiles end with their phase, a partition goes on."""
-        done = self.laws.step(state, plan)[1]
-        return done if plan.lane is Lane.PARTITION else min(done, state.left)
+    def splits_ms(self, state: State) -> list[float]:
+        """What `ms` says of each of SPLITS, without a prompt."""
+        lane, kinds = self._lanes[Lane.PARTITION], self._kinds
+        other = lane.value if lane.samples else self._lanes[Lane.ALONE].value
+        running, context = _level(state.running), _level(state.context)
+        found = []
+        for said, share in zip(self.table.ms(state), SHARES, strict=True):
+            kind = kinds.get((Lane.PARTITION, share, 0, running, context, 0))
+            found.append(said * (kind.value if kind is not None and kind.samples >= TRUSTED else other))
+        return found
+
+    def tiles(self, state: State, plan: Plan) -> tuple[float, float]:
+        """(ms, units done) of a step with rows or tiles; they end with their phase."""
+        said, units = self.laws.step(state, plan)
+        return self._corrected(said, state, plan).ms, min(units, state.left)
 
     def observe(self, state: State, plan: Plan, ms: float) -> None:
         """The step took `ms`."""

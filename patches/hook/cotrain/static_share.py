@@ -11,11 +11,7 @@ class StaticShare(Planner):
     def __init__(self, own: float = 0.6) -> None:
         self._plan = Plan(Lane.PARTITION, own=own, other=1.0 - own)
         self._stalled = Plan(Lane.PARTITION, own=own)
+        self.share = self._plan.other
 
     def plan(self, state: State) -> Plan:
         return self._plan if state.is_ready else self._stalled
-
-    @property
-    def share(self) -> float:
-        """What the trainer has, also while nobody is served."""
-        return self._plan.other

@@ -141,10 +141,6 @@ class Engine:
         self._queue.append(request)
         self._planner.arrived(request, self._arrives[request])
 
-    def _share(self) -> float:
-        """Of the card, for the trainer while nobody is served."""
-        return float(getattr(self._planner, "share", 1.0))
-
     def _unit_ms(self, share: float) -> float:
         """One layer of the job."""
         return self._machine.unit_ms(self._setting.micro_tokens, share, self._memory.resident(self._held))
@@ -170,7 +166,7 @@ class Engine:
     def _idle(self, until_ms: float) -> None:
         state, planner = self._state, self._planner
         ms, late_ms = until_ms - state.now_ms, 0.0
-        share = self._share()
+        share = planner.share
         if planner.idle is WhenIdle.STOPPED:
             used = ms - WAKE_MS
             if used > 0:
