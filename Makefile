@@ -66,14 +66,17 @@ cluster-tools: ## build real Kubernetes, containerd and helm for tests (Go, abou
 	@tests/cluster/build_tools.sh
 
 FUZZ_RUNS ?= 5000000
+FUZZ_LINK_RUNS ?= 300000 # each is up to 128 events over real sockets and pages: some 500 a second
 FUZZ = clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi $(addprefix -Ishim/src/,. channels hooks kv link activity) -Itests/shim/c \
 	-fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
-fuzz: ## libFuzzer on the ioctl parser and on KV orders, FUZZ_RUNS inputs each (needs clang)
-	@mkdir -p build/corpus build/corpus-order
+fuzz: ## libFuzzer on the ioctl parser, on KV orders (FUZZ_RUNS inputs each) and on orders of link events (FUZZ_LINK_RUNS); needs clang
+	@mkdir -p build/corpus build/corpus-order build/corpus-link
 	@$(FUZZ) tests/fuzz/fuzz_capture.c $(addprefix shim/src/channels/,rm.c rmcall.c rmcontrol.c) -o build/fuzz_capture
 	@$(FUZZ) tests/fuzz/fuzz_order.c $(addprefix shim/src/,kv/vmm.c kv/ranges.c kv/places.c link/packet.c lock.c) -o build/fuzz_order
+	@$(FUZZ) tests/fuzz/fuzz_link.c $(addprefix shim/src/,link/link.c link/pages.c link/until.c link/ownfd.c link/orphan.c lock.c) -o build/fuzz_link
 	@build/fuzz_capture -runs=$(FUZZ_RUNS) -max_len=9000 -print_final_stats=1 build/corpus
 	@build/fuzz_order -runs=$(FUZZ_RUNS) -max_len=2050 -print_final_stats=1 build/corpus-order
+	@build/fuzz_link -runs=$(FUZZ_LINK_RUNS) -max_len=128 -print_final_stats=1 build/corpus-link
 
 bench: build ## every benchmark, as a table
 	@$(BIN)/valve bench

@@ -164,6 +164,8 @@ void valve_contexts_reset(void);
 void valve_memory_forget(CUcontext context, int device, bool is_gone);
 void valve_memory_reset(void);
 void valve_orders_wake(void);
+bool valve_orders_left_no_hole(void);
+bool valve_announce_is_waiting(void);
 valve_link_handler valve_orders_take; /* KV_ORDER */
 
 /* link/until.c: the session's thread alone */

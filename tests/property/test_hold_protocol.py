@@ -1,5 +1,7 @@
-"""The hold of launches over a lost link (shim/src/link/pages.c) in every interleaving: two links that are lost, by the death
-of valved or under one that lives; a service that comes, goes, and is late to come back; an answer that comes late.
+"""The hold of launches over a lost link (shim/src/link/pages.c) in every interleaving.
+
+Two links that are lost, by the death of valved or under one that lives; a service that comes, goes, and is late to come
+back; an answer that comes late.
 
 Never a launch beside the service for which it waited as the link was lost, and which has not stopped since; never
 launches that wait for ever. Each changed rule breaks one of these, and is found.

@@ -19,11 +19,14 @@ from valve.v1 import node_pb2, node_pb2_grpc
 from valved.model.events import EventKind
 from valved.rpc.front import TURNED_AWAY_AT_ONCE, Caller, Crowd, Places
 from valved.rpc.node import NodeServicer, ViewServicer
+from valved.rpc.pace import CallPace, Rate
 from valved.rpc.server import CONNECTIONS, GrpcServer, start
 
 PATIENCE_S = 60.0  # ends only a hung test
 NO_OWN = frozenset[int]()  # nobody is root or valved's own user: this process is a user like any other
 TINY = Places(per_user=2, others=3, own=2)
+ANY_PACE = Rate(per_user=1e9, others=1e9, burst_s=1.0)
+SLOW_PACE = Rate(per_user=10.0, others=20.0, burst_s=1.0)
 
 
 def run(story):
@@ -34,11 +37,11 @@ def run(story):
 
 
 @contextlib.asynccontextmanager
-async def served(folder, *, connections=CONNECTIONS, watchers=TINY, own=NO_OWN, slow_s=60.0):
+async def served(folder, *, connections=CONNECTIONS, watchers=TINY, own=NO_OWN, slow_s=60.0, calls=ANY_PACE):
     """(world, path) of a virtual node whose API is open."""
     world = World(folder)
     path = folder / "valved.sock"
-    servicer = NodeServicer(world.node, Crowd("watchers", watchers, own), slow_s=slow_s)
+    servicer = NodeServicer(world.node, Crowd("watchers", watchers, own), slow_s=slow_s, calls=calls)
     server = GrpcServer(servicer, path, Crowd("connections", connections, own))
     await server.start(0o666, -1)
     try:
@@ -253,6 +256,62 @@ def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path)
     assert run(story) == "test"
 
 
+# Calls per second
+
+
+class Seconds:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_user_who_calls_without_end_is_put_off_and_keeps_nobody_else_waiting():
+    seconds = Seconds()
+    pace = CallPace(SLOW_PACE, frozenset({0}), seconds)
+
+    waits = [pace.wait_s(7) for _ in range(50)]
+
+    assert waits[:10] == pytest.approx([0.0] * 10)
+    assert waits[-1] == pytest.approx(4.0)  # 50 calls at 10 a second, one second of them at once
+    assert [pace.wait_s(0) for _ in range(1000)] == [0.0] * 1000
+    seconds.now += 10.0
+    assert pace.wait_s(7) == 0.0
+
+
+def test_many_users_together_never_take_more_than_their_share():
+    pace = CallPace(SLOW_PACE, frozenset({0}), Seconds())
+
+    waits = [pace.wait_s(uid) for uid in range(1, 2001)]
+
+    assert waits[-1] == pytest.approx(2000 / 20.0 - 1.0)
+
+
+def test_accounts_of_users_who_are_gone_are_not_kept():
+    seconds = Seconds()
+    pace = CallPace(SLOW_PACE, frozenset({0}), seconds)
+    for uid in range(1, 5001):
+        seconds.now += 1.0
+        pace.wait_s(uid)
+
+    assert len(pace._paid_until_s) < 1100
+
+
+def test_the_calls_of_a_user_are_never_answered_faster_than_its_pace(tmp_path):
+    """The last of so many calls comes no sooner than its turn; root's come at once."""
+    calls = Rate(per_user=20.0, others=1000.0, burst_s=0.1)
+
+    async def story():
+        async with served(tmp_path, calls=calls) as (_, path), stub_of(path) as stub:
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            await asyncio.gather(*(stub.GetStatus(node_pb2.GetStatusRequest()) for _ in range(12)))
+            return loop.time() - began_s
+
+    assert run(story) >= 12 / 20.0 - 0.1
+
+
 # Numbers of events over a restart
 
 
@@ -280,6 +339,13 @@ def test_events_after_a_restart_are_never_missed_in_silence(tmp_path, since_seq,
 
     assert event.reason == "by alice"
     assert event.epoch == current == int(metadata["valve-epoch"])
+    assert metadata["valve-missed"] == "unknown"
+
+
+def test_a_client_that_knows_no_epoch_never_hears_that_nothing_is_missing(tmp_path):
+    """Its number may be of another start of valved, and reached by now."""
+    metadata, _, _ = run(lambda: resumed(tmp_path, 1))
+
     assert metadata["valve-missed"] == "unknown"
 
 

@@ -12,6 +12,7 @@ RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
 ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
 MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch", "link/ownfd")
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan")), "lock")
 THREADS = (
     *("activity/activity", "activity/contexts", "activity/hint", "activity/watcher"),
     *("link/ownfd", "link/pages", "lock", "say"),
@@ -77,6 +78,15 @@ def test_orders_of_any_bytes_leave_true_books(order_fuzzer, seed):
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "20000 inputs\n", "")
+
+
+@pytest.mark.sanitizer
+def test_no_order_of_link_events_lets_launches_or_channels_go_that_nobody_let(repository, tmp_path):
+    program = build(repository, tmp_path / "fuzz_link", "tests/fuzz/fuzz_link.c", LINK, *STRICT)
+
+    done = subprocess.run([program, "-r", "500", "7"], capture_output=True, text=True, timeout=200, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "500 inputs\n", "")
 
 
 @pytest.mark.sanitizer

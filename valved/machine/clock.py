@@ -45,8 +45,8 @@ class Ticker:
         return self._timer is not None
 
     def start(self, every_ns: int, *, after_ns: int | None = None) -> None:
-        """The first call comes after one period, or `after_ns`. One that runs goes on, with this period from its next call
-        on."""
+        """The first call comes after one period, or `after_ns`. One that runs goes on, with this period from its next
+        call on."""
         self._every_ns = every_ns
         if self._timer is None:
             self._set(every_ns if after_ns is None else after_ns)

@@ -7,6 +7,7 @@ Errors keep their kind: a ValveError becomes a status code with the field and th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from valved.model.consent import Said
 from valved.node.api import Node
 from valved.rpc import convert
 from valved.rpc.front import Caller, Crowd, Places
+from valved.rpc.pace import CallPace, Rate
 from valved.state.journal import Watcher
 
 CODES = (
@@ -34,13 +36,17 @@ COOLDOWN_FIELDS = {
     "cooldown_window_ns": "window_ns",
 }
 WATCHERS = Places(per_user=4, others=32, own=32)  # each costs some 0.1 ms of the loop for every event that it reads
+CALLS = Rate(per_user=25.0, others=100.0, burst_s=2.0)  # `valve record` asks 20 times a second
 SLOW_S = 10.0  # a reader that takes nothing for so long is ended; it can go on from the last event it has
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
-    def __init__(self, node: Node, watchers: Crowd | None = None, *, slow_s: float = SLOW_S) -> None:
+    def __init__(
+        self, node: Node, watchers: Crowd | None = None, *, slow_s: float = SLOW_S, calls: Rate = CALLS
+    ) -> None:
         self._node = node
         self._watchers = watchers or Crowd("watchers", WATCHERS)
+        self._pace = CallPace(calls, self._watchers.own, time.monotonic)
         self._slow_s = slow_s
         self._turn = asyncio.Lock()
 
@@ -102,7 +108,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         return await self._answer(context, call)
 
     async def Watch(self, request: Any, context: Any) -> None:
-        uid = (await caller(context)).uid
+        uid = (await self._caller(context)).uid
         refusal = self._watchers.refusal(uid)
         if refusal:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
@@ -159,9 +165,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
                 timer.cancel()
         return True
 
+    async def _caller(self, context: Any) -> Caller:
+        """Who calls, once it is this user's turn. Calls that are given up meanwhile count, too."""
+        who = await caller(context)
+        if wait_s := self._pace.wait_s(who.uid):
+            await asyncio.sleep(wait_s)
+        return who
+
     async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:
         """Users other than root and valved's own are answered one at a time, and others of the loop come between."""
-        who = await caller(context)
+        who = await self._caller(context)
         try:
             if who.uid in self._watchers.own:
                 return call()
@@ -187,6 +200,7 @@ class ViewServicer(NodeServicer):
 
     async def _refuse(self, request: Any, context: Any) -> Any:
         del request
+        await self._caller(context)
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this socket answers questions and changes nothing")
 
     SetPolicy = Launch = Pause = Resume = Drain = _refuse

@@ -130,7 +130,8 @@ class Journal:
         """Events from now on; with `since_seq` those before that are still kept and came after it, first.
 
         A number of another epoch, or one without an epoch that is not reached yet, is of another start of valved: then
-        all that is kept.
+        all that is kept. One without an epoch that is reached may be of another start, too: nobody knows what is
+        missing.
         """
         watcher = Watcher(frozenset(kinds), limit, wake)
         if since_seq is not None:
@@ -139,7 +140,8 @@ class Journal:
             after = self.recent(lambda event: event.seq > first, 2 * self._ring_events)
             wanted = [event for event in after if watcher.wants(event)]
             watcher.begin(wanted[-limit:])
-            watcher.missed = None if is_other else self._seq - first - len(after) + len(wanted) - watcher.kept
+            is_known = not is_other and (epoch is not None or not since_seq)
+            watcher.missed = self._seq - first - len(after) + len(wanted) - watcher.kept if is_known else None
         self._watchers.add(watcher)
         return watcher
 

@@ -193,8 +193,7 @@ int valve_orders_start(void);
 void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out);
 int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
                       uint32_t generation); /* 0 or -errno; waits for room, in the end without a link */
-bool valve_orders_left_no_hole(void);
-void valve_orders_settle(void); /* sparse slots, at the next step */
+void valve_orders_settle(void);             /* sparse slots, at the next step */
 void valve_orders_reset(void);
 
 /* announce.c */
@@ -204,8 +203,7 @@ void valve_announce_describe(const struct valve_range *range, uint32_t held,
                              struct valve_link_kv_range *message);
 void valve_announce_pin(const struct valve_range *range, uint64_t offset, uint64_t bytes);
 bool valve_announce_end(struct valve_range *range); /* false: the socket is full */
-bool valve_announce_is_waiting(void);
-void valve_announce_step(void); /* an engine step is about to begin */
+void valve_announce_step(void);                     /* an engine step is about to begin */
 void valve_announce_reset(void);
 bool valve_announce_ends(void); /* true when some are still due */
 bool valve_announce_may_leave(const struct valve_range *range, uint64_t offset, uint64_t bytes);

@@ -5,7 +5,6 @@
  * out and every slot of KV memory has its own handle, nothing is missing and launches go on. A hole can be filled by a
  * valved alone: computing over it would be wrong, and waiting for good is no better. After VALVE_ORPHAN_S it ends by name.
  */
-#include "memory.h"
 #include "settings.h"
 #include "shim.h"
 

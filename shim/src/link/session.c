@@ -137,10 +137,15 @@ static void lose_link(void)
 
 /* ---- the end of our own stop and of a hold that was there before, under a new valved ---- */
 
-/* A stop that valved is to end by its own stop is none. */
+static bool stands(void)
+{
+	return session.stopped || valve_launches_kept();
+}
+
+/* Not for the end of a stop that valved is to end by its own. */
 static bool waits_for_leave(void)
 {
-	return (session.stopped || valve_launches_kept()) && !valve_until_stands();
+	return stands() && !valve_until_stands();
 }
 
 static int send_schedule(uint16_t type, uint32_t *seq)
@@ -310,7 +315,7 @@ static void reconnect(void)
 		take_refusal(err);
 	if (err)
 		return;
-	if (waits_for_leave() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
+	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
 		end_stop();
 	session.released = session.refused = false;
 	valve_until_forget(
