@@ -159,7 +159,7 @@ def _online(services: Sequence[ServiceState]) -> Iterator[Metric]:
     )
     yield _counter(
         "valve_service_grants",
-        "Pauses of a service that were given to offline work",
+        "Pauses of a service that were given to offline work; on the rung timeslice stretches of many",
         each(lambda s: s.granted.grants),
         labels,
     )

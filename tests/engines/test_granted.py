@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import socket
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from node_rig import Offline, service
-from sglang_plugin import run_with_plugin
+from sglang_plugin import mounted, run_with_plugin
 from valve_tools.demo.node import VALVE, EmulatedNode
+from valve_tools.emulator import device
 from valve_tools.engines.sides import Sides
 
+HERE = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 REQUESTS, RATE, TOKENS, PROMPTS = 110, 8.0, 12, 11
+SLICES = '[granted]\nrung = "timeslice"\nprobed_driver = "580.159.04"\n'
 WORDS = ["--slo", "tpot=150ms,gap=400ms"]
 
 
@@ -49,9 +54,13 @@ def serve(sides: Sides, port: int) -> dict[int, str]:
     return answers
 
 
-@pytest.mark.parametrize("mode", ["--no-async-scheduling", "--async-scheduling"])
-def test_a_real_vllm_grants_pauses_and_answers_what_it_answers_without(engines, tmp_path, mode):
-    with EmulatedNode(tmp_path) as node:
+@pytest.mark.parametrize(
+    ("mode", "config"),
+    [("--no-async-scheduling", ""), ("--async-scheduling", ""), ("--async-scheduling", SLICES)],
+    ids=["sync", "async", "async, timeslice"],
+)
+def test_a_real_vllm_grants_pauses_and_answers_what_it_answers_without(engines, tmp_path, mode, config):
+    with EmulatedNode(tmp_path, config=config) as node:
         node.start_valved()
         sides = Sides(node=node, folder=tmp_path, python=engines.python, port=free_port(), step_us="20000,200")
         sides.prepare()
@@ -67,13 +76,48 @@ def test_a_real_vllm_grants_pauses_and_answers_what_it_answers_without(engines, 
         sides.wait_for_server(server)
         answers = serve(sides, sides.port)
         granted = service(node, "server").granted
-        print(f"\n{mode}: {granted.words}; refused {dict(granted.refused)}")
+        print(f"\n{mode}, {granted.rung}: {granted.words}; refused {dict(granted.refused)}")
 
     assert granted.grants > 0
     assert granted.broken <= granted.grants // 2
     assert len(answers) == REQUESTS
     for prompt in range(PROMPTS):
         assert len({answers[number] for number in range(prompt, REQUESTS, PROMPTS)}) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
+def test_a_real_sglang_grants_pauses_under_a_real_valved(engines, tmp_path, overlap):
+    paths, variables = mounted(engines, tmp_path / "mount", "sglang_node")
+    card = tmp_path / "mount" / "valve_emulated"
+    card.mkdir()
+    (card / "__init__.py").touch()
+    shutil.copy(device.__file__, card / "device.py")
+    out = tmp_path / "server.out"
+    with EmulatedNode(tmp_path) as node:
+        node.start_valved()
+        offline = Offline(node, "batch")
+        offline.wait_running()
+        script = [str(engines.python), str(HERE / "sglang_node.py"), str(engines.model), str(node.run_dir)]
+        consents = [str(VALVE), "run", "--online", "--name", "server", *WORDS, "--grant", "--"]
+        server = node.run(
+            "",
+            [*consents, *script, json.dumps({"overlap": overlap})],
+            name="server",
+            env={"PYTHONPATH": ":".join(map(str, paths)), "HF_HUB_OFFLINE": "1", **variables},
+            out=out,
+        )
+        answered = lambda: next((line for line in out.read_text().splitlines() if line.startswith("[[")), "")  # noqa: E731
+        node.wait_for(lambda: answered() or server.poll() is not None, "the answers", 900.0)
+        assert answered(), out.read_text()[-4000:]
+        granted = service(node, "server").granted
+        print(f"\noverlap {overlap}: {granted.words}; refused {dict(granted.refused)}")
+    answers = json.loads(answered())
+
+    assert granted.grants > 0
+    assert granted.broken <= granted.grants // 2
+    assert len(answers) == REQUESTS
+    for prompt in range(PROMPTS):
+        assert len({tuple(each) for each in answers[prompt::PROMPTS]}) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from node_rig import Offline, nothing_left_off, service
@@ -84,6 +85,23 @@ def test_no_pause_outlasts_its_end_because_valved_died_or_hangs(
     work.wait()
     assert last_summary(out)["ok"]
     assert work.returncode == 0
+
+
+def test_no_slices_outlast_their_end_because_valved_died(make_node: Callable[..., EmulatedNode]) -> None:
+    """Steps and pauses go on: the hook's stores reach nobody."""
+    node = make_node(config='[granted]\nrung = "timeslice"\nprobed_driver = "580.159.04"\n')
+    offline = Offline(node, "batch")
+    offline.wait_running()
+    serving = Serving(node)
+    serving.in_a_pause(offline)
+    assert service(node, "chat").granted.rung == "timeslice"
+
+    assert node.valved is not None
+    kill(node.valved)
+    offline.wait_stopped()  # by itself: nobody else is there
+
+    node.start_valved()
+    serving.in_a_pause(offline)
 
 
 def test_a_service_that_is_killed_in_a_pause_leaves_nothing_stopped(

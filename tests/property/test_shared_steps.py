@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from grant_valved import GAP_MS, STEP_NS, Valved, Waiting, decoding, facts_of, grants_of
+from grant_valved import GAP_MS, STEP_NS, Valved, Waiting, decoding, facts_of, grants_of, stop_time
 from valve_hook.grants import MS, OPENED_NS, Asking
 
 FAR_NS = 3600 * 1000 * MS
@@ -14,9 +14,7 @@ FAR_NS = 3600 * 1000 * MS
 
 @pytest.fixture
 def valved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Valved]:
-    """Time stands still but for what a test lets pass."""
-    begun_ns = time.monotonic_ns()
-    monkeypatch.setattr(time, "monotonic_ns", lambda: begun_ns)
+    stop_time(monkeypatch)
     valved = Valved()
     valved.by_slices()
     yield valved
@@ -160,9 +158,8 @@ def test_without_valved_or_consent_nothing_is_rung(valved: Valved, how: str) -> 
 
 def test_it_is_not_opened_more_often_than_the_gate_rung_may(valved: Valved) -> None:
     opened = Opened(valved)
-    now = opened.step()
-    assert opened.hook.wants(now, facts_of(waiting=1)) == 0
-    assert valved.rings == 1
+    valved.share(0)
+    opened.pause()  # of 50 ms: opened anew so long ago
 
-    assert opened.hook.wants(now, facts_of()) == 0
-    assert opened.hook.wants(opened.step(2 * OPENED_NS), facts_of()) > 0
+    assert opened.hook.wants(opened.step(), facts_of()) == 0
+    assert opened.hook.wants(opened.step(OPENED_NS), facts_of()) > 0

@@ -27,7 +27,10 @@ from valve_tools.demo.node import VALVE, EmulatedNode
 from valve_tools.demo.rounds import OFFLINE, last_summary
 from valve_tools.emulator.node import Options
 
+from valved.model.rungs import Rung
+
 UNIT_US = 2000  # GPU time of one unit of offline work
+DRIVER = "580.159.04"  # of the emulated card
 TRIAL = MissSettings().trial
 TABLE_WIDTH = 110
 MOST_OVER = 0.01  # promise P10, where the service alone misses next to nothing
@@ -42,11 +45,16 @@ class Plan:
     tpot_ms: float = 40.0
     gap_ms: float = 100.0
     seed: int = 1
+    rung: str = "gate"
     hasty: bool = False  # the figures are those of all requests, and pauses are asked for from the first on
 
     def service(self) -> list[str]:
         numbers = ["--requests", str(self.requests), "--rate", str(self.rate), "--seed", str(self.seed)]
         return [sys.executable, "-m", "valve_tools.demo.granted_service", *numbers, *["--hasty"][: self.hasty]]
+
+    def config(self) -> str:
+        """Of the node."""
+        return f'[granted]\nrung = "{self.rung}"\nprobed_driver = "{DRIVER}"\n'
 
     def words(self, *, consents: bool) -> list[str]:
         slo = f"tpot={self.tpot_ms:g}ms,gap={self.gap_ms:g}ms"
@@ -65,8 +73,10 @@ class Figures:
     tpot_ms: float
     tpot_p99_ms: float
     longest_ms: float  # between two tokens
+    longest_plain_ms: float  # and of the gaps in which no prompt was computed
     offline_share: float  # of its rate with the GPU to itself
     grants: int
+    pauses: int  # as the hook counts them: on the rung timeslice one grant holds many
     broken: int
     granted_s: float
     cost_ms: float | None
@@ -139,8 +149,10 @@ class GrantedDemo:
             tpot_ms=sum(tokens) / len(tokens),
             tpot_p99_ms=percentile(sorted(tokens), 0.99),
             longest_ms=max(row["longest_ms"] for row in rows),
+            longest_plain_ms=max(row["longest_plain_ms"] for row in rows),
             offline_share=units / (end_s - start_s) / rate,
             grants=granted.grants,
+            pauses=summary["given"],
             broken=granted.broken,
             granted_s=granted.granted_ns / 1e9,
             cost_ms=summary["cost_ms"],
@@ -150,10 +162,20 @@ class GrantedDemo:
 
 
 def perform(plan: Plan, folder: Path) -> list[Figures]:
-    with EmulatedNode(folder, options=Options()) as node:
+    with EmulatedNode(folder, options=Options(), config=plan.config()) as node:
         demo = GrantedDemo(node, plan)
         rate = demo.offline_rate()
         return [demo.run(consents=consents, rate=rate) for consents in (False, True)]
+
+
+def gap_problems(runs: list[Figures], plan: Plan) -> list[str]:
+    """A prompt holds up whoever reads, with consent and without. No other gap may be longer than stated, unless this
+    machine makes one as long where nothing pauses.
+    """
+    most_ms = max(plan.gap_ms, runs[0].longest_plain_ms)
+    if runs[-1].longest_plain_ms <= most_ms:
+        return []
+    return [f"{runs[-1].longest_plain_ms:.0f} ms between two tokens, without a prompt; {most_ms:.0f} ms are stated"]
 
 
 def show(runs: list[Figures], plan: Plan) -> None:
@@ -162,7 +184,7 @@ def show(runs: list[Figures], plan: Plan) -> None:
     table = Table(
         title=f"A service that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD
     )
-    columns = ("owner", "TPOT mean", "p99", "over target", "longest gap", "TTFT p99", "pauses", "granted", "offline")
+    columns = ("owner", "TPOT mean", "p99", "over target", "gap, prompt", "TTFT p99", "pauses", "granted", "offline")
     for name in columns:
         table.add_column(name, justify="left" if name == "owner" else "right")
     for run in runs:
@@ -171,9 +193,9 @@ def show(runs: list[Figures], plan: Plan) -> None:
             f"{run.tpot_ms:.1f} ms",
             f"{run.tpot_p99_ms:.1f} ms",
             f"{run.missed} of {run.requests}",
-            f"{run.longest_ms:.0f} ms",
+            f"{run.longest_plain_ms:.0f}, {run.longest_ms:.0f} ms",
             f"{run.ttft_p99_ms:.1f} ms",
-            str(run.grants),
+            str(run.pauses),
             f"{run.granted_s:.1f} s",
             f"{run.offline_share:.0%}",
         )
@@ -181,6 +203,9 @@ def show(runs: list[Figures], plan: Plan) -> None:
     for run in runs:
         console.print(f"valve status: {run.words}")
     console.print("Offline: its rate while requests came, as a share of its rate with the GPU to itself.")
+    console.print(
+        f"gap, prompt: the longest gap between two tokens without and with a prompt in it ({plan.gap_ms:g} ms stated)."
+    )
     consenting = runs[-1]
     if consenting.cost_ms is not None and consenting.worth is not None:
         points = f"{100 * consenting.worth:.0f} points of a GPU"
@@ -194,19 +219,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rate", type=float, default=usual.rate, help="requests a second")
     parser.add_argument("--tpot-ms", type=float, default=usual.tpot_ms, help="the stated target")
     parser.add_argument("--gap-ms", type=float, default=usual.gap_ms, help="the longest stated gap between two tokens")
+    parser.add_argument(
+        "--rung", choices=[rung.value for rung in Rung], default=usual.rung, help="how pauses are given"
+    )
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(argv)
     plan = Plan(
-        requests=options.requests, rate=options.rate, tpot_ms=options.tpot_ms, gap_ms=options.gap_ms, seed=options.seed
-    )
+        requests=options.requests, rate=options.rate, tpot_ms=options.tpot_ms, gap_ms=options.gap_ms,
+        seed=options.seed, rung=options.rung,
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="valve-demo-") as scratch:
         runs = perform(plan, Path(scratch))
     if options.json:
         print(json.dumps([asdict(run) for run in runs]))
     else:
         show(runs, plan)
-    problems = [problem for run in runs for problem in run.problems(plan)]
+    problems = [problem for run in runs for problem in run.problems(plan)] + gap_problems(runs, plan)
     for problem in problems:
         print(f"valve demo granted: {problem}", file=sys.stderr)
     return 1 if problems else 0

@@ -42,10 +42,15 @@ class Asked:
     last_ns: int = 0
     made: int = 0
     longest_ns: int = 0
+    longest_plain_ns: int = 0
+    """Of the gaps in which no prompt was computed: those that a pause could have made too long."""
 
-    def token(self, now_ns: int) -> None:
+    def token(self, now_ns: int, prompted_ns: int) -> None:
+        """`prompted_ns`: when the last prompt's step ended."""
         if self.made:
             self.longest_ns = max(self.longest_ns, now_ns - self.last_ns)
+            if prompted_ns <= self.last_ns:
+                self.longest_plain_ns = max(self.longest_plain_ns, now_ns - self.last_ns)
         self.first_ns, self.last_ns = self.first_ns or now_ns, now_ns
         self.made += 1
 
@@ -55,6 +60,7 @@ class Asked:
             "ttft_ms": (self.first_ns - self.arrived_ns) / MS,
             "tpot_ms": (self.last_ns - self.first_ns) / MS / max(1, self.made - 1),
             "longest_ms": self.longest_ns / MS,
+            "longest_plain_ms": self.longest_plain_ns / MS,
         }
 
 
@@ -72,6 +78,8 @@ class Service:
     done: list[Asked] = field(default_factory=list)
     is_last: bool = False
     tokens: int = 0
+    prompted_ns: int = 0
+    """When the last prompt's step ended."""
 
     def arrive(self) -> None:
         """A thread: clients that come when they will."""
@@ -127,8 +135,9 @@ class Service:
         each_us = options.prefill_us * sum(asked.prompt for asked in new) if new else options.sequence_us * len(served)
         self.device.spin(each_us + (0 if new else options.decode_us))
         now_ns = time.monotonic_ns()
+        self.prompted_ns = now_ns if new else self.prompted_ns
         for asked in served:
-            asked.token(now_ns)
+            asked.token(now_ns, self.prompted_ns)
         self.tokens += len(served)
         if self.grants is not None:
             self.grants.stepped(begin_ns, now_ns, len(served), prefill=bool(new))
