@@ -90,6 +90,7 @@ demo: build ## an online service and an offline job share one emulated GPU
 lab-quick: build ## the claims of the results pages once more, loosely, in under three minutes, and whether a page is stale
 	@$(BIN)/python -m valve_tools.check.run results
 	@$(BIN)/valve replay quick --seeds 1 --fresh
+	@cd build && $(CURDIR)/$(BIN)/python -m valve_tools.lab.granted --quick --out ../docs/results
 
 demo-memory: build ## five minutes in which KV memory moves between the two
 	@$(BIN)/valve demo memory

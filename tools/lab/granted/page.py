@@ -36,6 +36,19 @@ Two formulas say what granting is worth at the full target. The first takes clie
 minute. Requests that come in clumps share their steps at any pace, so it promises too much for them. The second takes
 the arrivals of the trace. Both count only time in which the rules let the policy grant. The mark is 0.90 of the
 formula where the service alone is busy up to half the time, else 0.75; formulas below half a point are not judged.
+Neither formula knows of the reserve and of half a threshold, which each request earns and never spends: of short
+answers near 1.5x that is a large part.
+"""
+CHARTS = """\
+## Charts
+
+Loads that are granted anything there: target 2x, gap 100 ms, C = 0.5 ms where it is not the axis; seeds 1 to {seeds}.
+
+![gain over idle mode by load](granted-gain.svg)
+
+![gain over the cost of a grant](granted-cost.svg)
+
+![requests over target, ours and the naive rule](granted-naive.svg)
 """
 
 
@@ -51,7 +64,8 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
     far = [cell for cell in granted if cell.target > 3.0]
     light = [cell for cell in granted if cell.misses_alone <= ALONE_MISSES]
     rest = [cell for cell in granted if cell.misses_alone > ALONE_MISSES]
-    naive = [cell for cell in cells if cell.rule == NAIVE]
+    settings = {_setting(cell) for cell in granted}
+    naive = [cell for cell in cells if cell.rule == NAIVE and _setting(cell) in settings]
     random = [cell for cell in granted if cell.formula >= 0.005]
     own = [cell for cell in granted if cell.formula_own >= 0.005]
     return [
@@ -73,12 +87,12 @@ def claims(cells: Sequence[CellResult]) -> list[Claim]:
         at_least("gain over idle mode, worst cell", "share", min((cell.gain for cell in mine), default=0.0), -0.005),
         at_least("cells at the mark, formula for random clients", "share of cells", _share(random, "mark"), 1.0),
         at_least("cells at the mark, formula for these clients", "share of cells", _share(own, "own_mark"), 1.0),
-        at_least("the naive rule misses P10", "share of cells", _share(naive, "fails"), 1.0),
+        at_least("the naive rule misses P10 where ours grants", "share of cells", _share(naive, "fails"), 1.0),
     ]
 
 
 LOOSE = 1.5
-"""A few generated minutes under one seed: bounds are half as large again, and two thirds of the cells do."""
+"""A few generated minutes under one seed: bounds are half as large again, and half of the cells do."""
 
 
 def loosely(cells: Sequence[CellResult]) -> list[Claim]:
@@ -91,10 +105,14 @@ def loosely(cells: Sequence[CellResult]) -> list[Claim]:
         elif one.claim.endswith("random clients"):
             continue
         elif one.pair == "share of cells":
-            found.append(at_least(one.claim, one.pair, value, one.bound / LOOSE))
+            found.append(at_least(one.claim, one.pair, value, 0.5))
         else:
             found.append(at_most(one.claim, one.pair, value, one.bound * LOOSE))
     return found
+
+
+def _setting(cell: CellResult) -> tuple[str, float, float, float]:
+    return cell.load, cell.target, 0.0 if cell.is_gap_target else cell.gap_ms, cell.cost_ms
 
 
 def _most(cells: Iterable[CellResult], name: str) -> float:
@@ -124,9 +142,7 @@ def page(found: Mapping[str, Any], figures: str) -> dict[str, str]:
         _read_twice([*cells, *row]),
         _refusals(cells, loads),
         _five(row),
-        "![gain over idle mode by load](granted-gain.svg)\n",
-        "![gain over the cost of a grant](granted-cost.svg)\n",
-        "![requests over target, ours and the naive rule](granted-naive.svg)\n",
+        CHARTS.format(seeds=cells[0].seeds),
         *(_cells_table(cells, load) for load in granting),
         f"Figures: `granted.json`, sha256 `{hashlib.sha256(figures.encode()).hexdigest()[:16]}`; policy and simulator: "
         f"sha256 `{found['sources']}`. The command builds the figures, the tree does not keep them.\n",
@@ -293,7 +309,9 @@ def _five(row: Sequence[CellResult]) -> str:
 
 
 def _cells_table(cells: Sequence[CellResult], load: str) -> str:
-    """Gap 100 ms alone: the rest is in the figures."""
+    """The gap of 100 ms, or the widest where nothing is granted at that; the rest is in the figures."""
+    mine = [cell for cell in ours(cells) if cell.load == load and not cell.is_gap_target]
+    gap_ms = 100.0 if any(cell.gap_ms == 100.0 and not cell.is_refused for cell in mine) else 200.0
     head = _row(
         "target",
         "C ms",
@@ -308,8 +326,8 @@ def _cells_table(cells: Sequence[CellResult], load: str) -> str:
         "",
     )
     rows = []
-    for cell in ours(cells):
-        if cell.load != load or cell.gap_ms != 100.0 or cell.is_gap_target:
+    for cell in mine:
+        if cell.gap_ms != gap_ms:
             continue
         if cell.is_refused:
             rows.append(
@@ -334,7 +352,7 @@ def _cells_table(cells: Sequence[CellResult], load: str) -> str:
                 " ".join(misses) and f"**{' '.join(misses)}**",
             )
         )
-    return "\n".join([f"## {load}, gap 100 ms\n", head, "|" + "---|" * 11, *rows, ""])
+    return "\n".join([f"## {load}, gap {gap_ms:g} ms\n", head, "|" + "---|" * 11, *rows, ""])
 
 
 def _charts(cells: Sequence[CellResult], loads: Sequence[str]) -> dict[str, str]:
@@ -344,7 +362,8 @@ def _charts(cells: Sequence[CellResult], loads: Sequence[str]) -> dict[str, str]
         if cell.gap_ms == 100.0 and not cell.is_gap_target
     }
     short = {load: _short(load) for load in loads}
-    shown = [load for load in loads if (OURS, load, 2.0, 0.5) in wide]
+    at = {load: wide.get((OURS, load, 2.0, 0.5)) for load in loads}
+    shown = [load for load, cell in at.items() if cell is not None and not cell.is_refused]
     gain = {
         name: [100 * float(getattr(wide[OURS, load, 2.0, 0.5], field)) for load in shown]
         for name, field in (("gain", "gain"), ("formula, random", "formula"), ("formula, these", "formula_own"))
