@@ -4,7 +4,7 @@ Such a pod is stopped and nothing is judged of it, as it is nobody's miss. Its o
 for longer than a restart of an online pod takes. As long after its beginning as a broken promise needs to count (for
 best effort an hour of the floor) the pod may be moved, by the same budget and back-off, where another GPU takes it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from valve_kube.objects import Object, is_bare, owner_uid, phase_in_force, pod_place
@@ -35,6 +35,7 @@ class Guards:
 
     def __init__(self) -> None:
         self.of: dict[str, Guarded] = {}  # by UID of the pod
+        self._oldest: dict[str, Guarded] = {}  # by owner
 
     def look(self, pods: Iterable[Object], nodes: Mapping[str, Object], now_s: float) -> None:
         """`nodes`: GPUHarvestNodes with a fresh report. What holds a whole node (a pause, a mode) is no guard."""
@@ -50,12 +51,13 @@ class Guards:
                 since_s = before[place.uid].since_s if place.uid in before else now_s
                 why = f"{uuid} is closed to offline work: {closed[uuid]}"
                 self.of[place.uid] = Guarded(pod=pod, node=place.node, why=why, since_s=since_s)
+        self._oldest = {}
+        for one in sorted(self.of.values(), key=lambda one: -one.since_s):
+            self._oldest[owner_uid(one.pod)] = one
 
-    def told(self, now_s: float) -> Iterator[Guarded]:
-        return (one for one in self.of.values() if now_s - one.since_s >= TOLD_AFTER_S)
-
-    def of_owner(self, uid: str, now_s: float) -> Guarded | None:
-        return min((one for one in self.told(now_s) if owner_uid(one.pod) == uid), key=_since_s, default=None)
+    def told(self, now_s: float) -> dict[str, Guarded]:
+        """By owner, the pod of it that has stood so for longest."""
+        return {uid: one for uid, one in self._oldest.items() if now_s - one.since_s >= TOLD_AFTER_S}
 
     def waiting(self, tracks: Iterable[Track], rules: Callable[[str], MonitorSettings], now_s: float) -> list[Track]:
         """The tracks, those of pods that were under guard for long enough as ones that want to move."""
@@ -70,7 +72,3 @@ class Guards:
         found = self.of.get(track.sample.pod_uid)
         windows = rules.floor_windows if track.sample.is_best_effort else rules.windows
         return found is not None and now_s - found.since_s >= windows * rules.window_s
-
-
-def _since_s(one: Guarded) -> float:
-    return one.since_s

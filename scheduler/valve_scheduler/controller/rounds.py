@@ -346,7 +346,7 @@ class Controller:
         (namespace, name), workload = held
         before = workload.get("status") or {}
         tracks = [track for track in self._tracks.values() if track.sample.owner_uid == uid]
-        guarded = self._guards.of_owner(uid, now_s)
+        guarded = self._guards.told(now_s).get(uid)
         status = status_of(owner, tracks, before, now_s, self._rules(), guarded=guarded)
         return await self._write_status(namespace, name, status, before)
 
@@ -420,7 +420,7 @@ class Controller:
         for track in self._tracks.values():
             tracks[track.sample.owner_uid].append(track)
         lost = await self._unreachable(now_s)
-        guarded = {owner_uid(one.pod) for one in self._guards.told(now_s)}
+        guarded = self._guards.told(now_s)
         for pod in [*running, *(pod for pod, _ in lost.values())]:
             uid = owner_uid(pod)
             key = (pod["metadata"]["namespace"], workload_name(uid))
@@ -433,12 +433,12 @@ class Controller:
             before = workload.get("status") or {}
             why = lost[uid][1] if uid in lost else None
             with apart(workload):
-                owner, under_guard = owners.get(uid, Owner()), self._guards.of_owner(uid, now_s)
-                status = status_of(owner, tracks[uid], before, now_s, self._rules(), why, under_guard)
+                owner = owners.get(uid, Owner())
+                status = status_of(owner, tracks[uid], before, now_s, self._rules(), why, guarded.get(uid))
                 if status != before:
                     await self._write_status(namespace, name, status, before)
         self._hands.forget_all_but({pod["metadata"]["uid"] for pod in self.pods.items.values()})
-        for one in list(self._guards.told(now_s)):
+        for one in guarded.values():
             await self._hands.tell_once(one.pod, Told.GPU_GUARDED, one.note)
         for pod, why in lost.values():
             await self._hands.tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
