@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -18,9 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from valve_kube.access import find
+from valve_kube.errors import SchedulerError
 
 from valve_router.plan.score import Score, ScoreSettings
-from valve_router.settings import PASSED, Settings
+from valve_router.settings import PASSED, Settings, service_of
 
 USAGE = 2
 FAILED = 1
@@ -41,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
     serve.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
+    serve.add_argument(
+        "--service", metavar="NAMESPACE/NAME[:PORT]", help="in place of --replica: the ready pods of a Service"
+    )
+    serve.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
     serve.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
     serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
     serve.add_argument(
@@ -81,6 +88,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     score = replace(ScoreSettings(), score=Score(arguments.score))
     return Settings(
         replicas=tuple(arguments.replica),
+        service=service_of(arguments.service) if arguments.service else None,
         host=host.strip("[]"),
         port=int(port),
         token=_token(arguments.token_file),
@@ -109,6 +117,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"valve route: {error}; pip install 'valve[router]'", file=sys.stderr)
         return FAILED
     settings = settings_of(arguments)
+    try:
+        access = find(dict(os.environ), arguments.kubeconfig) if settings.service else None
+    except SchedulerError as error:
+        raise OSError(str(error)) from error
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
     if arguments.access_log:
         logging.getLogger("valve_router.access").setLevel(logging.INFO)
@@ -117,13 +129,16 @@ def _serve(arguments: argparse.Namespace) -> int:
         stop, ready = asyncio.Event(), asyncio.Event()
         for one in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(one, stop.set)
-        serving = asyncio.create_task(serve(settings, stop=stop, ready=ready))
+        serving = asyncio.create_task(serve(settings, stop=stop, ready=ready, access=access))
         waiting = asyncio.create_task(ready.wait())
         await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if ready.is_set():
             where = f"http://{settings.host}:{settings.port}"
-            print(f"valve route: {len(settings.replicas)} replicas behind {where}", flush=True)
+            whose = (
+                f"the pods of service {arguments.service}" if settings.service else f"{len(settings.replicas)} replicas"
+            )
+            print(f"valve route: {whose} behind {where}", flush=True)
         await serving
 
     asyncio.run(run())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 
@@ -76,9 +77,18 @@ class Replicas:
     def __init__(self, settings: Settings, now_s: Callable[[], float]) -> None:
         self._settings = settings
         self._now_s = now_s
+        self._numbers = count()
+        self.all: list[Replica] = []
+        self.follow(settings.replicas)
+
+    def follow(self, urls: Iterable[str]) -> None:
+        """From now on these. What runs in one that is left out may end there; one that comes back is another process,
+        so it begins anew, under a number of its own."""
+        known = {one.url: one for one in self.all}
+        first = self._settings.first_guess
         self.all = [
-            Replica(name=str(i), url=url.rstrip("/"), timeline=Timeline(settings.first_guess))
-            for i, url in enumerate(settings.replicas)
+            known.get(url) or Replica(name=str(next(self._numbers)), url=url, timeline=Timeline(first))
+            for url in (url.rstrip("/") for url in urls)
         ]
 
     def send(self, prompt: str, but: Collection[Replica] = ()) -> Sent:

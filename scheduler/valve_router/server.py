@@ -15,7 +15,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from valve_kube.access import Access
+from valve_kube.client import KubeClient
 
+from valve_router.endpoints import Endpoints
 from valve_router.proxy import Proxy, is_allowed, refusal
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
@@ -25,11 +28,13 @@ END_S = 30.0  # for what runs when the router is told to end
 LATE = 3  # questions in a row without an answer in time: a busy replica is not a dead one
 
 
-async def serve(settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event | None = None) -> None:
-    """Until `stop`; requests under way may end."""
+async def serve(
+    settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event | None = None, access: Access | None = None
+) -> None:
+    """Until `stop`; requests under way may end. `access`: to the API server, where replicas are those of a Service."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two sockets for each request under way
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    async with assembled(settings) as app:
+    async with assembled(settings, access) as app:
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -49,7 +54,7 @@ async def serve(settings: Settings, *, stop: asyncio.Event, ready: asyncio.Event
 
 
 @contextlib.asynccontextmanager
-async def assembled(settings: Settings) -> AsyncIterator[web.Application]:
+async def assembled(settings: Settings, access: Access | None = None) -> AsyncIterator[web.Application]:
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -64,13 +69,52 @@ async def assembled(settings: Settings) -> AsyncIterator[web.Application]:
         app = web.Application(client_max_size=settings.body_bytes)
         Operators(settings, replicas, proxy).add_to(app)
         app.router.add_route("*", "/{path:.*}", proxy.handle)
-        asking = [asyncio.create_task(ask(client, settings, replicas, one)) for one in replicas.all]
+        checkups = Checkups(client, settings, replicas)
+        checkups.follow()
+        async with following(settings, access, checkups):
+            try:
+                yield app
+            finally:
+                await checkups.end()
+
+
+@contextlib.asynccontextmanager
+async def following(settings: Settings, access: Access | None, checkups: Checkups) -> AsyncIterator[None]:
+    """The endpoints of the Service, if the replicas are those."""
+    if settings.service is None or access is None:
+        yield
+        return
+    with contextlib.closing(KubeClient(access)) as kube:
+        task = asyncio.create_task(Endpoints(kube, settings.service, checkups.change).run())
         try:
-            yield app
+            yield
         finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class Checkups:
+    """One task for each replica that there is."""
+
+    def __init__(self, client: aiohttp.ClientSession, settings: Settings, replicas: Replicas) -> None:
+        self._client, self._settings, self._replicas = client, settings, replicas
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
+
+    def change(self, urls: tuple[str, ...]) -> None:
+        self._replicas.follow(urls)
+        self.follow()
+
+    def follow(self) -> None:
+        there = {one.name: one for one in self._replicas.all}
+        for name in self._tasks.keys() - there.keys():
+            self._tasks.pop(name).cancel()
+        for name in there.keys() - self._tasks.keys():
+            self._tasks[name] = asyncio.create_task(ask(self._client, self._settings, self._replicas, there[name]))
+
+    async def end(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Replicas, replica: Replica) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.score import ScoreSettings
 
+_LABEL = "[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_SERVICE = re.compile(rf"({_LABEL})/({_LABEL})(?::([a-z0-9-]{{1,63}}))?")
 PASSED = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -23,8 +26,25 @@ PASSED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A Kubernetes Service whose pods are the replicas."""
+
+    namespace: str
+    name: str
+    port: str = ""  # name or number; may be left out where there is one
+
+
+def service_of(text: str) -> Service:
+    found = _SERVICE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"--service {text}: not NAMESPACE/NAME or NAMESPACE/NAME:PORT")
+    return Service(namespace=found[1], name=found[2], port=found[3] or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    replicas: tuple[str, ...]  # base URLs
+    replicas: tuple[str, ...] = ()  # base URLs
+    service: Service | None = None  # in their place
     host: str = "127.0.0.1"
     port: int = 8100
     token: str = ""  # clients must send it; required where others than this machine can connect
@@ -45,8 +65,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        if not self.replicas:
-            raise ValueError("--replica: name at least one, such as http://10.0.0.5:8000")
+        if bool(self.replicas) == bool(self.service):
+            raise ValueError("--replica: name at least one, such as http://10.0.0.5:8000; or a --service, not both")
         for url in self.replicas:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

@@ -57,6 +57,7 @@ async def test_only_an_online_pod_that_nobody_injected_asks_for_offline_pods_to_
         await until(lambda: node.api.reports and "onlineRisk" in node.api.reports[-1]["gpus"][1], 60)
 
         assert node.api.reports[-1]["gpus"][1]["onlineRisk"] == "default/own-0/work runs without the shim"
+        assert node.api.reports[-1]["gpus"][1]["guarded"] is True
         assert "onlineRisk" not in node.api.reports[-1]["gpus"][0]
 
 

@@ -23,7 +23,7 @@ class World:
         self.now_s = NOW_S
         self.calls: list[tuple[str, str, Json]] = []
         self.guarded_s = NOW_S - 1e5  # since when a policy keeps the word MeasuredByNode
-        self.policy_answer: Exception | None = None  # of the API server, when it is asked for that policy
+        self.policy_answer: Json | Exception | None = None  # of the API server, when it is asked for that policy
         self.refusals: dict[str, ApiError] = {}
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
@@ -36,8 +36,10 @@ class World:
 
     async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> Json:
         if method == "GET" and path.startswith(names.ADMISSION_PATH):
-            if self.policy_answer is not None:
+            if isinstance(self.policy_answer, Exception):
                 raise self.policy_answer
+            if self.policy_answer is not None:
+                return self.policy_answer
             return {"metadata": {"creationTimestamp": text_of(self.guarded_s)}}
         self.calls.append((method, path, body))
         if refusal := self.refusals.get(path.rpartition("/")[2]):

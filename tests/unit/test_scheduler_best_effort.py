@@ -106,14 +106,16 @@ def test_a_round_never_judges_all_that_starve_and_each_comes_in_turn() -> None:
     )
     uids = [f"uid-{number:03d}" for number in range(2 * AT_ONCE)]
     tracks = [Track(sample=replace(sample, pod_uid=uid), verdict=Verdict.PERSISTENTLY_MISSED) for uid in uids]
-    pods = dict.fromkeys(uids, best_effort())
+    pods = {uid: best_effort() for uid in uids}
+    for uid, one in pods.items():
+        one["metadata"]["uid"] = uid
     judged: list[str] = []
     better = world.controller._better
     places = better._job
 
-    def seen(pod: Json, track: Track, *more: Any) -> Any:
-        judged.append(track.sample.pod_uid)
-        return places(pod, track, *more)
+    def seen(pod: Json, *more: Any) -> Any:
+        judged.append(pod["metadata"]["uid"])
+        return places(pod, *more)
 
     better._job = seen  # type: ignore[method-assign]
     for _ in range(2):

@@ -210,9 +210,16 @@ def test_a_profile_that_somebody_called_measured_before_the_policy_stood_is_neve
 
 @pytest.mark.parametrize(
     ("answer", "believed"),
-    [(None, True), (ApiError(503, "", "busy"), True), (Unreachable("gone"), True), (ApiError(403, "", "no"), False)],
+    [
+        (None, True),
+        (ApiError(503, "", "busy"), True),
+        (Unreachable("gone"), True),
+        (ApiError(403, "", "no"), False),
+        ({}, False),
+        ({"metadata": {}}, False),
+    ],
 )
-def test_a_measured_profile_is_believed_as_long_as_the_policy_stands(answer: Exception | None, believed: bool) -> None:
+def test_a_measured_profile_is_believed_as_long_as_the_policy_stands(answer: Any, believed: bool) -> None:
     """An API server that does not answer has taken no policy away."""
     world = World()
     belief = world.controller._belief

@@ -229,6 +229,8 @@ def _gpu(gpu: GpuFacts, index: int, facts: NodeFacts, series: NodeSeries) -> Jso
         entry["onlineMemory"] = online
     if verdict.reason:
         entry["reason"] = verdict.reason[:256]
+    if verdict.is_guarded:
+        entry["guarded"] = True
     if verdict.risk:
         entry["onlineRisk"] = verdict.risk[:256]
     return entry

@@ -6,6 +6,8 @@ profile is believed only if it was made under the policy that stands now: all th
 has let through. Both times are the API server's."""
 
 import logging
+import math
+from collections.abc import Iterable
 
 from valve_kube import names
 from valve_kube.client import ApiError, KubeClient, Unreachable
@@ -31,11 +33,8 @@ class Belief:
         """Since when the policy stands; where the API server does not say, what it said before goes on."""
         before = self._from_s
         try:
-            made = [
-                created_at_s(await self._client.request("GET", f"{names.ADMISSION_PATH}/{part}/{POLICY}"))
-                for part in PARTS
-            ]
-            self._from_s = max(made) + SETTLED_S
+            parts = [await self._client.request("GET", f"{names.ADMISSION_PATH}/{part}/{POLICY}") for part in PARTS]
+            self._from_s = _from_s(parts)
         except ApiError as error:
             if error.status >= 500 or error.status == 429:
                 return
@@ -54,3 +53,12 @@ class Belief:
         if not self._has_looked:
             await self.look()
         return not self._has_looked or (self._from_s is not None and now_s < self._from_s)
+
+
+def _from_s(parts: Iterable[Object]) -> float | None:
+    """Of an answer that says no time nothing follows."""
+    try:
+        made = [created_at_s(part) for part in parts]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return max(made) + SETTLED_S if min(made) > -math.inf else None

@@ -1,7 +1,7 @@
-"""Whether a best-effort pod that gets no time would get some elsewhere: if not, it is as well off where it is."""
+"""Whether a pod that gets no time where it is would get some elsewhere: if not, it is as well off where it is."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from valve_kube.errors import InvalidObject
@@ -25,20 +25,28 @@ class Better:
         self._last = ""  # UID of the pod that was judged last
 
     def movable(
-        self, tracks: Iterable[Track], pods: Mapping[str, Object], owners: Mapping[str, Owner], now_s: float
+        self,
+        tracks: Iterable[Track],
+        pods: Mapping[str, Object],
+        owners: Mapping[str, Owner],
+        now_s: float,
+        guarded: Container[str] = (),
     ) -> list[Track]:
-        """All but best-effort pods for which there is no other node, or which came after as many as there are nodes.
+        """All but those for which there is no other place, or which came after as many as there are: of best effort
+        another node, of pods whose GPU is under guard (`guarded`, by UID) another GPU.
         One that is bound to pods elsewhere or to a volume stays: only the scheduler could say where it may go."""
         found: list[Track] = []
         starved: list[Track] = []
         for track in tracks:
-            if not (track.sample.is_best_effort and is_starved(track)):
+            is_guarded = track.sample.pod_uid in guarded
+            if not is_starved(track) or not (track.sample.is_best_effort or is_guarded):
                 found.append(track)
             elif not node_wish(pods[track.sample.pod_uid]["spec"]).is_bound:
                 starved.append(track)
         taken = Counter[Job]()
         for track in self._next(starved):
-            job = self._job(pods[track.sample.pod_uid], track, owners.get(track.sample.owner_uid), now_s)
+            uid, node = track.sample.pod_uid, track.sample.node
+            job = self._job(pods[uid], owners.get(track.sample.owner_uid), now_s, "" if uid in guarded else node)
             if job is not None and taken[job] < self._places(job, now_s):
                 taken[job] += 1
                 found.append(track)
@@ -54,13 +62,13 @@ class Better:
 
         return chosen
 
-    def _job(self, pod: Object, track: Track, owner: Owner | None, now_s: float) -> Job | None:
+    def _job(self, pod: Object, owner: Owner | None, now_s: float, but: str) -> Job | None:
         try:
             job = self._state.job(offline_pod(pod), now_s)
         except InvalidObject:
             return None
         avoided = {node for node, until_s in (owner.avoid_until_s if owner else {}).items() if until_s > now_s}
-        return replace(job, avoid=job.avoid | avoided | {track.sample.node})
+        return replace(job, avoid=job.avoid | avoided | {but})
 
     def _places(self, job: Job, now_s: float) -> int:
         ranking = self._rankings.of(job, now_s)

@@ -18,6 +18,7 @@ class Told(enum.Enum):
 
     SLA_MISSED = "SLAMissed"
     GPU_BUSY = "GPUBusy"
+    GPU_GUARDED = "GPUGuarded"
     NODE_DRAINED = "NodeDrained"
     NODE_NOT_HARVESTING = "NodeNotHarvesting"
     ONLINE_AT_RISK = "OnlineAtRisk"
@@ -33,6 +34,7 @@ class Told(enum.Enum):
 _EVICTIONS = (
     Told.SLA_MISSED,
     Told.GPU_BUSY,
+    Told.GPU_GUARDED,
     Told.NODE_DRAINED,
     Told.NODE_NOT_HARVESTING,
     Told.ONLINE_AT_RISK,

@@ -36,6 +36,7 @@ from valve_scheduler.controller.better import Better
 from valve_scheduler.controller.clearing import ghosts, hidden_leavers, leavers, unseen
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.given import memory_given
+from valve_scheduler.controller.guarded import Guards
 from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.monitor import (
     MonitorSettings,
@@ -135,7 +136,7 @@ class Controller:
         self._afresh_at_s = 0.0
         self._records, self._tally = Records(), SavedCounter()
         self._book = AccountBook(client, self._hands, self._state, self._tally, self.pods, self.nodes, self.accounts)
-        self._stuck = Stuck()
+        self._stuck, self._guards = Stuck(), Guards()
         self._told: dict[str, tuple[Json, float]] = {}
         self._profiled: dict[str, Json] = {}  # pods that are being measured, by UID
 
@@ -306,7 +307,9 @@ class Controller:
         owners = self._records.merged(stored, now_s, rules)
         homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in self.workloads.items.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
-        movable = self._better.movable(self._tracks.values(), pods, owners, now_s)
+        self._guards.look(running, self._fresh_nodes(now_s), now_s)
+        waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
+        movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         chosen = choose(movable, owners, len(running), now_s, rules, homes)
         rounds: defaultdict[str, list[Track]] = defaultdict(list)
         for track in chosen:
@@ -320,15 +323,17 @@ class Controller:
         """Evict pods of one owner. Their evictions are stored first: what cannot be stored is not done, or a restart
         would forget back-off and budget. An eviction that is refused afterwards is taken back."""
         now_s, rules = self._now_s(), self._rules()
-        owner = before
+        owner, guarded = before, self._guards.of
         for track in tracks:
-            owner = gone(owner, track, now_s, rules)
+            owner = gone(owner, track, now_s, rules, was_guarded=track.sample.pod_uid in guarded)
         if not await self._store(uid, owner, now_s):
             return before
         done = before
         for track in tracks:
-            if await self._hands.evict(pods[track.sample.pod_uid], *moved_for(track)):
-                done = gone(done, track, now_s, rules)
+            pod = track.sample.pod_uid
+            why = (Told.GPU_GUARDED, f"{guarded[pod].why}; moved") if pod in guarded else moved_for(track)
+            if await self._hands.evict(pods[pod], *why):
+                done = gone(done, track, now_s, rules, was_guarded=pod in guarded)
                 self._records.keep(uid, done)
 
         return done
@@ -341,7 +346,9 @@ class Controller:
         (namespace, name), workload = held
         before = workload.get("status") or {}
         tracks = [track for track in self._tracks.values() if track.sample.owner_uid == uid]
-        return await self._write_status(namespace, name, status_of(owner, tracks, before, now_s, self._rules()), before)
+        guarded = self._guards.told(now_s).get(uid)
+        status = status_of(owner, tracks, before, now_s, self._rules(), guarded=guarded)
+        return await self._write_status(namespace, name, status, before)
 
     def _rules(self, node: str | None = None) -> MonitorSettings:
         """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
@@ -400,6 +407,10 @@ class Controller:
         harvestable = {gpu["uuid"] for gpu in status.get("gpus") or [] if gpu.get("harvestable")}
         return not harvestable.issuperset(place.gpu_uuids)
 
+    def _fresh_nodes(self, now_s: float) -> dict[str, Json]:
+        fresh = self._state.fresh_gpus(now_s)
+        return {name: node for (_, name), node in self.nodes.items.items() if name in fresh}
+
     def _reported(self, node: str, pod_uid: str) -> Json | None:
         status = self.nodes.items.get(("", node), {}).get("status") or {}
         return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)
@@ -409,11 +420,12 @@ class Controller:
         for track in self._tracks.values():
             tracks[track.sample.owner_uid].append(track)
         lost = await self._unreachable(now_s)
+        guarded = self._guards.told(now_s)
         for pod in [*running, *(pod for pod, _ in lost.values())]:
             uid = owner_uid(pod)
             key = (pod["metadata"]["namespace"], workload_name(uid))
             judged = any(not one.sample.is_best_effort or is_starved(one) for one in tracks[uid])
-            if key not in self.workloads.items and (judged or uid in lost):
+            if key not in self.workloads.items and (judged or uid in lost or uid in guarded):
                 with apart(pod):
                     await self._create_workload(pod)
         for (namespace, name), workload in list(self.workloads.items.items()):
@@ -421,10 +433,13 @@ class Controller:
             before = workload.get("status") or {}
             why = lost[uid][1] if uid in lost else None
             with apart(workload):
-                status = status_of(owners.get(uid, Owner()), tracks[uid], before, now_s, self._rules(), why)
+                owner = owners.get(uid, Owner())
+                status = status_of(owner, tracks[uid], before, now_s, self._rules(), why, guarded.get(uid))
                 if status != before:
                     await self._write_status(namespace, name, status, before)
         self._hands.forget_all_but({pod["metadata"]["uid"] for pod in self.pods.items.values()})
+        for one in guarded.values():
+            await self._hands.tell_once(one.pod, Told.GPU_GUARDED, one.note)
         for pod, why in lost.values():
             await self._hands.tell_once(pod, Told.SLA_UNREACHABLE, f"{why.reason}: {why.message}")
 

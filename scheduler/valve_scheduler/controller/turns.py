@@ -27,13 +27,14 @@ def choose(
     return chosen + choose_evictions(rest, after, running, now_s, settings, homes)
 
 
-def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings) -> Owner:
+def gone(owner: Owner, track: Track, now_s: float, settings: MonitorSettings, *, was_guarded: bool = False) -> Owner:
     """The owner after this pod was evicted. Of best effort a busy node is avoided for one window only: nothing says
-    that it stays busy, and where no other node takes the pod it must not wait for hours."""
+    that it stays busy, and where no other node takes the pod it must not wait for hours. A node is not avoided at all
+    for a GPU under guard: that GPU is offered to nobody, and the others did no harm."""
     node = track.sample.node
-    if not track.sample.is_best_effort:
+    if not track.sample.is_best_effort and not was_guarded:
         return evicted(owner, node, now_s, settings)
-    brief = replace(settings, avoid_s=min(settings.avoid_s, settings.window_s))
+    brief = replace(settings, avoid_s=0.0 if was_guarded else min(settings.avoid_s, settings.window_s))
     after = evicted(owner, node, now_s, brief)
     until_s = max(after.avoid_until_s[node], owner.avoid_until_s.get(node, 0.0))
 

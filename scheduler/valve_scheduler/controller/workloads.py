@@ -10,6 +10,7 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import Object, kind_of, owner_uid, sla_of
 
 from valve_scheduler.controller.conditions import Told, condition, time_text
+from valve_scheduler.controller.guarded import Guarded
 from valve_scheduler.controller.monitor import MonitorSettings, Owner, Track, Verdict, backoff_until_s, is_unreachable
 from valve_scheduler.placement.reach import Beyond
 
@@ -100,10 +101,12 @@ def status_of(
     now_s: float,
     settings: MonitorSettings,
     beyond: Beyond | None = None,
+    guarded: Guarded | None = None,
 ) -> dict[str, Any]:
     """Status of an owner: its worst pod decides; a condition's transition time moves only with its status.
 
-    `beyond`: why a pod of it that waits would get its SLA nowhere.
+    `beyond`: why a pod of it that waits would get its SLA nowhere; `guarded`: the pod of it that has stood under guard
+    for longest.
     """
     old = before.get("conditions") or []
     worst = min((one for one in tracks if not one.sample.is_best_effort), key=_standing, default=None)
@@ -112,6 +115,8 @@ def status_of(
     if busy is not None:
         message = f"{busy.sample.node}: online work has kept the GPUs of the pod for an hour"
         conditions.append(condition("GPUBusy", "True", "BusyForGood", message, old, now_s))
+    if guarded is not None:
+        conditions.append(condition("GPUGuarded", "True", "UnseenUse", guarded.note, old, now_s))
     if worst is not None:
         met = {Verdict.MET: "True"} | dict.fromkeys(_BELOW, "False")
         stays = worst.verdict is Verdict.PERSISTENTLY_MISSED and not worst.sample.is_movable

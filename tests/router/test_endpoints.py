@@ -1,0 +1,198 @@
+"""The replicas of a Service: which addresses count, and what a request sees of pods that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from fakeapi import FakeApi
+from fakeapi import until as until_true
+from valve_kube.client import KubeClient
+from valve_router.command import main
+from valve_router.endpoints import Endpoints, urls_of
+from valve_router.replicas import NobodyAlive, Replicas
+from valve_router.server import serve
+from valve_router.settings import Service, Settings, service_of
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
+
+
+def endpoint(address, pod="", **conditions):
+    found = {"addresses": [address], "conditions": conditions}
+    return found | ({"targetRef": {"kind": "Pod", "uid": pod}} if pod else {})
+
+
+def slice_of(name, *endpoints, ports=((None, 8000),), family="IPv4", version=1):
+    """As an API server sends it."""
+    return {
+        "metadata": {"name": name, "namespace": "serving", "resourceVersion": str(version)},
+        "addressType": family,
+        "endpoints": list(endpoints) or None,
+        "ports": [{"name": key, "port": number, "protocol": "TCP"} for key, number in ports],
+    }
+
+
+CASES = {
+    "ready": (
+        [slice_of("a", endpoint("10.0.0.1", ready=True), endpoint("10.0.0.2", ready=False))],
+        "",
+        ["10.0.0.1:8000"],
+    ),
+    "says nothing": ([slice_of("a", endpoint("10.0.0.1"))], "", ["10.0.0.1:8000"]),
+    "none": ([slice_of("a")], "", []),
+    "ends": ([slice_of("a", endpoint("10.0.0.1", ready=False, serving=True, terminating=True))], "", []),
+    "two slices": (
+        [slice_of("b", endpoint("10.0.0.2")), slice_of("a", endpoint("10.0.0.1"), endpoint("10.0.0.2"))],
+        "",
+        ["10.0.0.1:8000", "10.0.0.2:8000"],
+    ),
+    "dual stack": (
+        [slice_of("b", endpoint("fd00::1", "p"), family="IPv6"), slice_of("a", endpoint("10.0.0.1", "p"))],
+        "",
+        ["10.0.0.1:8000"],
+    ),
+    "IPv6": ([slice_of("b", endpoint("fd00::1", "p"), family="IPv6")], "", ["[fd00::1]:8000"]),
+    "names": ([slice_of("b", endpoint("a.example"), family="FQDN")], "", []),
+    "by name": ([slice_of("a", endpoint("10.0.0.1"), ports=(("http", 1), ("metrics", 2)))], "http", ["10.0.0.1:1"]),
+    "by number": ([slice_of("a", endpoint("10.0.0.1"), ports=(("http", 1), ("metrics", 2)))], "2", ["10.0.0.1:2"]),
+    "unclear": ([slice_of("a", endpoint("10.0.0.1"), ports=(("http", 1), ("metrics", 2)))], "", []),
+    "two versions": (
+        [
+            slice_of("a", endpoint("10.0.0.1"), ports=(("http", 1),)),
+            slice_of("b", endpoint("10.0.0.2"), ports=(("http", 2),)),
+        ],
+        "http",
+        ["10.0.0.1:1", "10.0.0.2:2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_never_goes_to_an_address_that_is_not_ready_or_twice_the_same_pod(case):
+    slices, port, wanted = CASES[case]
+
+    assert list(urls_of(slices, port)) == [f"http://{one}" for one in wanted]
+
+
+def alone(test):
+    @functools.wraps(test)
+    def run():
+        asyncio.run(test())
+
+    return run
+
+
+def event(kind, item):
+    return {"type": kind, "object": item}
+
+
+@alone
+async def test_pods_that_come_and_go_are_heard_of_and_a_stream_that_breaks_loses_none():
+    api = FakeApi()
+    first = slice_of("a", endpoint("10.0.0.1"))
+    api.items = [first]
+    api.watches = [
+        [event("ADDED", slice_of("b", endpoint("10.0.0.2"), version=2)), "hang up"],
+        [
+            event("MODIFIED", slice_of("a", endpoint("10.0.0.3"), version=3)),
+            event("DELETED", slice_of("b", version=4)),
+            None,
+        ],
+    ]
+    told = []
+    async with api as access:
+        with contextlib.closing(KubeClient(access)) as client:
+            task = asyncio.create_task(Endpoints(client, Service(namespace="serving", name="chat"), told.append).run())
+            await until_true(lambda: len(told) == 4)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    numbers = [[url[len("http://10.0.0.") : -len(":8000")] for url in urls] for urls in told]
+    assert numbers == [["1"], ["1", "2"], ["2", "3"], ["3"]]
+    path, query = api.seen[0]
+    assert path == "GET /apis/discovery.k8s.io/v1/namespaces/serving/endpointslices"
+    assert query["labelSelector"] == "kubernetes.io/service-name=chat"
+
+
+def test_a_request_under_way_never_hurts_when_its_pod_leaves_and_who_stays_is_known():
+    known = Replicas(Settings(service=Service(namespace="a", name="b")), lambda: 1.0)
+    with pytest.raises(NobodyAlive):
+        known.send("")
+    known.follow(("http://a:1", "http://b:1"))
+    sent = [known.send("") for _ in range(4)]
+    stays = known.find("http://b:1")
+    before = stays.under_way
+
+    known.follow(("http://b:1", "http://c:1"))
+
+    assert known.find("http://b:1") is stays
+    assert stays.under_way == before
+    for one in sent:
+        known.ended(one, is_served=True, has_failed=False)
+    assert sum(one.served for one in known.all) == before
+    known.follow(("http://a:1",))
+    (back,) = known.all
+    assert (back.served, back.name) == (0, "3")  # another process under an old address
+
+
+@alone
+async def test_the_router_answers_from_the_pods_that_are_ready_now():
+    ports = [free_port() for _ in range(2)]
+    engines = [subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", "0"]) for port in ports]
+    api = FakeApi()
+    gone, stays = ports
+    api.items = [slice_of("a", endpoint("127.0.0.1", "a"), ports=((None, gone),))]
+    api.watches = [
+        [
+            event("ADDED", slice_of("b", endpoint("127.0.0.1", "b"), ports=((None, stays),), version=2)),
+            event("MODIFIED", slice_of("a", endpoint("127.0.0.1", "a", ready=False), ports=((None, gone),), version=3)),
+            None,
+        ]
+    ]
+    settings = Settings(service=service_of("serving/chat"), port=free_port(), health_s=0.05)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    url = f"http://127.0.0.1:{settings.port}"
+    try:
+        async with api as access, aiohttp.ClientSession() as client:
+            serving = asyncio.create_task(serve(settings, stop=stop, ready=ready, access=access))
+            await ready.wait()
+            for _ in range(4000):  # the engine may be slow to start
+                async with client.get(f"{url}/route/status") as answer:
+                    seen = {one["url"]: one["state"] for one in (await answer.json())["replicas"]}
+                if seen == {f"http://127.0.0.1:{stays}": "serving"}:
+                    async with client.post(f"{url}/v1/completions", json={"model": "m", "prompt": "hi"}) as answer:
+                        if answer.status == 200:
+                            break
+                await asyncio.sleep(0.02)
+            assert (answer.status, answer.headers["x-valve-replica"]) == (200, "1")
+            stop.set()
+            await serving
+    finally:
+        for one in engines:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.parametrize("text", ["chat", "a/b/c", "A/b", "a/b:", "a/b:x y", "/b", "a/-b"])
+def test_a_service_that_cannot_be_is_refused_by_name(text, capsys):
+    assert main(["serve", "--service", text]) == 2
+    assert f"--service {text}" in capsys.readouterr().err
+
+
+def test_replicas_and_a_service_are_never_mixed(capsys):
+    assert main(["serve", "--service", "a/b", "--replica", "http://a:1"]) == 2
+    assert "not both" in capsys.readouterr().err
