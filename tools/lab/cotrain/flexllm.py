@@ -254,8 +254,7 @@ def claims(cells: Sequence[Cell]) -> list[Claim]:
     """The sheet's table and our marks; each can be missed."""
     kept = judged(cells)
     found = []
-    stated = sorted({(one.machine, one.goal_ms) for one in cells if one.note.endswith("paper")})
-    for machine, goal_ms in stated:
+    for machine, goal_ms in dict.fromkeys((one["separate"].machine, one["separate"].goal_ms) for one in kept):
         where = f"{machine}, {goal_ms:g} ms"
         lost = loss(cells, GREEDY, machine, goal_ms)
         found.append(at_most("F12 FlexLLM, loss from light to heavy load", where, lost, 0.2, "paper: keeps over 80 %"))

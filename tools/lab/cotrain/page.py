@@ -81,7 +81,6 @@ P99 over 35 to 134 requests a group is nearly the worst of them.
 """
 COMMON = ("machines.py", "engine.py", "cells.py")
 OWN = {
-    "predictor": ("step_error.py",),
     "flexllm": ("steptables.py",),
     "llmstation": ("llmstation_rest.py", "steptables.py"),
 }
