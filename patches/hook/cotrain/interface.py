@@ -95,7 +95,7 @@ class State:
     """False: the job is parked (no memory, no data)."""
 
 
-class Told:
+class Hearer:
     """The events of an engine. Whoever does not need one ignores it."""
 
     def arrived(self, request: int, now_ms: float) -> None:
@@ -114,7 +114,7 @@ class Told:
         """The step took `ms`; the state is that from before it."""
 
 
-class Planner(Told, ABC):
+class Planner(Hearer, ABC):
     """One way of sharing. The engine tells it every event, and asks before each step."""
 
     name = ""

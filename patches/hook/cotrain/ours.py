@@ -15,7 +15,7 @@ from ..policy.misses import MissSettings, TimeReserve
 from .flexllm_greedy import plans_of
 from .interface import ALONE, Direction, Goal, Lane, Plan, Planner, State
 from .predictor import PlanPredictor
-from .splits import SPLITS, Worth
+from .splits import SPLITS, TimeWorth
 
 FLOOR = 0.6
 WAITED = 0.5
@@ -129,9 +129,9 @@ class Ours(Planner):
             return []
         return [one for one in plans_of(state, self._predictor.laws.layers) if one.lane in self._lanes]
 
-    def _worth(self, state: State, alone_ms: float) -> Worth:
+    def _worth(self, state: State, alone_ms: float) -> TimeWorth:
         laws = self._predictor.laws
-        return Worth(
+        return TimeWorth(
             tokens=state.tokens,
             layer_ms=self._predictor.table.layer_ms(state.tokens),
             copy_ms=laws.trained.copy_ms,

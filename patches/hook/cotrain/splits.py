@@ -56,7 +56,7 @@ class SplitTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class TimeWorth:
     """What time of the trainer is worth, in units a ms, where the frozen layers move with the KV cache."""
 
     tokens: int

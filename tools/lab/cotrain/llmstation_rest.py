@@ -220,17 +220,30 @@ def third_machine(folder: Path) -> float:
     return float(1.0 - np.square(off).sum() / np.square(spread_out).sum())
 
 
-def claims(folder: Path, jobs: int) -> list[Claim]:
-    """L3 to L8; where the paper says `up to`, the bound is half of what it gains."""
-    small, big = roofline(RTX3090, LLAMA8B, 2), from_table(folder, H100, LLAMA70B, LLAMA70B_H100, 4)
+def big(folder: Path) -> Machine:
+    return from_table(folder, H100, LLAMA70B, LLAMA70B_H100, 4)
+
+
+def sweeps(folder: Path) -> list[list[Task]]:
+    """The 8B at its rate, then a server of the 70B with half of each rate."""
+    small = roofline(RTX3090, LLAMA8B, 2)
     asked = [sweep(small, loads(folder, SMALL_RATE, "bursty"))]
-    asked += [sweep(big, loads(folder, rate / 2, "bursty")) for rate in BIG_RATES]
+    return asked + [sweep(big(folder), loads(folder, rate / 2, "bursty")) for rate in BIG_RATES]
+
+
+def claims(folder: Path, jobs: int) -> list[Claim]:
+    """All of them, run."""
+    asked = sweeps(folder)
     flat = list(spread(work, [task for tasks in asked for task in tasks], silent, Workers(processes=jobs)))
     size = len(asked[0])
-    seen = [flat[at : at + size] for at in range(0, len(flat), size)]
+    return judged(folder, [flat[at : at + size] for at in range(0, len(flat), size)])
+
+
+def judged(folder: Path, seen: Sequence[Sequence[Seen]]) -> list[Claim]:
+    """L3 to L8; where the paper says `up to`, the bound is half of what it gains."""
     found = []
     for mine in ("llmstation", llmstation.WHOLE):
-        alone, chunked = two_servers(big, seen[1:], mine)
+        alone, chunked = two_servers(big(folder), seen[1:], mine)
         found.append(at_least(f"L3 {mine} over a server that trains alone, most", "70B", alone, 1.385, "up to 1.77"))
         found.append(at_least(f"L3 {mine} over chunked, most", "70B", chunked, 1.19, "paper up to 1.38"))
         marks = (

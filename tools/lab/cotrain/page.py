@@ -80,7 +80,10 @@ leaves of the processors while it runs. Where a claim is missed, the cause:
 P99 over 35 to 134 requests a group is nearly the worst of them.
 """
 COMMON = ("machines.py", "engine.py", "cells.py")
-OWN = {"flexllm": ("steptables.py",), "llmstation": ("llmstation_rest.py", "steptables.py")}
+OWN = {
+    "flexllm": ("steptables.py",),
+    "llmstation": ("llmstation_rest.py", "steptables.py"),
+}
 
 
 def sources(name: str) -> str:
