@@ -81,10 +81,10 @@ class Ledger:
     held: dict[str, Held] = field(default_factory=dict)
     read: Callable[[Any], Facts] = unread  # what the engine's own record of a step says
     in_flight: deque[Any] = field(default_factory=deque)  # those records, of the steps in flight
+    asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
     book: Book | None = None
-    _steps: dict[int, Step] = field(default_factory=dict)  # by the record's id
     _free_rows: list[int] = field(default_factory=list)
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
     _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
@@ -148,9 +148,9 @@ class Ledger:
         return [self._step(record) for record in self.in_flight]
 
     def _step(self, record: Any) -> Step:
-        step = self._steps.get(id(record))
+        step = self.asked.get(id(record))
         if step is None:
-            step = self._steps[id(record)] = Step(key=record, facts=self.read(record))
+            step = self.asked[id(record)] = Step(key=record, facts=self.read(record))
         return step
 
     def launch(self, record: Any) -> None:
@@ -161,12 +161,12 @@ class Ledger:
     def believe(self, key: object) -> None:
         """The output of this step is in: it and what was launched before are in flight no more."""
         records = self.in_flight
-        if records and records[0] is key and not self._steps:
+        if records and records[0] is key and not self.asked:
             records.popleft()
         elif any(record is key for record in records):
             while (record := records.popleft()) is not key:
-                self._steps.pop(id(record), None)
-            self._steps.pop(id(record), None)
+                self.asked.pop(id(record), None)
+            self.asked.pop(id(record), None)
 
     def judge(self, lost: Blocks, blocks: int) -> Judgement:
         with self._lock:

@@ -93,15 +93,15 @@ class Reconciler:
     offered: Mask = field(init=False)
     session: Session | None = None
     steps: int = 0
+    backed: int = 0
     _asked: int = 0
     _told: tuple[int, ...] = ()  # receipts, in this session's book
-    _backed: int = 0
     _column_blocks: list[Blocks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.withheld = np.zeros(self.blocks, dtype=bool)
         self.offered = np.zeros(self.blocks, dtype=bool)
-        self._backed = self.blocks
+        self.backed = self.blocks
 
     @property
     def told_mode(self) -> Mode:
@@ -167,9 +167,9 @@ class Reconciler:
             self._told = receipts
         if mode is Mode.NONE or session.table.slow[DETACHED]:
             return False
-        if self._backed > session.table.slow[TARGET_BLOCKS]:
+        if self.backed > session.table.slow[TARGET_BLOCKS]:
             return self._offer(session)
-        if wanted > self._backed and wanted > self._asked:
+        if wanted > self.backed and wanted > self._asked:
             self._asked = wanted
             self.link.need(wanted)
         return False
@@ -273,7 +273,7 @@ class Reconciler:
         self.withheld[withhold] = True
         self.engine.release(release.astype(np.uint32))
         self.withheld[release] = False
-        self._backed = self.blocks - int(np.count_nonzero(self.withheld))
+        self.backed = self.blocks - int(np.count_nonzero(self.withheld))
 
     def _abandon(self) -> int:
         """Even if it fails: what has no memory is to be withheld."""
@@ -299,7 +299,7 @@ class Reconciler:
         """Whole free columns until what is left fits the target. Nobody is preempted for it."""
         given: list[int] = []
         for column in self.engine.free_columns():
-            if self._backed - len(given) <= session.table.target_blocks:
+            if self.backed - len(given) <= session.table.target_blocks:
                 break
             blocks = self._column_blocks[column]
             given += [int(block) for block in blocks if not self.withheld[block]]
@@ -313,7 +313,7 @@ class Reconciler:
         except Exception:
             self._call_off(session, blocks)
             raise
-        self._backed -= len(given)
+        self.backed -= len(given)
         self.link.need(0)
         return True
 

@@ -145,7 +145,7 @@ class Book:
         self._names = view[heads_at : heads_at + wire.ROW.size * self.rows].cast("Q")
         self.cells = view[cells_at : cells_at + 4 * self.rows * self.row_blocks].cast("I")
         self._seen = view[wire.BOOK_EPOCH_SEEN : wire.BOOK_EPOCH_SEEN + 8].cast("Q")
-        self._gauges = view[wire.BOOK_GAUGES_AT : wire.BOOK_GAUGES_AT + 16].cast("I")
+        self.gauges = view[wire.BOOK_GAUGES_AT : wire.BOOK_GAUGES_AT + 16].cast("I")
 
     def open_row(self, row: int, request: int, blocks: Sequence[int]) -> None:
         self.heads[4 * row + 2] = 0  # a reader between the two stores sees an empty row, not a wrong one
@@ -170,7 +170,7 @@ class Book:
         self._offered[np.fromiter(blocks, dtype=np.int64)] = offered
 
     def write_gauges(self, mode: int, used: int, wanted: int, steps: int) -> None:
-        words = self._gauges  # in a step's way: stores cost a third of packing
+        words = self.gauges  # in a step's way: stores cost a third of packing
         words[0], words[1], words[2], words[3] = mode, used, wanted, steps & 0xFFFFFFFF
 
     def write_receipts(self, *counters: int) -> None:

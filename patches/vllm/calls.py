@@ -16,6 +16,7 @@ from valve_hook.reconciler import Reconciler
 from valve_hook.shim import refuse_blind, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.aside import Aside
+from valve_hook.vllm.calm import Calm
 from valve_hook.vllm.engine import VllmEngine, facts_of, has_waiting
 from valve_hook.vllm.progress import Progress
 from valve_hook.vllm.step_limit import step_limit
@@ -56,6 +57,7 @@ class SchedulerHook:
         self._words: Callable[[], bytes] = bytes
         self._seen = b""
         self._name = engine
+        self.calm: Calm | None = None  # what held after the last step, where it left nothing to do
         self._is_aside = False  # somebody may stand aside in this step
         self._dropping = 0  # steps in flight whose output may have to be dropped in part
         rows = min(MAX_ROWS, 2 * int(scheduler.max_num_running_reqs))
@@ -103,12 +105,15 @@ class SchedulerHook:
         """valved has written nothing since a look that left nothing to do, and no other thread may act."""
         return self.link.session is self._looked and self._words() == self._seen and not self._is_idle
 
-    def before_schedule(self) -> None:
+    def before_schedule(self) -> bool:
+        """Whether the table is heeded."""
+        self.calm = None
         if not self.is_quiet():
             self._look_whole()
         if has_waiting(self.scheduler):
             self._is_aside = True  # before it: who was moved is moved back whatever happens in there
             self.aside.before_schedule()
+        return self.reconciler.session is not None
 
     def _look_whole(self) -> None:
         self._looked = NEVER
@@ -164,7 +169,9 @@ class SchedulerHook:
         if self._between_steps is not None and self.reconciler.session is not None:  # before, it would wait for one
             self._between_steps()
 
-    def after_schedule(self, output: Any) -> None:
+    def after_schedule(self, output: Any) -> str:
+        """Why nobody heeds the table for this step; empty where somebody does."""
+        self.calm = None
         if self._is_aside:
             self.reconciler.guard(self.aside.after_schedule)
             self._is_aside = bool(self.aside.requests)
@@ -175,11 +182,38 @@ class SchedulerHook:
                 self.reconciler.give_up("a streaming-input session keeps its blocks while it waits for input")
         if output.num_scheduled_tokens:
             self.ledger.launch(output)
-        self.reconciler.publish()
+        has_offered = self.reconciler.publish()
         if self._is_idle or not self.scheduler.requests:
             self._note_idle()
         if output.finished_req_ids or len(self.scheduler.requests) != self.progress.told_open:
             self.progress.after_schedule(output)
+        if not has_offered and not self._dropping and self.is_quiet():
+            self.calm = self._calm_now()
+        return self.unheeded
+
+    def _calm_now(self) -> Calm | None:
+        """The look left nothing to do: nor does anything else, where everybody runs and no column is looked for."""
+        reconciler, engine, scheduler = self.reconciler, self.engine, self.scheduler
+        session, open_requests = reconciler.session, len(scheduler.requests)
+        is_open = 0 < open_requests == len(scheduler.running)
+        if session is None or not is_open or (session.is_asked(reconciler.backed) and not engine.knows_free_columns):
+            return None
+        return Calm(
+            scheduler=scheduler,
+            requests=scheduler.requests,
+            open_requests=open_requests,
+            queue=engine.pool.free_block_queue,
+            most_used=engine.most_used,
+            link=self.link,
+            session=session,
+            gauges=session.book.gauges,
+            words=self._words,
+            seen=self._seen,
+            reconciler=reconciler,
+            in_flight=self.ledger.in_flight,
+            asked=self.ledger.asked,
+            progress=self.progress,
+        )
 
     def _note_idle(self) -> None:
         """Nothing runs, nothing is in flight: the engine's thread touches no block until it schedules again."""
@@ -187,6 +221,7 @@ class SchedulerHook:
             self._is_idle = not self.scheduler.requests and not self.ledger.in_flight
 
     def before_update(self, output: Any, result: Any) -> None:
+        self.calm = None
         if not self.is_quiet():
             with self.engine.lock:  # an empty step is believed while the engine counts as idle
                 if self.reconciler.sync():
@@ -202,7 +237,7 @@ class SchedulerHook:
 
     def fail(self, what: str, *, is_look: bool = False) -> None:
         """Before a step's output is believed, or another step is scheduled, what was told must have been acted on."""
-        self._looked = NEVER
+        self._looked, self.calm = NEVER, None
         self.reconciler.fail(what)
         if is_look:
             with self.engine.lock:
@@ -266,12 +301,14 @@ def built(scheduler: Any) -> None:
 def before_schedule(scheduler: Any) -> None:
     """First thing in Scheduler.schedule: heed what valved has changed, so that no work is wasted on it."""
     hook = getattr(scheduler, "_valve", None) or _hook(scheduler)
+    is_heeded = False
     if hook is not None:
         try:
-            hook.before_schedule()
+            is_heeded = ((calm := hook.calm) is not None and calm.holds()) or hook.before_schedule()
         except Exception:
             hook.fail("before_schedule failed", is_look=True)
-    if not isinstance(hook, SchedulerHook) or hook.reconciler.session is None:
+            is_heeded = not hook.unheeded
+    if not is_heeded:
         refuse_blind(None, getattr(getattr(hook, "link", None), "said", ""))
 
 
@@ -281,12 +318,14 @@ def after_schedule(scheduler: Any, output: Any) -> None:
     The note travels with the step: a worker whose cache is elastic computes no step that has none (worker.py).
     """
     hook = getattr(scheduler, "_valve", None)
-    if hook is not None:
+    if hook is None:
+        why = scheduler.__dict__.get("_valve_why", "no hook")
+    else:
         try:
-            hook.after_schedule(output)
+            why = "" if (calm := hook.calm) is not None and calm.launch(output) else hook.after_schedule(output)
         except Exception:
             hook.fail("after_schedule failed")
-    why = hook.unheeded if isinstance(hook, SchedulerHook) else scheduler.__dict__.get("_valve_why", "no hook")
+            why = hook.unheeded
     setattr(output, UNHEEDED, why)
 
 
@@ -295,6 +334,7 @@ def before_update(scheduler: Any, output: Any, result: Any) -> None:
     hook = getattr(scheduler, "_valve", None)
     if hook is not None:
         try:
-            hook.before_update(output, result)
+            if (calm := hook.calm) is None or not calm.believe(output, result):
+                hook.before_update(output, result)
         except Exception:
             hook.fail("before_update failed", is_look=True)

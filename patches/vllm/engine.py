@@ -165,9 +165,19 @@ class VllmEngine:
                 found.append(self._cursor)
         return found
 
+    @property
+    def knows_free_columns(self) -> bool:
+        """As soon as they are free; else they are looked for, a part in each step."""
+        return self._columns is not None
+
+    @property
+    def most_used(self) -> int:
+        """Blocks in use when none is free."""
+        return int(self.pool.num_gpu_blocks) - 1 - len(self.withheld)
+
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler, pool = self.scheduler, self.pool
-        used = pool.num_gpu_blocks - 1 - pool.free_block_queue.num_free_blocks - len(self.withheld)
+        used = self.most_used - pool.free_block_queue.num_free_blocks
         if not has_waiting(scheduler):
             self._waiting_seen = ()  # the next one may lie where the last one lay
             return used, used, len(scheduler.running), 0

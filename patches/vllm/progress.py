@@ -33,6 +33,7 @@ class Progress:
         self._gone: set[str] = set()  # ended, and may be in a step in flight
         self.told_open = -1
         self._failures = 0
+        self.calm: None = None
 
     @property
     def useful_tokens(self) -> int:
@@ -46,16 +47,22 @@ class Progress:
         with self._lock:
             self._counted += tokens
 
-    def before_schedule(self) -> None:
-        pass
+    @property
+    def unheeded(self) -> str:
+        """Its memory is left alone: why."""
+        return str(getattr(self._scheduler, "_valve_why", "no hook"))
 
-    def after_schedule(self, output: Any) -> None:
+    def before_schedule(self) -> bool:
+        return False
+
+    def after_schedule(self, output: Any) -> str:
         finished = output.finished_req_ids
         if finished:
             self.ended += len(finished)
             self._gone |= finished
         if finished or len(self._scheduler.requests) != self.told_open:
             self._tell()
+        return self.unheeded
 
     def _tell(self) -> None:
         self.told_open = len(self._scheduler.requests)
@@ -67,6 +74,19 @@ class Progress:
 
     def before_update(self, output: Any, result: Any) -> None:
         self.count(output, result)
+
+    def count_plain(self, output: Any, result: Any) -> bool:
+        """Take it in where each row is one token or none, of a request that is open; whether it was."""
+        rows = self._rows
+        if (
+            self._gone
+            or output.scheduled_spec_decode_tokens
+            or getattr(result, "pooler_output", None)
+            or len(rows) >= MOST_ROWS  # the link's thread, which counts them, has no connection
+        ):
+            return False
+        rows.append(result.sampled_token_ids)
+        return True
 
     def count(self, output: Any, result: Any, dropped: Collection[str] = ()) -> int:
         """Take a step's output into the sum. Returns the tokens of requests whose output is `dropped`."""

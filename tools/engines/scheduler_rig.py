@@ -19,7 +19,7 @@ import numpy as np
 import valve_abi
 from valve_hook import wire
 from valve_hook.sessions import Session, Sessions
-from valve_hook.shared import Book, Table
+from valve_hook.shared import Book, Lifecycle, Table
 from valve_hook.vllm import calls
 from valve_hook.wire import Mode
 
@@ -29,10 +29,11 @@ SIZES = 8, 8, 128  # of a model that is never run: heads, layers, size of a head
 class Desk:
     """What stands for the link: a session of its own making, whose table is written by `take` and `give`."""
 
-    is_offline, said, region = True, "", None
+    is_offline, said = True, ""
 
     def __init__(self) -> None:
         self.sessions = Sessions()
+        self.lifecycle = Lifecycle()
         self.session: Session | None = None
         self.on_tick: Any = None
 

@@ -6,8 +6,10 @@ times that, because a slow or crowded machine must not decide it. What it prints
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +23,7 @@ from valve_hook.reconciler import Reconciler
 from valve_hook.sglang.steps import Launched, StepLedger
 from valve_hook.vllm import calls
 from valve_hook.vllm.engine import VllmEngine
+from valve_tools.bench.hook import measure
 
 REQUESTS, BLOCKS_EACH, BLOCK_TOKENS = 1024, 200, 16
 STEP_LIMIT_NS, EVENT_LIMIT_NS = 5 * 100_000, 5 * 5_000_000
@@ -105,6 +108,12 @@ def test_a_step_in_which_nothing_happened_never_asks_the_table_or_the_ledger(wor
 
     assert hook.reconciler.receipts.failures == 0
     assert hook.progress.useful_tokens == 3 * REQUESTS
+
+
+def test_the_bench_is_never_broken_where_there_is_no_vllm():
+    result = measure(Path(sys.executable), is_real=False)
+
+    assert len(result["decode"]["own_us"]) == 200
 
 
 @pytest.mark.parametrize("change", ["loss", "target", "detached", "session"])

@@ -1,0 +1,80 @@
+"""A step in which each request takes its next token and nothing else happens: most of them, told in a few stores.
+
+It is known by what held after the step before it. While valved writes nothing, and no request comes, waits or goes, all
+that a step changes for Valve is its number and how many blocks are in use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from valve_hook.ledger import MOST_STEPS
+from valve_hook.link import Link
+from valve_hook.reconciler import Reconciler
+from valve_hook.sessions import Session
+from valve_hook.vllm.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """What held after a step that left nothing to do. Each answer False means: by the long way."""
+
+    scheduler: Any
+    requests: Sized  # the scheduler's own
+    open_requests: int
+    queue: Any  # of free blocks
+    most_used: int  # blocks in use when none is free
+    link: Link
+    session: Session
+    gauges: Any  # of its book
+    words: Callable[[], bytes]  # of valved's table, as they are now
+    seen: bytes
+    reconciler: Reconciler
+    in_flight: deque[Any]  # both are the ledger's own
+    asked: Sized
+    progress: Progress
+
+    def holds(self) -> bool:
+        """Before a step is scheduled."""
+        return (
+            self.words() == self.seen
+            and self.link.session is self.session
+            and len(self.requests) == self.open_requests == len(self.scheduler.running)
+        )
+
+    def launch(self, output: Any) -> bool:
+        """The step was scheduled: note it, if that is all that happened."""
+        reconciler, records = self.reconciler, self.in_flight
+        if (
+            output.scheduled_new_reqs
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or output.scheduled_cached_reqs.resumed_req_ids
+            or not output.num_scheduled_tokens
+            or not reconciler.is_sure  # the link's thread may have failed
+            or len(records) >= MOST_STEPS
+        ):
+            return False
+        records.append(output)
+        gauges, reconciler.steps = self.gauges, reconciler.steps + 1
+        gauges[1] = gauges[2] = self.most_used - self.queue.num_free_blocks
+        gauges[3] = reconciler.steps & 0xFFFFFFFF
+        return True
+
+    def believe(self, output: Any, result: Any) -> bool:
+        """Its output is in: take it in, if every token of it counts."""
+        records = self.in_flight
+        if (
+            self.words() != self.seen
+            or self.link.session is not self.session
+            or not records
+            or records[0] is not output
+            or self.asked
+            or not self.progress.count_plain(output, result)
+        ):
+            return False
+        records.popleft()
+        return True

@@ -1,0 +1,118 @@
+"""A step in which nothing happens is told in a few stores: never less than the long way, never when something does."""
+
+from __future__ import annotations
+
+import pytest
+from kv_node import KvNode
+from toy_engine import ToyScheduler
+from toy_world import Reclaimer, close, hooked, prompts, run
+from valve_hook.reconciler import Reconciler
+from valve_hook.vllm import calls
+from valve_hook.wire import Mode
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """So a table is waited for, however slow the machine is."""
+    monkeypatch.setenv("VALVE_ROLE", "offline")
+
+
+@pytest.fixture
+def node(tmp_path):
+    node = KvNode(tmp_path, columns=10)
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def calm(node):
+    """Three requests that decode, after a step that left nothing to do."""
+    scheduler = hooked(node, blocks=60)
+    for number in range(3):
+        scheduler.add(f"r{number}", range(6), 60)
+    for _ in range(3):
+        scheduler.launch()
+        scheduler.believe()
+    assert scheduler._valve.calm is not None
+    yield scheduler
+    close(scheduler)
+
+
+@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "online"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_calm_step_never_tells_less_than_the_long_way(node, depth, is_offline):
+    """Requests come, wait and end, memory is taken and given: after each step the book says what the engine says."""
+    scheduler = hooked(node, is_offline=is_offline, blocks=60)
+    hook, reclaimer = scheduler._valve, Reclaimer(node, scheduler, 5, every=9)
+    told, was_calm = [], set()
+
+    def look(step):
+        used, wanted, running, waiting = hook.engine.gauges()
+        book = node.book()
+        told.append(tuple(book[name] for name in ("used", "wanted", "running", "waiting", "steps")))
+        was_calm.add(hook.calm is not None)
+
+        assert told[-1] == (used, wanted, running, waiting, step + 1)
+        assert list(hook.ledger.in_flight)[-1:] == [each for each in [scheduler.last] if each.num_scheduled_tokens]
+        reclaimer(step)
+
+    schedule = scheduler.schedule
+
+    def noted():
+        scheduler.last = schedule()
+        return scheduler.last
+
+    scheduler.schedule = noted
+    hook.reconciler.steps = 0
+    done = run(scheduler, prompts(5, 12), depth=depth, reclaim=look)
+
+    assert done == run(ToyScheduler(blocks=400), prompts(5, 12), depth=depth)
+    assert was_calm == {False, True}
+    close(scheduler)
+
+
+@pytest.mark.parametrize("happens", ["a request comes", "one is aborted", "a loss", "a target", "a failure beside"])
+def test_a_step_in_which_something_happens_is_never_told_as_a_calm_one(node, calm, happens, monkeypatch):
+    long, publish = [], Reconciler.publish
+    monkeypatch.setattr(Reconciler, "publish", lambda each: long.append(1) or publish(each))
+    hook = calm._valve
+    calm.launch()
+    calm.believe()
+    assert (long, hook.calm is not None) == ([], True)
+
+    if happens == "a request comes":
+        calm.add("late", range(6), 3)
+    elif happens == "one is aborted":
+        calm.abort("r1")
+    elif happens == "a loss":
+        node.take([3])
+    elif happens == "a target":
+        node.aim(30)
+    else:
+        hook.reconciler.fail("on purpose")
+    calm.launch()
+
+    assert len(long) == 1
+    assert node.book()["mode"] == (Mode.COARSE if happens == "a failure beside" else Mode.FULL)
+    assert node.book()["running"] == len(calm.running)
+
+
+def test_a_step_that_schedules_nothing_is_never_in_flight(calm):
+    """vLLM asks for no output of such a step: it would stay for ever."""
+    output = calm.schedule()
+    flying = list(calm._valve.ledger.in_flight)
+    output.num_scheduled_tokens = {}
+    assert calm._valve.calm is not None
+    calls.after_schedule(calm, output)
+
+    assert list(calm._valve.ledger.in_flight) == flying
+
+
+def test_a_loss_before_a_calm_steps_output_is_never_believed(node, calm):
+    calm.launch(lambda: node.take([block.block_id for block in calm.req_to_blocks["r1"]]))
+    assert calm._valve.calm is not None
+    before = len(calm.requests["r1"].output)
+    calm.believe()
+
+    assert len(calm.requests["r1"].output) == before
+    assert node.book()["epoch_seen"] == node.epoch
