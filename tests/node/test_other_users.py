@@ -6,8 +6,12 @@ import grp
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
+from valve_tools.demo.node import EmulatedNode
+from valve_tools.emulator.node import Options
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 NOBODY = 65534
@@ -38,12 +42,15 @@ def as_user(node, *arguments, groups=()):
 
 
 @pytest.fixture
-def shared(make_node, tmp_path):
-    """Groups that every Linux has; the folders above the node may be entered."""
-    node = make_node(config='group = "daemon"\nview_group = "mail"')
-    for folder in [node.run_dir, *node.run_dir.parents][:-1]:
-        folder.chmod(folder.stat().st_mode | 0o055)
-    return node, grp.getgrnam("daemon").gr_gid, grp.getgrnam("mail").gr_gid
+def shared():
+    """Groups that every Linux has, in a folder that may be entered: pytest's own are closed to others, and each pytest
+    that starts on the machine closes them again."""
+    config = 'group = "daemon"\nview_group = "mail"'
+    with tempfile.TemporaryDirectory() as name, EmulatedNode(Path(name), options=Options(), config=config) as node:
+        node.start_valved()
+        for folder in [node.run_dir, *node.run_dir.parents][:-1]:
+            folder.chmod(folder.stat().st_mode | 0o055)
+        yield node, grp.getgrnam("daemon").gr_gid, grp.getgrnam("mail").gr_gid
 
 
 def test_nobody_outside_the_groups_reads_or_steers(shared):
