@@ -10,6 +10,7 @@ import pytest
 from node_world import World
 from valve_kube import names
 
+from valved import paths
 from valved.clients.identity import PodClaim
 from valved.config import Config, GrantedTable
 from valved.errors import InvalidRequest
@@ -183,3 +184,20 @@ def test_a_trainer_reads_what_valved_says_and_hears_at_its_next_look_that_it_is_
 
     with pytest.raises(NotShared, match=r"share_weights: service \d+ \(chat\) does not consent"):
         permit.check()
+
+
+@pytest.mark.parametrize("env", [{"VALVE_RUN_DIR": "/a"}, {"XDG_RUNTIME_DIR": "/b"}, {}])
+@pytest.mark.parametrize("user", [0, 1000])
+def test_a_trainer_never_looks_into_another_folder_than_valveds(
+    env: dict[str, str], user: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tune"))
+    from valve_tune.base import consent
+
+    for name in ("VALVE_RUN_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+
+    assert (consent.run_dir(), consent.NAME) == (paths.run_dir(), WEIGHTS_FILE)

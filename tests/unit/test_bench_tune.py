@@ -1,7 +1,9 @@
 """Shares of the bench tune-idle: what is stopped, idle and on the card is added up without counting anything twice."""
 
+from pathlib import Path
+
 import pytest
-from valve_tools.bench.tune import closed, common, length, rest, shares
+from valve_tools.bench.tune import closed, common, host_shares, length, lines_of, rest, shares
 from valve_tools.demo.figures import Request, Served
 
 
@@ -28,3 +30,13 @@ def test_the_shares_of_a_calm_stretch() -> None:
     assert open_ == pytest.approx(7.5 / 8)
     assert used == pytest.approx(6.5 / 7.5)
     assert length([(1, 2), (3, 5)]) == 3
+
+
+def test_what_others_take_between_two_tiles_is_never_counted_against_the_job(tmp_path: Path) -> None:
+    """Tiles of 20 ms a second apart, with 5 ms of its own CPU time between them; a torn last line."""
+    lines = "".join(f"{at}.0 {at}.5 0.02 0.005\n" for at in range(10))
+    (tmp_path / "tiles").write_text(lines + "10.0 10.5 0.0")
+    found = lines_of(tmp_path / "tiles")
+    assert len(found) == 10
+    assert host_shares(found, 5) == [pytest.approx(0.8)] * 5
+    assert host_shares(found[:2], 5) == [pytest.approx(0.8)] * 2

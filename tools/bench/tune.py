@@ -3,7 +3,9 @@
 A real job (`valve tune`, its arithmetic on the CPU, each tile a kernel of the emulated GPU) beside drawn requests.
 Time, not speed: a tile counts while it is on the card and the gate is open, however slow the processor is. Two parts
 make the share: how much of the idle time the gate is open, and how much of that the job uses. Where more wants to run
-than there are cores, what is between two tiles is the time of others, and the row is void. Needs .venv-tune.
+than there are cores, what is between two tiles is the time of others, and the row is void. The row `host` is not: what
+the job computes between two tiles in CPU time, against the time of the tiles. It leaves out waiting for a disk. Needs
+.venv-tune.
 """
 
 from __future__ import annotations
@@ -88,9 +90,21 @@ def between_ms(tiles: Sequence[Span]) -> list[float]:
     return [1e3 * (begin - end) for (_, end), (begin, _) in itertools.pairwise(tiles)]
 
 
+def lines_of(path: Path) -> list[tuple[float, ...]]:
+    """(begin, end, time of a card, CPU time since the last one); the last line may be torn."""
+    return [tuple(map(float, line.split())) for line in path.read_text().split("\n")[:-1]]
+
+
 def spans_of(path: Path) -> list[Span]:
-    lines = (line.split() for line in path.read_text().splitlines())
-    return [(float(begin), float(end)) for begin, end in (line for line in lines if len(line) == 2)]
+    return [(begin, end) for begin, end, _, _ in lines_of(path)]
+
+
+def host_shares(lines: Sequence[tuple[float, ...]], parts: int) -> list[float]:
+    """Share of the time of the tiles in that and the CPU time between them, for each part of the run."""
+    size = max(1, len(lines) // parts)
+    pieces = [lines[at : at + size] for at in range(0, size * min(parts, len(lines)), size)]
+    sums = [(sum(each[2] for each in piece), sum(each[3] for each in piece)) for piece in pieces]
+    return [card / (card + between) for card, between in sums]
 
 
 def bench_tune_idle() -> Iterator[Row]:
@@ -98,7 +112,7 @@ def bench_tune_idle() -> Iterator[Row]:
         raise RuntimeError(f"no {PYTHON}: make test-tune sets it up")
     with tempfile.TemporaryDirectory(prefix="valve-bench-") as scratch:
         seen = list(_rounds(Path(scratch)))
-        between = between_ms(spans_of(Path(scratch) / "tiles"))
+        lines = lines_of(Path(scratch) / "tiles")[1:]  # before the first the program starts
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     note = f"{ROUNDS} rounds of {SECONDS} s, tiles of {TILE_US // 1000} ms, load {load:.1f} on {cores} cores"
     whole = [gate * used for gate, used in seen]
@@ -106,7 +120,10 @@ def bench_tune_idle() -> Iterator[Row]:
     yield row_of(NAME, "got", "share of idle time", whole, MARK, note=note, **judged)
     yield row_of(NAME, "open", "share of idle time", [gate for gate, _ in seen], None)
     yield row_of(NAME, "used", "share of open time", [used for _, used in seen], None)
+    between = between_ms([(begin, end) for begin, end, _, _ in lines])
     yield row_of(NAME, "between", "ms from one tile to the next", between, None)
+    host = host_shares(lines, ROUNDS)
+    yield row_of(NAME, "host", "share of a tile's time, CPU time", host, MARK, better="higher", judged="p50")
 
 
 def _rounds(folder: Path) -> Iterator[tuple[float, float]]:

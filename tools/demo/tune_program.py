@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-TILES_FILE = os.environ.get("VALVE_DEMO_TILES")  # gets begin and end of each tile and of each update
+TILES_FILE = os.environ.get("VALVE_DEMO_TILES")  # a line for each tile and each update (`Told`)
 TILES = open(TILES_FILE, "a", buffering=1) if TILES_FILE else None  # noqa: SIM115
 WORDS = [f"w{number}" for number in range(48)]
 SPECIALS = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<unk>"]
@@ -76,9 +76,24 @@ def emulated_device() -> Any:
     return module.Device()
 
 
-def told(began: float) -> None:
-    if TILES is not None:
-        TILES.write(f"{began:.6f} {time.monotonic():.6f}\n")
+class Told:
+    """A stretch on the card: when it began and ended, how long it takes a card, and for how long this thread computed
+    between the last one and it.
+    """
+
+    ended = time.thread_time()
+
+    def __init__(self) -> None:
+        self._began, self._used = time.monotonic(), time.thread_time()
+
+    def end(self, spin_us: int) -> float:
+        """The time that the gate, or others on this machine, took from it."""
+        now, wall = time.thread_time(), time.monotonic()
+        took = max(spin_us / 1e6, now - self._used)
+        if TILES is not None:
+            TILES.write(f"{self._began:.6f} {wall:.6f} {took:.6f} {self._used - Told.ended:.6f}\n")
+        Told.ended = time.thread_time()
+        return max(0.0, wall - self._began - took)
 
 
 class OnCard:
@@ -90,12 +105,10 @@ class OnCard:
         self.forward_loss = inner.forward_loss
 
     def run(self, tile: Any, ask: Any) -> None:
-        wall, used = time.monotonic(), time.thread_time()
+        told = Told()
         with self._device.step(least_us=self._spin_us):
             self._inner.run(tile, ask)
-        told(wall)
-        took = max(self._spin_us / 1e6, time.thread_time() - used)
-        self._control.waited_s += max(0.0, time.monotonic() - wall - took)
+        self._control.waited_s += told.end(self._spin_us)
 
 
 def train(
@@ -131,10 +144,10 @@ def train(
 
         def update_on_card(step: int) -> Any:
             """The optimizer's tensors are on the card, so its arithmetic is."""
-            began = time.monotonic()
+            told = Told()
             with device.step() if device is not None else contextlib.nullcontext():
                 found = update(step)
-            told(began)
+            told.end(0)
             return found
 
         made._update = update_on_card

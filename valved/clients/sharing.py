@@ -1,6 +1,6 @@
 """Tells trainers of this machine which online services let their weights be mapped: a file in the run folder.
 
-A trainer lives in an environment of its own, without gRPC, and looks at each tile: it reads the file when it changed.
+A trainer lives in an environment of its own, without gRPC, and reads the file at each tile.
 """
 
 from __future__ import annotations

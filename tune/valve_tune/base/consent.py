@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ENV_RUN_DIR = "VALVE_RUN_DIR"
-SYSTEM_RUN_DIR = "/run/valve"
+SYSTEM_RUN_DIR = Path("/run/valve")
 NAME = "weights.json"
 MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
 HOW = "its owner says so by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
@@ -25,6 +25,17 @@ class NotShared(ValueError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"share_weights: {why}")
+
+
+def run_dir() -> Path:
+    """As valved and the shim choose it (valved/paths.py)."""
+    asked = os.environ.get(ENV_RUN_DIR)
+    if asked:
+        return Path(asked)
+    if os.geteuid() == 0 or os.access(SYSTEM_RUN_DIR / "link.sock", os.F_OK):
+        return SYSTEM_RUN_DIR
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime, "valve") if runtime else Path(f"/tmp/valve-{os.geteuid()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +50,21 @@ class Service:
 
 
 class Owners:
-    """What valved says of the online services here; looked up again when it says something else."""
+    """What valved says of the online services here, read anew at each question: two changes may share a time stamp."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._path = (folder or Path(os.environ.get(ENV_RUN_DIR) or SYSTEM_RUN_DIR)) / NAME
-        self._seen: tuple[int, int] | None = None
+        self._path = (folder or run_dir()) / NAME
+        self._content = b""
         self._services: tuple[Service, ...] = ()
 
     def services(self) -> tuple[Service, ...]:
         try:
-            found = os.stat(self._path)
-            seen = found.st_ino, found.st_mtime_ns
-            if seen != self._seen:
-                document = json.loads(self._path.read_bytes())
-                self._services = tuple(map(_service, document["services"]))
-                self._seen = seen
+            content = self._path.read_bytes()
+            if content != self._content:
+                self._services = tuple(map(_service, json.loads(content)["services"]))
+                self._content = content
         except (OSError, ValueError, KeyError, TypeError):
-            self._seen, self._services = None, ()  # what nobody says is no consent
+            self._content, self._services = b"", ()  # what nobody says is no consent
         return self._services
 
     def named(self, word: str) -> Service:
