@@ -26,7 +26,7 @@ from valved import paths
 from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.clients.server import LinkServer
-from valved.clients.sharing import Sharing
+from valved.clients.sharing import SharedWeights
 from valved.config import Config, group_id
 from valved.errors import ValveError
 from valved.gate.freeze import Ladder
@@ -80,7 +80,7 @@ class Daemon:
     ladder: Ladder
     node: Node
     consents: Consents
-    sharing: Sharing
+    sharing: SharedWeights
     worths: Worths
     link: LinkServer
     kv: Kv | None
@@ -232,8 +232,8 @@ def _granting(
     return consents, granting, worths
 
 
-def _sharing(books: Books, gating: GateService, consents: Consents, run_dir: Path) -> Sharing:
-    sharing = Sharing(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
+def _sharing(books: Books, gating: GateService, consents: Consents, run_dir: Path) -> SharedWeights:
+    sharing = SharedWeights(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
     consents.changed = sharing.after(consents.changed)
     gating.clients_changed = sharing.after(gating.clients_changed)
     return sharing

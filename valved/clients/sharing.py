@@ -19,7 +19,7 @@ from valved.state.registry import Books
 log = logging.getLogger("valved")
 
 
-class Sharing:
+class SharedWeights:
     def __init__(self, books: Books, gating: GateService, consent: Callable[[ServiceId], Consent], path: Path) -> None:
         self._books = books
         self._gating = gating

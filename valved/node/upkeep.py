@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable
 
-from valved.clients.sharing import Sharing
+from valved.clients.sharing import SharedWeights
 from valved.gate.wake import GateService
 from valved.kv.service import KvService
 from valved.machine.cards import CardReader
@@ -38,7 +38,7 @@ class Upkeep:
         gating: GateService,
         handover: Handover,
         brake: Brake,
-        sharing: Sharing,
+        sharing: SharedWeights,
         folder: RunFolder,
         *,
         has_watch: bool,

@@ -39,7 +39,7 @@ def run_dir() -> Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class SharingService:
     id: int
     name: str
     shares: bool
@@ -55,9 +55,9 @@ class Owners:
     def __init__(self, folder: Path | None = None) -> None:
         self._path = (folder or run_dir()) / NAME
         self._content = b""
-        self._services: tuple[Service, ...] = ()
+        self._services: tuple[SharingService, ...] = ()
 
-    def services(self) -> tuple[Service, ...]:
+    def services(self) -> tuple[SharingService, ...]:
         try:
             content = self._path.read_bytes()
             if content != self._content:
@@ -67,7 +67,7 @@ class Owners:
             self._content, self._services = b"", ()  # what nobody says is no consent
         return self._services
 
-    def named(self, word: str) -> Service:
+    def named(self, word: str) -> SharingService:
         found = [one for one in self.services() if word in (one.name, str(one.id))]
         if not found:
             raise NotShared(f"{word}: no online service of that name is here, and no file; valve status shows them")
@@ -75,7 +75,7 @@ class Owners:
             raise NotShared(f"{word}: {', '.join(map(str, found))} have that name; give the number")
         return found[0]
 
-    def mapping(self, path: Path) -> tuple[Service, ...]:
+    def mapping(self, path: Path) -> tuple[SharingService, ...]:
         """Those that map this very file."""
         return tuple(one for one in self.services() if any(path.samefile(each) for each in weights_of(one)))
 
@@ -83,7 +83,7 @@ class Owners:
 class Permit:
     """The consent of those whose weights they are; asked at each tile."""
 
-    def __init__(self, owners: Owners, services: Iterable[Service]) -> None:
+    def __init__(self, owners: Owners, services: Iterable[SharingService]) -> None:
         self._owners, self._of = owners, tuple(services)
 
     def check(self) -> None:
@@ -125,12 +125,14 @@ def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
     return files[0], permit
 
 
-def _service(said: dict[str, Any]) -> Service:
+def _service(said: dict[str, Any]) -> SharingService:
     processes = tuple((int(pid), int(start)) for pid, start in said["processes"])
-    return Service(id=int(said["id"]), name=str(said["name"]), shares=said["shares"] is True, processes=processes)
+    return SharingService(
+        id=int(said["id"]), name=str(said["name"]), shares=said["shares"] is True, processes=processes
+    )
 
 
-def weights_of(service: Service) -> Iterator[Path]:
+def weights_of(service: SharingService) -> Iterator[Path]:
     """Files of shared weights that its processes, and those that they started, map."""
     for pid in _with_children(service.processes):
         try:
