@@ -15,7 +15,7 @@ from virtual import VirtualClock
 from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
 from valved.clients.consents import Consents
 from valved.clients.register import Register
-from valved.clients.sharing import Sharing
+from valved.clients.sharing import SharedWeights
 from valved.config import Config
 from valved.gate.freeze import Ladder
 from valved.gate.granting import Granting
@@ -260,7 +260,7 @@ class World:
         offer = (self.gate.granting, self.gating, self.books, consents.of, lambda: len(leftovers) > 0, slices)
         self.worths = Worths(self.gate.granting, self.gating, self.books, self.clock)
         self.granting = Granting(*offer, self.worths)
-        self.sharing = Sharing(self.books, self.gating, consents.of, self.folder / WEIGHTS_FILE)
+        self.sharing = SharedWeights(self.books, self.gating, consents.of, self.folder / WEIGHTS_FILE)
         consents.changed = self.sharing.after(self.granting.refresh)
         self.gating.clients_changed = self.sharing.after(self.gating.clients_changed)
         return consents
