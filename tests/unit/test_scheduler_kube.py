@@ -250,7 +250,7 @@ def test_a_server_that_goes_away_under_a_watch_is_asked_ever_less_often(monkeypa
     class Client:
         tries = 0
 
-        async def list(self, path: str, query: object, accept: str) -> tuple[list[object], str]:
+        async def list(self, *_: object) -> tuple[list[object], str]:
             return [item("a", 1)], "1"
 
         async def watch(self, *_: object, **__: object) -> AsyncIterator[object]:
@@ -267,10 +267,10 @@ def test_a_server_that_goes_away_under_a_watch_is_asked_ever_less_often(monkeypa
         reflector = Reflector(Client(), "/things", View().sink())  # type: ignore[arg-type]
         monkeypatch.setattr(asyncio, "sleep", sleep)
         task = asyncio.create_task(reflector.run())
-        while len(slept) < 8:
+        while len(slept) < 8 and not task.done():
             await really_sleep(0)
         monkeypatch.undo()
-        task.cancel()
+        assert task.cancel(), task.exception()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
