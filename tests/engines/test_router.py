@@ -6,27 +6,20 @@ import asyncio
 import json
 import random
 import signal
-import socket
 import subprocess
 
 import aiohttp
 import pytest
-from valve_router.server import serve
+from ports import free_ports, serving
 from valve_router.settings import Settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 REQUESTS, TOKENS, OPEN = 240, 24, 8
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.fixture
 def servers(engines, tmp_path):
-    ports = [free_port(), free_port()]
+    own, *ports = free_ports(3)
     env = engines.environment(VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1", VALVE_ROLE="")
     argv = [str(engines.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(engines.model)]
     argv += ["--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32", "--max-model-len", "512"]
@@ -35,7 +28,7 @@ def servers(engines, tmp_path):
         log = (tmp_path / f"vllm-{port}.log").open("wb")
         more = ["--host", "127.0.0.1", "--port", str(port)]
         processes.append(subprocess.Popen([*argv, *more], env=env, stdout=log, stderr=log, start_new_session=True))
-    yield ports, processes
+    yield own, ports, processes
     for process in processes:
         process.kill()
         process.wait()
@@ -76,39 +69,35 @@ async def ask(client, url, prompt):
 
 
 def test_kills_behind_the_router_never_lose_a_request_or_shorten_an_answer(servers):
-    ports, processes = servers
+    own, ports, processes = servers
     urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
     draw = random.Random(11)
     prompts = [" ".join(f"t{draw.randrange(3, 90)}" for _ in range(draw.randrange(4, 60))) for _ in range(REQUESTS)]
 
     async def run():
-        settings = Settings(replicas=urls, port=free_port(), health_s=0.2)
+        settings = Settings(replicas=urls, port=own, health_s=0.2)
         url = f"http://127.0.0.1:{settings.port}"
-        stop, ready = asyncio.Event(), asyncio.Event()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
             for one, process in zip(urls, processes, strict=True):
                 await until_up(client, one, process)
             expected = {prompt: (await ask(client, urls[0], prompt))[0] for prompt in prompts[:40]}
-            serving = asyncio.create_task(serve(settings, stop=stop, ready=ready))
-            await ready.wait()
-            outcomes, places = [], asyncio.Semaphore(OPEN)
+            async with serving(settings):
+                outcomes, places = [], asyncio.Semaphore(OPEN)
 
-            async def one(prompt):
-                async with places:
-                    try:
-                        outcomes.append((prompt, *await ask(client, url, prompt)))
-                    except aiohttp.ClientError:
-                        outcomes.append((prompt, "", None))  # it was cut: the client knows
+                async def one(prompt):
+                    async with places:
+                        try:
+                            outcomes.append((prompt, *await ask(client, url, prompt)))
+                        except aiohttp.ClientError:
+                            outcomes.append((prompt, "", None))  # it was cut: the client knows
 
-            tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
-            while len(outcomes) < REQUESTS // 3:
-                await asyncio.sleep(0.05)
-            processes[0].send_signal(signal.SIGKILL)
-            await asyncio.gather(*tasks)
-            async with client.get(f"{url}/route/status") as answer:
-                status = await answer.json()
-            stop.set()
-            await serving
+                tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+                while len(outcomes) < REQUESTS // 3:
+                    await asyncio.sleep(0.05)
+                processes[0].send_signal(signal.SIGKILL)
+                await asyncio.gather(*tasks)
+                async with client.get(f"{url}/route/status") as answer:
+                    status = await answer.json()
         return outcomes, status, expected
 
     outcomes, status, expected = asyncio.run(run())

@@ -14,19 +14,12 @@ import aiohttp
 import pytest
 from fakeapi import FakeApi
 from fakeapi import until as until_true
+from ports import free_ports, serving
 from valve_kube.client import KubeClient
 from valve_router.command import main
 from valve_router.endpoints import Endpoints, urls_of
 from valve_router.replicas import NobodyAlive, Replicas
-from valve_router.server import serve
 from valve_router.settings import Service, Settings, service_of
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
 
 ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
 
@@ -151,7 +144,7 @@ def test_a_request_under_way_never_hurts_when_its_pod_leaves_and_who_stays_is_kn
 
 @alone
 async def test_the_router_answers_from_the_pods_that_are_ready_now():
-    ports = [free_port() for _ in range(2)]
+    own, *ports = free_ports(3)
     engines = [subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", "0"]) for port in ports]
     api = FakeApi()
     gone, stays = ports
@@ -163,13 +156,10 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
             None,
         ]
     ]
-    settings = Settings(service=service_of("serving/chat"), port=free_port(), health_s=0.05)
-    stop, ready = asyncio.Event(), asyncio.Event()
+    settings = Settings(service=service_of("serving/chat"), port=own, health_s=0.05)
     url = f"http://127.0.0.1:{settings.port}"
     try:
-        async with api as access, aiohttp.ClientSession() as client:
-            serving = asyncio.create_task(serve(settings, stop=stop, ready=ready, access=access))
-            await ready.wait()
+        async with api as access, aiohttp.ClientSession() as client, serving(settings, access=access):
             for _ in range(4000):  # the engine may be slow to start
                 async with client.get(f"{url}/route/status") as answer:
                     seen = {one["url"]: one["state"] for one in (await answer.json())["replicas"]}
@@ -179,12 +169,22 @@ async def test_the_router_answers_from_the_pods_that_are_ready_now():
                             break
                 await asyncio.sleep(0.02)
             assert (answer.status, answer.headers["x-valve-replica"]) == (200, "1")
-            stop.set()
-            await serving
     finally:
         for one in engines:
             one.kill()
             one.wait()
+
+
+def test_a_router_whose_port_is_taken_says_so_and_nobody_waits_for_it():
+    async def run():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            with pytest.raises(OSError, match="address"):
+                async with serving(Settings(replicas=("http://a:1",), port=taken.getsockname()[1])):
+                    pass
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("text", ["chat", "a/b/c", "A/b", "a/b:", "a/b:x y", "/b", "a/-b"])

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,22 +13,13 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from ports import free_ports, serving
 from valve_router.command import main
 from valve_router.proxy import prompt_of
-from valve_router.server import serve
 from valve_router.settings import Settings
 from yarl import URL
 
 ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
-
-
-def free_ports(count):
-    """All held at one time: two that are asked for one after the other may be the same."""
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
 
 
 class Engines:
@@ -107,7 +97,6 @@ async def routed(count=2, piece_s=0.0, headers=None, **more):
     own, *ports = free_ports(1 + count)
     engines = Engines(ports, piece_s)
     settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
-    stop, ready = asyncio.Event(), asyncio.Event()
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
             for url in engines.urls:
@@ -116,11 +105,8 @@ async def routed(count=2, piece_s=0.0, headers=None, **more):
                         async with client.get(f"{url}/health"):
                             break
                     await asyncio.sleep(0.02)
-            serving = asyncio.create_task(serve(settings, stop=stop, ready=ready))
-            await ready.wait()
-            yield Routed(engines, settings, client)
-            stop.set()
-            await serving
+            async with serving(settings):
+                yield Routed(engines, settings, client)
     finally:
         engines.end()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import selectors
 import socket
 import subprocess
 import sys
@@ -259,43 +260,88 @@ def test_a_socket_that_is_taken_by_a_stale_file_is_opened_all_the_same(tmp_path)
 # Calls per second
 
 
-class Seconds:
-    def __init__(self):
-        self.now = 100.0
+class Skips(selectors.SelectSelector):
+    """Nobody sleeps: time goes on by what the loop would have slept."""
 
-    def __call__(self):
-        return self.now
+    now_s = 100.0
+
+    def select(self, timeout=None):
+        assert timeout is not None, "everybody waits for ever"
+        self.now_s += timeout
+        return super().select(0)
 
 
-def test_a_user_who_calls_without_end_is_put_off_and_keeps_nobody_else_waiting():
-    seconds = Seconds()
-    pace = CallPace(SLOW_PACE, frozenset({0}), seconds)
+def virtually(story):
+    """`story(pace)`, on a loop whose time is virtual."""
+    skips = Skips()
+    with contextlib.closing(asyncio.SelectorEventLoop(skips)) as loop:
+        loop.time = lambda: skips.now_s
+        return loop.run_until_complete(story(CallPace(SLOW_PACE, frozenset({0}), loop.time)))
 
-    waits = [pace.wait_s(7) for _ in range(50)]
 
-    assert waits[:10] == pytest.approx([0.0] * 10)
+async def waited_s(pace, uid):
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await pace.turn(uid)
+    return loop.time() - began_s
+
+
+def test_a_user_who_calls_without_end_is_put_off():
+    async def story(pace):
+        waits = await asyncio.gather(*(waited_s(pace, 7) for _ in range(50)))
+        root = [await waited_s(pace, 0) for _ in range(1000)]
+        await asyncio.sleep(10.0)
+        return waits, root, await waited_s(pace, 7)
+
+    waits, root, later = virtually(story)
+
+    assert waits[:10] == [0.0] * 10
     assert waits[-1] == pytest.approx(4.0)  # 50 calls at 10 a second, one second of them at once
-    assert [pace.wait_s(0) for _ in range(1000)] == [0.0] * 1000
-    seconds.now += 10.0
-    assert pace.wait_s(7) == 0.0
+    assert root == [0.0] * 1000
+    assert later == 0.0
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_user_who_calls_without_end_never_keeps_another_waiting(gives_up):
+    async def story(pace):
+        held, others = [], []
+        for _ in range(100):
+            held += [asyncio.create_task(pace.turn(7)) for _ in range(100)]
+            await asyncio.sleep(0.1)
+            others.append(await waited_s(pace, 8))
+            if gives_up:
+                for call in held:
+                    call.cancel()
+                await asyncio.gather(*held, return_exceptions=True)
+                held.clear()
+        done = sum(call.done() for call in held)
+        for call in held:
+            call.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        return others, done, await waited_s(pace, 7)
+
+    others, done, own = virtually(story)
+
+    assert max(others) == pytest.approx(0.0)
+    assert done in ((0,) if gives_up else range(105, 112))
+    assert own <= 0.1 + 1e-6, "what was given up costs the user itself nothing, too"
 
 
 def test_many_users_together_never_take_more_than_their_share():
-    pace = CallPace(SLOW_PACE, frozenset({0}), Seconds())
+    async def story(pace):
+        return await asyncio.gather(*(waited_s(pace, uid) for uid in range(1, 2001)))
 
-    waits = [pace.wait_s(uid) for uid in range(1, 2001)]
-
-    assert waits[-1] == pytest.approx(2000 / 20.0 - 1.0)
+    assert virtually(story)[-1] == pytest.approx(2000 / 20.0 - 1.0)
 
 
 def test_accounts_of_users_who_are_gone_are_not_kept():
-    seconds = Seconds()
-    pace = CallPace(SLOW_PACE, frozenset({0}), seconds)
-    for uid in range(1, 5001):
-        seconds.now += 1.0
-        pace.wait_s(uid)
+    async def story(pace):
+        for uid in range(1, 5001):
+            await asyncio.sleep(1.0)
+            await pace.turn(uid)
+        return len(pace._users)
 
-    assert len(pace._paid_until_s) < 1100
+    assert virtually(story) < 1100
 
 
 def test_the_calls_of_a_user_are_never_answered_faster_than_its_pace(tmp_path):

@@ -166,10 +166,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):  # type: ignore[misc]
         return True
 
     async def _caller(self, context: Any) -> Caller:
-        """Who calls, once it is this user's turn. Calls that are given up meanwhile count, too."""
+        """Who calls, once it is this user's turn."""
         who = await caller(context)
-        if wait_s := self._pace.wait_s(who.uid):
-            await asyncio.sleep(wait_s)
+        await self._pace.turn(who.uid)
         return who
 
     async def _answer(self, context: Any, call: Callable[[], Any]) -> Any:

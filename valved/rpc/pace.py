@@ -1,11 +1,13 @@
-"""How much of a thing a user may have in a second: what goes beyond it is put off, never refused.
+"""How many calls a user may make in a second: what goes beyond it is put off, never refused.
 
-Root and valved's own user are never put off. Each other user has a pace of its own, and all of them together have one:
-who takes all he can keeps neither the loop nor another user's turn.
+Root and valved's own user are never put off. Each other user has a line of its own, and who is first in it goes to the
+line of all users. A call takes from an account at its turn alone: one that is given up before took nothing, and who
+calls without end stands in its own line.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -21,24 +23,36 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     burst_s: float
 
 
+class Account:
+    """What was taken, and the line of those who have not taken yet."""
+
+    def __init__(self, per_s: float) -> None:
+        self.cost_s = 1 / per_s
+        self.paid_until_s = 0.0
+        self.line = asyncio.Lock()
+
+
 class CallPace:
     def __init__(self, rate: Rate, own: frozenset[int], now_s: Callable[[], float]) -> None:
         self._rate = rate
         self._own = own
         self._now_s = now_s
-        self._paid_until_s: dict[int | None, float] = {}  # None: all of them together
+        self._users: dict[int, Account] = {}
+        self._others = Account(rate.others)
 
-    def wait_s(self, uid: int, amount: float = 1.0) -> float:
-        """Takes so much, and says how long to wait before it is used."""
+    async def turn(self, uid: int) -> None:
+        """Comes back when it is this call's turn."""
         if uid in self._own:
-            return 0.0
+            return
         now_s = self._now_s()
-        if len(self._paid_until_s) > MOST_KEPT:
-            self._paid_until_s = {who: until_s for who, until_s in self._paid_until_s.items() if until_s > now_s}
-        mine = self._take(uid, amount / self._rate.per_user, now_s)
-        return max(mine, self._take(None, amount / self._rate.others, now_s))
+        if len(self._users) > MOST_KEPT:
+            self._users = {who: one for who, one in self._users.items() if one.paid_until_s > now_s}
+        await self._take(self._users.setdefault(uid, Account(self._rate.per_user)))
+        await self._take(self._others)
 
-    def _take(self, who: int | None, cost_s: float, now_s: float) -> float:
-        until_s = max(self._paid_until_s.get(who, 0.0), now_s) + cost_s
-        self._paid_until_s[who] = until_s
-        return max(0.0, until_s - now_s - self._rate.burst_s)
+    async def _take(self, account: Account) -> None:
+        async with account.line:
+            wait_s = account.paid_until_s + account.cost_s - self._now_s() - self._rate.burst_s
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            account.paid_until_s = max(account.paid_until_s, self._now_s()) + account.cost_s
