@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from valve_tune.base.consent import NotShared, Owners, find
-from valve_tune.base.shared import SharedFile, adopt
+from valve_tune.base.shared import SharedFile, adopt, publish
 from valve_tune.base.weights import BadBase
 from valve_tune.serve.cli import main
 from valve_tune.serve.folder import FolderError, JobFolder
@@ -202,6 +202,20 @@ def test_an_adapter_is_never_published_after_the_weights_it_was_trained_on_chang
         with served.open("r+b") as file:
             file.seek(-64, os.SEEK_END)
             file.write(b"\1" * 64)
+        with pytest.raises(FolderError, match="not published"):
+            check_base(folder)
+
+
+def test_an_adapter_is_never_published_for_another_base_at_the_same_path(
+    base: Path, served: Path, tmp_path: Path
+) -> None:
+    spec = jobs.job(base, tmp_path / "out", share_weights=str(served), max_steps=1)
+    folder = JobFolder(spec.out)
+    with folder.claimed(spec):
+        jobs.finished(spec)
+        check_base(folder)
+        other = {name: each + 1 for name, each in SharedFile(served).tensors.items()}
+        publish(other, served)
         with pytest.raises(FolderError, match="not published"):
             check_base(folder)
 
