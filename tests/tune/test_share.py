@@ -153,7 +153,7 @@ def test_a_permit_by_file_never_outlives_a_refusal_that_came_later(
 
 
 def test_a_service_that_nobody_knows_or_two_of_one_name_are_never_guessed(valved: Valved) -> None:
-    with pytest.raises(NotShared, match="no online service of that name"):
+    with pytest.raises(NotShared, match="no online service of that name shares"):
         find("chat")
     valved.says(True, True)
     with pytest.raises(NotShared, match="give the number"):

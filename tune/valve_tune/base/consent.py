@@ -49,7 +49,7 @@ class SharingService:
     processes: tuple[tuple[int, int], ...]  # pid, start time
 
     def __str__(self) -> str:
-        return f"service {self.id} ({self.name})"
+        return f"service {self.id}" + (f" ({self.name})" if self.name else "")  # who shares nothing is not named
 
 
 class Owners:
@@ -81,7 +81,7 @@ class Owners:
     def named(self, word: str) -> SharingService:
         found = [one for one in self.services() or () if word in (one.name, str(one.id))]
         if not found:
-            raise NotShared(f"{word}: no online service of that name is here, and no file; valve status shows them")
+            raise NotShared(f"{word}: no online service of that name shares its weights here, and it is no file; {HOW}")
         if len(found) > 1:
             raise NotShared(f"{word}: {', '.join(map(str, found))} have that name; give the number")
         return found[0]
