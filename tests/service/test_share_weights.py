@@ -42,12 +42,20 @@ def launched(world: World, said: Said, pid: int = 700, name: str = "chat") -> in
 
 def told(world: World) -> dict[str, bool]:
     said = json.loads((world.folder / WEIGHTS_FILE).read_text())
-    return {one["name"]: one["shares"] for one in said["services"]}
+    return {one["name"] or world.books.services[one["id"]].name: one["shares"] for one in said["services"]}
 
 
 def shown(world: World) -> tuple[bool, str]:
     (one,) = world.node.status().services
     return one.granted.share_weights, one.granted.words
+
+
+def test_every_user_is_never_told_the_name_of_a_service_that_shares_nothing(world: World) -> None:
+    number = launched(world, YES)
+    file = world.folder / WEIGHTS_FILE
+    assert '"chat"' in file.read_text()
+    world.consents.say(number, NO)
+    assert "chat" not in file.read_text()
 
 
 @pytest.mark.parametrize("said", [Said(), NO, Said(slo="tpot=40ms", grant="true")])

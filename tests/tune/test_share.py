@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from valve_tune.base.consent import NotShared, Owners, find
-from valve_tune.base.shared import SharedFile, adopt
+from valve_tune.base.shared import SharedFile, adopt, publish
 from valve_tune.base.weights import BadBase
 from valve_tune.serve.cli import main
 from valve_tune.serve.folder import FolderError, JobFolder
@@ -116,8 +116,44 @@ def test_the_weights_of_a_service_without_consent_are_refused_by_name(
     mapping.check()
 
 
+@pytest.mark.parametrize("how", ["torn", "missing"])
+def test_a_file_whose_owner_valved_does_not_say_is_never_mapped(valved: Valved, served: Path, how: str) -> None:
+    valved.says(False)
+    mapping = SharedFile(served)
+    said = Path(os.environ["VALVE_RUN_DIR"], "weights.json")
+    if how == "torn":
+        said.write_text('{"services": [{"id"')
+    else:
+        said.unlink()
+        said.with_name("link.sock").touch()
+    with pytest.raises(NotShared, match="nobody can say whose"):
+        find(str(served))
+    mapping.check()
+
+
+def test_a_file_is_free_where_no_valved_is(valved: Valved, served: Path) -> None:
+    path, permit = find(str(served))
+    assert path == served
+    permit.check()
+
+
+@pytest.mark.parametrize("then", ["it is mapped", "valved is silent"])
+def test_a_permit_by_file_never_outlives_a_refusal_that_came_later(
+    valved: Valved, served: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr("valve_tune.base.consent.LOOK_S", 0.0, raising=False)
+    valved.says(False)
+    _, permit = find(str(served))
+    permit.check()
+    mapping = SharedFile(served) if then == "it is mapped" else None
+    if mapping is None:
+        Path(os.environ["VALVE_RUN_DIR"], "weights.json").write_text("{")
+    with pytest.raises(NotShared, match="does not consent" if mapping else "nobody can say whose"):
+        permit.check()
+
+
 def test_a_service_that_nobody_knows_or_two_of_one_name_are_never_guessed(valved: Valved) -> None:
-    with pytest.raises(NotShared, match="no online service of that name"):
+    with pytest.raises(NotShared, match="no online service of that name shares"):
         find("chat")
     valved.says(True, True)
     with pytest.raises(NotShared, match="give the number"):
@@ -170,11 +206,25 @@ def test_an_adapter_is_never_published_after_the_weights_it_was_trained_on_chang
             check_base(folder)
 
 
+def test_an_adapter_is_never_published_for_another_base_at_the_same_path(
+    base: Path, served: Path, tmp_path: Path
+) -> None:
+    spec = jobs.job(base, tmp_path / "out", share_weights=str(served), max_steps=1)
+    folder = JobFolder(spec.out)
+    with folder.claimed(spec):
+        jobs.finished(spec)
+        check_base(folder)
+        other = {name: each + 1 for name, each in SharedFile(served).tensors.items()}
+        publish(other, served)
+        with pytest.raises(FolderError, match="not published"):
+            check_base(folder)
+
+
 def test_a_file_of_valved_that_is_torn_or_strange_is_no_consent(tmp_path: Path) -> None:
     strange: list[Any] = ["", "{}", '{"services": 3}', '{"services": [{"id": 1}]}', "[]"]
     for content in strange:
         (tmp_path / "weights.json").write_text(content)
-        assert Owners(tmp_path).services() == ()
+        assert Owners(tmp_path).services() is None
     one = {"id": 1, "name": "chat", "shares": "true", "processes": []}
     (tmp_path / "weights.json").write_text(json.dumps({"services": [one]}))
     assert [each.shares for each in Owners(tmp_path).services()] == [False]

@@ -1,6 +1,7 @@
 """Tells trainers of this machine which online services let their weights be mapped: a file in the run folder.
 
-A trainer lives in an environment of its own, without gRPC, and reads the file at each tile.
+A trainer lives in an environment of its own, without gRPC, and reads the file at each tile. Every user may read it, so
+who shares nothing has no name there: its processes alone, so that a file which they map is known as theirs.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class SharedWeights:
         entry = self._books.services.get(service)
         root = [entry.root] if entry is not None and entry.root is not None else []
         processes = {*root, *(client.process for client in self._books.clients_of(service))}
+        shares = self._consent(service).share_weights
         return {
             "id": service,
-            "name": entry.name if entry is not None else "",
-            "shares": self._consent(service).share_weights,
+            "name": entry.name if entry is not None and shares else "",
+            "shares": shares,
             "processes": sorted((one.pid, one.start_time) for one in processes),
         }
 

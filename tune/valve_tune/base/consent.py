@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 ENV_RUN_DIR = "VALVE_RUN_DIR"
 SYSTEM_RUN_DIR = Path("/run/valve")
 NAME = "weights.json"
+SOCKETS = ("link.sock", "valved.sock")  # of a valved (valved/paths.py)
+LOOK_S = 1.0  # between two looks at who maps a file: each reads all of /proc
 MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
 HOW = "its owner says so by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
 
@@ -46,51 +49,71 @@ class SharingService:
     processes: tuple[tuple[int, int], ...]  # pid, start time
 
     def __str__(self) -> str:
-        return f"service {self.id} ({self.name})"
+        return f"service {self.id}" + (f" ({self.name})" if self.name else "")  # who shares nothing is not named
 
 
 class Owners:
     """What valved says of the online services here, read anew at each question: two changes may share a time stamp."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._path = (folder or run_dir()) / NAME
+        self._folder = folder or run_dir()
         self._content = b""
-        self._services: tuple[SharingService, ...] = ()
+        self._services: tuple[SharingService, ...] | None = None
 
-    def services(self) -> tuple[SharingService, ...]:
+    def services(self) -> tuple[SharingService, ...] | None:
+        """None: nobody says it, or not in full."""
         try:
-            content = self._path.read_bytes()
+            content = (self._folder / NAME).read_bytes()
             if content != self._content:
                 self._services = tuple(map(_service, json.loads(content)["services"]))
                 self._content = content
         except (OSError, ValueError, KeyError, TypeError):
-            self._content, self._services = b"", ()  # what nobody says is no consent
+            self._content, self._services = b"", None
         return self._services
 
+    def said(self) -> tuple[SharingService, ...]:
+        """Where no valved is, there is no service. One that does not say whose the files are refuses them all."""
+        services = self.services()
+        if services is None and any(_may_exist(self._folder / name) for name in (NAME, *SOCKETS)):
+            raise NotShared(f"{self._folder / NAME}: not to be read, so nobody can say whose the weights are")
+        return services or ()
+
     def named(self, word: str) -> SharingService:
-        found = [one for one in self.services() if word in (one.name, str(one.id))]
+        found = [one for one in self.services() or () if word in (one.name, str(one.id))]
         if not found:
-            raise NotShared(f"{word}: no online service of that name is here, and no file; valve status shows them")
+            raise NotShared(f"{word}: no online service of that name shares its weights here, and it is no file; {HOW}")
         if len(found) > 1:
             raise NotShared(f"{word}: {', '.join(map(str, found))} have that name; give the number")
         return found[0]
 
     def mapping(self, path: Path) -> tuple[SharingService, ...]:
         """Those that map this very file."""
-        return tuple(one for one in self.services() if any(path.samefile(each) for each in weights_of(one)))
+        return tuple(one for one in self.said() if any(path.samefile(each) for each in weights_of(one)))
 
 
 class Permit:
-    """The consent of those whose weights they are; asked at each tile."""
+    """The consent of those whose weights they are; asked at each tile. Who maps the file later has a say, too."""
 
-    def __init__(self, owners: Owners, services: Iterable[SharingService]) -> None:
-        self._owners, self._of = owners, tuple(services)
+    def __init__(self, owners: Owners, services: Iterable[SharingService], path: Path | None = None) -> None:
+        self._owners, self._path = owners, path
+        self._of = {one.id: one for one in services}
+        self._next_look = 0.0
 
     def check(self) -> None:
+        self._ask()
+        if self._path is None:
+            return
+        self._owners.said()
+        if time.monotonic() >= self._next_look:
+            self._of |= {one.id: one for one in self._owners.mapping(self._path)}
+            self._next_look = time.monotonic() + LOOK_S
+            self._ask()
+
+    def _ask(self) -> None:
         if not self._of:
             return
-        sharing = {one.id for one in self._owners.services() if one.shares}
-        for one in self._of:
+        sharing = {one.id for one in self._owners.services() or () if one.shares}
+        for one in self._of.values():
             if one.id not in sharing:
                 raise NotShared(f"{one} does not consent to trainers that map its weights; {HOW}")
 
@@ -105,7 +128,7 @@ def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
         path = Path(word)
         if not path.is_file():
             raise NotShared(f"{word} is no file of valve tune share; a service is named as valve status shows it")
-        permit = Permit(owners, owners.mapping(path))
+        permit = Permit(owners, (), path)
         permit.check()
         return path, permit
     service = owners.named(word)
@@ -122,6 +145,8 @@ def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
             )
             + ("" if files else "weights on a GPU, as vLLM's and SGLang's daemons hold them, are not shared")
         )
+    permit = Permit(owners, [service], files[0])
+    permit.check()
     return files[0], permit
 
 
@@ -130,6 +155,16 @@ def _service(said: dict[str, Any]) -> SharingService:
     return SharingService(
         id=int(said["id"]), name=str(said["name"]), shares=said["shares"] is True, processes=processes
     )
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # where we may not look
+        pass
+    return True
 
 
 def weights_of(service: SharingService) -> Iterator[Path]:

@@ -15,12 +15,17 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from valve_tune.base.consent import find
 from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.gap import GapProbe, Gaps
+
+if TYPE_CHECKING:
+    from valve_tune.base.shared import SharedFile
+    from valve_tune.train.spec import JobSpec
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -59,11 +64,39 @@ def check_base(folder: JobFolder) -> None:
     from valve_tune.base.weights import BaseChanged
 
     try:
-        SharedFile(find(word)[0])
+        path = find(word)[0]
+        file, trained_on = SharedFile(path), _base_of(folder)
+        if trained_on and not _is_base(file, trained_on, folder.spec()):
+            raise BaseChanged(f"{path}: holds other weights than the job was trained on")
     except BaseChanged as error:
         raise FolderError(f"{folder.path}: not published: {error}") from None
     except (OSError, ValueError) as error:
         print(f"note: the shared weights were not checked again: {error}")
+
+
+def _base_of(folder: JobFolder) -> str:
+    """The digest that its newest checkpoint holds; all of a job hold the same."""
+    from valve_tune.tiles.cursor import Cursor
+    from valve_tune.train.state import CURSOR
+
+    saved = folder.checkpoints()
+    return Cursor.parse((saved[-1][1] / CURSOR).read_text(encoding="utf-8")).base if saved else ""
+
+
+def _is_base(file: SharedFile, digest: str, spec: JobSpec) -> bool:
+    """A file may hold tensors fused as engines fuse them; the job's digest is of the parts."""
+    from valve_tune.base.shared import unfused
+    from valve_tune.base.weights import BadBase, digest_of
+
+    if digest_of(file.tensors) == digest:
+        return True
+    from valve_tune.model.family import shape_of
+    from valve_tune.train.build import config_of  # transformers is slow to import
+
+    try:
+        return digest_of(unfused(file.tensors, shape_of(config_of(Path(spec.model))))) == digest
+    except BadBase:
+        return False
 
 
 def check_plain(source: Path) -> None:
