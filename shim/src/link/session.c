@@ -126,6 +126,7 @@ static void lose_link(void)
 	session.may_run = false;
 	valve_link_drop();
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
+	valve_orders_wake(); /* it waits for a step no more: the orders of who is gone leave the queue */
 	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
