@@ -166,6 +166,7 @@ void valve_memory_reset(void);
 void valve_orders_wake(void);
 bool valve_orders_left_no_hole(void);
 bool valve_announce_is_waiting(void);
+bool valve_announce_is_behind(void);
 valve_link_handler valve_orders_take; /* KV_ORDER */
 
 /* link/until.c: the session's thread alone */

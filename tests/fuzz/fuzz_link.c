@@ -182,6 +182,12 @@ bool valve_announce_is_waiting(void)
 {
 	return false;
 }
+
+bool valve_announce_is_behind(void)
+{
+	return false;
+}
+
 bool valve_is_secure(void)
 {
 	return false;

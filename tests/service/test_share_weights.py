@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from valved.kube.follower import Follower
 from valved.kube.pods import PodBook
 from valved.model.consent import Said, consent_of
 from valved.model.ids import ProcessId, Role
+from valved.node import upkeep
 from valved.paths import WEIGHTS_FILE
 from valved.state import saved as files
 from valved.state.pending import PendingClaim
@@ -209,3 +212,35 @@ def test_a_trainer_never_looks_into_another_folder_than_valveds(
     monkeypatch.setattr(os, "geteuid", lambda: user)
 
     assert (consent.run_dir(), consent.NAME) == (paths.run_dir(), WEIGHTS_FILE)
+
+
+def test_a_consent_never_stands_because_what_comes_before_its_withdrawal_fails(world: World) -> None:
+    number = launched(world, YES)
+    world.consents.changed = lambda: None
+    world.consents.say(number, NO)
+    assert told(world) == {"chat": True}
+
+    def fails() -> None:
+        raise RuntimeError("once more")
+
+    with pytest.raises(RuntimeError):
+        world.sharing.after(fails)()
+
+    assert told(world) == {"chat": False}
+
+
+def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World, monkeypatch) -> None:
+    number = launched(world, YES)
+    world.consents.changed = lambda: None
+    world.consents.say(number, NO)
+
+    def fails() -> None:
+        raise RuntimeError("once more")
+
+    monkeypatch.setattr(upkeep, "TICK_S", 0.0)
+    ours = types.SimpleNamespace(is_ours=lambda: True)
+    gating = types.SimpleNamespace(resync=fails)
+    with pytest.raises(RuntimeError):
+        asyncio.run(upkeep.Upkeep(None, gating, None, None, world.sharing, ours, has_watch=True).run())
+
+    assert told(world) == {"chat": False}

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 from fake_daemon import HOLD, OFFLINE, until
-from kv_pool import ELASTIC, MIB, QUARANTINE, Entry
+from kv_pool import AT_STEP, ELASTIC, MIB, QUARANTINE, Entry
 from kv_steps import Asked
 
 H = 2 * MIB
@@ -55,6 +55,20 @@ def test_launches_never_wait_for_good_while_nothing_is_missing(world):
     until(lambda: engine.has_ended("launch_spin"), "the launch went through")
     engine.end("launch_spin")
     assert engine.process.poll() is None
+
+
+def test_launches_never_wait_for_good_because_of_an_order_that_waits_for_a_step(world, monkeypatch):
+    monkeypatch.setenv("VALVE_ORPHAN_S", "600")
+    pool, _, engine, client, number = begin(world)
+    pool.send(client, QUARANTINE, number, [Entry(2)], AT_STEP)
+    hold(client)
+    engine.begin("launch_spin", 1)
+    until(client.submitted, "the launch is on its way")
+
+    leave_for_good(world, client)
+
+    until(lambda: engine.has_ended("launch_spin"), "the launch went through")
+    engine.end("launch_spin")
 
 
 def test_a_process_that_waits_before_a_hole_never_waits_for_good(world):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 import pytest
-from fake_daemon import KV_STEP, OFFLINE, ONLINE
+from fake_daemon import FEATURE_KEEP_STOP, HOLD, KV_RANGE, KV_STEP, OFFLINE, ONLINE, SCHEDULE_WAIT, until
 from kv_pool import ELASTIC, MIB
 from kv_steps import Asked
 
@@ -119,3 +120,26 @@ def test_an_online_process_never_waits_for_an_answer(kv_world):
 
     assert asked.seen.empty()
     world.range_of(pool)
+
+
+def test_launches_of_a_step_that_was_held_never_go_on_before_the_next_valved_hears_of_it(world):
+    pool, asked = begin(world, errno.EAGAIN)
+    pool.daemon.features |= FEATURE_KEEP_STOP
+    engine, client = world.engine()
+    engine.alloc(8 * H, ELASTIC)
+    world.range_of(pool)
+    engine.step()
+    asked.seen.get(timeout=200)
+    client.control.order = HOLD
+    client.gate(1)
+    engine.begin("launch_spin", 1)
+    until(client.submitted, "the launch is on its way")
+
+    client.link.shutdown(socket.SHUT_RDWR)
+    client = pool.daemon.client()
+    client.expect(SCHEDULE_WAIT, h_client=0)
+
+    kinds = [message.type for message in client.seen]
+    assert [kind for kind in kinds if kind in {KV_RANGE, KV_STEP, SCHEDULE_WAIT}] == [KV_RANGE, KV_STEP, SCHEDULE_WAIT]
+    until(lambda: engine.has_ended("launch_spin"), "the launch went through")
+    engine.end("launch_spin")

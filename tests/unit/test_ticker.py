@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from virtual import VirtualClock
 
@@ -49,3 +51,16 @@ def test_a_new_period_counts_from_the_next_call_on():
     clock.advance(250)
 
     assert [at - begin_ns for at in calls] == [10, 110, 210]
+
+
+def test_a_long_call_never_runs_back_to_back():
+    clock, calls = VirtualClock(), []
+
+    def takes_long():
+        calls.append(clock.now_ns())
+        clock._now_ns += 25
+
+    Ticker(clock, takes_long).start(10)
+    clock.advance(100)
+
+    assert {later - earlier for earlier, later in itertools.pairwise(calls)} == {35}

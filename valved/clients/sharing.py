@@ -36,8 +36,10 @@ class SharedWeights:
 
     def after(self, first: Callable[[], None]) -> Callable[[], None]:
         def both() -> None:
-            first()
-            self.refresh()
+            try:
+                first()
+            finally:  # a consent that was taken back stands in no file because something else failed
+                self.refresh()
 
         return both
 

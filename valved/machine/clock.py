@@ -32,7 +32,8 @@ class LoopClock:
 
 
 class Ticker:
-    """Calls again and again. The next call is set before this one is made: one that fails is never the last."""
+    """Calls again and again, a whole period after each call. The next one is set before this one is made, too: one that
+    fails is never the last."""
 
     def __init__(self, clock: Clock, call: Callable[[], None]) -> None:
         self._clock = clock
@@ -61,4 +62,8 @@ class Ticker:
 
     def _due(self) -> None:
         self._set(self._every_ns)
+        early = self._timer
         self._call()
+        if early is not None and self._timer is early:
+            early.cancel()
+            self._set(self._every_ns)

@@ -58,8 +58,10 @@ class Upkeep:
             ticks += 1
             if not self._folder.is_ours():
                 await self._end_unreachable()
-            self._gating.resync()
-            self._sharing.refresh()
+            try:
+                self._sharing.refresh()
+            finally:  # neither stands still because the other one fails
+                self._gating.resync()
             self._handover.settle(patience_over=True)
             if not self._has_watch:
                 self._brake.look_at_file()

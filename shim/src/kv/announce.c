@@ -12,6 +12,8 @@
 
 static uint32_t waiting; /* threads that wait for a valved before a step */
 static uint32_t heeded;  /* ranges up to this id: valved has said that a step meets no hole unawares */
+static uint32_t asked;   /* generation of the link by which a step was last asked about, 0: none */
+static uint32_t telling; /* a valved is being told: what is marked as told may be unsent */
 
 static bool is_linked(void)
 {
@@ -25,9 +27,36 @@ static uint32_t due(void)
 	return is_linked() ? valve_range_untold(load_acquire(&valve_shim.link_generation)) : 0;
 }
 
+/* The launches of a step that was told EAGAIN may be under way, and a new valved has not heard of it. */
+static bool owes_question(void)
+{
+	uint32_t by = load_acquire(&asked);
+
+	return by && is_linked() && (valve_shim.daemon_features & VALVE_FEATURE_KV_STEP) &&
+	       by != load_acquire(&valve_shim.link_generation) &&
+	       valve_range_newest_elastic() > load_relaxed(&heeded);
+}
+
 bool valve_announce_due(void)
 {
-	return due() != 0;
+	return due() || owes_question();
+}
+
+/* A new valved does not know yet what launches that are held for its predecessor would compute with. */
+bool valve_announce_is_behind(void)
+{
+	return valve_announce_due() || load_acquire(&telling);
+}
+
+/* 0: heeded. EAGAIN: valved holds our launches from here on. */
+static int ask(uint32_t newest)
+{
+	struct valve_link_kv_step step = {.range = newest};
+	int err = valve_link_request_fds(&step, sizeof(step), VALVE_LINK_KV_STEP, NULL, 0, ANSWER_MS, NULL);
+
+	if (!err)
+		store_relaxed(&heeded, newest);
+	return err;
 }
 
 void valve_announce_describe(const struct valve_range *range, uint32_t held,
@@ -57,17 +86,15 @@ void valve_announce_step(void)
 	if (newest <= load_relaxed(&heeded) || load_relaxed(&valve_shim.role) != VALVE_ROLE_OFFLINE)
 		return;
 	for (;;) {
-		struct valve_link_kv_step step = {.range = newest};
+		uint32_t generation = load_acquire(&valve_shim.link_generation);
 		int err = -ENOTCONN;
 
-		if (is_linked() && !due()) { /* a new valved hears of the ranges first */
+		if (is_linked() && !valve_announce_due()) { /* a new valved hears of the past first */
 			if (!(valve_shim.daemon_features & VALVE_FEATURE_KV_STEP))
 				break;
-			err = valve_link_request_fds(&step, sizeof(step), VALVE_LINK_KV_STEP, NULL, 0,
-			                             ANSWER_MS, NULL);
+			store_release(&asked, generation); /* before the answer: the link may go with it */
+			err = ask(newest);
 		}
-		if (!err)
-			store_relaxed(&heeded, newest);
 		if (!err || err == -EAGAIN) /* EAGAIN: what is launched now waits until valved lets it */
 			break;
 		if (!is_linked() && valve_orders_left_no_hole())
@@ -92,6 +119,8 @@ void valve_announce_reset(void)
 {
 	store_relaxed(&heeded, 0);
 	store_relaxed(&waiting, 0);
+	store_relaxed(&asked, 0);
+	store_relaxed(&telling, 0);
 }
 
 /* Backed slots from *next on, with a descriptor each; fewer where the process has no room for more. */
@@ -193,12 +222,28 @@ static void announce(uint32_t id)
 	valve_unlock(&range->lock);
 }
 
+/* The question of a step that its predecessor held, once more: then this valved holds what was launched. */
+static void ask_again(void)
+{
+	uint32_t generation = load_acquire(&valve_shim.link_generation);
+	int err = ask(valve_range_newest_elastic());
+
+	if (!err || err == -EAGAIN)
+		store_release(&asked, generation);
+	else
+		sleep_ns(STEP_NS);
+}
+
 void valve_announce_ranges(void)
 {
 	uint32_t id;
 
+	store_release(&telling, 1);
 	while ((id = due()))
 		announce(id);
+	if (owes_question())
+		ask_again();
+	store_release(&telling, 0);
 }
 
 /* A range that is unmapped: its entry is free once valved was told, or is gone. */

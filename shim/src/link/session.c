@@ -126,6 +126,7 @@ static void lose_link(void)
 	session.may_run = false;
 	valve_link_drop();
 	store_release(&valve_shim.state, VALVE_STATE_UNLINKED);
+	valve_orders_wake(); /* it waits for a step no more: the orders of who is gone leave the queue */
 	session.lost_ns = now_ns();
 	if (!is_offline())
 		valve_map_private(0, VALVE_ORDER_RUN);
@@ -158,10 +159,13 @@ static int send_schedule(uint16_t type, uint32_t *seq)
 	return err;
 }
 
-/* Once valved has been told of all our channels. A full socket: the next turn tries again. */
+/* Once valved has been told of all our channels, and of the memory that held launches would compute with. Our own
+ * stop does not wait for that: who tells it may be in a call that waits for our channels. A full socket: the next turn
+ * tries again. */
 static void ask_to_run(void)
 {
-	if (waits_for_leave() && !session.ask_seq && !load_relaxed(&valve_shim.untold))
+	if (waits_for_leave() && !session.ask_seq && !load_relaxed(&valve_shim.untold) &&
+	    (session.stopped || !valve_announce_is_behind()))
 		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
 	if (session.may_run && !send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL))
 		session.may_run = false; /* it stops again what a gate met meanwhile */
@@ -172,7 +176,8 @@ static void end_stop(void)
 	session.stopped = false;
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_self_gate(false, VALVE_GATE_HELD);
-	valve_launches_follow();
+	if (!valve_announce_is_behind())
+		valve_launches_follow();
 }
 
 /* Precondition: link.c found it sane. EAGAIN: the gate is closed still. */
