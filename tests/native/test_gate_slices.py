@@ -238,6 +238,45 @@ def test_nothing_is_sliced_beside_another_holder(rig: Rig) -> None:
     assert scene.is_off()
 
 
+@pytest.mark.parametrize("has_launched", [True, False], ids=["that launched", "that has told nothing"])
+def test_slices_never_begin_beside_a_second_engine_of_the_service(scene: Scene, has_launched: bool) -> None:
+    """Its prompt rings nobody, and the steps of the first would move the end on for ever."""
+    second = scene.rig.online(SERVICE, {0})
+    if has_launched:
+        second.launch()
+    else:
+        second.region["magic"] = 0
+    scene.online.launch()
+
+    assert scene.ask() is GrantAnswer.OTHERS
+    assert scene.is_off()
+
+
+def test_slices_never_go_on_beside_a_second_engine_of_the_service(scene: Scene) -> None:
+    scene.online.launch()
+    scene.grants.consent(SERVICE, most_ns := 100 * MS, 0)
+    wait_until(lambda: scene.ask(most_ns) is GrantAnswer.GIVEN and scene.runs(), "a beginning")
+
+    second = scene.rig.online(SERVICE, {0})
+    second.launch()
+
+    def is_refused() -> bool:
+        now_ns = time.monotonic_ns()  # the first one steps on
+        scene.hook.region["step_end_ns"], scene.hook.region["grant_until_ns"] = now_ns, now_ns + FAR
+        return scene.grants.grants(SERVICE).until_ns == 0
+
+    wait_until(is_refused, "its end")
+    ended(scene)
+    assert scene.ask() is GrantAnswer.OTHERS
+
+
+def test_a_process_of_the_service_that_never_launches_ends_nothing_for_good(scene: Scene) -> None:
+    scene.rig.online(SERVICE, {0})
+    scene.online.launch()
+
+    given(scene)
+
+
 def test_slices_end_at_once_when_the_hook_is_gone(scene: Scene) -> None:
     given(scene)  # for an hour
 
