@@ -19,9 +19,9 @@ class Sharing:
     def __init__(self) -> None:
         self._page: GrantPage | None = None  # of the valved that has opened
 
-    def begin(self, page: GrantPage) -> None:
-        """valved has given what was asked for."""
-        self._page = page if page.by_slices else None
+    def begin(self, page: GrantPage, now_ns: int) -> None:
+        """valved has given what was asked for. One that says no end (an older one) shares a pause, and no step."""
+        self._page = page if page.by_slices and page.shared_until_ns > now_ns else None
 
     @property
     def is_begun(self) -> bool:
