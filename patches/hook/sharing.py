@@ -29,10 +29,14 @@ class Sharing:
         return self._page is not None
 
     def stands(self, page: GrantPage | None, now_ns: int) -> bool:
-        """`page`: the one of now, None without consent or valved. What valved has ended is over without a word."""
+        """`page`: the one of now, None without consent or valved. What valved has ended is over without a word; where
+        only its time has run out, valved may yet move it on by the hook's word, which is taken back by a ring.
+        """
         mine = self._page
         if mine is not None and (mine is not page or mine.shared_until_ns <= now_ns):
             self._page = None
+            if mine is page and mine.shared_until_ns > 0:
+                mine.ask(0)
         return self._page is not None
 
     def move_on(self, until_ns: int) -> None:

@@ -157,6 +157,17 @@ def test_without_valved_or_consent_nothing_is_rung(valved: Valved, how: str) -> 
     assert valved.rings == 0
 
 
+def test_an_end_that_has_passed_is_never_left_for_valved_to_move_on(valved: Valved) -> None:
+    """The hook's word lies ahead of it: valved would take it, and share the prompt that comes now."""
+    opened = Opened(valved)
+    valved.share(opened.step())
+    assert valved.until_ns > time.monotonic_ns()
+
+    assert opened.hook.wants(time.monotonic_ns(), facts_of(waiting=1)) == 0
+
+    is_over(valved, opened.hook)
+
+
 def test_an_older_valved_never_shares_a_step(valved: Valved) -> None:
     """It goes by slices, and says no end: the way back is the hook's own, before anything else runs."""
     hook = grants_of(valved)
