@@ -140,7 +140,8 @@ uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t n
 	if (!load_full(&service->permitted))
 		return NEVER;
 	wish_ns = wanted_ns(gate, service, now);
-	if (!may_go_on || least(wish_ns, until_ns) <= now || !slice_is_sole(service) || !is_alone(gate, service)) {
+	if (!may_go_on || least(wish_ns, until_ns) <= now || !slice_is_sole(service) ||
+	    !is_alone(gate, service)) {
 		slice_close(gate, service, now, may_go_on && least(wish_ns, until_ns) > now);
 		return NEVER; /* an end that has passed is never moved on: the hook has seen that it is over */
 	}
