@@ -272,13 +272,14 @@ class Asking:
         is_given = answer is GrantAnswer.GIVEN
         if is_given:
             now_ns = time.monotonic_ns()
-            self._sharing.begin(page)
-            if self._sharing.is_begun:
+            self._sharing.begin(page, now_ns)
+            if page.by_slices:
                 self._again_ns = now_ns + OPENED_NS
-            else:
+            if not self._sharing.is_begun:
                 self._cost(wake_ms=(now_ns - begun_ns) / MS)
             is_early = now_ns < resume_ns and wait((resume_ns - now_ns) / 1e9)
-        if (is_early or answer is None) and not self._sharing.end():
+        is_whole = is_given and page.by_slices and not self._sharing.is_begun  # open beyond this pause
+        if (is_early or answer is None or is_whole) and not self._sharing.end():
             page.ask(0)  # else valved ends it at its time, or has refused it
         return is_given, is_early
 

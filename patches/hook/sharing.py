@@ -19,9 +19,9 @@ class Sharing:
     def __init__(self) -> None:
         self._page: GrantPage | None = None  # of the valved that has opened
 
-    def begin(self, page: GrantPage) -> None:
-        """valved has given what was asked for."""
-        self._page = page if page.by_slices else None
+    def begin(self, page: GrantPage, now_ns: int) -> None:
+        """valved has given what was asked for. One that says no end (an older one) shares a pause, and no step."""
+        self._page = page if page.by_slices and page.shared_until_ns > now_ns else None
 
     @property
     def is_begun(self) -> bool:
@@ -29,10 +29,14 @@ class Sharing:
         return self._page is not None
 
     def stands(self, page: GrantPage | None, now_ns: int) -> bool:
-        """`page`: the one of now, None without consent or valved. What valved has ended is over without a word."""
+        """`page`: the one of now, None without consent or valved. What valved has ended is over without a word; where
+        only its time has run out, valved may yet move it on by the hook's word, which is taken back by a ring.
+        """
         mine = self._page
         if mine is not None and (mine is not page or mine.shared_until_ns <= now_ns):
             self._page = None
+            if mine is page and mine.shared_until_ns > 0:
+                mine.ask(0)
         return self._page is not None
 
     def move_on(self, until_ns: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from valve_hook.followed import Row
@@ -128,9 +128,9 @@ class CorePauses:
         self.asking.stepped(getattr(output, BEGUN, now_ns), now_ns, count, prefill=is_prefill)
         if self.asking.policy is None:
             return
-        odd, plain = told((outputs or {}).values(), self.asking.reading)
+        odd, plain, names = told((outputs or {}).values(), self.asking.reading)
         self._unfinished = count - plain - sum(tokens > 0 for _, tokens, _ in odd)
-        self.asking.delivered(odd, now_ns, plain=plain, names=output.num_scheduled_tokens)
+        self.asking.delivered(odd, now_ns, plain=plain, names=names)
         self.asking.left(output.finished_req_ids, now_ns)
 
     def _guard(self, action: Callable[[], bool]) -> bool:
@@ -146,8 +146,10 @@ class CorePauses:
         self.asking.refuse("the hook failed")
 
 
-def told(batches: Iterable[Any], reading: Collection[str]) -> tuple[list[Row], int]:
-    """What is out of the ordinary in a step's output, and how many of `reading` got one token and go on."""
+def told(batches: Collection[Any], reading: Collection[str]) -> tuple[list[Row], int, Collection[str]]:
+    """What is out of the ordinary in a step's output, how many of `reading` got one token and go on, and, unless all
+    of them did, whom the output is for: one that is at its prompt again is in the step, and gets none.
+    """
     odd, count = [], 0
     for batch in batches:
         count += len(batch.outputs)
@@ -156,7 +158,10 @@ def told(batches: Iterable[Any], reading: Collection[str]) -> tuple[list[Row], i
             for each in batch.outputs
             if each.finish_reason is not None or len(each.new_token_ids) != 1 or each.request_id not in reading
         ]
-    return odd, count - len(odd)
+    plain = count - len(odd)
+    if plain >= len(reading):
+        return odd, plain, ()
+    return odd, plain, {each.request_id for batch in batches for each in batch.outputs}
 
 
 def wrap_engine_core(link: Callable[[], Link | None]) -> None:

@@ -69,14 +69,14 @@ def test_it_begins_beside_a_step_that_is_not_proven_done(scene: Scene) -> None:
 
 
 def test_a_hook_that_steps_moves_the_end_on_without_a_ring_and_without_a_driver_call(scene: Scene) -> None:
-    most_ns = 50 * MS
+    most_ns = 2_000 * MS  # a machine that stands still for less finds it going on
     scene.grants.consent(SERVICE, most_ns, 0)
     wait_until(lambda: scene.ask(most_ns) is GrantAnswer.GIVEN and scene.runs(), "it goes on")
     first = scene.grants.grants(SERVICE)
 
     def steps() -> bool:
         step(scene)
-        return scene.grants.grants(SERVICE).until_ns > first.until_ns + 4 * most_ns
+        return scene.grants.grants(SERVICE).until_ns > first.until_ns + most_ns // 2
 
     before = calls(scene)
     wait_until(steps, "the end has moved on")
@@ -236,6 +236,45 @@ def test_nothing_is_sliced_beside_another_holder(rig: Rig) -> None:
 
     assert scene.ask() is GrantAnswer.OTHERS
     assert scene.is_off()
+
+
+@pytest.mark.parametrize("has_launched", [True, False], ids=["that launched", "that has told nothing"])
+def test_slices_never_begin_beside_a_second_engine_of_the_service(scene: Scene, has_launched: bool) -> None:
+    """Its prompt rings nobody, and the steps of the first would move the end on for ever."""
+    second = scene.rig.online(SERVICE, {0})
+    if has_launched:
+        second.launch()
+    else:
+        second.region["magic"] = 0
+    scene.online.launch()
+
+    assert scene.ask() is GrantAnswer.OTHERS
+    assert scene.is_off()
+
+
+def test_slices_never_go_on_beside_a_second_engine_of_the_service(scene: Scene) -> None:
+    scene.online.launch()
+    scene.grants.consent(SERVICE, most_ns := 100 * MS, 0)
+    wait_until(lambda: scene.ask(most_ns) is GrantAnswer.GIVEN and scene.runs(), "a beginning")
+
+    second = scene.rig.online(SERVICE, {0})
+    second.launch()
+
+    def is_refused() -> bool:
+        now_ns = time.monotonic_ns()  # the first one steps on
+        scene.hook.region["step_end_ns"], scene.hook.region["grant_until_ns"] = now_ns, now_ns + FAR
+        return scene.grants.grants(SERVICE).until_ns == 0
+
+    wait_until(is_refused, "its end")
+    ended(scene)
+    assert scene.ask() is GrantAnswer.OTHERS
+
+
+def test_a_process_of_the_service_that_never_launches_ends_nothing_for_good(scene: Scene) -> None:
+    scene.rig.online(SERVICE, {0})
+    scene.online.launch()
+
+    given(scene)
 
 
 def test_slices_end_at_once_when_the_hook_is_gone(scene: Scene) -> None:

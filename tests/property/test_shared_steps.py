@@ -130,15 +130,16 @@ def test_nothing_is_left_shared_behind_an_engine_that_steps_no_more(valved: Valv
 
 @pytest.mark.parametrize("how", ["closed", "its word has run out", "an older valved"])
 def test_no_pause_is_waited_for_that_valved_has_ended(valved: Valved, how: str) -> None:
-    """It is asked for anew."""
+    """It is asked for anew; and what is given without an end is taken back behind the pause."""
     opened = Opened(valved)
     opened.step()
     valved.share({"closed": 0, "its word has run out": time.monotonic_ns(), "an older valved": 0}[how])
 
-    opened.pause()
+    wait = opened.pause()
 
-    assert valved.rings == 1
-    assert valved.until_ns > 0
+    assert len(wait.waited_s) > 1  # an answer is looked for
+    assert wait.asked_until_ns > 0
+    assert valved.until_ns == 0
 
 
 @pytest.mark.parametrize("how", ["dead", "consent"])
@@ -154,6 +155,32 @@ def test_without_valved_or_consent_nothing_is_rung(valved: Valved, how: str) -> 
     assert not opened.hook.pause(time.monotonic_ns() + 50 * MS, Waiting(valved), is_done=True)
     opened.hook.rested(time.monotonic_ns())
     assert valved.rings == 0
+
+
+def test_an_end_that_has_passed_is_never_left_for_valved_to_move_on(valved: Valved) -> None:
+    """The hook's word lies ahead of it: valved would take it, and share the prompt that comes now."""
+    opened = Opened(valved)
+    valved.share(opened.step())
+    assert valved.until_ns > time.monotonic_ns()
+
+    assert opened.hook.wants(time.monotonic_ns(), facts_of(waiting=1)) == 0
+
+    is_over(valved, opened.hook)
+
+
+def test_an_older_valved_never_shares_a_step(valved: Valved) -> None:
+    """It goes by slices, and says no end: the way back is the hook's own, before anything else runs."""
+    hook = grants_of(valved)
+    resume_ns = hook.wants(decoding(hook), facts_of())
+
+    assert hook.pause(resume_ns, Waiting(valved), is_done=True)
+
+    assert time.monotonic_ns() >= resume_ns
+    assert (valved.until_ns, valved.rings) == (0, 2)
+    now = time.monotonic_ns()
+    hook.stepped(now - STEP_NS, now, 1, prefill=False)
+    hook.delivered([("a", 1, False)], now)
+    assert valved.until_ns == 0
 
 
 def test_it_is_not_opened_more_often_than_the_gate_rung_may(valved: Valved) -> None:

@@ -18,6 +18,7 @@ from valve_hook.policy.granting import EngineFacts
 from valve_tools.lab.granted.engine import Bench, Load
 
 WAKE_NS, STOP_NS, HOST_NS = 3 * MS // 10, 3 * MS // 10, 3 * MS // 10
+RENEW_NS = 10 * MS  # valved/native/slice.c
 KV_TOKENS = 10**6
 MOST = 256
 
@@ -43,7 +44,9 @@ class Asked:
 
 @dataclass(slots=True)
 class PlayedValved:
-    """It opens and closes as the native gate does. Every ring is answered at the next look."""
+    """It opens and closes as the native gate does, and moves an end on as late as any gate did: after it has passed.
+    Every ring is answered at the next look.
+    """
 
     page: Valved
     gap_ns: int
@@ -52,15 +55,16 @@ class PlayedValved:
     open_until_ns: int = 0
     since_ns: int = 0
     openings: int = 0
+    asked_open: int = 0  # times that it was asked while it was open
     granted_ns: int = 0
 
     def look(self, now_ns: int) -> None:
-        if self.open_until_ns and now_ns >= self.open_until_ns:
-            self._close(self.open_until_ns)
         until_ns = self.page.until_ns
-        if self.by_slices and self.open_until_ns:  # the hook has moved it on, or not
+        if self.by_slices and 0 < self.open_until_ns <= now_ns + RENEW_NS:  # the hook has moved it on, or not
             self.open_until_ns = max(self.open_until_ns, min(until_ns, self.page.step[1] + self.gap_ns))
             self.page.share(self.open_until_ns)
+        if self.open_until_ns and now_ns >= self.open_until_ns:
+            self._close(self.open_until_ns)
         if self.page.seq == self.heard:
             return
         self.heard = self.page.seq
@@ -71,6 +75,8 @@ class PlayedValved:
             self.openings += 1
             if self.by_slices:
                 self.page.share(self.open_until_ns)
+        else:
+            self.asked_open += 1
         self.page.answer(GrantAnswer.GIVEN if until_ns > now_ns else GrantAnswer.NONE)
 
     def _close(self, at_ns: int) -> None:

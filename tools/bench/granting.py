@@ -126,8 +126,8 @@ def _hook_steps(requests: int) -> tuple[list[float], list[float], int]:
             first.finish_reason = "length" if step % TURNOVER == TURNOVER - 1 else None
             hook.stepped(now + 500_000, now + 7_000_000, requests, prefill=False)
             now += 7_000_000
-            odd, plain = told((batch,), hook.reading)
-            hook.delivered(odd, now, plain=plain, names=scheduled)
+            odd, plain, served = told((batch,), hook.reading)
+            hook.delivered(odd, now, plain=plain, names=served)
             if first.finish_reason:
                 del batch.outputs[0], scheduled[first.request_id]
         followed = time.thread_time_ns()

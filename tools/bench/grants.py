@@ -152,7 +152,7 @@ def by_slices(emulator: Emulator) -> dict[str, list[float]]:
         whole_ns, mine_ns = time.process_time_ns(), time.thread_time_ns()
         now_ns = time.monotonic_ns()
         pauses.page.stepped(now_ns - STEP_NS, now_ns)
-        sharing.begin(pauses.page)
+        sharing.begin(pauses.page, now_ns)
         sharing.move_on(now_ns + GAP_NS)
         waits += sharing.stands(pauses.page, now_ns)
         hook_ns = time.thread_time_ns() - mine_ns

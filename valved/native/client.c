@@ -74,6 +74,8 @@ void service_enlist(struct valve_gate *gate, struct valve_client *client, bool i
 	           list); /* pairs with raise_words: the listener walks this one from now on */
 	if (in)
 		word_raise(&client->control->gate_epoch, load_full(&service->epoch));
+	if (in)
+		waking_kick(gate); /* it may be a second engine: slice_is_sole */
 	listener_quiesce(gate);
 	free(old);
 }
@@ -236,6 +238,14 @@ bool client_is_idle(const struct valve_client *client)
 	default:
 		return false;
 	}
+}
+
+/* An online process that has launched, or may have: it has not filled in its region. */
+bool client_may_launch(const struct valve_client *client)
+{
+	const struct valve_region *region = client->region;
+
+	return client->role == VALVE_ROLE_ONLINE && (region_state(region) != 1 || sum_submitted(region));
 }
 
 static void read_gaps(struct valve_client *client, struct valve_view *out)

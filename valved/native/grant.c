@@ -57,8 +57,10 @@ static enum valve_grant_answer refusal(struct valve_gate *gate, const struct ser
 		if (mask & 1u << i)
 			answer = gpu_refuses(gate, i);
 	}
-	if (answer || load_full(&gate->by_slices)) /* beside its steps: there is nothing to prove */
+	if (answer)
 		return answer;
+	if (load_full(&gate->by_slices)) /* beside its steps: there is nothing to prove */
+		return slice_is_sole(service) ? VALVE_GRANT_NONE : VALVE_GRANT_OTHERS;
 	return service_is_idle(service) ? VALVE_GRANT_NONE : VALVE_GRANT_BUSY;
 }
 

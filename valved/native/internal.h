@@ -374,6 +374,7 @@ void grant_recall_all(struct valve_gate *gate);
 
 /* slice.c */
 enum valve_grant_answer slice_refuses(struct valve_gate *gate, uint32_t gpu);
+bool slice_is_sole(const struct service *service);
 enum valve_grant_answer slice_open(struct valve_gate *gate, struct service *service, uint64_t now);
 uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t now, bool may_go_on);
 void slice_close(struct valve_gate *gate, struct service *service, uint64_t now, bool is_broken);
@@ -390,6 +391,7 @@ struct valve_grant *client_grant(const struct valve_client *client);
 void client_reap(struct valve_client *client);
 bool client_has_passed(const struct valve_client *client, int fd);
 bool client_is_idle(const struct valve_client *client);
+bool client_may_launch(const struct valve_client *client);
 void service_enlist(struct valve_gate *gate, struct valve_client *client, bool in);
 
 /* stamps.c */

@@ -6,9 +6,10 @@
  * The service goes on holding and its words stay closed, so its launches ring nobody. What ends it is therefore said
  * otherwise: its hook rings when something comes that is not a step (grant_until_ns in the past); its time is over, for the
  * hook moves that on as long as it steps, and no further than the stated gap from the last step that it told of, so that a
- * hook that hangs or errs shares no reader's wait beyond what the owner consented to; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and
- * slice_break tells of it); the caller takes permission or consent back. A service that lets go ends it too, before its
- * hold is dropped: who launches after that finds no slices.
+ * hook that hangs or errs shares no reader's wait beyond what the owner consented to; a second process of the service
+ * launches; anybody else holds one of the GPUs (gpu_target: slices are for one holder alone, and slice_break tells of it);
+ * the caller takes permission or consent back. A service that lets go ends it too, before its hold is dropped: who launches
+ * after that finds no slices.
  *
  * Who opens and closes it is whoever opens and closes its service (hold.c). The end is told to the offline clients as that of a
  * grant, and each time that it moves.
@@ -31,6 +32,18 @@ static uint64_t least(uint64_t one, uint64_t other)
 static bool is_mine(const struct service *service, uint32_t gpu)
 {
 	return load_acquire(&service->mask) & 1u << gpu;
+}
+
+/* At most one process of the service launches. The hook that moves the end on tells of the steps of one engine alone: what
+ * a second one does is unknown to it, and rings nobody. */
+bool slice_is_sole(const struct service *service)
+{
+	const struct client_list *list = load_full(&service->clients); /* see listener_quiesce */
+	uint32_t count = 0;
+
+	for (uint32_t i = 0; list && i < list->count; i++)
+		count += client_may_launch(list->client[i]);
+	return count <= 1;
 }
 
 static void tell_hooks(const struct service *service, uint64_t until_ns)
@@ -127,16 +140,13 @@ uint64_t slice_turn(struct valve_gate *gate, struct service *service, uint64_t n
 	if (!load_full(&service->permitted))
 		return NEVER;
 	wish_ns = wanted_ns(gate, service, now);
-	if (!may_go_on || wish_ns <= now || !is_alone(gate, service)) {
-		slice_close(gate, service, now, may_go_on && wish_ns > now);
-		return NEVER;
+	if (!may_go_on || least(wish_ns, until_ns) <= now || !slice_is_sole(service) ||
+	    !is_alone(gate, service)) {
+		slice_close(gate, service, now, may_go_on && least(wish_ns, until_ns) > now);
+		return NEVER; /* an end that has passed is never moved on: the hook has seen that it is over */
 	}
 	if (now + RENEW_NS >= until_ns && wish_ns > until_ns)
 		set_until(gate, service, until_ns = wish_ns);
-	if (until_ns <= now) {
-		slice_close(gate, service, now, false);
-		return NEVER;
-	}
 	if (wish_ns < until_ns)
 		return wish_ns;
 	return until_ns > now + RENEW_NS ? until_ns - RENEW_NS : until_ns;

@@ -100,6 +100,7 @@ def test_a_refused_layout_is_said_once_and_requests_are_counted_on(node, link, c
     )
     link.register_layout(first)
     assert link.attach(WANTED, 1.0) is None
+    wait_for(lambda: link._told == (link.layout, link.wanted), "both are told")  # attach gives up after its time
     told = len(node.layouts)  # twice, where the thread looked between the layout and the wish
     link.register_layout(first)
     for _ in range(3):

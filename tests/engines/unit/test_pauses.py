@@ -209,6 +209,26 @@ def test_an_engine_in_more_than_one_place_never_asks(played, config):
     assert other.flown == []
 
 
+def test_a_reader_that_is_at_its_prompt_again_is_never_credited_with_a_token(played):
+    """It was preempted: its chunks are scheduled, and no row of the output is its."""
+    for name in "abc":
+        played.core.scheduler.add(name, 1_000)
+    played.run(5)
+    followed, counts = played.hook.asking._followed, {"a": 1, "b": 512, "c": 1}
+    assert set(followed.readers) == set(counts)
+    before, told = followed.context, {}
+    played.hook.asking.policy.delivered = lambda now_ms, skipped, extra: told.update(skipped=skipped, extra=extra)
+    rows = [SimpleNamespace(request_id=name, new_token_ids=[7], finish_reason=None) for name in "ac"]
+
+    played.hook.delivered(
+        SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=514, finished_req_ids=set()),
+        {0: SimpleNamespace(outputs=rows)},
+    )
+
+    assert told == {"skipped": [followed.readers["b"].number], "extra": {}}
+    assert followed.context == before + 2
+
+
 def test_a_hook_that_fails_never_stops_the_engine(played):
     played.core.scheduler.add("a", 30)
     played.core.scheduler.kv_cache_manager = None
