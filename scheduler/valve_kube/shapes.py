@@ -17,6 +17,7 @@ Json = dict[str, Any]
 
 _NULL = msgspec.Raw(b"null")
 _RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")
+_CACHED = 16 << 10  # bytes of what says a wish; the API server takes a megabyte
 _KEPT_LABELS = frozenset({"pod-template-hash"})
 
 
@@ -233,7 +234,8 @@ def _wish_of(spec: _Spec) -> NodeWish:
     spec.nodeSelector = spec.affinity = spec.tolerations = spec.topologySpreadConstraints = _NULL
     spec.volumes = None
 
-    return _wish(*map(bytes, parts), kinds)
+    read = _wish if sum(map(len, map(memoryview, parts))) <= _CACHED else _wish.__wrapped__
+    return read(*map(bytes, parts), kinds)
 
 
 @lru_cache(maxsize=1024)

@@ -9,12 +9,13 @@ import pytest
 from controller_world import EVICTION, World, missed, refused_pod
 from crowded_world import HOUR, Crowded
 from reports import NOW_S, harvest_node, pod
-from valve_kube.node_wish import ground_of, node_wish
+from valve_kube import shapes
+from valve_kube.node_wish import TOO_LONG, NodeWish, ground_of, node_wish
 from valve_kube.objects import node_report
 from valve_kube.shapes import NodeShape, PodShape
 from valve_scheduler.controller.workloads import workload_name
 from valve_scheduler.placement.explain import explain
-from valve_scheduler.placement.grounds import CLOSED_TEXT
+from valve_scheduler.placement.grounds import CLOSED_TEXT, Grounds
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 
@@ -73,10 +74,52 @@ CASES = [
 def test_a_node_is_never_judged_otherwise_than_by_kube_scheduler(wish: Json, node: Json, may: bool) -> None:
     labels = {"zone": "a", "cards": "4"}
     ground = ground_of({"metadata": {"name": "n1", "labels": labels}, "spec": node})
-    page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [{"metadata": {}, "spec": wish}]}).encode()
-    kept = PodShape().page(page).items[0]["spec"]
 
-    assert node_wish(wish).allows(ground) is node_wish(kept).allows(ground) is may
+    assert node_wish(wish).allows(ground) is node_wish(page_of(wish)).allows(ground) is may
+
+
+def page_of(spec: Json) -> Json:
+    """The spec of a pod, as the controller keeps it."""
+    page = json.dumps({"metadata": {"resourceVersion": "1"}, "items": [{"metadata": {}, "spec": spec}]}).encode()
+    kept: Json = PodShape().page(page).items[0]["spec"]
+    return kept
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [{"matchExpressions": [asks("zone", "In", f"z{i}")]} for i in range(3_000)]
+                    }
+                }
+            }
+        },
+        terms(asks("zone", "In", *(f"z{i}" for i in range(3_000)))),
+        {"tolerations": [{"key": f"k{i}", "operator": "Exists"} for i in range(3_000)]},
+        {"nodeSelector": {f"k{i}": "" for i in range(3_000)}},
+    ],
+)
+def test_a_wish_that_is_too_long_is_never_held_against_every_node(wish: Json) -> None:
+    """3,000 terms over 1,000 nodes held up the controller for 3.6 s."""
+    ground = ground_of({"metadata": {"name": "n1"}, "spec": {"taints": [TAINT]}})
+    cached = shapes._wish.cache_info().currsize
+
+    for found in (node_wish(wish), node_wish(page_of(wish))):
+        assert (found, found.is_bound, found.allows(ground)) == (TOO_LONG, True, True)
+    assert shapes._wish.cache_info().currsize == cached
+
+
+def test_answers_of_wishes_are_never_kept_without_bound() -> None:
+    grounds = Grounds()
+    grounds.replace([])
+    wishes = [NodeWish(selector=(("zone", str(i)),)) for i in range(1_000)]
+    for wish in wishes:
+        assert grounds.closed_to(wish, ["n1"], 1) == {"n1"}
+
+    assert list(grounds._closed) == wishes[-256:]
 
 
 @pytest.mark.parametrize("spec", [CORDON, {"taints": [TAINT]}])
