@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from reports import NOW_S, harvest_node, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
 from valve_scheduler.controller.guarded import TOLD_AFTER_S
+from valve_scheduler.controller.monitor import Sample, Track, Verdict
 from valve_scheduler.controller.workloads import owner_of
 from valve_scheduler.placement.state import STALE_AFTER_S
 
@@ -138,3 +140,35 @@ def test_pods_under_guard_stay_where_a_policy_leaves_best_effort_alone() -> None
     for _ in range(HOUR + 1):
         world.after(WINDOW_S, room=True)
         assert evictions(world) == 0
+
+
+def test_one_open_gpu_is_never_the_reason_to_move_several_pods() -> None:
+    """Places were counted for each kind of job: one GPU moved six pods of six SLAs in one round."""
+    world = World(SETTINGS)
+    world.profile()
+    world.report("n1", idle=0.0)
+    world.report("n2", idle=0.9)
+    sample = Sample(
+        pod_uid="",
+        owner_uid="job-1",
+        node="n1",
+        sla=0.5,
+        standalone_tokens_per_s=0.0,
+        runtime_s=1e4,
+        demand_s=1e4,
+        tokens=None,
+    )
+    tracks, pods = [], {}
+    for number in range(6):
+        uid = f"uid-p{number}"
+        one = best_effort()
+        one["metadata"] |= {"uid": uid}
+        one["metadata"]["annotations"] |= {names.SLA: f"0.{number + 1}", names.PROFILE: "m"}
+        pods[uid] = one
+        tracks.append(Track(sample=replace(sample, pod_uid=uid), verdict=Verdict.PERSISTENTLY_MISSED))
+    better = world.controller._better
+
+    rounds = [better.movable(list(tracks), pods, {}, world.now_s, guarded=pods) for _ in range(6)]
+
+    moved = [track.sample.pod_uid for found in rounds for track in found]
+    assert ([len(found) for found in rounds], sorted(moved)) == ([1] * 6, sorted(pods))  # and none waits for ever
