@@ -3,6 +3,7 @@
 kube-scheduler has judged this before it asks the extender. Whoever looks at the fleet without being asked by it (the
 controller, `valve explain`) must judge it too, or counts places that the pod never gets."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,7 @@ _CLOSING = ("NoSchedule", "NoExecute")  # effects of a taint that keep a pod awa
 CLAIMED_VOLUMES = ("persistentVolumeClaim", "ephemeral")
 _ALWAYS = "requiredDuringSchedulingIgnoredDuringExecution"
 _NAME = "@metadata.name"  # the one field of a node that an affinity may name, as a key that no label can have
+_DECIMAL = re.compile("[+-]?[0-9]+")
 KEPT = "nodeWish"  # key of the spec of a pod of which only the wish was kept
 MOST = 200  # requirements, their values and tolerations: each is held against each node while the lease waits
 
@@ -140,9 +142,16 @@ def _holds(requirement: Requirement, ground: Ground) -> bool:
 
 def _compared(found: str | None, values: tuple[str, ...], judge: Callable[[int, int], bool]) -> bool:
     try:
-        return found is not None and len(values) == 1 and judge(int(found), int(values[0]))
+        return found is not None and len(values) == 1 and judge(_number(found), _number(values[0]))
     except ValueError:
         return False
+
+
+def _number(text: str) -> int:
+    """As Go reads an int64: no blanks, no underscores, no digits of other scripts."""
+    if _DECIMAL.fullmatch(text) is None or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(text)
+    return int(text)
 
 
 _OPERATORS: Mapping[str, Callable[[str | None, tuple[str, ...]], bool]] = {

@@ -62,6 +62,11 @@ CASES = [
     (terms(asks("cards", "Gt", "3")), {}, True),
     (terms(asks("cards", "Lt", "4")), {}, False),
     (terms(asks("zone", "Gt", "3")), {}, False),
+    (terms(asks("cards", "Lt", "+10")), {}, True),
+    (terms(asks("cards", "Lt", "1_0")), {}, False),
+    (terms(asks("cards", "Lt", " 10")), {}, False),
+    (terms(asks("cards", "Lt", "\u0661\u0660")), {}, False),  # ten, in other digits
+    (terms(asks("cards", "Lt", "9223372036854775808")), {}, False),
     (terms(asks("zone", "Near", "a")), {}, False),
     (terms(), {}, False),
     (terms(matchFields=[asks("metadata.name", "In", "n1")]), {}, True),
@@ -161,16 +166,30 @@ def unreachable(world: World) -> list[tuple[str, str]]:
     return [(one["reason"], one["message"]) for one in conditions if one["type"] == "SLAUnreachable"]
 
 
-def test_an_sla_that_only_a_closed_node_could_keep_is_never_called_reachable() -> None:
+@pytest.mark.parametrize("others", [{}, {"n2": True}, {"n2": False}])
+def test_an_sla_that_only_a_closed_node_could_keep_is_never_called_reachable(others: dict[str, bool]) -> None:
+    world = World()
+    world.profile()
+    world.report("n1", idle=0.9)
+    for name, is_open in others.items():
+        world.report(name, idle=0.1, cards=0)
+        world.node(name, **({} if is_open else CORDON))
+    world.node("n1", **CORDON)
+
+    ((reason, message),) = unreachable(world)
+
+    assert (reason, "such as n1:" in message) == ("NodesClosed", True)
+
+
+def test_a_busy_fleet_is_never_blamed_on_an_idle_node_that_is_closed() -> None:
+    """It gets quieter by itself."""
     world = World()
     world.profile()
     world.report("n1", idle=0.9)
     world.report("n2", idle=0.1)
     world.node("n1", **CORDON)
 
-    ((reason, message),) = unreachable(world)
-
-    assert (reason, "such as n1:" in message) == ("NodesClosed", True)
+    assert [reason for reason, _ in unreachable(world)] == ["FleetTooBusy"]
 
 
 def test_a_busy_fleet_is_never_blamed_on_nodes_that_are_closed_and_as_busy() -> None:
