@@ -24,11 +24,12 @@ PROMISED = {names.SLA: "0.3", names.PROFILE: "m"}
 class Standing(World):
     """A pod on the first GPU of n1, which somebody uses unheard; the other GPUs are closed unless a test opens them."""
 
-    def __init__(self, owner: str = "job-1", **asked: str) -> None:
+    def __init__(self, owner: str = "job-1", spec: Json | None = None, **asked: str) -> None:
         super().__init__(SETTINGS)
         self.profile()
         one = best_effort(owner)
         one["metadata"]["annotations"] |= asked
+        one["spec"] |= spec or {}
         self.pods.sink.put(one)
         self.look()
 
@@ -72,6 +73,23 @@ def test_a_pod_under_guard_never_stands_without_a_word(asked: dict[str, str], ow
     assert world.after(30.0) == []  # once
     world.after(30.0, guard=False)
     assert "GPUGuarded" not in conditions(world)
+
+
+VOLUME = {"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "local"}}]}
+
+
+@pytest.mark.parametrize(("spec", "floor", "why"), [(VOLUME, 5, "its volumes"), ({}, 0, "floorPercent 0")])
+def test_a_pod_that_is_never_moved_is_never_told_that_it_is(spec: Json, floor: int, why: str) -> None:
+    world = Standing(spec=spec)
+    world.policy("floor", sla={"floorPercent": floor})
+    world.look()
+    world.after(TOLD_AFTER_S)
+
+    ((_, note),) = world.events()
+    assert ("it is moved" in note, "it is never moved" in note, why in note) == (False, True, True)
+    for _ in range(HOUR + 1):
+        world.after(WINDOW_S, room=True)
+        assert evictions(world) == 0
 
 
 @pytest.mark.parametrize(("asked", "windows"), [({}, HOUR), (PROMISED, 2)])

@@ -4,7 +4,6 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
-
 from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import node_wish
 from valve_kube.objects import Object, offline_pod

@@ -307,7 +307,7 @@ class Controller:
         owners = self._records.merged(stored, now_s, rules)
         homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in self.workloads.items.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
-        self._guards.look(running, self._fresh_nodes(now_s), now_s)
+        self._guards.look(running, self._fresh_nodes(now_s), self._rules, now_s)
         waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         chosen = choose(movable, owners, len(running), now_s, rules, homes)
