@@ -244,7 +244,9 @@ class Controller:
             with apart(pod):
                 levels = levels_of(self._reported(place.node, place.uid) or {})
                 node = self.nodes.items.get(("", place.node), {}).get("status") or {}
-                if is_enough(levels) and (note := await store_measured(self._client, pod, node, levels)):
+                if not is_enough(levels):
+                    continue
+                if note := await store_measured(self._client, pod, node, levels, self._belief.since_s):
                     await self._hands.tell_once(pod, Told.PROFILED, note)
 
     async def _tell_profiled(self, uids: set[str]) -> None:
