@@ -3,6 +3,7 @@
 kube-scheduler has judged this before it asks the extender. Whoever looks at the fleet without being asked by it (the
 controller, `valve explain`) must judge it too, or counts places that the pod never gets."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,7 +15,9 @@ _CLOSING = ("NoSchedule", "NoExecute")  # effects of a taint that keep a pod awa
 CLAIMED_VOLUMES = ("persistentVolumeClaim", "ephemeral")
 _ALWAYS = "requiredDuringSchedulingIgnoredDuringExecution"
 _NAME = "@metadata.name"  # the one field of a node that an affinity may name, as a key that no label can have
+_DECIMAL = re.compile("[+-]?[0-9]+")
 KEPT = "nodeWish"  # key of the spec of a pod of which only the wish was kept
+MOST = 200  # requirements, their values and tolerations: each is held against each node while the lease waits
 
 Taint = tuple[str, str, str]  # key, value, effect
 Requirement = tuple[str, str, tuple[str, ...]]  # label, operator, values
@@ -50,7 +53,8 @@ class Ground:
 class NodeWish:
     """What a pod says of the nodes it may use; equal for the pods of one Job. `terms` None: nothing by affinity.
 
-    `is_bound`: beside all this to pods that are somewhere, or to a volume, of which only kube-scheduler can tell."""
+    `is_bound`: to what only kube-scheduler can tell of: pods that are somewhere, a volume, or a wish too long to be
+    judged here."""
 
     selector: tuple[tuple[str, str], ...] = ()
     terms: tuple[Term, ...] | None = None
@@ -67,6 +71,7 @@ class NodeWish:
 
 
 ANY_NODE = NodeWish()
+TOO_LONG = NodeWish(tolerations=(Toleration(operator="Exists"),), is_bound=True)  # no node is called closed to it
 
 
 def node_wish(spec: Object) -> NodeWish:
@@ -75,6 +80,8 @@ def node_wish(spec: Object) -> NodeWish:
         return cast(NodeWish, kept)
     affinity = spec.get("affinity") or {}
     required = (affinity.get("nodeAffinity") or {}).get(_ALWAYS)
+    if _size(spec, required or {}) > MOST:
+        return TOO_LONG
     tolerations = {
         Toleration(**{key: str(one.get(key) or "") for key in ("key", "operator", "value", "effect")})
         for one in spec.get("tolerations") or []
@@ -97,6 +104,13 @@ def ground_of(node: Object) -> Ground:
         labels=metadata.get("labels") or {},
         taints=tuple(sorted({taint for taint in taints + cordon if taint[2] in _CLOSING})),
     )
+
+
+def _size(spec: Object, required: Object) -> int:
+    terms = required.get("nodeSelectorTerms") or []
+    asked = [one for term in terms for kind in ("matchExpressions", "matchFields") for one in term.get(kind) or []]
+    values = sum(len(one.get("values") or []) for one in asked)
+    return len(spec.get("nodeSelector") or {}) + len(spec.get("tolerations") or []) + len(terms) + len(asked) + values
 
 
 def _is_bound(spec: Object, affinity: Object) -> bool:
@@ -128,9 +142,16 @@ def _holds(requirement: Requirement, ground: Ground) -> bool:
 
 def _compared(found: str | None, values: tuple[str, ...], judge: Callable[[int, int], bool]) -> bool:
     try:
-        return found is not None and len(values) == 1 and judge(int(found), int(values[0]))
+        return found is not None and len(values) == 1 and judge(_number(found), _number(values[0]))
     except ValueError:
         return False
+
+
+def _number(text: str) -> int:
+    """As Go reads an int64: no blanks, no underscores, no digits of other scripts."""
+    if _DECIMAL.fullmatch(text) is None or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(text)
+    return int(text)
 
 
 _OPERATORS: Mapping[str, Callable[[str | None, tuple[str, ...]], bool]] = {

@@ -17,6 +17,7 @@ Json = dict[str, Any]
 
 _NULL = msgspec.Raw(b"null")
 _RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")
+_CACHED = 16 << 10  # bytes of what says a wish; the API server takes a megabyte
 _KEPT_LABELS = frozenset({"pod-template-hash"})
 
 
@@ -233,7 +234,10 @@ def _wish_of(spec: _Spec) -> NodeWish:
     spec.nodeSelector = spec.affinity = spec.tolerations = spec.topologySpreadConstraints = _NULL
     spec.volumes = None
 
-    return _wish(*map(bytes, parts), kinds)
+    selector, affinity, tolerations, spreads = map(bytes, parts)
+    is_small = len(selector) + len(affinity) + len(tolerations) + len(spreads) <= _CACHED
+    read = _wish if is_small else _wish.__wrapped__
+    return read(selector, affinity, tolerations, spreads, kinds)
 
 
 @lru_cache(maxsize=1024)

@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
     serve.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
     serve.add_argument(
-        "--service", metavar="NAMESPACE/NAME[:PORT]", help="in place of --replica: the ready pods of a Service"
+        "--service",
+        metavar="NAMESPACE/NAME[:PORT]",
+        help="in place of --replica: the ready pods of a Service; PORT: name, or number in the pods (targetPort)",
     )
     serve.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
     serve.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")

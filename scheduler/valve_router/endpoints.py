@@ -19,9 +19,9 @@ _FAMILIES = ("IPv4", "IPv6")  # in this order: a pod that has both is one replic
 
 
 class Endpoints:
-    """Calls `told` with all URLs at each change."""
+    """Calls `told` with all URLs and their pods at each change."""
 
-    def __init__(self, client: KubeClient, service: Service, told: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(self, client: KubeClient, service: Service, told: Callable[[dict[str, str]], None]) -> None:
         self._service = service
         self._told = told
         self._slices: dict[str, Json] = {}
@@ -47,13 +47,18 @@ class Endpoints:
 
     def _tell(self) -> None:
         urls = urls_of(self._slices.values(), self._service.port)
-        if self._slices and not urls:
-            log.warning("service %s: no endpoint is ready, or its port is not clear", self._service.name)
+        if not urls:
+            log.warning(
+                "service %s/%s: there is none, no pod of it is ready, or PORT is no port of its pods",
+                self._service.namespace,
+                self._service.name,
+            )
         self._told(urls)
 
 
-def urls_of(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[str, ...]:
-    """One URL for each pod that is ready. `port`: name or number; empty where the Service has only one."""
+def urls_of(slices: Iterable[Mapping[str, Any]], port: str) -> dict[str, str]:
+    """One URL for each pod that is ready, and the pod. `port`: its name, or its number in the pods; empty where the
+    Service has only one."""
     found: dict[str, tuple[int, str]] = {}
     for item in slices:
         number = _port(item.get("ports") or [], port)
@@ -68,7 +73,7 @@ def urls_of(slices: Iterable[Mapping[str, Any]], port: str) -> tuple[str, ...]:
             pod = (endpoint.get("targetRef") or {}).get("uid") or url
             found[pod] = min(found.get(pod, (family, url)), (family, url))
 
-    return tuple(sorted({url for _, url in found.values()}))
+    return dict(sorted((url, pod) for pod, (_, url) in found.items()))
 
 
 def _port(ports: Iterable[Mapping[str, Any]], wanted: str) -> int | None:

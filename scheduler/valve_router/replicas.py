@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -24,6 +24,7 @@ CHARACTERS_PER_TOKEN = 4
 JUDGED = 100  # predictions over which their error counts
 WORST_ERROR = 0.5  # of them, in the mean: beyond it requests go where the fewest are under way
 REFIT_EVERY = 50
+KEPT_S = 60.0  # what is known of one that left, and might come back
 WEIGHT = 0.1  # of the newest gap between two pieces of an answer
 
 
@@ -31,9 +32,11 @@ WEIGHT = 0.1  # of the newest gap between two pieces of an answer
 class Replica:
     name: str
     url: str
+    pod: str  # its UID, or what else tells one process from the next under an address
     timeline: Timeline
     is_alive: bool = True  # until a question says otherwise: a router that just started refuses nobody
     is_drained: bool = False
+    left_s: float = 0.0
     why_not: str = ""
     under_way: int = 0
     served: int = 0
@@ -79,17 +82,25 @@ class Replicas:
         self._now_s = now_s
         self._numbers = count()
         self.all: list[Replica] = []
-        self.follow(settings.replicas)
+        self._left: list[Replica] = []
+        self.follow({url: url for url in settings.replicas})
 
-    def follow(self, urls: Iterable[str]) -> None:
-        """From now on these. What runs in one that is left out may end there; one that comes back is another process,
-        so it begins anew, under a number of its own."""
-        known = {one.url: one for one in self.all}
-        first = self._settings.first_guess
+    def follow(self, pods: Mapping[str, str]) -> None:
+        """From now on these: URL and pod. What runs in one that is left out may end there. A pod that was not ready for
+        a while comes back as what it was: drained, and with what it has under way. Another pod under the same address
+        begins anew, under a number of its own."""
+        now_s, first = self._now_s(), self._settings.first_guess
+        known = {(one.url, one.pod): one for one in (*self._left, *self.all)}
+        before = self.all
         self.all = [
-            known.get(url) or Replica(name=str(next(self._numbers)), url=url, timeline=Timeline(first))
-            for url in (url.rstrip("/") for url in urls)
+            known.pop((url, pod))
+            if (url, pod) in known
+            else Replica(name=str(next(self._numbers)), url=url, pod=pod, timeline=Timeline(first))
+            for url, pod in ((url.rstrip("/"), pod) for url, pod in pods.items())
         ]
+        for one in before:
+            one.left_s = now_s
+        self._left = [one for one in known.values() if one.under_way or one.is_drained or now_s - one.left_s < KEPT_S]
 
     def send(self, prompt: str, but: Collection[Replica] = ()) -> Sent:
         """Choose a replica, and count the request there. `but`: those that have failed it already."""

@@ -100,8 +100,8 @@ class Checkups:
         self._client, self._settings, self._replicas = client, settings, replicas
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by name
 
-    def change(self, urls: tuple[str, ...]) -> None:
-        self._replicas.follow(urls)
+    def change(self, pods: dict[str, str]) -> None:
+        self._replicas.follow(pods)
         self.follow()
 
     def follow(self) -> None:

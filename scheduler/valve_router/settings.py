@@ -31,7 +31,7 @@ class Service:
 
     namespace: str
     name: str
-    port: str = ""  # name or number; may be left out where there is one
+    port: str = ""  # its name, or its number in the pods; may be left out where there is one
 
 
 def service_of(text: str) -> Service:

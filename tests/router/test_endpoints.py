@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import aiohttp
 import pytest
@@ -16,9 +17,10 @@ from fakeapi import FakeApi
 from fakeapi import until as until_true
 from ports import free_ports, serving
 from valve_kube.client import KubeClient
+from valve_router import endpoints
 from valve_router.command import main
 from valve_router.endpoints import Endpoints, urls_of
-from valve_router.replicas import NobodyAlive, Replicas
+from valve_router.replicas import KEPT_S, NobodyAlive, Replicas
 from valve_router.settings import Service, Settings, service_of
 
 ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
@@ -125,21 +127,63 @@ def test_a_request_under_way_never_hurts_when_its_pod_leaves_and_who_stays_is_kn
     known = Replicas(Settings(service=Service(namespace="a", name="b")), lambda: 1.0)
     with pytest.raises(NobodyAlive):
         known.send("")
-    known.follow(("http://a:1", "http://b:1"))
+    known.follow({"http://a:1": "a", "http://b:1": "b"})
     sent = [known.send("") for _ in range(4)]
     stays = known.find("http://b:1")
     before = stays.under_way
 
-    known.follow(("http://b:1", "http://c:1"))
+    known.follow({"http://b:1": "b", "http://c:1": "c"})
 
     assert known.find("http://b:1") is stays
     assert stays.under_way == before
     for one in sent:
         known.ended(one, is_served=True, has_failed=False)
     assert sum(one.served for one in known.all) == before
-    known.follow(("http://a:1",))
+    known.follow({"http://a:1": "another"})
     (back,) = known.all
     assert (back.served, back.name) == (0, "3")  # another process under an old address
+
+
+def test_a_pod_that_was_not_ready_for_a_while_never_comes_back_as_an_empty_one_that_takes_requests():
+    now = [1.0]
+    known = Replicas(Settings(service=Service(namespace="a", name="b")), lambda: now[0])
+    pods = {"http://a:1": "a", "http://b:1": "b"}
+    known.follow(pods)
+    a, b = known.all
+    a.is_drained = True
+    sent = [known.send("") for _ in range(50)]
+    assert b.under_way == 50
+
+    known.follow({})
+    now[0] += 3600.0
+    known.follow({})
+    known.follow(pods)
+
+    assert (known.all[0] is a, known.all[1] is b, a.is_drained, b.under_way) == (True, True, True, 50)
+    for one in sent:
+        known.ended(one, is_served=True, has_failed=False)
+    a.is_drained = False
+    known.follow({})
+    now[0] += KEPT_S
+    known.follow({})
+    assert known._left == []  # nothing is kept for good
+
+
+@alone
+async def test_a_service_that_is_not_there_is_never_waited_for_in_silence():
+    api = FakeApi()
+    api.items = []
+    api.watches = [[None]]
+    with mock.patch.object(endpoints.log, "warning") as warned:
+        async with api as access:
+            with contextlib.closing(KubeClient(access)) as client:
+                service = Service(namespace="serving", name="chta")
+                task = asyncio.create_task(Endpoints(client, service, lambda urls: None).run())
+                await until_true(lambda: warned.called)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    assert warned.call_args.args[1:] == ("serving", "chta")
 
 
 @alone

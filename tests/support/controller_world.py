@@ -23,6 +23,7 @@ class World:
         self.now_s = NOW_S
         self.calls: list[tuple[str, str, Json]] = []
         self.guarded_s = NOW_S - 1e5  # since when a policy keeps the word MeasuredByNode
+        self.ahead_s = 0.0  # the controller's clock, of the API server's
         self.policy_answer: Json | Exception | None = None  # of the API server, when it is asked for that policy
         self.refusals: dict[str, ApiError] = {}
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
@@ -34,7 +35,9 @@ class World:
         )
         self.labels.sink.replace([])
 
-    async def request(self, method: str, path: str, *, body: Any = None, **_: str) -> Json:
+    async def request(self, method: str, path: str, *, body: Any = None, query: Any = None, **_: str) -> Json:
+        if query == {"dryRun": "All"}:
+            return {**body, "metadata": {**body["metadata"], "creationTimestamp": text_of(self.now_s - self.ahead_s)}}
         if method == "GET" and path.startswith(names.ADMISSION_PATH):
             if isinstance(self.policy_answer, Exception):
                 raise self.policy_answer

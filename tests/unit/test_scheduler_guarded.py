@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from reports import NOW_S, harvest_node, uuids
 from valve_kube import names
 from valve_kube.client import ApiError
 from valve_scheduler.controller.guarded import TOLD_AFTER_S
+from valve_scheduler.controller.monitor import Sample, Track, Verdict
 from valve_scheduler.controller.workloads import owner_of
 from valve_scheduler.placement.state import STALE_AFTER_S
 
@@ -22,11 +24,12 @@ PROMISED = {names.SLA: "0.3", names.PROFILE: "m"}
 class Standing(World):
     """A pod on the first GPU of n1, which somebody uses unheard; the other GPUs are closed unless a test opens them."""
 
-    def __init__(self, owner: str = "job-1", **asked: str) -> None:
+    def __init__(self, owner: str = "job-1", spec: Json | None = None, **asked: str) -> None:
         super().__init__(SETTINGS)
         self.profile()
         one = best_effort(owner)
         one["metadata"]["annotations"] |= asked
+        one["spec"] |= spec or {}
         self.pods.sink.put(one)
         self.look()
 
@@ -70,6 +73,23 @@ def test_a_pod_under_guard_never_stands_without_a_word(asked: dict[str, str], ow
     assert world.after(30.0) == []  # once
     world.after(30.0, guard=False)
     assert "GPUGuarded" not in conditions(world)
+
+
+VOLUME = {"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "local"}}]}
+
+
+@pytest.mark.parametrize(("spec", "floor", "why"), [(VOLUME, 5, "its volumes"), ({}, 0, "floorPercent 0")])
+def test_a_pod_that_is_never_moved_is_never_told_that_it_is(spec: Json, floor: int, why: str) -> None:
+    world = Standing(spec=spec)
+    world.policy("floor", sla={"floorPercent": floor})
+    world.look()
+    world.after(TOLD_AFTER_S)
+
+    ((_, note),) = world.events()
+    assert ("it is moved" in note, "it is never moved" in note, why in note) == (False, True, True)
+    for _ in range(HOUR + 1):
+        world.after(WINDOW_S, room=True)
+        assert evictions(world) == 0
 
 
 @pytest.mark.parametrize(("asked", "windows"), [({}, HOUR), (PROMISED, 2)])
@@ -138,3 +158,35 @@ def test_pods_under_guard_stay_where_a_policy_leaves_best_effort_alone() -> None
     for _ in range(HOUR + 1):
         world.after(WINDOW_S, room=True)
         assert evictions(world) == 0
+
+
+def test_one_open_gpu_is_never_the_reason_to_move_several_pods() -> None:
+    """Places were counted for each kind of job: one GPU moved six pods of six SLAs in one round."""
+    world = World(SETTINGS)
+    world.profile()
+    world.report("n1", idle=0.0)
+    world.report("n2", idle=0.9)
+    sample = Sample(
+        pod_uid="",
+        owner_uid="job-1",
+        node="n1",
+        sla=0.5,
+        standalone_tokens_per_s=0.0,
+        runtime_s=1e4,
+        demand_s=1e4,
+        tokens=None,
+    )
+    tracks, pods = [], {}
+    for number in range(6):
+        uid = f"uid-p{number}"
+        one = best_effort()
+        one["metadata"] |= {"uid": uid}
+        one["metadata"]["annotations"] |= {names.SLA: f"0.{number + 1}", names.PROFILE: "m"}
+        pods[uid] = one
+        tracks.append(Track(sample=replace(sample, pod_uid=uid), verdict=Verdict.PERSISTENTLY_MISSED))
+    better = world.controller._better
+
+    rounds = [better.movable(list(tracks), pods, {}, world.now_s, guarded=pods) for _ in range(6)]
+
+    moved = [track.sample.pod_uid for found in rounds for track in found]
+    assert ([len(found) for found in rounds], sorted(moved)) == ([1] * 6, sorted(pods))  # and none waits for ever

@@ -243,3 +243,15 @@ def test_nothing_is_called_measured_while_the_policy_may_not_be_in_force_everywh
     world.now_s += 1.0
 
     assert [method for method, _, _ in measured_by(world)][:2] == ["POST", "PATCH"]
+
+
+def test_a_profile_that_would_never_be_believed_is_never_stored() -> None:
+    """A clock ahead of the API server's stored one from before the policy counted, and nothing measures it anew."""
+    world = World()
+    world.ahead_s = 2 * SETTLED_S
+    world.guarded_s = world.now_s - SETTLED_S
+    assert measured_by(world) == []
+
+    world.now_s += 2 * SETTLED_S
+
+    assert [method for method, _, _ in measured_by(world)][:2] == ["POST", "PATCH"]

@@ -48,8 +48,14 @@ class Belief:
     def covers(self, profile: Object) -> bool:
         return is_measured(profile) and self._from_s is not None and created_at_s(profile) >= self._from_s
 
+    @property
+    def since_s(self) -> float:
+        """What was made earlier, by the clock of the API server, is not believed."""
+        return -math.inf if self._from_s is None else self._from_s
+
     async def is_young(self, now_s: float) -> bool:
-        """A profile that was stored now would never be believed; it is a matter of a minute."""
+        """A profile that was stored now would never be believed; it is a matter of a minute. By our own clock: whoever
+        stores one looks at the API server's, too."""
         if not self._has_looked:
             await self.look()
         return not self._has_looked or (self._from_s is not None and now_s < self._from_s)

@@ -7,7 +7,9 @@ best effort an hour of the floor) the pod may be moved, by the same budget and b
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from valve_kube.objects import Object, is_bare, owner_uid, phase_in_force, pod_place
+from valve_kube import names
+from valve_kube.node_wish import node_wish
+from valve_kube.objects import Object, annotation, is_bare, owner_uid, phase_in_force, pod_place
 
 from valve_scheduler.controller.monitor import MonitorSettings, Track, Verdict
 
@@ -22,12 +24,21 @@ class Guarded:
     node: str
     why: str
     since_s: float
+    floor: float  # of best effort on this node
 
     @property
     def note(self) -> str:
-        moves = "it is moved when that lasts and another GPU takes it"
-        stays = "nothing would make it anew elsewhere"
-        return f"stopped on {self.node}: {self.why}. It goes on when that ends; {stays if is_bare(self.pod) else moves}"
+        return f"stopped on {self.node}: {self.why}. It goes on when that ends; {self._fate}"
+
+    @property
+    def _fate(self) -> str:
+        if is_bare(self.pod):
+            return "nothing would make it anew elsewhere"
+        if node_wish(self.pod["spec"]).is_bound:
+            return "it is never moved: only kube-scheduler could say where its volumes and wishes let it go"
+        if self.floor <= 0 and not annotation(self.pod, names.SLA):
+            return "it is never moved: the policy of its node leaves best effort where it is (floorPercent 0)"
+        return "it is moved when that lasts and another GPU takes it"
 
 
 class Guards:
@@ -37,7 +48,13 @@ class Guards:
         self.of: dict[str, Guarded] = {}  # by UID of the pod
         self._oldest: dict[str, Guarded] = {}  # by owner
 
-    def look(self, pods: Iterable[Object], nodes: Mapping[str, Object], now_s: float) -> None:
+    def look(
+        self,
+        pods: Iterable[Object],
+        nodes: Mapping[str, Object],
+        rules: Callable[[str], MonitorSettings],
+        now_s: float,
+    ) -> None:
         """`nodes`: GPUHarvestNodes with a fresh report. What holds a whole node (a pause, a mode) is no guard."""
         before, self.of = self.of, {}
         for pod in pods:
@@ -50,7 +67,8 @@ class Guards:
             if uuid := next((uuid for uuid in place.gpu_uuids if uuid in closed), ""):
                 since_s = before[place.uid].since_s if place.uid in before else now_s
                 why = f"{uuid} is closed to offline work: {closed[uuid]}"
-                self.of[place.uid] = Guarded(pod=pod, node=place.node, why=why, since_s=since_s)
+                floor = rules(place.node).floor
+                self.of[place.uid] = Guarded(pod=pod, node=place.node, why=why, since_s=since_s, floor=floor)
         self._oldest = {}
         for one in sorted(self.of.values(), key=lambda one: -one.since_s):
             self._oldest[owner_uid(one.pod)] = one

@@ -152,11 +152,14 @@ async def store(client: KubeClient, metadata: Object, spec: Json, status: Json) 
     await client.request("PATCH", f"{named}/status", body={"status": status}, content_type=MERGE_PATCH)
 
 
-async def store_measured(client: KubeClient, pod: Object, node: Object, levels: Sequence[Level]) -> str:
+async def store_measured(
+    client: KubeClient, pod: Object, node: Object, levels: Sequence[Level], since_s: float = -math.inf
+) -> str:
     """Under the name that the pod asks for; the note of its event, empty where nothing was stored.
 
     Only a profile that is made here is called measured, and only as it was made: one of that name that stands already,
-    or that somebody changes before its status is written, is that person's word."""
+    or that somebody changes before its status is written, is that person's word. One that would bear a time before
+    `since_s` would never be believed, nor measured anew: the API server is asked first which time it would give."""
     place, name = pod_place(pod), annotation(pod, names.PROFILE)
     workload = {"model": name, "gpuModel": node.get("gpuModel", ""), "tensorParallel": len(place.gpu_uuids)}
     spec = measured_spec(workload, levels)
@@ -164,7 +167,12 @@ async def store_measured(client: KubeClient, pod: Object, node: Object, levels: 
     path = _profiles_of(place.namespace)
     found = {"profile": f"{place.namespace}/{name}", "levels": len(levels)}
     try:
-        made = await client.request("POST", path, body=_profile({"namespace": place.namespace, "name": name}, spec))
+        wanted = _profile({"namespace": place.namespace, "name": name}, spec)
+        draft = await client.request("POST", path, query={"dryRun": "All"}, body=wanted)
+        if created_at_s(draft) < since_s:
+            log.info("profile not stored: it would not be believed yet", extra=found)
+            return ""
+        made = await client.request("POST", path, body=wanted)
         version = {"resourceVersion": made["metadata"]["resourceVersion"]}
         body = {"metadata": version, "status": status}
         await client.request("PATCH", f"{path}/{name}/status", body=body, content_type=MERGE_PATCH)

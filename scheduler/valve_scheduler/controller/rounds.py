@@ -244,7 +244,9 @@ class Controller:
             with apart(pod):
                 levels = levels_of(self._reported(place.node, place.uid) or {})
                 node = self.nodes.items.get(("", place.node), {}).get("status") or {}
-                if is_enough(levels) and (note := await store_measured(self._client, pod, node, levels)):
+                if not is_enough(levels):
+                    continue
+                if note := await store_measured(self._client, pod, node, levels, self._belief.since_s):
                     await self._hands.tell_once(pod, Told.PROFILED, note)
 
     async def _tell_profiled(self, uids: set[str]) -> None:
@@ -307,7 +309,7 @@ class Controller:
         owners = self._records.merged(stored, now_s, rules)
         homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in self.workloads.items.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
-        self._guards.look(running, self._fresh_nodes(now_s), now_s)
+        self._guards.look(running, self._fresh_nodes(now_s), self._rules, now_s)
         waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
         movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
         chosen = choose(movable, owners, len(running), now_s, rules, homes)

@@ -2,12 +2,14 @@
 
 The extender keeps no nodes: kube-scheduler asks it about those alone that it has found open by the same rules."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from valve_kube.client import Json
 from valve_kube.node_wish import Ground, NodeWish, ground_of
 
 CLOSED_TEXT = "valve: the node is cordoned, tainted, or none that the pod asks for"
+_WISHES = 256  # different ones whose answers are kept; one of 1,000 nodes is 33 KB
 
 
 class Grounds:
@@ -15,7 +17,7 @@ class Grounds:
 
     def __init__(self) -> None:
         self._nodes: dict[str, Ground] | None = None  # nobody follows them: who asks has judged them before
-        self._closed: dict[NodeWish, frozenset[str]] = {}
+        self._closed: OrderedDict[NodeWish, frozenset[str]] = OrderedDict()
         self._version = -1
 
     def put(self, node: Json) -> None:
@@ -40,8 +42,12 @@ class Grounds:
         if version != self._version:
             self._closed.clear()
             self._version = version
-        if wish not in self._closed:
+        closed = self._closed.pop(wish, None)
+        if closed is None:
             grounds = (self._nodes.get(name) or Ground(name=name, labels={}) for name in names)
-            self._closed[wish] = frozenset(one.name for one in grounds if not wish.allows(one))
+            closed = frozenset(one.name for one in grounds if not wish.allows(one))
+        self._closed[wish] = closed
+        if len(self._closed) > _WISHES:
+            self._closed.popitem(last=False)
 
-        return self._closed[wish]
+        return closed

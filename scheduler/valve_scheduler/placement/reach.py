@@ -75,11 +75,15 @@ def beyond(fleet: Fleet, sets: GpuSets, job: Job, settings: PlacementSettings) -
     if not job.avoid:
         return _beyond(fleet, sets, free, settings)
     rows = np.flatnonzero([bool(name) and name not in job.avoid for name in fleet.names])
-    if len(rows) and (found := _beyond(fleet_rows(fleet, rows), set_rows(sets, rows), free, settings)) is None:
-        return None
+    if not len(rows):
+        found = _beyond(fleet, sets, free, settings)
+    else:
+        found = _beyond(fleet_rows(fleet, rows), set_rows(sets, rows), free, settings)
+        if found is None or found.reason != NEVER:  # what open nodes lack may end by itself
+            return found
     others = ranked_nodes(fleet, rank(fleet, sets, free, settings))
     if not others:
-        return found if len(rows) else _beyond(fleet, sets, free, settings)
+        return found
     some = ", ".join(name for name, _ in others[:_EXAMPLES])
 
     return Beyond(
