@@ -17,6 +17,7 @@ from typing import Any
 from sglang_campaign import SCHEDULER_INIT, prompts, start_engine
 
 COUNT, TOKENS = 6, 10
+ROUNDS = 40  # how often the requests are served again, where nothing was given yet
 
 
 class Giver:
@@ -90,8 +91,10 @@ def main() -> None:
     while not (folder / "seen.json").exists():
         answers()
     after = [answers() for _ in range(2)]
-    seen = json.loads((folder / "seen.json").read_text())
-    print(json.dumps({"is_same": all(each == before for each in after), **seen}), flush=True)
+    seen = lambda: json.loads((folder / "seen.json").read_text())  # noqa: E731
+    while not seen()["given"] and len(after) < ROUNDS:  # a busy machine answers too late for most of what is asked
+        after.append(answers())
+    print(json.dumps({"is_same": all(each == before for each in after), **seen()}), flush=True)
     engine.shutdown()
 
 
