@@ -11,28 +11,13 @@ from functools import partial
 
 import pytest
 from gates import Launcher, Rig, wait_until
+from grant_scene import MS, QUICK, SERVICE, prove
 
 from valved.abi import region
 from valved.gate.permits import REASONS
-from valved.machine.ports import Stamp, StampKind, WakeRule
+from valved.machine.ports import Stamp, StampKind
 from valved.model.ids import GpuIndex, Role, ServiceId
-from valved.policy.wake import WakeReason, WakeSettings
-
-SERVICE = ServiceId(7)
-MS = 1_000_000
-QUICK = WakeRule(
-    cooldown_ns=1 * MS,
-    learn_ns=1 << 62,
-    watch_since_ns=1,
-    looking_since_ns=1,
-    **{name: getattr(WakeSettings(watcher_lease_ns=10**15), name) for name in WakeSettings.__dataclass_fields__},
-)
-
-
-def prove(online: Launcher) -> None:
-    """The watcher's proof, with its time."""
-    online.region["idle_ns"] = online.region["watcher_ns"] = time.monotonic_ns()
-    online.finish()
+from valved.policy.wake import WakeReason
 
 
 def is_open(online: Launcher) -> bool:

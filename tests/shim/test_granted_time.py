@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import time
+from itertools import count
 
 import pytest
 from fake_daemon import CHANNEL_ADD, OFFLINE, until
@@ -14,6 +15,14 @@ from rmkit import GR0, Process
 FIRST, SECOND = 0x5C000008, 0x5C00000A
 SECOND_NS = 1_000_000_000
 FAR = 3600 * SECOND_NS
+
+
+def is_left_on(world, process, channel):
+    """What the process makes now is valved's to stop."""
+    process.channel(process.device, channel, engine=GR0)
+    before = len(world.gate_calls())
+    process.register(channel)
+    return len(world.gate_calls()) == before
 
 
 def begun(world):
@@ -93,18 +102,8 @@ def test_a_living_link_is_never_dropped_and_valveds_late_stop_takes_over(world, 
 
     client.control.run_until_0 = 0  # valved has stopped all of it
     calls = len(world.gate_calls())
-    third = 0x5C000777
-
-    def is_valveds_again():
-        """What comes now is valved's to stop."""
-        nonlocal third
-        third += 1
-        process.channel(process.device, third, engine=GR0)
-        before = len(world.gate_calls())
-        process.register(third)
-        return len(world.gate_calls()) == before
-
-    until(is_valveds_again, "its own stop is dropped")
+    thirds = count(0x5C000778)
+    until(lambda: is_left_on(world, process, next(thirds)), "its own stop is dropped")
     assert not [line for line in world.gate_calls()[calls:] if line.startswith("enable")]
     assert world.daemons[0].clients.empty()  # nobody came anew
 
@@ -147,17 +146,8 @@ def test_no_channel_is_stopped_for_ever_because_a_stop_of_its_own_failed(world):
     until(lambda: client.region.until_done == end_ns, "it tried")
 
     client.control.run_until_0 = 0
-    third = 0x5C000777
-
-    def is_valveds_again():
-        nonlocal third
-        third += 1
-        process.channel(process.device, third, engine=GR0)
-        before = len(world.gate_calls())
-        process.register(third)
-        return len(world.gate_calls()) == before
-
-    until(is_valveds_again, "no stop of its own is left")
+    thirds = count(0x5C000778)
+    until(lambda: is_left_on(world, process, next(thirds)), "no stop of its own is left")
 
 
 def end_beside_a_slow_successor(world):

@@ -135,16 +135,13 @@ def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
     permit = Permit(owners, [service])
     permit.check()
     files = sorted(set(weights_of(service)))
-    if len(files) != 1:
+    if not files:
         raise NotShared(
-            f"{service} consents, but maps "
-            + (
-                "several files of weights; name one"
-                if files
-                else "no file of valve tune share that this user may see; "
-            )
-            + ("" if files else "weights on a GPU, as vLLM's and SGLang's daemons hold them, are not shared")
+            f"{service} consents, but maps no file of valve tune share that this user may see; "
+            "weights on a GPU, as vLLM's and SGLang's daemons hold them, are not shared"
         )
+    if len(files) > 1:
+        raise NotShared(f"{service} consents, but maps several files of weights; name one")
     permit = Permit(owners, [service], files[0])
     permit.check()
     return files[0], permit
