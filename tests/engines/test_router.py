@@ -19,7 +19,6 @@ from valve_router.settings import Settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 REQUESTS, TOKENS, OPEN = 240, 24, 8
-NAMES = ("tiny", "tiny-2")  # of the one model: an answer says which was asked
 MINUTES = float(os.environ.get("ROUTER_MINUTES", "10"))
 BURST, QUIET_S = 24, 6.0  # requests of one burst, and the mean pause after it
 
@@ -31,7 +30,7 @@ class Servers:
         self.own, *self.ports = free_ports(1 + count)
         self._env = engines.environment(VLLM_CPU_KVCACHE_SPACE="1", OMP_NUM_THREADS="1", VALVE_ROLE="")
         argv = [str(engines.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(engines.model)]
-        self._argv = [*argv, "--served-model-name", *NAMES, "--enforce-eager", "--dtype", "float32"]
+        self._argv = [*argv, "--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32"]
         self._argv += ["--max-model-len", "512", "--host", "127.0.0.1"]
         self._folder = folder
         self.processes = [self.start(port) for port in self.ports]
@@ -80,10 +79,10 @@ async def until_up(client, servers, index):
         await asyncio.sleep(0.5)
 
 
-async def ask(client, url, prompt, name=NAMES[0]):
+async def ask(client, url, prompt):
     """Text of a streamed greedy answer, and whether it ended as it should."""
     body = {
-        "model": name,
+        "model": "tiny",
         "prompt": prompt,
         "max_tokens": TOKENS,
         "temperature": 0,
@@ -98,9 +97,7 @@ async def ask(client, url, prompt, name=NAMES[0]):
             if data == "[DONE]":
                 is_whole = True
             elif data:
-                said = json.loads(data)
-                assert said["model"] == name
-                text += said["choices"][0]["text"]
+                text += json.loads(data)["choices"][0]["text"]
     return text, is_whole
 
 
@@ -166,9 +163,9 @@ def test_minutes_of_bursts_and_kills_never_lose_a_request_or_shorten_an_answer(s
             async with serving(Settings(replicas=servers.urls, port=servers.own, health_s=0.2)):
 
                 async def one():
-                    prompt, name = draw.choice(prompts), draw.choice(NAMES)
+                    prompt = draw.choice(prompts)
                     try:
-                        text, is_whole = await ask(client, url, prompt, name)
+                        text, is_whole = await ask(client, url, prompt)
                     except aiohttp.ClientError:
                         outcomes["cut"] += 1  # the client knows
                     else:
