@@ -11,9 +11,24 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Card", "Channel", "Channels", "Connection", "Engine", "Explanation", "GateSettings", "Holding", "Layout"),
-        *("Level", "NoPlace", "Node", "NotReady", "Page", "Place", "Reach", "Refused", "RmClient"),
-        *("SchedulerHook", "Session", "Standing", "Unheeded", "Verdict", "_Client"),
+        *("Card", "Channel", "Channels", "Connection", "Engine", "Explanation", "Holding", "Layout"),
+        *(
+            "Level",
+            "NoPlace",
+            "Node",
+            "NotReady",
+            "Page",
+            "Place",
+            "Reach",
+            "Refused",
+        ),
+        *(
+            "SchedulerHook",
+            "Session",
+            "Standing",
+            "Unheeded",
+            "Verdict",
+        ),
     }
 )
 

@@ -22,10 +22,6 @@ OVERGROWN = {
     "scheduler/valve_scheduler/controller/rounds.py:Controller": 384,
     "scheduler/valve_scheduler/placement/state.py:ClusterState": 418,
     "tools/cluster/node.py:RealNode": 359,
-    "tools/gpu/rig.py:Rig": 275,
-    "valved/clients/register.py:Register": 328,
-    "valved/gate/adapter.py:NativeGate": 407,
-    "valved/gate/wake.py:GateService": 437,
 }
 C_FUNCTION = re.compile(r"^[A-Za-z_].*\)$|^[A-Za-z_].*\) \{$")
 

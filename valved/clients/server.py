@@ -231,7 +231,7 @@ class LinkServer:
             refused = Refused(code=Refusal.QUOTA, text="valved is out of descriptors")
             with contextlib.suppress(OSError):
                 sock.send(build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()), socket.MSG_DONTWAIT)
-            self._register.count_refusal(Refusal.QUOTA)
+            self._register.admission.count_refusal(Refusal.QUOTA)
             self.closer.close([sock.detach()])
         self._keep_spare()
 

@@ -73,9 +73,12 @@ class Uncounted:
         gating, now_ns = self._host.gating, self._host.clock.now_ns()
         is_heard = any(verdict.gpu == gpu and verdict.is_heard for verdict in self._known.verdicts)
         return (
-            gating.is_braked
+            gating.permits.is_braked
             or (GUARD_SERVICE in gating.gpus[gpu].holders and not is_heard)
-            or any(gpu in one.gpus and (one.away or gating.is_resting(one, now_ns)) for one in gating.online.values())
+            or any(
+                gpu in one.gpus and (one.away or gating.permits.is_resting(one, now_ns))
+                for one in gating.online.values()
+            )
         )
 
     def is_by_order(self, gpu: GpuIndex) -> bool:
