@@ -11,7 +11,7 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Card", "Channel", "Channels", "Connection", "Engine", "Explanation", "Holding", "Layout"),
+        *("Card", "Connection", "Engine", "Explanation", "Holding", "Layout"),
         *(
             "Level",
             "NoPlace",

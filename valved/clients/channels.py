@@ -50,7 +50,7 @@ class Channels:
         self.leftovers = Leftovers()
         self.lease = LeaseFlags(gate, books, gating)
         self.keeps_files = False  # a rung of granted time needs the drivers' files of offline processes
-        self._gate = gate
+        self._port = gate.channels
         self._books = books
         self._gating = gating
         self._journal = journal
@@ -94,9 +94,7 @@ class Channels:
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
             return
-        give = partial(
-            self._gate.channels.give_rm_client, entry.id, gpu, body.h_client, body.h_device, body.h_subdevice
-        )
+        give = partial(self._port.give_rm_client, entry.id, gpu, body.h_client, body.h_device, body.h_subdevice)
         if entry.role is Role.OFFLINE:
             give(-1)
         if len(entry.rm_gpus) < self._quota.channels_per_client:
@@ -167,7 +165,7 @@ class Channels:
         if self._books.clients[client].role is Role.OFFLINE:
             return
         left = self.leftovers.take_where(lambda one: one.channel.h_client == h_client)
-        self._gate.channels.enable_foreign([one.channel for one in left])
+        self._port.enable_foreign([one.channel for one in left])
         for other in self.possession.owners(h_client):
             entry = self._books.clients[other]
             if entry.role is not Role.OFFLINE:
@@ -177,7 +175,7 @@ class Channels:
             for channel in mine:
                 self._forget_channel(entry, (channel.h_client, channel.h_channel))
                 self._gating.counters.refuse("foreign")
-            self._gate.channels.enable_foreign(mine)
+            self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
         if self._books.put_channel(entry, channel):
@@ -198,11 +196,11 @@ class Channels:
 
     def _arm(self, entry: ClientEntry, channel: ChannelRef) -> tuple[int, bool] | None:
         """Status and whether the client's file is wanted. None: the driver knows no such channel."""
-        armed = self._gate.channels.add_channel(entry.id, channel)
+        armed = self._port.add_channel(entry.id, channel)
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            self._gate.channels.enable_unless_held(channel)
+            self._port.enable_unless_held(channel)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False
@@ -217,7 +215,7 @@ class Channels:
         if channel is None:
             return
         if entry.role is Role.OFFLINE:
-            self._gate.channels.remove_channel(entry.id, *key)
+            self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
         if self._books.drop_channel(entry, key):
             self.gpus_changed(entry.service)
@@ -267,9 +265,7 @@ class Channels:
         text = _text(body)
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
-            self._gate.channels.give_up(
-                entry.id, "the process is an MPS client: its channels are the server's, and others' too"
-            )
+            self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
         if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)
@@ -279,7 +275,7 @@ class Channels:
         """The application switched a channel itself: from now on that is its business."""
         if key not in entry.channels:
             return
-        self._gate.channels.note_app_disabled(entry.id, *key, disabled)
+        self._port.note_app_disabled(entry.id, *key, disabled)
         if disabled:
             entry.app_disabled.add(key)
         else:

@@ -16,7 +16,7 @@ from valved.state.journal import Journal
 from valved.state.registry import Books, Claim
 
 
-class Claimed:
+class ClaimedRoots:
     def __init__(
         self,
         gate: GatePort,

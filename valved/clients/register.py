@@ -23,7 +23,7 @@ from valved.abi.link import (
 )
 from valved.clients.admission import Admission, Connection, why_not
 from valved.clients.channels import Channels
-from valved.clients.claimed import Claimed
+from valved.clients.claimed import ClaimedRoots
 from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import (
@@ -107,7 +107,7 @@ class Register:
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
         self.admission = Admission(books, gating, journal, processes, quota)
         ends = (self._exits, self.leave, self._service_ended, self._changed)
-        self.claimed = Claimed(gate, books, gating, journal, processes, *ends)
+        self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self._connections: dict[ClientId, Connection] = {}
 
     def _changed(self) -> None:
