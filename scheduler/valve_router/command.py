@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +44,22 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="valve route", description=__doc__)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="pass OpenAI-shaped requests to replicas of one model")
-    serve.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
-    serve.add_argument(
-        "--service",
-        metavar="NAMESPACE/NAME[:PORT]",
-        help="in place of --replica: the ready pods of a Service; PORT: name, or number in the pods (targetPort)",
-    )
-    serve.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
-    serve.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
+    _add_choice(serve)
     serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
-    serve.add_argument(
-        "--operator-token-file", type=Path, help="for status, metrics and drain, where clients have a token"
-    )
     serve.add_argument("--replica-token-file", type=Path, help="the router sends this to the replicas")
     serve.add_argument("--path", action="append", default=[], help="a path of the engine that clients may ask, too")
-    serve.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
-    serve.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
-    serve.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
+    pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
+    _add_choice(pick)
+    pick.add_argument("--grpc", default="127.0.0.1:9002", metavar="HOST:PORT", help="where gateways connect")
+    pick.add_argument("--tls-certificate", type=Path)
+    pick.add_argument("--tls-key", type=Path)
+    pick.add_argument("--client-ca", type=Path, help="only gateways with a certificate of this authority connect")
+    pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
+    pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
+    pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
+    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[])
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -76,23 +74,46 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _add_choice(command: argparse.ArgumentParser) -> None:
+    """Who the replicas are, and how one is chosen."""
+    command.add_argument("--replica", action="append", default=[], metavar="URL", help="of an engine; give one each")
+    command.add_argument(
+        "--service",
+        metavar="NAMESPACE/NAME[:PORT]",
+        help="in place of --replica: the ready pods of a Service; PORT: name, or number in the pods (targetPort)",
+    )
+    command.add_argument("--kubeconfig", help="for --service; default: the pod's service account, else the user's")
+    command.add_argument("--listen", default="127.0.0.1:8100", metavar="HOST:PORT")
+    command.add_argument(
+        "--operator-token-file", type=Path, help="for status, metrics and drain, where others can connect"
+    )
+    command.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
+    command.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
+    command.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
+
+
 def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("--router", default=HERE, metavar="URL")
     command.add_argument("--token-file", type=Path)
 
 
+def address_of(flag: str, text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{flag} {text}: not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    host, colon, port = arguments.listen.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ValueError(f"--listen {arguments.listen}: not HOST:PORT")
+    host, port = address_of("--listen", arguments.listen)
     if not 0 <= arguments.tpot_ms < 3_600_000:
         raise ValueError(f"--tpot-ms {arguments.tpot_ms}: from 0")
     score = replace(ScoreSettings(), score=Score(arguments.score))
     return Settings(
         replicas=tuple(arguments.replica),
         service=service_of(arguments.service) if arguments.service else None,
-        host=host.strip("[]"),
-        port=int(port),
+        host=host,
+        port=port,
         token=_token(arguments.token_file),
         operator_token=_token(arguments.operator_token_file),
         paths=(*PASSED, *arguments.path),
@@ -119,13 +140,41 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"valve route: {error}; pip install 'valve[router]'", file=sys.stderr)
         return FAILED
     settings = settings_of(arguments)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+    if arguments.access_log:
+        logging.getLogger("valve_router.access").setLevel(logging.INFO)
+    return _until_told(arguments, settings, serve, f"behind http://{settings.host}:{settings.port}")
+
+
+def _pick(arguments: argparse.Namespace) -> int:
+    try:
+        from valve_router.picker import GatewayDoor, serve
+    except ImportError as error:
+        print(f"valve route: {error}; pip install 'valve[picker]'", file=sys.stderr)
+        return FAILED
+    host, port = address_of("--grpc", arguments.grpc)
+    door = GatewayDoor(
+        host=host,
+        port=port,
+        certificate=arguments.tls_certificate,
+        key=arguments.tls_key,
+        client_authority=arguments.client_ca,
+        is_self_signed=arguments.tls_self_signed,
+        health_port=arguments.health_port,
+        is_open=arguments.without_tls,
+    )
+    arguments.token_file = arguments.operator_token_file  # no client ever asks there
+    settings = settings_of(arguments)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+    return _until_told(arguments, settings, partial(serve, door=door), f"for gateways at {arguments.grpc}")
+
+
+def _until_told(arguments: argparse.Namespace, settings: Settings, serve: Any, where: str) -> int:
+    """Serve until SIGTERM; say so once it does."""
     try:
         access = find(dict(os.environ), arguments.kubeconfig) if settings.service else None
     except SchedulerError as error:
         raise OSError(str(error)) from error
-    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
-    if arguments.access_log:
-        logging.getLogger("valve_router.access").setLevel(logging.INFO)
 
     async def run() -> None:
         stop, ready = asyncio.Event(), asyncio.Event()
@@ -136,11 +185,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if ready.is_set():
-            where = f"http://{settings.host}:{settings.port}"
             whose = (
                 f"the pods of service {arguments.service}" if settings.service else f"{len(settings.replicas)} replicas"
             )
-            print(f"valve route: {whose} behind {where}", flush=True)
+            print(f"valve route: {whose} {where}", flush=True)
         await serving
 
     asyncio.run(run())

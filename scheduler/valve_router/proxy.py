@@ -12,14 +12,13 @@ import hmac
 import json
 import logging
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from valve_router.answers import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
+from valve_router.prompt import READ_BYTES, prompt_of
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 from valve_router.settings import Settings
 
@@ -41,29 +40,7 @@ PER_HOP = frozenset(
 RETRIED = frozenset({502, 503})  # a replica that starts or stops says so before it has begun
 READERS = 1  # replicas that may have begun with a request, and failed, before it is tried once more: one that kills its
 # reader must not go through the whole fleet
-READ_BYTES = 1 << 20  # of a longer body nothing is read: its prompt counts as unknown
-READ_ITEMS = 16_384  # of a list in it
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL})  # what this process lacks is no replica's fault
-EVENTS = "text/event-stream"
-REPLICA_HEADER = "x-valve-replica"
-
-
-class Prompt(msgspec.Struct):
-    """What of a body says how long it is. Anything else stays unread."""
-
-    prompt: Any = None
-    messages: Any = None
-    input: Any = None
-
-
-@dataclass(slots=True)
-class Counts:
-    requests: dict[int, int] = field(default_factory=dict)  # by status; 499: the client went away
-    retries: int = 0
-    broken: int = 0  # answers that a replica broke off
-
-    def add(self, status: int) -> None:
-        self.requests[status] = self.requests.get(status, 0) + 1
 
 
 class ReplicaFailed(Exception):
@@ -84,7 +61,7 @@ class Proxy:
         self.counts = Counts()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        began_s, status, name = time.monotonic(), 499, ""
+        began_s, status, name = time.monotonic(), GIVEN_UP, ""
         try:
             answer = await self._answer(request)
             status, name = answer.status, answer.headers.get(REPLICA_HEADER, "")
@@ -236,32 +213,3 @@ def refusal(status: int, message: str, code: str, retry_after_s: int = 0) -> web
     headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
     error = {"error": {"message": message, "type": "valve_router", "code": code}}
     return web.json_response(error, status=status, headers=headers)
-
-
-def prompt_of(body: bytes) -> str:
-    """The text that a replica will read first, as well as it can be told; empty for whatever is no such request."""
-    if len(body) > READ_BYTES:
-        return ""
-    parts: list[str] = []
-    try:
-        asked = msgspec.json.decode(body, type=Prompt)
-        _collect(asked.messages if asked.messages is not None else asked.prompt or asked.input, parts)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    return "\n".join(parts)
-
-
-def _collect(value: Any, parts: list[str]) -> None:
-    """Texts of a prompt, of a list of them, of messages and of their parts."""
-    if isinstance(value, str):
-        parts.append(value)
-    elif isinstance(value, list):
-        read = value[:READ_ITEMS]
-        if read and all(isinstance(one, int) for one in read):  # tokens: about so many characters
-            parts.append(" ".join(f"{one:x}"[:3] for one in read))
-        else:
-            for one in read:
-                _collect(one, parts)
-    elif isinstance(value, dict):
-        for key in ("role", "content", "text"):
-            _collect(value.get(key), parts)

@@ -84,12 +84,13 @@ class Replicas:
         self.all: list[Replica] = []
         self._left: list[Replica] = []
         self.follow({url: url for url in settings.replicas})
+        self.is_told = settings.service is None  # who they are
 
     def follow(self, pods: Mapping[str, str]) -> None:
         """From now on these: URL and pod. What runs in one that is left out may end there. A pod that was not ready for
         a while comes back as what it was: drained, and with what it has under way. Another pod under the same address
         begins anew, under a number of its own."""
-        now_s, first = self._now_s(), self._settings.first_guess
+        now_s, first, self.is_told = self._now_s(), self._settings.first_guess, True
         known = {(one.url, one.pod): one for one in (*self._left, *self.all)}
         before = self.all
         self.all = [
@@ -138,6 +139,21 @@ class Replicas:
             choice = choose([one.timeline for one in among], tasks, self._settings.score)
             index, placed = choice.index, choice.placed
         return Sent(among[index], placed, was_alone=not among[index].under_way)
+
+    def instead_of(self, chosen: Replica, but: Collection[Replica] = ()) -> Replica | None:
+        """Who could take a request that `chosen` turns out not to take. Only one: the request may kill its reader."""
+        names = {chosen.name, *(one.name for one in but)}
+        able = [one for one in self.all if one.is_alive and not one.is_drained and one.name not in names]
+        free = [one for one in able if one.under_way < self._settings.open_per_replica]
+        return min(free, key=lambda one: one.under_way, default=None)
+
+    def moved(self, sent: Sent, replica: Replica) -> Sent:
+        """Somebody else sent the request on to `replica`, as the chosen one did not take it."""
+        self.ended(sent, is_served=False, has_failed=True)
+        now = Sent(replica, replica.timeline.place(sent.placed.task), was_alone=False)
+        replica.under_way += 1
+        replica.timeline.add(now.placed)
+        return now
 
     def is_full(self) -> bool:
         """No replica could be sent anything now."""

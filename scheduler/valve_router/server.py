@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 
+from valve_router.answers import Counts
 from valve_router.endpoints import Endpoints
 from valve_router.proxy import Proxy, is_allowed, refusal
 from valve_router.replicas import Replica, Replicas
@@ -55,6 +56,19 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def assembled(settings: Settings, access: Access | None = None) -> AsyncIterator[web.Application]:
+    async with known(settings, access) as (client, replicas):
+        proxy = Proxy(settings, replicas, client)
+        app = web.Application(client_max_size=settings.body_bytes)
+        Operators(settings, replicas, proxy.counts).add_to(app)
+        app.router.add_route("*", "/{path:.*}", proxy.handle)
+        yield app
+
+
+@contextlib.asynccontextmanager
+async def known(
+    settings: Settings, access: Access | None = None
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas]]:
+    """The replicas, each asked after its health, and the client that asks."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -65,15 +79,11 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
         cookie_jar=aiohttp.DummyCookieJar(),  # a cookie of one client is nobody else's
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
     ) as client:
-        proxy = Proxy(settings, replicas, client)
-        app = web.Application(client_max_size=settings.body_bytes)
-        Operators(settings, replicas, proxy).add_to(app)
-        app.router.add_route("*", "/{path:.*}", proxy.handle)
         checkups = Checkups(client, settings, replicas)
         checkups.follow()
         async with following(settings, access, checkups):
             try:
-                yield app
+                yield client, replicas
             finally:
                 await checkups.end()
 
@@ -139,12 +149,12 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
 class Operators:
     """/health, /metrics and /route: for whoever runs the router."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, proxy: Proxy) -> None:
+    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts) -> None:
         self._settings = settings
         self._replicas = replicas
-        self._proxy = proxy
+        self._counts = counts
         self._registry = CollectorRegistry()
-        self._registry.register(RouterCollector(replicas, proxy))
+        self._registry.register(RouterCollector(replicas, counts))
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/health", self._health)
@@ -167,7 +177,7 @@ class Operators:
     async def _status(self, request: web.Request) -> web.Response:
         if not self._may_look(request):
             return refusal(401, "a bearer token is needed", "invalid_api_key")
-        return web.json_response(status_of(self._replicas, self._proxy))
+        return web.json_response(status_of(self._replicas, self._counts))
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
@@ -187,14 +197,14 @@ class Operators:
             known = ", ".join(one.name for one in self._replicas.all)
             return refusal(404, f"there is no replica {name}: {known}", "not_found")
         replica.is_drained = is_drained
-        return web.json_response(status_of(self._replicas, self._proxy))
+        return web.json_response(status_of(self._replicas, self._counts))
 
 
-def status_of(replicas: Replicas, proxy: Proxy) -> dict[str, Any]:
+def status_of(replicas: Replicas, counts: Counts) -> dict[str, Any]:
     return {
-        "requests": {str(status): count for status, count in sorted(proxy.counts.requests.items())},
-        "retries": proxy.counts.retries,
-        "broken": proxy.counts.broken,
+        "requests": {str(status): count for status, count in sorted(counts.requests.items())},
+        "retries": counts.retries,
+        "broken": counts.broken,
         "replicas": [
             {
                 "name": one.name,
@@ -221,12 +231,12 @@ def state_of(replica: Replica) -> str:
 class RouterCollector(Collector):
     """The router's figures as Prometheus reads them."""
 
-    def __init__(self, replicas: Replicas, proxy: Proxy) -> None:
+    def __init__(self, replicas: Replicas, counts: Counts) -> None:
         self._replicas = replicas
-        self._proxy = proxy
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._proxy.counts
+        counts = self._counts
         requests = CounterMetricFamily("valve_router_requests", "Requests answered, by status", labels=["status"])
         for status, count in counts.requests.items():
             requests.add_metric([str(status)], count)

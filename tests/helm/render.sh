@@ -16,10 +16,11 @@ render default 1.36.0
 render airgapped 1.30.0
 render certmanager 1.33.1
 render policy 1.36.0
+render pickers 1.36.0
 
 [ "$out" = "$root/tests/helm/golden" ] || exit 0
 cd "$out"
-for name in certmanager policy; do
+for name in certmanager policy pickers; do
 	diff -u --label default --label "$name" default.yaml "$name.yaml" >"$name.diff" || [ $? = 1 ]
 	rm "$name.yaml"
 done

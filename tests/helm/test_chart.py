@@ -33,9 +33,10 @@ RENDERED = [
     ("airgapped", "1.30"),
     ("certmanager", "1.33"),
     ("policy", "1.36"),
+    ("pickers", "1.36"),
 ]
 # Kinds of other projects, whose schemas the validator does not carry.
-FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1")
+FOREIGN = ("monitoring.coreos.com/v1", "cert-manager.io/v1", "inference.networking.k8s.io/v1")
 
 
 @functools.cache
@@ -72,7 +73,7 @@ def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
 
     subprocess.run([str(ROOT / "tests/helm/render.sh"), str(tmp_path)], check=True)
 
-    for name in (*FILES, "policy"):
+    for name in (*FILES, "policy", "pickers"):
         assert golden(name) == (tmp_path / f"{name}.yaml").read_text(), (
             f"run tests/helm/render.sh and review the change of {name}.yaml"
         )
@@ -280,6 +281,29 @@ def test_the_network_policy_leaves_open_what_is_asked_from_outside() -> None:
     for workload in [*of_kind("Deployment"), *of_kind("DaemonSet")]:
         assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
     assert of_kind("NetworkPolicy") == []
+
+
+def test_a_picker_is_never_wider_open_than_its_pool_needs() -> None:
+    names = {"valve-picker-chat", "valve-picker-code"}
+    of_pickers = [one for one in objects("pickers") if one["metadata"]["name"] in names]
+    assert {one["metadata"]["namespace"] for one in of_pickers} == {"serving"}
+    assert not [one for one in of_pickers if one["kind"].startswith("Cluster")]
+    for role in (one for one in of_pickers if one["kind"] == "Role"):
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+        ]
+    (policy,) = (one for one in of_pickers if one["kind"] == "NetworkPolicy")  # of the one that names its gateways
+    guarded, probed = policy["spec"]["ingress"]
+    assert guarded["from"]
+    assert [one["port"] for one in guarded["ports"]] == ["grpc"]
+    assert [one["port"] for one in probed["ports"]] == ["health"]
+    (pool,) = of_kind("InferencePool", "pickers")
+    assert pool["spec"]["endpointPickerRef"] == {
+        "name": "valve-picker-chat",
+        "port": {"number": 9002},
+        "failureMode": "FailOpen",
+    }
+    assert not [one for one in objects("default") if "picker" in one["metadata"]["name"]]
 
 
 def test_a_mirror_is_in_front_of_every_image() -> None:

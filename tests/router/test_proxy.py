@@ -6,39 +6,16 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 import pytest
+from played_engines import Engines
 from ports import free_ports, serving
 from valve_router.command import main
-from valve_router.proxy import prompt_of
+from valve_router.prompt import prompt_of
 from valve_router.settings import Settings
 from yarl import URL
-
-ENGINE = Path(__file__).parents[1] / "support" / "played_engine.py"
-
-
-class Engines:
-    def __init__(self, ports, piece_s):
-        self.ports = ports
-        self.piece_s = piece_s
-        self.processes = [self.start(port) for port in self.ports]
-
-    def start(self, port):
-        return subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", str(self.piece_s)])
-
-    @property
-    def urls(self):
-        return tuple(f"http://127.0.0.1:{port}" for port in self.ports)
-
-    def end(self):
-        for process in self.processes:
-            process.kill()
-            process.wait()
 
 
 class Routed:
@@ -99,12 +76,7 @@ async def routed(count=2, piece_s=0.0, headers=None, **more):
     settings = Settings(replicas=engines.urls, port=own, **{"health_s": 0.05, **more})
     try:
         async with aiohttp.ClientSession(headers=headers) as client:
-            for url in engines.urls:
-                while True:
-                    with contextlib.suppress(aiohttp.ClientError):
-                        async with client.get(f"{url}/health"):
-                            break
-                    await asyncio.sleep(0.02)
+            await engines.until_well(client)
             async with serving(settings):
                 yield Routed(engines, settings, client)
     finally:

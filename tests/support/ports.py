@@ -19,8 +19,8 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def serving(settings, **more):
-    """A router that is ready. One that cannot start raises, and nobody waits for it."""
+async def serving(settings, serve=serve, **more):
+    """A router, or with its `serve` a picker, that is ready. One that cannot start raises, and nobody waits for it."""
     stop, ready = asyncio.Event(), asyncio.Event()
     router = asyncio.create_task(serve(settings, stop=stop, ready=ready, **more))
     waiting = asyncio.create_task(ready.wait())

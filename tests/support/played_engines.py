@@ -1,0 +1,40 @@
+"""Played engines, one process each: two of them can serve, and any of them can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+
+ENGINE = Path(__file__).with_name("played_engine.py")
+
+
+class Engines:
+    def __init__(self, ports, piece_s):
+        self.ports = ports
+        self.piece_s = piece_s
+        self.processes = [self.start(port) for port in self.ports]
+
+    def start(self, port):
+        return subprocess.Popen([sys.executable, str(ENGINE), str(port), "--piece-s", str(self.piece_s)])
+
+    @property
+    def urls(self):
+        return tuple(f"http://127.0.0.1:{port}" for port in self.ports)
+
+    async def until_well(self, client):
+        for url in self.urls:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with client.get(f"{url}/health"):
+                        break
+                await asyncio.sleep(0.02)
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
