@@ -48,6 +48,8 @@ class Scene:
         self.daemons[-1].end_lease(self.client)
 
     def heir(self, more=FEATURE_KEEP_STOP):
+        if self.daemons[-1].thread.is_alive():
+            self.daemons[-1].close()
         self.client = self.daemon(more=more).client()
 
 
@@ -111,6 +113,8 @@ ENDS = (
     (stop_by_order, run_by_order),
     (stop_by_order, run_by_drain),
     (stop_by_order, run_alone),
+    (stop_by_order, run_by_heir),
+    (stop_by_order, run_by_old_heir),
     (stop_by_lease, run_by_heir),
     (stop_by_lease, run_by_old_heir),
 )

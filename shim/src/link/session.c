@@ -134,6 +134,8 @@ static void lose_link(void)
 		valve_map_private(0, VALVE_ORDER_RUN);
 	else if (valve_launches_wait())
 		valve_launches_hold();
+	session.stopped |=
+	        load_relaxed(&valve_shim.self_stopped) != 0; /* by order: who would end that is gone */
 	if (session.stopped)
 		stop_again();
 }
