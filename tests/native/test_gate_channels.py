@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gates import FakeDriver, Rig, gate_rig
+from gates import FakeDriver, Rig, gate_rig, wait_until
 
 from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -225,6 +225,42 @@ def test_a_client_that_leaves_while_gated_is_enabled_first(rig: Rig) -> None:
     assert off == tuple(leaving.channels)
     assert leaving.on() == 2
     assert staying.on() == 0
+
+
+@pytest.mark.parametrize("gives_up", [False, True], ids=["it leaves", "it is given up"])
+def test_no_channel_that_leaves_the_gate_stays_off_because_the_driver_refused_once(rig: Rig, gives_up: bool) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    rig.driver.rules.fail_enable = 0x65
+    if gives_up:
+        rig.gate.give_up(leaving.client, "it is an MPS client")
+    else:
+        rig.gate.remove_client(leaving.client)
+    assert leaving.on() == 0
+    rig.driver.rules.fail_enable = 0
+
+    wait_until(lambda: leaving.on() == 2, "both run")
+    assert rig.gate.is_stopped(GpuIndex(0))
+
+
+def test_no_late_enable_reaches_a_channel_that_is_back_under_a_closed_gate(rig: Rig) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    rig.driver.rules.fail_enable = 0x65
+    rig.gate.remove_client(leaving.client)
+    back = rig.offline()
+    first, second = leaving.channels
+    rig.gate.add_channel(back.client, first)
+
+    rig.driver.rules.fail_enable = 0
+
+    wait_until(lambda: leaving.on() == 1, "the other one runs")
+    assert rig.driver.lib.fake_is_on(second.h_client, second.h_channel) == 1
 
 
 def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig: Rig) -> None:

@@ -122,16 +122,28 @@ class FakeConnection:
         self.sent = []
         self.is_open = True
         self.on_send = lambda kind, body, seq, fds: None  # the peer hears at once
+        self.is_full = False  # its socket: what is sent waits in valved
+        self.queue = []
 
-    def send(self, kind, body, seq, fds=()):
+    def send(self, kind, body, seq, fds=(), arrived=None):
         if not self.is_open:
             return False
-        self.sent.append((kind, body, seq, fds))
-        self.on_send(kind, body, seq, fds)
+        self.queue.append((kind, body, seq, fds, arrived))
+        if not self.is_full:
+            self.flush()
         return True
+
+    def flush(self):
+        while self.queue:
+            *packet, arrived = self.queue.pop(0)
+            self.sent.append(tuple(packet))
+            if arrived is not None:
+                arrived()
+            self.on_send(*packet)
 
     def close(self):
         self.is_open = False
+        self.queue.clear()
 
     @property
     def last(self):

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, Refused
 from valved.clients.identity import NoPlace, Peer, Place, identify, place
+from valved.clients.outbox import Arrived
 from valved.config import QuotaTable
 from valved.gate.wake import GateService
 from valved.machine.ports import ProcessPort
@@ -27,7 +28,9 @@ class Connection(Protocol):
     @property
     def uid(self) -> int: ...
 
-    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool: ...
+    def send(
+        self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
+    ) -> bool: ...
 
     def close(self) -> None: ...
 

@@ -31,6 +31,7 @@ from valved.clients.identity import (
     Peer,
     trust_domain,
 )
+from valved.clients.outbox import Arrived
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.wake import GateService
@@ -269,10 +270,18 @@ class Register:
         else:
             self.memory.handle(self._books.clients[client], packet, fds)
 
-    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
-        """To a client, if it is still connected."""
+    def send(
+        self,
+        client: ClientId,
+        kind: LinkType,
+        body: Body,
+        seq: int,
+        fds: tuple[int, ...] = (),
+        arrived: Arrived | None = None,
+    ) -> bool:
+        """To a client, if it is still connected. As of an outbox."""
         connection = self._connections.get(client)
-        return connection is not None and connection.send(kind, body, seq, fds)
+        return connection is not None and connection.send(kind, body, seq, fds, arrived)
 
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
