@@ -17,8 +17,6 @@ FILE_LINES = 600
 FUNCTION_LINES = 80
 CLASS_LINES = 250
 OVERGROWN = {
-    "patches/hook/link.py:Link": 257,
-    "patches/sglang/engine.py:SglangEngine": 338,
     "scheduler/valve_scheduler/controller/rounds.py:Controller": 384,
     "scheduler/valve_scheduler/placement/state.py:ClusterState": 418,
     "tools/cluster/node.py:RealNode": 359,
