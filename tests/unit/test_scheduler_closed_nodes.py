@@ -231,7 +231,7 @@ def test_explain_never_calls_a_pod_placeable_where_only_a_closed_node_has_room()
     state.put_report(node_report(harvest_node("n1")), NOW_S)
     assert explain(state, pod(), NOW_S).state == "placeable"  # the extender: kube-scheduler has judged before
 
-    state.grounds.put({"metadata": {"name": "n1"}, "spec": CORDON})
+    state.asked.grounds.put({"metadata": {"name": "n1"}, "spec": CORDON})
 
     found = explain(state, pod(), NOW_S)
     assert (found.state, [one.text for one in found.refusals]) == ("unplaceable", [CLOSED_TEXT])
@@ -239,7 +239,7 @@ def test_explain_never_calls_a_pod_placeable_where_only_a_closed_node_has_room()
 
 def test_a_node_that_comes_or_changes_is_never_judged_by_what_was_before() -> None:
     state = ClusterState(PlacementSettings())
-    grounds, wish = state.grounds, pod()
+    grounds, wish = state.asked.grounds, pod()
     grounds.replace([{"metadata": {"name": name}, "spec": CORDON} for name in ("n1", "n2")])
 
     def closed() -> set[str]:

@@ -20,7 +20,6 @@ OVERGROWN = {
     "patches/hook/link.py:Link": 257,
     "patches/sglang/engine.py:SglangEngine": 338,
     "scheduler/valve_scheduler/controller/rounds.py:Controller": 384,
-    "scheduler/valve_scheduler/placement/state.py:ClusterState": 418,
     "tools/cluster/node.py:RealNode": 359,
     "tools/gpu/rig.py:Rig": 275,
     "valved/clients/register.py:Register": 328,

@@ -124,7 +124,7 @@ class Controller:
             self.profiles.tee(profiles_view(client, self._state)),
             self.workloads.tee(workloads_view(client, self._state)),
             policies_view(client, self._state),
-            grounds_view(client, self.labels, self._state.grounds),
+            grounds_view(client, self.labels, self._state.asked.grounds),
             self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
         ]
         self._accounts_view = self.views[-1]
@@ -165,14 +165,15 @@ class Controller:
 
     def _refused_job(self, pod: Json) -> Job | None:
         wish = self._refused(pod)
-        return None if wish is None else self._state.job(wish, self._now_s())
+        return None if wish is None else self._state.asked.job(wish, self._now_s())
 
     def _refused_kind(self, pod: Json) -> Job | None:
         """Nodes that its owner avoids for a while count as able; those that are closed to it do not."""
         wish = self._refused(pod)
-        return (
-            None if wish is None else replace(self._state.job(wish, self._now_s()), avoid=self._state.closed_to(wish))
-        )
+        if wish is None:
+            return None
+        asked = self._state.asked
+        return replace(asked.job(wish, self._now_s()), avoid=asked.closed_to(wish))
 
     def _refused(self, pod: Json) -> OfflinePod | None:
         conditions = (pod.get("status") or {}).get("conditions") or []
@@ -377,7 +378,7 @@ class Controller:
         reported = self._reported(place.node, place.uid)
         if reported is None or (wish.sla <= 0 and self._rules(place.node).floor <= 0):
             return None
-        profile = self._state.job(wish, self._now_s()).profile
+        profile = self._state.asked.job(wish, self._now_s()).profile
 
         return Sample(
             pod_uid=place.uid,
