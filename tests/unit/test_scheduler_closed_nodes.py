@@ -161,7 +161,7 @@ def unreachable(world: World) -> list[tuple[str, str]]:
     waiting["metadata"]["ownerReferences"] = []
     world.pods.sink.put(waiting)
     world.round()
-    found = world.controller.workloads.items.get(("default", workload_name("uid-p1")), {})
+    found = world.controller.caches.workloads.items.get(("default", workload_name("uid-p1")), {})
     conditions = (found.get("status") or {}).get("conditions") or []
     return [(one["reason"], one["message"]) for one in conditions if one["type"] == "SLAUnreachable"]
 
@@ -211,7 +211,7 @@ def test_a_node_that_an_owner_avoids_for_a_while_is_never_taken_for_a_closed_one
     world.pods.sink.put(waiting)
     world.round()
 
-    (workload,) = world.controller.workloads.items.values()
+    (workload,) = world.controller.caches.workloads.items.values()
     assert [entry["node"] for entry in workload["status"]["avoidNodes"]] == ["n1"]
     assert "SLAUnreachable" not in [one["type"] for one in workload["status"]["conditions"]]
 
