@@ -241,3 +241,25 @@ def test_a_node_that_is_off_is_never_counted_as_one_that_should_report() -> None
     state.put_report(node_report(drained), NOW_S)
 
     assert state.report_ages_s(NOW_S).tolist() == [0.0]
+
+
+def test_the_kept_standing_of_the_nodes_is_never_another_than_one_judged_anew() -> None:
+    """It is judged again only when a report or the clock can have changed it; the clock may jump back, too."""
+    random = np.random.default_rng(1)
+    state, nodes, now_s = state_of(capacity=2), [f"n{number}" for number in range(7)], NOW_S
+    seen: set[int] = set()
+    for _ in range(600):
+        now_s += float(random.choice([0.0, 5.0, 40.0, STALE_AFTER_S, -20.0]))
+        node, age_s = str(random.choice(nodes)), float(random.choice([0.0, 30.0, 2 * STALE_AFTER_S]))
+        if random.random() < 0.1:
+            state.drop_report(node)
+        elif random.random() < 0.8:
+            phase = str(random.choice(["Harvesting", "Paused"]))
+            report = node_report(harvest_node(node, phase=phase, age_s=NOW_S - now_s + age_s, epoch=int(now_s)))
+            state.put_report(report, now_s, is_live=bool(random.random() < 0.7))
+        kept = state.fleet(now_s).standing
+        state._standing = None
+
+        assert kept.tolist() == state.fleet(now_s).standing.tolist()
+        seen.update(kept.tolist())
+    assert seen == {Standing.HARVESTING, Standing.OFF, Standing.STALE}

@@ -38,6 +38,7 @@ _ARRAYS = (
 )
 _Windows = tuple[float | None, float | None, float | None]
 """Idle share of a node in the last ten minutes, hour and day."""
+_UNSEEN = np.zeros(0)
 
 
 class ClusterState:
@@ -51,7 +52,7 @@ class ClusterState:
         self._free_rows: list[int] = list(range(capacity))[::-1]
         self._names: list[str] = [""] * capacity
         self._uuids: list[tuple[str, ...]] = [()] * capacity
-        self._seen: dict[str, _Windows] = {}
+        self._seen: dict[str, tuple[FloatArray, FloatArray, FloatArray]] = {}
         self._marks: dict[str, tuple[int, float]] = {}  # of each node's last report
         self._skew_s: dict[str, float] = {}  # a node's clock less ours
         self._off = np.ones(capacity, dtype=np.bool_)
@@ -66,6 +67,8 @@ class ClusterState:
         self._taken = np.zeros((capacity, MAX_GPUS), dtype=np.bool_)
         self._theta = np.full(capacity, settings.theta)
         self._changed_at = np.zeros(capacity, dtype=np.int64)  # generation of the last change of a row
+        self._standing: NDArray[np.int8] | None = None  # as judged last; None: a report may have changed it
+        self._judged_at_s = self._stale_from_s = 0.0  # when that was, and when the clock alone changes it
         self._sets: dict[int, GpuSets] = {}
         self.policies = Policies()
         self.held = Holdings(self._recount)
@@ -79,9 +82,14 @@ class ClusterState:
         if row is None:
             row = self._new_row(report.node)
         self._uuids[row] = report.uuids
-        self._seen[report.node] = _mean(report.recent), _mean(report.hour), _mean(report.day)
-        self._off[row] = report.phase != "Harvesting"
-        self._observed_at_s[row] = self._fresh_at_s(row, report, received_at_s, is_live)
+        self._seen[report.node] = report.recent, report.hour, report.day
+        is_off, fresh_at_s = report.phase != "Harvesting", self._fresh_at_s(row, report, received_at_s, is_live)
+        if self._standing is not None:
+            as_before = self._standing[row] == (Standing.OFF if is_off else Standing.HARVESTING)
+            if not as_before or fresh_at_s < self._observed_at_s[row]:
+                self._standing = None
+        self._off[row] = is_off
+        self._observed_at_s[row] = fresh_at_s
         self._gpu_model[row] = report.gpu_model
         self._full_mib[row] = report.full_mib
         self._idle[row] = report.idle
@@ -131,6 +139,7 @@ class ClusterState:
         self._uuids[row] = ()
         self._harvestable[row] = False
         self._observed_at_s[row] = -np.inf
+        self._standing = None
         self._free_rows.append(row)
         self._touch(row)
 
@@ -151,7 +160,8 @@ class ClusterState:
 
     def idle_windows(self, node: str) -> _Windows:
         """Mean idle share of its GPUs in each window of the forecast, for people."""
-        return self._seen.get(node, (None, None, None))
+        recent, hour, day = map(_mean, self._seen.get(node, (_UNSEEN, _UNSEEN, _UNSEEN)))
+        return recent, hour, day
 
     def fresh_gpus(self, now_s: float) -> dict[str, frozenset[str]]:
         """The GPUs of each node that has reported lately."""
@@ -174,12 +184,9 @@ class ClusterState:
 
     def fleet(self, now_s: float) -> Fleet:
         """Views of the arrays, not copies: valid until the next event is handled."""
-        standing = np.where(now_s - self._observed_at_s > STALE_AFTER_S, Standing.STALE, Standing.HARVESTING)
-        standing = np.where(self._off & (standing == Standing.HARVESTING), Standing.OFF, standing)
-
         return Fleet(
             names=self._names,
-            standing=standing.astype(np.int8),
+            standing=self._stand(now_s),
             gpu_model=self._gpu_model,
             full_mib=self._full_mib,
             idle=self._idle,
@@ -188,6 +195,17 @@ class ClusterState:
             alignment=self._alignment,
             open_gpus=self._harvestable & ~self._taken,
         )
+
+    def _stand(self, now_s: float) -> NDArray[np.int8]:
+        """Never written in place: rankings compare it with the one that they were made of."""
+        kept = self._standing
+        if kept is None or not self._judged_at_s <= now_s < self._stale_from_s:
+            late = now_s - self._observed_at_s > STALE_AFTER_S
+            present = np.where(self._off, np.int8(Standing.OFF), np.int8(Standing.HARVESTING))
+            kept = self._standing = np.where(late, np.int8(Standing.STALE), present)
+            self._judged_at_s = now_s
+            self._stale_from_s = float(self._observed_at_s[~late].min(initial=np.inf)) + STALE_AFTER_S
+        return kept
 
     def open_fleet(self, now_s: float) -> Fleet:
         """As if every node harvested and no offline job ran: what could be, whatever stands in its way now."""
@@ -249,6 +267,7 @@ class ClusterState:
         for name in _ARRAYS:
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self._standing = None
         self._observed_at_s[old:] = -np.inf
         self._off[old:] = True
         for gpu_count, sets in self._sets.items():
