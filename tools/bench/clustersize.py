@@ -83,7 +83,7 @@ def state_of(nodes: int) -> tuple[ClusterState, list[bytes]]:
         item = harvest_node(index) | {"spec": {"mode": "harvest"}, "status": report(index, random)}
         reports.append(json.dumps(item).encode())
         state.put_report(node_report(item), time.time())
-    state.put_profile("default", "bench", PROFILE)
+    state.asked.put_profile("default", "bench", PROFILE)
     return state, reports
 
 
@@ -110,7 +110,7 @@ def _filter(nodes: int) -> Iterator[Row]:
         pod = waiting_pod(number)
         left = _timed(took["filter"], extender.filter, {"Pod": pod, "NodeNames": everywhere})["NodeNames"]
         _timed(took["prioritize"], extender.prioritize, {"Pod": pod, "NodeNames": left})
-        state.unreserve(pod["metadata"]["uid"])
+        state.held.unreserve(pod["metadata"]["uid"])
     for verb, samples in took.items():
         budget = FILTER_MS[nodes] if verb == "filter" else None
         wall_ms = np.percentile([wall for _, wall in samples], 99)
@@ -142,9 +142,9 @@ def resident_mib(pods: int, nodes: int = SIZES[-1]) -> float:
         items = [placed_pod(number, nodes) for number in range(first, min(first + page, pods))]
         raw = json.dumps({"metadata": {"resourceVersion": "1"}, "items": items}).encode()
         for item in shape.page(raw).items:
-            state.put_pod(pod_place(item))
-    if len(state.holdings()) != pods:
-        raise AssertionError(f"{len(state.holdings())} holdings of {pods} pods")
+            state.held.put_pod(pod_place(item))
+    if len(state.held.holdings()) != pods:
+        raise AssertionError(f"{len(state.held.holdings())} holdings of {pods} pods")
     with Path("/proc/self/statm").open(encoding="ascii") as line:
         return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
