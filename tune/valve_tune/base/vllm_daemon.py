@@ -1,4 +1,4 @@
-"""vLLM's weight daemon (0.30 and later): it compares a key of the base with its own and names the fields that differ."""
+"""vLLM's weight daemon (0.30 and later): it compares a key of the base with its own and names what differs."""
 
 from __future__ import annotations
 
