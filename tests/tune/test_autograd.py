@@ -206,7 +206,7 @@ class Dropped(Exception):
 
 
 def test_jobs_suspended_in_turn_inside_a_backward_train_as_alone_and_one_dropped_there_harms_nobody() -> None:
-    """Two threads, one at work at a time, handed over before operators drawn by chance; a third leaves in the middle."""
+    """Two threads, one at work at a time, hand over before operators drawn by chance; a third leaves in the middle."""
     models = {name: made(loaded(name)) for name in ("olmo2", "granite")}
     right = {name: adapter_after(made(loaded(name)), None) for name in models}
     chance, turn, found = random.Random(5), threading.Lock(), {}
