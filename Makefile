@@ -115,8 +115,9 @@ $(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
 	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
 	@touch $@
 
-test-tune: $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch)
+test-tune: build $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch), and of training under a real valved
 	@$(TUNE)/bin/python -m pytest -q -p no:cacheprovider tests/tune $(PYTEST_ARGS)
+	@VALVE_TUNE_PYTHON=$(abspath $(TUNE))/bin/python $(BIN)/pytest -q -p no:cacheprovider tests/node/test_tune.py $(PYTEST_ARGS) || [ $$? = 5 ]
 
 demo-tune: build $(TUNE)/.installed ## train a tiny model beside a service on the emulated GPU; pause, kill, resume
 	@$(BIN)/valve demo tune --python $(TUNE)/bin/python $(DEMO_ARGS)

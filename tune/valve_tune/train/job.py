@@ -26,6 +26,7 @@ from valve_tune.tiles.grid import Grid, Phase, TileShape
 from valve_tune.tiles.orders import layer_major, whole
 from valve_tune.train.batch import Dataset, MicroBatch
 from valve_tune.train.build import open_model
+from valve_tune.train.guard import stand
 from valve_tune.train.report import Answer, Control, End, Going, Outcome, TrainEvent
 from valve_tune.train.spec import JobSpec
 from valve_tune.train.state import JobState, StepSums, job_digest
@@ -69,9 +70,11 @@ class Trainer:
             job = job_digest(self.spec, self.dataset.digest, held_out.digest if held_out else "")
             self.state = JobState(self.spec, self.model.adapter, base=self.model.weights.digest, job=job)
             self._resume()
+            guard = stand(self.spec, self.model.weights)
         except (BadBase, NotShared, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
             return Outcome(end=End.FAILED, step=0, message=self._said(error))
-        return self._guarded()
+        with guard:
+            return self._guarded()
 
     def _guarded(self) -> Outcome:
         try:
