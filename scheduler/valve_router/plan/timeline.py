@@ -78,6 +78,7 @@ class Timeline:
     lengths: Lengths = field(default_factory=Lengths)
     busy_until_s: float = 0.0  # a decode step that runs: no prefill begins before its end
     training: Way | None = None  # with a gate: the forward of the last training task
+    owed_s: float = 0.0  # training that was sent and is not yet reported done
     moved_s: float = 0.0  # how far measurements have moved the plan so far
 
     def place(self, task: Task) -> Placed:
@@ -132,6 +133,8 @@ class Timeline:
         if placed.backward:
             begins, ends = ([one[i] for one in placed.backward] for i in (0, 1))
             self.backwards.append(Way(begins, ends, self.profile.backward.seconds(task)))
+        if task.is_training:
+            self.owed_s += self.profile.whole_s(task)
         self.last_arrival_s = task.arrival_s
         self.lengths.add(task.tokens)
         self.work_s += sum(end - begin for begin, end in (*placed.forward, *placed.backward))
@@ -160,6 +163,10 @@ class Timeline:
         for back in (*self.backwards, *((self.training,) if self.training else ())):
             back.begin_s = [max(floor, begin + late) for begin in back.begin_s]
             back.end_s = [max(floor, end + late) for end in back.end_s]
+
+    def trained(self, task: Task) -> None:
+        """The replica says that a training task is over, done or not."""
+        self.owed_s = max(0.0, self.owed_s - self.profile.whole_s(task))
 
     # Parts
 
