@@ -11,12 +11,10 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Card", "Connection", "Engine", "Explanation", "Holding", "Layout"),
+        *("Engine", "Explanation", "Layout"),
         *(
-            "Level",
             "NoPlace",
             "Node",
-            "NotReady",
             "Page",
             "Place",
             "Reach",
@@ -24,7 +22,6 @@ TWICE = frozenset(
         ),
         *(
             "SchedulerHook",
-            "Session",
             "Standing",
             "Unheeded",
             "Verdict",
