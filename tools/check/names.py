@@ -11,15 +11,7 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Engine", "Explanation", "Layout"),
-        *(
-            "NoPlace",
-            "Node",
-            "Page",
-            "Place",
-            "Reach",
-            "Refused",
-        ),
+        *("Engine", "Explanation", "Layout", "NoPlace", "Node", "Page", "Place", "Reach", "Refused"),
         *(
             "SchedulerHook",
             "Standing",
