@@ -11,20 +11,9 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Card", "Connection", "Engine", "Explanation", "Holding", "Layout"),
-        *(
-            "Level",
-            "NoPlace",
-            "Node",
-            "NotReady",
-            "Page",
-            "Place",
-            "Reach",
-            "Refused",
-        ),
+        *("Engine", "Explanation", "Layout", "NoPlace", "Node", "Page", "Place", "Reach", "Refused"),
         *(
             "SchedulerHook",
-            "Session",
             "Standing",
             "Unheeded",
             "Verdict",

@@ -10,7 +10,7 @@ from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kube.podresources import Holding
+from valved.kube.podresources import HeldDevices
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo, ProcessPort
@@ -54,7 +54,7 @@ class Host:
 class LastHeard:
     """What was last heard; an answer that does not come changes nothing."""
 
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[HeldDevices, ...] = ()
     cards: Mapping[bytes, CardUse] = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
     has_holdings: bool = False  # the kubelet has answered once

@@ -28,7 +28,7 @@ from valved.kube.counting import BEAT_S, BOOK_S, Counting
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
 from valved.kube.host import Host, LastHeard, Uncounted
-from valved.kube.nri import Connection, Injector
+from valved.kube.nri import Injector, NriConnection
 from valved.kube.observer import Observer
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holdings, KubeletHoldings
@@ -118,7 +118,7 @@ class Room:
         )
         self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
         self.injector = Injector(self.book, settings)
-        self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
+        self.nri = NriConnection(Path(table.nri_socket), self.injector) if table.nri_socket else None
         if self.nri is not None:
             self._observer.has_shim = self.injector.has_shim
 
