@@ -23,7 +23,7 @@ from test_bases import fused, sizes_of
 from test_share import Valved
 from transformers import AutoModelForCausalLM
 from valve_tune.base.consent import NotShared, find
-from valve_tune.base.daemon import Daemon
+from valve_tune.base.daemon import WeightDaemon
 from valve_tune.base.processes import sockets_of
 from valve_tune.base.sglang_daemon import obstacle
 from valve_tune.base.shared import publish
@@ -96,7 +96,7 @@ def test_a_socket_that_is_not_the_services_own_is_never_read_from(listening: Pat
     elif fault == "nobody":
         path = listening.with_name("gone.sock")
     with pytest.raises(NotShared):
-        Daemon(path, lambda pid: fault != "another process").connect()
+        WeightDaemon(path, lambda pid: fault != "another process").connect()
 
 
 def test_a_daemon_that_died_is_never_taken_for_alive_though_its_number_came_again(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_daemon_that_died_is_never_taken_for_alive_though_its_number_came_agai
     )
     assert server.stdout is not None
     server.stdout.readline()
-    daemon = Daemon(tmp_path / NAME, lambda pid: pid == server.pid)
+    daemon = WeightDaemon(tmp_path / NAME, lambda pid: pid == server.pid)
     daemon.connect().close()
     daemon.check()
     server.kill()

@@ -41,7 +41,7 @@ class Wanted:
     device: torch.device
 
 
-class Daemon:
+class WeightDaemon:
     """The process at the other end of a socket, which must be one of the service's."""
 
     def __init__(self, path: Path, is_ours: Callable[[int], bool]) -> None:
@@ -78,7 +78,7 @@ class DaemonCopy(StillWeights):
 
     is_writable = True
 
-    def __init__(self, daemon: Daemon, wanted: Wanted, sizes: Sizes, permit: Permit) -> None:
+    def __init__(self, daemon: WeightDaemon, wanted: Wanted, sizes: Sizes, permit: Permit) -> None:
         self._daemon, self._permit = daemon, permit
         self.tensors = self._views(tensors_of(daemon, wanted), wanted, sizes)
         self.digest = digest_of(self.tensors)
@@ -108,7 +108,7 @@ class DaemonCopy(StillWeights):
         self._seal.check()
 
 
-def tensors_of(daemon: Daemon, wanted: Wanted) -> Tensors:
+def tensors_of(daemon: WeightDaemon, wanted: Wanted) -> Tensors:
     if getattr(wanted.config, "quantization_config", None):
         raise BadBase("a quantized base is not shared: its weights are packed in forms that only its engine reads")
     from valve_tune.base import sglang_daemon, vllm_daemon

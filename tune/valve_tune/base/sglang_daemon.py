@@ -10,10 +10,10 @@ import torch
 from valve_tune.base.weights import BadBase, Tensors
 
 if TYPE_CHECKING:
-    from valve_tune.base.daemon import Daemon, Wanted
+    from valve_tune.base.daemon import Wanted, WeightDaemon
 
 
-def ask(daemon: Daemon, wanted: Wanted) -> Tensors:
+def ask(daemon: WeightDaemon, wanted: Wanted) -> Tensors:
     from sglang.srt.weight_cache import protocol, transport
 
     with daemon.connect() as link:
@@ -30,7 +30,7 @@ def ask(daemon: Daemon, wanted: Wanted) -> Tensors:
     return {name: way.import_tensor(entry) for name, entry in said["entries"].items() if entry.get("is_param", True)}
 
 
-def _settled(daemon: Daemon, said: dict[str, Any]) -> dict[str, Any]:
+def _settled(daemon: WeightDaemon, said: dict[str, Any]) -> dict[str, Any]:
     if said.get("status") != "ok":
         raise BadBase(f"{daemon.path}: {said.get('message') or said.get('status')}")
     return said

@@ -10,7 +10,7 @@ import torch
 from valve_tune.base.weights import BadBase, Tensors
 
 if TYPE_CHECKING:
-    from valve_tune.base.daemon import Daemon, Wanted
+    from valve_tune.base.daemon import Wanted, WeightDaemon
 
 SEVERAL = "is one of several GPUs' daemons: a base is shared from one GPU alone (TP = PP = DP = 1)"
 QUANTIZED = "holds quantized weights, which only its engine reads"
@@ -32,7 +32,7 @@ WHY = {
 }
 
 
-def ask(daemon: Daemon, wanted: Wanted) -> Tensors:
+def ask(daemon: WeightDaemon, wanted: Wanted) -> Tensors:
     from vllm.model_executor.model_loader.weight_cache import protocol
 
     asked: Any = SimpleNamespace(  # what a key is made of, of vLLM's own configuration of the model

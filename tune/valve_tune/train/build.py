@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from valve_tune.base.consent import find
 from valve_tune.base.copies import move_module
-from valve_tune.base.daemon import Daemon, DaemonCopy, Wanted
+from valve_tune.base.daemon import DaemonCopy, Wanted, WeightDaemon
 from valve_tune.base.memory import StashMemory
 from valve_tune.base.own import LoadedModel, OwnCopy
 from valve_tune.base.residency import HostWindow
@@ -77,7 +77,7 @@ def shared_base(spec: JobSpec, device: str) -> DaemonCopy | SharedCopy:
     try:
         sizes = shapes(folder)
         if path.is_socket():
-            daemon = Daemon(path, permit.covers)
+            daemon = WeightDaemon(path, permit.covers)
             here = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
             wanted = Wanted(folder=folder, config=config_of(folder), dtype=dtype, device=here)
             return DaemonCopy(daemon, wanted, sizes, permit)
