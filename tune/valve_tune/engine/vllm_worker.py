@@ -89,8 +89,8 @@ def lane_of(config: Any, cores: set[int]) -> TrainingLane | None:
 
 def started(wish: LaneWish, cores: set[int]) -> TrainingLane:
     from transformers import AutoConfig
+    from valve_hook.cotrain.fitted import FittedPredictor
     from valve_hook.cotrain.interface import Goal
-    from valve_hook.cotrain.predictor import PlanPredictor
 
     from valve_tune.engine.planners import laws_of, machine, planner_of
     from valve_tune.engine.tenant import Tenant
@@ -104,7 +104,7 @@ def started(wish: LaneWish, cores: set[int]) -> TrainingLane:
 
         job = json.loads(Path(job).read_text())
     shape = shape_of(AutoConfig.from_pretrained(job["model"], local_files_only=True))
-    predictor = PlanPredictor(laws_of(shape, 32, *machine()))
+    predictor = FittedPredictor(laws_of(shape, 32, *machine()))
     goal = Goal(step_ms=wish.tpot_ms, ttft_ms=wish.ttft_ms, gap_ms=wish.gap_ms)
     planner = planner_of(wish.planner, goal, predictor)
     tenant = Tenant(job, turns=TileTurns(quiet_s=wish.quiet_ms / 1e3), stuck_s=wish.stuck_s, cores=cores)
