@@ -18,6 +18,8 @@ LOOK_S = 0.05
 """How often a trainer that waits for its turn asks whether it is still wanted."""
 WEIGHT = 0.2
 """Of a new tile in the running mean."""
+FORGET = 0.95
+"""Of what a tile took, at each pause that was too short for it: one slow tile never ends training for good."""
 
 
 @dataclass(slots=True)
@@ -44,6 +46,8 @@ class TileTurns:
         """The pause ends then; 0: there is none."""
         self._spent = False
         """The next tile does not fit into what is left of the pause."""
+        self._had = False
+        """This pause had a tile."""
         self._tickets = 0
         self._began = 0.0
         """The tile in work; 0: there is none."""
@@ -55,7 +59,7 @@ class TileTurns:
         """Let tiles run that fit, and return when no more does; seconds that the engine waited."""
         with self._changed:
             began = self._clock()
-            self._until, self._spent = began + seconds, False
+            self._until, self._spent, self._had = began + seconds, False, False
             self._changed.notify_all()
             while not (self._stopped or (self._spent and not self._began)):
                 left = self._until - self._clock()
@@ -100,8 +104,10 @@ class TileTurns:
                 if not self._stopped and self._may(phase):
                     self._began = self._clock()
                     return
-                if self._until:
+                if self._until and not self._spent:
                     self._spent = True
+                    if not self._had:
+                        self._took_s[phase] = self.tile_s(phase) * FORGET
                     self._changed.notify_all()
                 if not self._stopped:
                     self._changed.wait(LOOK_S)
@@ -115,6 +121,7 @@ class TileTurns:
         if self._until:
             if now + self.tile_s(phase) > self._until:
                 return False
+            self._had = True
             count.in_pauses += 1
         elif self._stepping:
             if not self._tickets:
