@@ -38,10 +38,13 @@ def requests(seed: int, count: int) -> list[tuple[int, list[int], dict[str, Any]
     return found
 
 
-def serve(llm: Any, seed: int, count: int) -> dict[str, list[int]]:
+def serve(llm: Any, seed: int, count: int) -> tuple[dict[str, list[int]], list[float]]:
+    """(tokens by request, ms for each token after the first by request)"""
     from vllm import SamplingParams
 
     engine, due, answers, step = llm.llm_engine, requests(seed, count), {}, 0
+    first: dict[str, float] = {}
+    paces = []
     due.reverse()
     while due or engine.has_unfinished_requests():
         while due and (due[-1][0] <= step or not engine.has_unfinished_requests()):
@@ -50,10 +53,12 @@ def serve(llm: Any, seed: int, count: int) -> dict[str, list[int]]:
             engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**how, detokenize=False))
             step = max(step, at)
         for output in engine.step():
+            first.setdefault(output.request_id, time.monotonic())
             if output.finished:
-                answers[output.request_id] = list(output.outputs[0].token_ids)
+                tokens = answers[output.request_id] = list(output.outputs[0].token_ids)
+                paces.append((time.monotonic() - first[output.request_id]) * 1e3 / (len(tokens) - 1))
         step += 1
-    return answers
+    return answers, paces
 
 
 class Faults:
@@ -115,12 +120,6 @@ class Faults:
 
         self.lane.planner.plan = lambda state: Plan(Lane.FUSED, layers=1, tokens=1)
 
-    def lasting_optimizer(self) -> None:
-        """Between two tiles, where nobody is asked."""
-        from valve_tune.train.optimizer import AdamW
-
-        AdamW.step = lambda *_: time.sleep(10_000)  # type: ignore[method-assign]
-
 
 def main(model: str, plan: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w")
@@ -149,7 +148,7 @@ def main(model: str, plan: dict[str, Any]) -> None:
         while lane.tenant.progress.tokens == 0 and not lane.tenant.is_over and time.monotonic() < deadline:
             time.sleep(0.01)  # until its first micro-batch, so that the whole of the requests is beside it
     began = time.monotonic()
-    found["tokens"] = serve(llm, plan.get("seed", 0), plan["requests"])
+    found["tokens"], found["tpot_ms"] = serve(llm, plan.get("seed", 0), plan["requests"])
     found["seconds"] = time.monotonic() - began
     if lane is not None:
         count = lane.tenant.turns.count

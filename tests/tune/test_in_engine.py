@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hook
 import jobs
 import pytest
 import tiny
 import torch
 
-HOOK = Path(__file__).resolve().parents[2] / "patches" / "hook"
-
-
-def lay_hook_in() -> None:
-    """The hook's package as its wheel would install it; in this environment it is not."""
-    spec = importlib.util.spec_from_file_location(
-        "valve_hook", HOOK / "__init__.py", submodule_search_locations=[str(HOOK)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["valve_hook"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["valve_hook"])
-
-
-if importlib.util.find_spec("valve_hook") is None:
-    lay_hook_in()
+hook.lay_in()
 
 from valve_hook.cotrain.idle import Idle  # noqa: E402
 from valve_hook.cotrain.interface import ALONE, Direction, Goal, Lane, Plan, Planner  # noqa: E402
@@ -272,7 +256,7 @@ def test_a_planner_whose_lane_is_not_here_is_refused_by_name() -> None:
     goal, predictor = Goal(step_ms=100.0), PlanPredictor(planners.laws_of(SHAPE, 32, 1e10, 1e11))
     for name in planners.MAKES:
         assert planners.planner_of(name, goal, predictor).plan(StepView().state).lane in planners.LANES
-    every = {path.stem for path in (HOOK / "cotrain").glob("*.py")}
+    every = {path.stem for path in (hook.HOOK / "cotrain").glob("*.py")}
     for name in (each for names in planners.NO_LANE.values() for each in names):
         assert name in every
         with pytest.raises(planners.NoPlanner, match=name):

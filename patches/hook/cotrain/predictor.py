@@ -54,12 +54,9 @@ class PlanPredictor:
         self._errors = Recent(0.95)
         self._late = Recent(0.95)
 
-    def _said(self, state: State, plan: Plan) -> tuple[float, float]:
-        """(ms, units of work done), before any correction."""
-        return self.laws.step(state, plan)
-
     def predict(self, state: State, plan: Plan) -> Prediction:
-        return self._corrected(self._said(state, plan)[0], state, plan)
+        said, _ = self.laws.step(state, plan)
+        return self._corrected(said, state, plan)
 
     def _corrected(self, said: float, state: State, plan: Plan) -> Prediction:
         kind = self._kinds.get(_key(state, plan))
@@ -87,12 +84,12 @@ class PlanPredictor:
 
     def tiles(self, state: State, plan: Plan) -> tuple[float, float]:
         """(ms, units done) of a step with rows or tiles; they end with their phase."""
-        said, units = self._said(state, plan)
+        said, units = self.laws.step(state, plan)
         return self._corrected(said, state, plan).ms, min(units, state.left)
 
     def observe(self, state: State, plan: Plan, ms: float) -> None:
         """The step took `ms`."""
-        said, _ = self._said(state, plan)
+        said, _ = self.laws.step(state, plan)
         before = self._corrected(said, state, plan).ms
         self._errors.add(abs(ms / before - 1.0))
         self._late.add(ms / before - 1.0)

@@ -73,9 +73,9 @@ class Measured:
     def __init__(self, model: str) -> None:
         from transformers import AutoConfig
         from valve_hook.cotrain.idle import Idle
-        from valve_hook.cotrain.fitted import FittedPredictor
         from vllm import LLM
 
+        from valve_tune.engine.fitted import FittedPredictor
         from valve_tune.engine.lane import StepView
         from valve_tune.engine.planners import laws_of, machine
         from valve_tune.model.family import shape_of

@@ -89,9 +89,9 @@ def lane_of(config: Any, cores: set[int]) -> TrainingLane | None:
 
 def started(wish: LaneWish, cores: set[int]) -> TrainingLane:
     from transformers import AutoConfig
-    from valve_hook.cotrain.fitted import FittedPredictor
     from valve_hook.cotrain.interface import Goal
 
+    from valve_tune.engine.fitted import FittedPredictor
     from valve_tune.engine.planners import laws_of, machine, planner_of
     from valve_tune.engine.tenant import Tenant
     from valve_tune.engine.turns import TileTurns
