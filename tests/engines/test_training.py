@@ -4,6 +4,7 @@ standalone trainer, and no fault of the job ends it.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 
@@ -70,7 +71,8 @@ def training(engines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(training):
-    return {count: training.serve(count) for count in (REQUESTS, FEW)}
+    """What it answers to so many requests with vLLM's own worker."""
+    return functools.cache(training.serve)
 
 
 @pytest.mark.parametrize(("planner", "lane"), [("ours", "in_pauses"), ("llmstation", "beside")])
@@ -82,11 +84,11 @@ def test_no_token_of_500_requests_differs_with_training_on_and_the_adapter_is_th
     assert found["trains"]
     assert found["beside_requests"][lane] > 50
     assert len(found["tokens"]) == REQUESTS
-    assert found["tokens"] == undisturbed[REQUESTS]["tokens"]
+    assert found["tokens"] == undisturbed(REQUESTS)["tokens"]
     assert found["parked"] == ""
     assert training.status(out)["state"] == "succeeded"
     assert training.adapter(out) == training.alone(f"alone-{planner}", max_steps=STEPS)
-    for name, each in (("alone", undisturbed[REQUESTS]), (planner, found)):
+    for name, each in (("alone", undisturbed(REQUESTS)), (planner, found)):
         late = sum(pace > TARGET_MS for pace in each["tpot_ms"])
         print(f"{name}: {late} of {REQUESTS} over {TARGET_MS:g} ms a token, {each['seconds']:.1f} s")
     print(f"{planner}: {found['beside_requests']} while requests ran")
@@ -107,13 +109,13 @@ def test_no_fault_of_a_job_or_of_its_lane_ends_the_engine_or_changes_a_token(tra
     found = training.beside(f"fault-{fault}", FEW, fault=fault, max_steps=10_000)
     assert found["trains"]
     assert found["over"]
-    assert found["tokens"] == undisturbed[FEW]["tokens"]
+    assert found["tokens"] == undisturbed(FEW)["tokens"]
     status = training.status(f"fault-{fault}")
     assert status["state"] == "failed"
     assert said in status["message"]
 
 
-def test_an_engine_that_may_not_train_serves_on(training, undisturbed):
+def test_an_engine_that_may_not_train_serves_on(training):
     lane = {"job": training.job("refused", max_steps=1)}
     found = training.serve(FEW, lane=lane, engine={"enable_lora": True})
     assert not found["trains"]

@@ -1,4 +1,4 @@
-"""The trainer inside an engine's process: turns, refusals, and that whatever the job does, the engine's thread goes on."""
+"""The trainer inside an engine's process: turns, refusals, and whatever the job does, the engine's thread goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valve_tune.engine import planners, refusals  # noqa: E402
 from valve_tune.engine.lane import StepView, TrainingLane  # noqa: E402
 from valve_tune.engine.tenant import Tenant  # noqa: E402
 from valve_tune.engine.turns import TileTurns  # noqa: E402
-from valve_tune.engine.watched import Progress, WatchedPass  # noqa: E402
+from valve_tune.engine.watched import TileProgress, WatchedPass  # noqa: E402
 from valve_tune.serve.folder import PAUSE, JobFolder  # noqa: E402
 from valve_tune.serve.runner import rows_of  # noqa: E402
 from valve_tune.tiles.decoder import DecoderShape  # noqa: E402
@@ -191,7 +191,7 @@ def test_a_planner_never_counts_a_prompt_in_pieces_as_a_reader_nor_its_first_tok
 
 def test_progress_counts_down_the_units_of_each_phase() -> None:
     grid = Grid(layers=2, tokens=8)
-    progress = Progress()
+    progress = TileProgress()
     progress.started(grid, rows=3)
     assert (progress.direction, progress.left, progress.tokens) == (Direction.FORWARD, 48.0, 24)
     progress.done(Tile(Phase.FORWARD, 0, 1, 0, 8), grid)

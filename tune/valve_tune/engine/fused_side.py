@@ -1,6 +1,6 @@
-"""One vLLM on this CPU for the fused spike: `fused_side.py FOLDER DTYPE [ADAPTER]`. Orders come as JSON lines on standard
-input, and each is answered by [CPU seconds, wall seconds] of one engine step. With ADAPTER it is the engine that
-a fused lane would need: LoRA is on, the span has the adapter, and hooks clone what backward needs of the span's rows.
+"""One vLLM on this CPU for the fused spike: `fused_side.py FOLDER DTYPE [ADAPTER]`. Orders come as JSON lines on
+standard input, and each is answered by [CPU seconds, wall seconds] of one engine step. With ADAPTER it is the engine
+that a fused lane would need: LoRA is on, the span has the adapter, and hooks clone what backward needs of its rows.
 """
 
 from __future__ import annotations

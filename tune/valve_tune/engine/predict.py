@@ -67,7 +67,7 @@ def judged(steps: Sequence[tuple[Batch, float, float]]) -> tuple[Errors, Errors]
     return Errors.of([abs(ms / said - 1.0) for _, ms, said in steps]), Errors.of(own)
 
 
-class Measured:
+class MeasuredEngine:
     """A vLLM in this process whose steps are told to a predictor as the lane in its worker tells them."""
 
     def __init__(self, model: str) -> None:
@@ -143,7 +143,7 @@ class Measured:
         return self._ms
 
 
-def measure(engine: Measured, rounds: int, seed: int) -> list[tuple[Batch, float, float]]:
+def measure(engine: MeasuredEngine, rounds: int, seed: int) -> list[tuple[Batch, float, float]]:
     """(batch, ms, what was said before) of the held-out batches; the others are what the predictor learns from."""
     from valve_hook.cotrain.interface import ALONE
 
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ |= ENGINE_ENVIRONMENT
     with tempfile.TemporaryDirectory() as work:
         make(Path(work), asked.hidden, asked.layers, "float32")
-        engine = Measured(f"{work}/model")
+        engine = MeasuredEngine(f"{work}/model")
     engine.begin()
     before = os.getloadavg()[0]
     steps = measure(engine, asked.rounds, asked.seed)
@@ -185,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| | mean | p95 | max |\n|---|---|---|---|")
     print("\n".join([row("error of the predictor", said), row("the step against its own median", own)]))
     ratios = said.mean / own.mean, said.p95 / own.p95
-    print(f"\nratio: mean {ratios[0]:.2f}, p95 {ratios[1]:.2f}; mark {MARK}: {'kept' if max(ratios) <= MARK else 'MISSED'}")
+    print(
+        f"\nratio: mean {ratios[0]:.2f}, p95 {ratios[1]:.2f}; mark {MARK}: {'kept' if max(ratios) <= MARK else 'MISSED'}"
+    )
     sys.stdout.flush()
     os._exit(0)  # vLLM's readers are still there
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from valve_tune.engine.refusals import why_not_job, why_not_threads
 from valve_tune.engine.turns import TileTurns
-from valve_tune.engine.watched import Progress, WatchedModel
+from valve_tune.engine.watched import TileProgress, WatchedModel
 from valve_tune.model.interface import TileModel
 from valve_tune.serve import flags, registry
 from valve_tune.serve.control import FolderControl
@@ -44,7 +44,7 @@ class Tenant:
         cores: set[int] | None = None,
         open_model: Callable[[JobSpec], TileModel] | None = None,
     ) -> None:
-        self.job, self.turns, self.progress = job, turns, Progress()
+        self.job, self.turns, self.progress = job, turns, TileProgress()
         self._stuck_s, self._cores, self._open = stuck_s, cores, open_model
         self.parked = ""
         """Why no tile begins any more."""
@@ -111,7 +111,9 @@ class Tenant:
         try:
             if self._folder is not None:
                 said = f"{type(error).__name__}: {error}"
-                self._folder.say("failed", self._folder.status().step, f"parked: {self.parked}" if self.parked else said)
+                self._folder.say(
+                    "failed", self._folder.status().step, f"parked: {self.parked}" if self.parked else said
+                )
         except OSError:
             log.exception("valve: and its folder cannot be written")
 

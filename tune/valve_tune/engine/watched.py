@@ -16,7 +16,7 @@ from valve_tune.tiles.grid import Grid, Phase, Tile
 from valve_tune.train.batch import MicroBatch
 
 
-class Progress:
+class TileProgress:
     """Where the micro-batch stands, in a planner's units. Written by the trainer's thread, read by the engine's."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Progress:
 
 
 class WatchedPass:
-    def __init__(self, work: TilePass, turns: TileTurns, progress: Progress, grid: Grid) -> None:
+    def __init__(self, work: TilePass, turns: TileTurns, progress: TileProgress, grid: Grid) -> None:
         self._work, self._turns, self._progress, self._grid = work, turns, progress, grid
 
     def border(self) -> None:
@@ -70,7 +70,7 @@ class WatchedPass:
 class WatchedModel:
     """A TileModel."""
 
-    def __init__(self, model: TileModel, turns: TileTurns, progress: Progress) -> None:
+    def __init__(self, model: TileModel, turns: TileTurns, progress: TileProgress) -> None:
         self._model, self._turns, self._progress = model, turns, progress
 
     def __getattr__(self, name: str) -> Any:
