@@ -54,16 +54,18 @@ class Trainer:
         events: Callable[[TrainEvent], None] = lambda event: None,
         control: Control | None = None,
         make_model: Callable[[JobSpec], TileModel] = open_model,
+        settle: Callable[[JobSpec], None] | None = None,
     ) -> None:
+        """`settle` replaces what is set for the whole process, where the process is not the trainer's."""
         self.spec, self.dataset, self.events = spec, dataset, events
         self.control = control or Going()
-        self._make_model = make_model
+        self._make_model, self._settle = make_model, settle or _settle
         self._waited = 0.0
         self._needs = 0  # bytes that a micro-batch was seen not to do without
 
     def run(self) -> Outcome:
         """Until done, stopped or failed. Run again with the same `out` it takes up the newest whole checkpoint."""
-        _settle(self.spec)
+        self._settle(self.spec)
         try:
             self.model = self._make_model(self.spec)
             held_out = self.dataset.held_out
