@@ -143,7 +143,7 @@ class MissStop:
         self.stops = 0
 
     def finished(self, missed: bool, *, by_grant: bool = False, is_heavy: bool = False) -> None:
-        """`by_grant`: it would have kept its target without pauses. `is_heavy`: requests need much of what they earn."""
+        """`by_grant`: without pauses it would have kept its target. `is_heavy`: needs are, by `MissSettings.heavy`."""
         rules = self._settings
         self._spared = min(rules.spared_most, self._spared + rules.share) - by_grant
         if not self.is_open:
