@@ -17,7 +17,6 @@ FILE_LINES = 600
 FUNCTION_LINES = 80
 CLASS_LINES = 250
 OVERGROWN = {
-    "tools/cluster/node.py:RealNode": 359,
     "patches/hook/link.py:Link": 257,
     "patches/sglang/engine.py:SglangEngine": 338,
     "tools/gpu/rig.py:Rig": 275,
