@@ -3,6 +3,7 @@
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
 form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
+import sys
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
@@ -199,7 +200,7 @@ class NodeShape(Shape):
 
     def page(self, raw: bytes) -> Page:
         found = self._pages.decode(raw)
-        items = [msgspec.to_builtins(node) for node in found.items or []]
+        items = [_shared(node) for node in found.items or []]
 
         return Page(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
@@ -208,7 +209,7 @@ class NodeShape(Shape):
         if found.type == "ERROR":
             return {"type": found.type, "object": msgspec.json.decode(found.object)}
 
-        return {"type": found.type, "object": msgspec.to_builtins(self._nodes.decode(found.object))}
+        return {"type": found.type, "object": _shared(self._nodes.decode(found.object))}
 
 
 class ReportShape(Shape):
@@ -252,6 +253,14 @@ def _pack(room: Json, key: str) -> None:
             room[key] = array("d", room[key])
         except TypeError:
             return
+
+
+def _shared(node: _Node) -> Json:
+    """The sixty labels of a node are much the same on all nodes: each text of them is kept once."""
+    labels = node.metadata.labels or {}
+    node.metadata.labels = {sys.intern(key): sys.intern(value) for key, value in labels.items()}
+    found: Json = msgspec.to_builtins(node)
+    return found
 
 
 def _slim(pod: _Pod) -> Json:

@@ -23,7 +23,7 @@ from valve_kube.objects import (
     pod_place,
     started_at_s,
 )
-from valve_kube.shapes import PodShape, ReportShape
+from valve_kube.shapes import NodeShape, PodShape, ReportShape
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.given import memory_given
 from valve_scheduler.controller.workloads import new_workload
@@ -212,3 +212,27 @@ def test_pages_bookmarks_and_errors_are_read() -> None:
     assert shape.event(gone)["object"]["code"] == 410
     with pytest.raises(msgspec.DecodeError):
         shape.page(b"<html>")
+
+
+def test_a_listed_node_never_takes_more_than_some_kilobytes() -> None:
+    """Sixty labels as texts of its own were most of what the controller kept of a node."""
+    labels = {f"feature.node.kubernetes.io/cpu-{number}": "true" for number in range(60)}
+    images = [{"names": [f"example.invalid/image:{number}"]} for number in range(50)]
+    items = [
+        {
+            "metadata": {"name": f"n{n}", "labels": labels | {"kubernetes.io/hostname": f"n{n}"}},
+            "status": {"images": images},
+        }
+        for n in range(200)
+    ]
+    page = json.dumps({"metadata": {"resourceVersion": "7"}, "items": items}).encode()
+    shape = NodeShape()
+    tracemalloc.start()
+    try:
+        kept = shape.page(page).items
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert kept[7]["metadata"]["labels"] == items[7]["metadata"]["labels"]
+    assert size / 200 < 5_000
