@@ -21,15 +21,10 @@ ROOM_FILES = 32
 ROOM_LINES = 5_500
 FUNCTION_LINES = 80
 CLASS_LINES = 250
-OVERGROWN = {
-    "tools/cluster/node.py:RealNode": 359,
-}
+OVERGROWN: dict[str, int] = {}
 OVERLONG = {
-    "patches/hook/link.py": 420,
-    "scheduler/valve_scheduler/controller/rounds.py": 520,
-    "scheduler/valve_scheduler/placement/state.py": 500,
     "shim/src/kv/orders.c": 420,
-    "shim/src/link/session.c": 420,
+    "shim/src/link/session.c": 480,
     "tools/cluster/node.py": 460,
     "tools/emulator/cuda/step.c": 420,
     "tools/gpu/native/helper.c": 430,

@@ -13,7 +13,7 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, pod_place, workload_profile
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
-from valve_kube.shapes import NodeShape, PodShape
+from valve_kube.shapes import NodeShape, PodShape, ReportShape
 
 from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
@@ -59,7 +59,7 @@ def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], floa
             put(item, is_live=False)
 
     sink = Sink(replace=replace, put=put, drop=lambda item: state.drop_report(item["metadata"]["name"]))
-    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink)
+    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink, shape=ReportShape())
 
 
 def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
