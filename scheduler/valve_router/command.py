@@ -60,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
     serve.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
     serve.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
+    serve.add_argument(
+        "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
+    )
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
@@ -98,6 +101,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         paths=(*PASSED, *arguments.path),
         replica_token=_token(arguments.replica_token_file),
         open_per_replica=arguments.open_per_replica,
+        training_folder=str(arguments.training) if arguments.training != Path() else "",
         tpot_target_s=arguments.tpot_ms / 1e3,
         score=score,
     )

@@ -62,7 +62,7 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Until done, stopped or failed. Run again with the same `out` it takes up the newest whole checkpoint."""
-        _settle(self.spec)
+        settle(self.spec)
         try:
             self.model = self._make_model(self.spec)
             held_out = self.dataset.held_out
@@ -280,7 +280,7 @@ def grid_of(spec: JobSpec, model: TileModel, tokens: int) -> Grid:
     return Grid(layers=model.layers, tokens=tokens, forward=shape, backward=shape)
 
 
-def _settle(spec: JobSpec) -> None:
+def settle(spec: JobSpec) -> None:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
