@@ -20,7 +20,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valve_kube.access import Access
 
-from valve_router.answers import Counts
+from valve_router.counts import Counts
 from valve_router.exchange import Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
 from valve_router.server import END_S, Operators, known

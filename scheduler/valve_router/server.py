@@ -8,6 +8,7 @@ import resource
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,11 +19,15 @@ from prometheus_client.registry import Collector
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 
-from valve_router.answers import Counts
+from valve_router.answers import is_allowed, refusal
+from valve_router.counts import Counts
 from valve_router.endpoints import Endpoints
-from valve_router.proxy import Proxy, is_allowed, refusal
+from valve_router.proxy import Proxy
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
+from valve_router.training.api import TrainingApi
+from valve_router.training.desk import Desk
+from valve_router.training.ledger import Ledger
 
 IDLE_S = 75.0  # a client's connection without a request
 END_S = 30.0  # for what runs when the router is told to end
@@ -60,6 +65,11 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
         proxy = Proxy(settings, replicas, client)
         app = web.Application(client_max_size=settings.body_bytes)
         Operators(settings, replicas, proxy.counts).add_to(app)
+        if settings.training_folder:
+            ledger = Ledger(Path(settings.training_folder), settings.training_silent_s)
+            training = web.Application(client_max_size=settings.training_bytes)
+            TrainingApi(settings, ledger, Desk(settings, replicas)).add_to(training)
+            app.add_subapp("/route/training", training)
         app.router.add_route("*", "/{path:.*}", proxy.handle)
         yield app
 

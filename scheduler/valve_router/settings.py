@@ -53,6 +53,9 @@ class Settings:
     paths: tuple[str, ...] = PASSED
     open_per_replica: int = 256  # requests under way in one replica; more wait nowhere: they are refused
     tpot_target_s: float = 0.0  # a replica whose tokens come slower than this gets no more while others can; 0: none
+    training_folder: str = ""  # fleet jobs are kept there; empty: none are taken
+    training_silent_s: float = 60.0  # a trainer that asked nothing for so long is given up, and its work queued again
+    training_bytes: int = 1 << 30  # of one pushed checkpoint
     body_bytes: int = 32 << 20
     held_bytes: int = 256 << 20  # of all bodies at one time
     connect_s: float = 2.0

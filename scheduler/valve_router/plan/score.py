@@ -84,9 +84,7 @@ def _least_s(timeline: Timeline, task: Task) -> float:
     """No placement takes less, to a millionth of a second."""
     profile = timeline.profile
     cost_s = profile.forward.seconds(task)
-    behind_s = [
-        end + (profile.stages - stage) * cost_s for stage, end in enumerate(timeline.forward_end_s or ())
-    ]
+    behind_s = [end + (profile.stages - stage) * cost_s for stage, end in enumerate(timeline.forward_end_s or ())]
     ready_s = max(task.arrival_s, timeline.busy_until_s) + profile.stages * cost_s
     least_s = max([ready_s, *behind_s]) - task.arrival_s
     if task.is_training and profile.stop_s is not None:

@@ -59,7 +59,7 @@ class Trainer:
         """`settle` replaces what is set for the whole process, where the process is not the trainer's."""
         self.spec, self.dataset, self.events = spec, dataset, events
         self.control = control or Going()
-        self._make_model, self._settle = make_model, settle or _settle
+        self._make_model, self._settle = make_model, settle or set_process
         self._waited = 0.0
         self._needs = 0  # bytes that a micro-batch was seen not to do without
 
@@ -285,7 +285,7 @@ def grid_of(spec: JobSpec, model: TileModel, tokens: int) -> Grid:
     return Grid(layers=model.layers, tokens=tokens, forward=shape, backward=shape)
 
 
-def _settle(spec: JobSpec) -> None:
+def set_process(spec: JobSpec) -> None:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
