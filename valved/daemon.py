@@ -67,7 +67,7 @@ def _outer(
         work=Worker(loop),
         closer=Closer(),
         signal=send,
-        fd_limit=raise_fd_limit(),
+        fd_limit=raise_fd_limit() if config.memory.enabled else 0,
         driver=driver_state(gate.driver_version()),
         boot=state.boot_id(),
         stop=stop,

@@ -324,7 +324,7 @@ def test_what_one_gate_left_off_its_successor_can_enable(cuda: Any) -> None:
         left = here.gate.channels.disabled()
 
         successor = NativeGate(SETTINGS)
-        known = successor.enable_foreign(left)
+        known = successor.channels.enable_foreign(left)
         off = here.off()
         successor.close()
 
