@@ -9,7 +9,6 @@ from valve_scheduler.model.alignment import (
     admitted_sets,
     busy_union_bound,
     pair_alignment,
-    pair_indices,
     runnable_share,
 )
 from valve_scheduler.model.curve import ThroughputCurve, WorkloadProfile, prior_profile
@@ -46,7 +45,6 @@ __all__ = [
     "memory_factor",
     "memory_weights",
     "pair_alignment",
-    "pair_indices",
     "peak_mib",
     "prior_profile",
     "runnable_share",

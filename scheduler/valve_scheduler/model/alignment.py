@@ -5,19 +5,10 @@ time|. Nodes report busy shares and, per pair, |i and j| / |i or j|. Two GPUs ha
 more have a bound, and the upper one is taken: a promise made from it can be kept whatever the third GPU did.
 """
 
-import functools
-
 import numpy as np
 from numpy.typing import NDArray
 
 from valve_scheduler.model.curve import FloatArray
-
-
-@functools.cache
-def pair_indices(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Of each pair the first and the second: (0, 1), (0, 2), ..."""
-    first, second = np.triu_indices(count, 1)
-    return first, second
 
 
 def pair_alignment(busy: NDArray[np.bool_], weights: FloatArray | None = None) -> FloatArray:
@@ -65,7 +56,7 @@ def admitted_sets(alignment: FloatArray, members: NDArray[np.intp], theta: Float
     size = members.shape[1]
     if size == 1:
         return np.ones((*alignment.shape[:-2], members.shape[0]), dtype=np.bool_)
-    first, second = pair_indices(size)
+    first, second = np.triu_indices(size, 1)
     pairs = alignment[..., members[:, first], members[:, second]]
 
     admitted: NDArray[np.bool_] = np.min(pairs, axis=-1) >= np.asarray(theta)[..., None]

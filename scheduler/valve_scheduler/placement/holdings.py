@@ -38,7 +38,7 @@ class Reservation:
     until_s: float
 
 
-class Holdings:
+class HeldGpus:
     """`changed` is called with the node on which another GPU is taken or free."""
 
     def __init__(self, changed: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class Holdings:
             self.on_doubt()
 
     def doubtful(self, now_s: float) -> list[Holding]:
-        """Holdings that must be verified now."""
+        """HeldGpus that must be verified now."""
         return [self._holdings[uid] for uid, due_s in self._doubts.items() if due_s <= now_s]
 
     def settle(self, holding: Holding, found: PodPlace | None, now_s: float) -> bool:

@@ -15,7 +15,7 @@ from valve_kube.policies import Policies
 from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS, set_members
 from valve_scheduler.model.curve import FloatArray
 from valve_scheduler.placement.asked import Asked
-from valve_scheduler.placement.holdings import Holdings
+from valve_scheduler.placement.holdings import HeldGpus
 from valve_scheduler.placement.rank import Fleet, GpuSets, PlacementSettings, Standing, gpu_sets
 
 # A report is written every 30 s; three in a row were lost.
@@ -71,7 +71,7 @@ class ClusterState:
         self._judged_at_s = self._stale_from_s = 0.0  # when that was, and when the clock alone changes it
         self._sets: dict[int, GpuSets] = {}
         self.policies = Policies()
-        self.held = Holdings(self._recount)
+        self.held = HeldGpus(self._recount)
         self.asked = Asked(self._row_of)
 
     # Nodes
