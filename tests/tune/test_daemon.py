@@ -230,3 +230,4 @@ def test_a_job_of_another_family_over_shared_weights_makes_the_adapter_of_an_own
     spec = jobs.job(tmp_path / "base", tmp_path / "shared", share_weights=str(tmp_path / "weights"), **more)
     assert jobs.train(spec, jobs.At(20)).end is End.STOPPED
     assert jobs.finished(spec) == right
+    (tmp_path / "weights").unlink()  # this process may map it yet, and plays a service in other tests
