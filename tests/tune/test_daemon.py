@@ -5,6 +5,7 @@ How real vLLM and SGLang answer is in tests/engines/test_shared_weights.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from test_share import Valved
 from transformers import AutoModelForCausalLM
 from valve_tune.base.consent import NotShared, find
 from valve_tune.base.daemon import WeightDaemon
+from valve_tune.base.own import OwnCopy
 from valve_tune.base.processes import sockets_of
 from valve_tune.base.sglang_daemon import obstacle
 from valve_tune.base.shared import publish
@@ -31,6 +33,7 @@ from valve_tune.base.views import Seal, as_checkpoint
 from valve_tune.base.weights import BadBase, BaseChanged, read_folder
 from valve_tune.model.hollow import around
 from valve_tune.train.build import shared_base
+from valve_tune.train.guard import stand
 from valve_tune.train.report import End
 
 NAME = "vllm_weight_cache_0.sock"
@@ -230,3 +233,44 @@ def test_a_job_of_another_family_over_shared_weights_makes_the_adapter_of_an_own
     spec = jobs.job(tmp_path / "base", tmp_path / "shared", share_weights=str(tmp_path / "weights"), **more)
     assert jobs.train(spec, jobs.At(20)).end is End.STOPPED
     assert jobs.finished(spec) == right
+    (tmp_path / "weights").unlink()  # this process may map it yet, and plays a service in other tests
+
+
+class Written(OwnCopy):
+    """Stands for weights that a trainer could write to."""
+
+    is_writable, looked = True, 0
+
+    def check(self) -> None:
+        self.looked += 1
+
+
+@pytest.mark.parametrize("end", ["well", "by an error"])
+def test_a_guard_that_was_killed_never_costs_the_job_and_an_error_is_never_left_without_a_look(
+    tmp_path: Path, end: str
+) -> None:
+    folder = jobs.model_folder(tmp_path / "base")
+    spec = jobs.job(folder, tmp_path / "out", share_weights="chat")
+    weights = Written.read(folder, 3, torch.float32)
+    guard: Any = stand(spec, weights)
+    guard._process.kill()
+    guard._process.wait()
+    with contextlib.ExitStack() as stack:
+        if end == "by an error":
+            stack.enter_context(pytest.raises(ZeroDivisionError))
+        with guard:
+            assert not weights.looked
+            if end == "by an error":
+                raise ZeroDivisionError
+    assert weights.looked == (end == "by an error")
+
+
+def test_weights_that_are_not_those_a_job_began_with_are_refused_at_its_next_start(tmp_path: Path) -> None:
+    folder = jobs.model_folder(tmp_path / "base")
+    spec = jobs.job(folder, tmp_path / "out", share_weights="chat")
+    weights = Written.read(folder, 3, torch.float32)
+    with stand(spec, weights):
+        pass
+    weights.digest = "another"
+    with pytest.raises(BaseChanged, match="other weights than when this job began"):
+        stand(spec, weights)

@@ -54,10 +54,14 @@ class WeightDaemon:
             info = self.path.lstat()
             if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
                 raise NotShared(f"{self.path} is no socket of this user's alone")
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            link.settimeout(WAIT_S)
+        except OSError as error:
+            raise NotShared(f"{self.path}: {error}") from None
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.settimeout(WAIT_S)
+        try:
             link.connect(str(self.path))
         except OSError as error:
+            link.close()
             raise NotShared(f"{self.path}: {error}") from None
         pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         start = start_of(pid)

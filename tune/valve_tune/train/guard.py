@@ -4,6 +4,7 @@ trainer was killed. One that ends by itself has looked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -52,7 +53,8 @@ class Guard(NoGuard):
             if kind is not None:
                 self._weights.check()
         finally:
-            self._tell("looked")
+            with contextlib.suppress(OSError):  # somebody has killed it
+                self._tell("looked")
             self._process.communicate()
 
 
