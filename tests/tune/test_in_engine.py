@@ -425,6 +425,7 @@ def test_a_job_that_its_user_pauses_takes_no_turn_and_goes_on_later(folder: Path
     for _ in range(5):
         scene.step()
     assert scene.turns.count.tiles == before
+    assert scene.turns.pause(NEVER_S) < ENOUGH_S  # an engine is never paused for a job that is paused
     scene.folder.want(b"g")
     assert scene.end() == "succeeded: "
 

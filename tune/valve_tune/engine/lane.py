@@ -108,7 +108,7 @@ class TrainingLane:
             return
         turns, progress, state = self.tenant.turns, self.tenant.progress, self.view.state
         state.direction, state.left, state.tokens = progress.direction, progress.left, progress.tokens
-        state.is_ready = progress.tokens > 0
+        state.is_ready = progress.tokens > 0 and turns.wants()
         plan = self.planner.plan(state) if state.is_ready else ALONE
         if plan.lane not in LANES:
             raise ValueError(f"there is no lane {plan.lane.value} here")

@@ -185,9 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| | mean | p95 | max |\n|---|---|---|---|")
     print("\n".join([row("error of the predictor", said), row("the step against its own median", own)]))
     ratios = said.mean / own.mean, said.p95 / own.p95
-    print(
-        f"\nratio: mean {ratios[0]:.2f}, p95 {ratios[1]:.2f}; mark {MARK}: {'kept' if max(ratios) <= MARK else 'MISSED'}"
-    )
+    kept = "kept" if max(ratios) <= MARK else "MISSED"
+    print(f"\nratio: mean {ratios[0]:.2f}, p95 {ratios[1]:.2f}; mark {MARK}: {kept}")
     sys.stdout.flush()
     os._exit(0)  # vLLM's readers are still there
 

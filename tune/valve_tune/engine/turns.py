@@ -21,6 +21,9 @@ WEIGHT = 0.2
 FORGET = 0.95
 """Of what a tile took, at each pause that was too short for it: one slow tile never ends training for good."""
 
+GRACE_S = 0.002
+"""A pause goes on so long without a trainer that wants a tile: it may be between two."""
+
 
 @dataclass(slots=True)
 class Count:
@@ -49,6 +52,10 @@ class TileTurns:
         self._had = False
         """This pause had a tile."""
         self._tickets = 0
+        self._waiting = False
+        """The trainer wants a tile now: it is not paused by its user, nor at its optimizer."""
+        self._ended = 0.0
+        """The last tile."""
         self._began = 0.0
         """The tile in work; 0: there is none."""
         self._took_s: dict[Phase, float] = {}
@@ -56,20 +63,28 @@ class TileTurns:
     # ---- the engine's thread ----
 
     def pause(self, seconds: float) -> float:
-        """Let tiles run that fit, and return when no more does; seconds that the engine waited."""
+        """Let tiles run that fit, and return when no more does or nobody wants one; seconds that the engine waited."""
         with self._changed:
             began = self._clock()
             self._until, self._spent, self._had = began + seconds, False, False
             self._changed.notify_all()
             while not (self._stopped or (self._spent and not self._began)):
-                left = self._until - self._clock()
-                if left <= 0:
+                now, is_away = self._clock(), not self._wants()
+                if now >= self._until or (is_away and now - max(began, self._ended) >= GRACE_S):
                     break
-                self._changed.wait(left)
+                self._changed.wait(GRACE_S if is_away else self._until - now)
             if self._began:
                 self.count.late += 1
             self._until = 0.0
             return self._clock() - began
+
+    def wants(self) -> bool:
+        """Is there anybody to give time to?"""
+        with self._changed:
+            return self._wants()
+
+    def _wants(self) -> bool:
+        return self._waiting or self._began > 0
 
     def step(self, tickets: int = 0) -> None:
         """A step begins, and so many tiles may run beside it."""
@@ -101,20 +116,19 @@ class TileTurns:
         """Wait for the turn. `ask` is called while it does not come, and raises to end the job."""
         while True:
             with self._changed:
+                self._waiting = True
+                self._changed.notify_all()
                 if not self._stopped and self._may(phase):
-                    self._began = self._clock()
+                    self._began, self._waiting = self._clock(), False
                     return
                 if self._until and not self._spent:
                     self._spent = True
                     if not self._had:
                         self._took_s[phase] = self.tile_s(phase) * FORGET
                     self._changed.notify_all()
-                if not self._stopped:
-                    self._changed.wait(LOOK_S)
-                stopped = self._stopped
+                self._changed.wait(LOOK_S)
+                self._waiting = False
             ask()
-            if stopped:
-                time.sleep(LOOK_S)  # `ask` did not raise yet
 
     def _may(self, phase: Phase) -> bool:
         now, count = self._clock(), self.count
@@ -148,7 +162,8 @@ class TileTurns:
 
     def end(self, phase: Phase) -> None:
         with self._changed:
-            took = self._clock() - self._began
+            self._ended = self._clock()
+            took = self._ended - self._began
             before = self._took_s.get(phase, took)
             self._took_s[phase] = before + WEIGHT * (took - before)
             self._began = 0.0
