@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from valve_tools.engines.figures import Verdict
-from valve_tools.engines.granted_demo import Answer, Outcome, Plan, Served
+from valve_tools.engines.granted_demo import PROMPTS, Answer, Clients, Outcome, Plan, Served
 
 PLAN = Plan()
 ANSWERS = [Answer(prompt=number % 11, text=f"text {number % 11}", tpot_ms=60.0) for number in range(110)]
@@ -54,3 +57,31 @@ def test_a_promise_that_is_missed_is_void_only_where_the_service_alone_misses_to
 
 def test_a_batch_that_was_over_too_soon_is_never_a_pass():
     assert outcome(with_it=replace(WITH, outlived=False)).verdict(PLAN) is Verdict.VOID
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Answers as vLLM's completions do: an event for each token, then one without a choice."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        for number in range(body["max_tokens"]):
+            event = {"choices": [{"text": f" {body['prompt'][0]}.{number}"}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_each_client_reads_its_whole_answer_and_the_same_come_to_every_server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        plan = replace(PLAN, rate=1e6, tokens=3)
+        first, second = (Clients(port=server.server_port, plan=plan).send(22) for _ in range(2))
+        server.shutdown()
+
+    assert {(each.prompt, each.text) for each in first} == {(each.prompt, each.text) for each in second}
+    assert len({each.text for each in first}) == PROMPTS
+    assert all(each.text.count(".") == 3 and each.tpot_ms >= 0 for each in first)
