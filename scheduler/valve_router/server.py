@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 
+from valve_router.advice import Advice
 from valve_router.answers import is_allowed, refusal
 from valve_router.endpoints import Endpoints
 from valve_router.proxy import Proxy
@@ -72,7 +73,8 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
     ) as client:
         proxy = Proxy(settings, replicas, client)
         app = web.Application(client_max_size=settings.body_bytes)
-        Operators(settings, replicas, proxy).add_to(app)
+        advice = Advice(settings, replicas)
+        Operators(settings, replicas, proxy, advice).add_to(app)
         if settings.training_folder:
             ledger = Ledger(Path(settings.training_folder), settings.training_silent_s)
             training = web.Application(client_max_size=settings.training_bytes)
@@ -81,10 +83,13 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
         app.router.add_route("*", "/{path:.*}", proxy.handle)
         checkups = Checkups(client, settings, replicas)
         checkups.follow()
+        looking = asyncio.create_task(advice.run())
         async with following(settings, access, checkups):
             try:
                 yield app
             finally:
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
                 await checkups.end()
 
 
@@ -149,12 +154,13 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
 class Operators:
     """/health, /metrics and /route: for whoever runs the router."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, proxy: Proxy) -> None:
+    def __init__(self, settings: Settings, replicas: Replicas, proxy: Proxy, advice: Advice) -> None:
         self._settings = settings
         self._replicas = replicas
         self._proxy = proxy
+        self._advice = advice
         self._registry = CollectorRegistry()
-        self._registry.register(RouterCollector(replicas, proxy))
+        self._registry.register(RouterCollector(replicas, proxy, advice))
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/health", self._health)
@@ -177,7 +183,7 @@ class Operators:
     async def _status(self, request: web.Request) -> web.Response:
         if not self._may_look(request):
             return refusal(401, "a bearer token is needed", "invalid_api_key")
-        return web.json_response(status_of(self._replicas, self._proxy))
+        return web.json_response(status_of(self._replicas, self._proxy, self._advice))
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
@@ -197,11 +203,13 @@ class Operators:
             known = ", ".join(one.name for one in self._replicas.all)
             return refusal(404, f"there is no replica {name}: {known}", "not_found")
         replica.is_drained = is_drained
-        return web.json_response(status_of(self._replicas, self._proxy))
+        return web.json_response(status_of(self._replicas, self._proxy, self._advice))
 
 
-def status_of(replicas: Replicas, proxy: Proxy) -> dict[str, Any]:
+def status_of(replicas: Replicas, proxy: Proxy, advice: Advice) -> dict[str, Any]:
+    surplus = advice.surplus()
     return {
+        "wanted": advice.active.wanted if advice.active is not None else None,
         "requests": {str(status): count for status, count in sorted(proxy.counts.requests.items())},
         "retries": proxy.counts.retries,
         "broken": proxy.counts.broken,
@@ -210,6 +218,7 @@ def status_of(replicas: Replicas, proxy: Proxy) -> dict[str, Any]:
                 "name": one.name,
                 "url": one.url,
                 "state": state_of(one),
+                "may_sleep": one.name in surplus,
                 "why_not": one.why_not,
                 "under_way": one.under_way,
                 "served": one.served,
@@ -231,9 +240,10 @@ def state_of(replica: Replica) -> str:
 class RouterCollector(Collector):
     """The router's figures as Prometheus reads them."""
 
-    def __init__(self, replicas: Replicas, proxy: Proxy) -> None:
+    def __init__(self, replicas: Replicas, proxy: Proxy, advice: Advice) -> None:
         self._replicas = replicas
         self._proxy = proxy
+        self._advice = advice
 
     def collect(self) -> Iterator[Metric]:
         counts = self._proxy.counts
@@ -248,6 +258,10 @@ class RouterCollector(Collector):
         error = GaugeMetricFamily(
             "valve_router_prediction_error_ratio", "Of predicted responses, lately", labels=["replica"]
         )
+        if self._advice.active is not None:
+            yield GaugeMetricFamily(
+                "valve_router_replicas_wanted", "Replicas that should be awake", value=self._advice.active.wanted
+            )
         for one in self._replicas.all:
             under_way.add_metric([one.url], one.under_way)
             alive.add_metric([one.url], float(one.is_alive))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.task import Task, TaskKind
-from valve_router.plan.timeline import Way, Timeline
+from valve_router.plan.timeline import Timeline, Way
 
 UNIT = Law(fixed_s=1.0)
 

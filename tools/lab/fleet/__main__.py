@@ -1,7 +1,7 @@
 """`python -m valve_tools.lab.fleet --traces DIR --out docs/results/fleet`: the grid, its claims and its page.
 
---table NAME runs one table alone and keeps its figures; --from FILE... makes the page of such figures. --quick runs a few
-cells and makes no page. Exit 0: every claim holds; 3: one is missed.
+--table NAME runs one table alone and keeps its figures; --from FILE... makes the page of such figures. --quick runs
+a few cells and makes no page. Exit 0: every claim holds; 3: one is missed.
 """
 
 from __future__ import annotations
