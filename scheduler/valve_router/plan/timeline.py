@@ -160,7 +160,7 @@ class Timeline:
         self.moved_s += late
         floor = placed.task.arrival_s
         self.forward_end_s = [max(floor, end + late) for end in self.forward_end_s]
-        for back in (*self.backwards, *((self.training,) if self.training else ())):
+        for back in self._ways():
             back.begin_s = [max(floor, begin + late) for begin in back.begin_s]
             back.end_s = [max(floor, end + late) for end in back.end_s]
 
@@ -169,6 +169,9 @@ class Timeline:
         self.owed_s = max(0.0, self.owed_s - self.profile.whole_s(task))
 
     # Parts
+
+    def _ways(self) -> list[Way]:
+        return [*self.backwards, self.training] if self.training is not None else self.backwards
 
     def _way_back(self, task: Task, ready: float) -> tuple[Interval, ...]:
         cost = self.profile.backward.seconds(task)
@@ -182,7 +185,7 @@ class Timeline:
     def _stopped_s(self, stage: int, at: float) -> float:
         """When a request that comes to this stage at `at` begins: training that runs there stops, or ends before."""
         stop_s = self.profile.stop_s or 0.0
-        for way in (*self.backwards, *((self.training,) if self.training else ())):
+        for way in self._ways():
             if way.begin_s[stage] <= at < way.end_s[stage]:
                 return min(at + stop_s, way.end_s[stage])
         return at

@@ -1,8 +1,8 @@
 """What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
 
 A round is a number of micro-batches that are trained from one version of the adapter. A micro-batch waits, is out with
-a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept
-once: a trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid, so what
+a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept once.
+A trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid: what
 it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
 
 `now_s` is wall time: it must go on over a restart of the router.

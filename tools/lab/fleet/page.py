@@ -24,13 +24,16 @@ HEAD = f"""\
 `{COMMAND}` makes this page; `--from` makes it of figures that are there already, `--quick` asks the same over a few
 cells. Replicas are modelled: stages as in LeMix (table II of its paper), not engines; nothing here ran on a card.
 The planner is the router's own (`valve_router.plan`). A forward takes 0.55 of its printed time however short a
-prompt is, and the rest by the token, so a usual prompt of 150 tokens takes what is printed. Attainment: requests whose
-first token comes within five times an idle replica's. Wall throughput: tasks that end in the last three quarters
-of the arrivals, by the wall. Node-seconds: from a node's first task to its last, as the paper counts; awake: without
-pauses of more than {SLEEPS_AFTER_S:g} s. Age limit of deferral: {AGE_LIMIT_S:g} s. Training that a gate
-stops costs a request {1e3 * STOP_S:g} ms a stage. {SEEDS} seeds for each cell; all policies of a cell see the same
-tasks. Differences are judged by the worse end of their 95 % interval (for attainment, which ends at 1, not below the worst seed). Bursts: times of a shared request
-trace, stretched to the rate; its prompt lengths, scaled to the usual mean.
+prompt is, and the rest by the token, so a usual prompt of 150 tokens takes what is printed.
+
+- Attainment: requests whose first token comes within five times an idle replica's.
+- Wall throughput: tasks that end in the last three quarters of the arrivals, by the wall.
+- Node-seconds: from a node's first task to its last, as the paper counts. Awake: without pauses of more than
+  {SLEEPS_AFTER_S:g} s.
+- Deferral: age limit {AGE_LIMIT_S:g} s. Training that a gate stops costs a request {1e3 * STOP_S:g} ms a stage.
+- {SEEDS} seeds for each cell; all policies of a cell see the same tasks. Differences are judged by the worse end of
+  their 95 % interval (for attainment, which ends at 1, not below the worst seed).
+- Bursts: times of a shared request trace, stretched to the rate; its prompt lengths, scaled to the usual mean.
 
 Rates are tasks a second for four nodes of two stages where nothing else is said; shares are those of training tasks.
 """
@@ -46,9 +49,11 @@ class Found:
         return [*self.proofs, *claims(self.cells), *freed_claims(list(self.freed))]
 
 
-def page(found: Found, reading: str) -> dict[str, str]:
+def page(found: Found, reading: str, wanted: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """`wanted`: table and name of every cell of the whole grid."""
     parts = [
         HEAD,
+        _left_out(found.cells, wanted),
         claims_table(found.claims()),
         ELSEWHERE,
         reading,
@@ -81,6 +86,17 @@ Llama-8B, half of the tasks training, with the gate.
 
 ![node-seconds by rate, of round robin's](nodes.svg)
 """
+
+
+def _left_out(cells: Sequence[Cell], wanted: Sequence[tuple[str, str]]) -> str:
+    """A page of a part of the grid says so."""
+    ran = {(cell.table, cell.name) for cell in cells}
+    lack = [one for one in wanted if one not in ran]
+    if not lack:
+        return ""
+    counts = {name: sum(table == name for table, _ in lack) for name in dict.fromkeys(table for table, _ in lack)}
+    said = ", ".join(f"{count} of `{name}`" for name, count in counts.items())
+    return f"**Not run for this page:** {len(lack)} of {len(wanted)} cells: {said}. The command runs them.\n"
 
 
 def _missed(cells: Sequence[Cell]) -> str:
