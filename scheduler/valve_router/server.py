@@ -27,7 +27,7 @@ from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import Ledger
+from valve_router.training.ledger import FleetBooks
 
 IDLE_S = 75.0  # a client's connection without a request
 END_S = 30.0  # for what runs when the router is told to end
@@ -76,7 +76,7 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
         advice = Advice(settings, replicas)
         Operators(settings, replicas, proxy, advice).add_to(app)
         if settings.training_folder:
-            ledger = Ledger(Path(settings.training_folder), settings.training_silent_s)
+            ledger = FleetBooks(Path(settings.training_folder), settings.training_silent_s)
             training = web.Application(client_max_size=settings.training_bytes)
             TrainingApi(settings, ledger, Desk(settings, replicas)).add_to(training)
             app.add_subapp("/route/training", training)

@@ -72,7 +72,7 @@ class Push:
     blob: bytes
 
 
-class Ledger:
+class FleetBooks:
     def __init__(self, folder: Path, silent_s: float = 60.0) -> None:
         self._blobs = folder / "blobs"
         self._blobs.mkdir(parents=True, exist_ok=True)

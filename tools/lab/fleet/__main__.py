@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.quick:
         options.out.mkdir(parents=True, exist_ok=True)
         name = " ".join(part for part in (options.table or "fleet", options.only) if part)
-        keep(found, options.out / f"{name}.json".replace(" ", "-"))
+        keep(found, options.out / f"{name}.json".replace(" ", "-").replace("/", "-"))
         if options.table is None and not options.only:
             wanted = [(one.table, one.name) for one in cells.settings(str(options.traces or ""))]
             for name, text in page(found, READING, wanted).items():

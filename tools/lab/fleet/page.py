@@ -46,7 +46,8 @@ class Found:
     freed: Sequence[Freed]
 
     def claims(self) -> list[Claim]:
-        return [*self.proofs, *claims(self.cells), *freed_claims(list(self.freed))]
+        freed = freed_claims(list(self.freed)) if self.freed else []
+        return [*self.proofs, *claims(self.cells), *freed]
 
 
 def page(found: Found, reading: str, wanted: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
