@@ -89,7 +89,7 @@ def joined(paths: Sequence[Path]) -> Found:
             for part in parts
             for one in part["cells"]
         ],
-        proofs=[Claim(**one) for part in parts for one in part["proofs"]],
+        proofs=[Claim(**one) for part in parts for one in part["proofs"]] or proofs(),
         freed=[Freed(**one) for part in parts for one in part["freed"]],
     )
 

@@ -156,7 +156,7 @@ def _summary(cells: Sequence[Cell], name: str, title: str) -> str:
         "awake, same",
         "oldest training s",
     )
-    return table(title, head, rows) if rows else ""
+    return table(title, head, rows).replace(" nan |", " - |") if rows else ""
 
 
 def _mean(values: Iterable[float]) -> float:
