@@ -23,6 +23,7 @@ from rich.table import Table
 from valve_kube.access import find
 from valve_kube.errors import SchedulerError
 
+from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
 from valve_router.settings import PASSED, Settings, service_of
 
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
     )
+    serve.add_argument("--least-replicas", type=int, default=1, help="the advice on how many are awake is never below")
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
     pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
@@ -125,6 +127,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         training_folder=str(arguments.training) if arguments.training != Path() else "",
         tpot_target_s=arguments.tpot_ms / 1e3,
         score=score,
+        active=ActiveSettings(floor=arguments.least_replicas),
     )
 
 
@@ -226,6 +229,8 @@ def table_of(status: dict[str, Any]) -> Table:
     requests = status["requests"]
     answered = ", ".join(f"{count} x {code}" for code, count in requests.items()) or "none yet"
     title = f"requests: {answered}; tried again {status['retries']}, broken off {status['broken']}"
+    if status["wanted"] is not None:
+        title += f"; {status['wanted']} replicas would do"
     table = Table(title=title, title_justify="left")
     for name in ("replica", "state", "now", "served", "failed", "gap ms", "error"):
         table.add_column(name, justify="left" if name in ("replica", "state") else "right")

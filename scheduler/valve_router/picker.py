@@ -107,9 +107,9 @@ async def serve(
     access: Access | None = None,
 ) -> None:
     """Until `stop`; requests under way may end."""
-    async with known(settings, access) as (_, replicas):
+    async with known(settings, access) as (_, replicas, advice):
         counts, app = Counts(), web.Application()
-        Operators(settings, replicas, counts).add_to(app)
+        Operators(settings, replicas, counts, advice).add_to(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         server = grpc.aio.server(maximum_concurrent_rpcs=STREAMS)
         service.add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)

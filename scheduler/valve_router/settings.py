@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from valve_router.plan.active import ActiveSettings
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.score import ScoreSettings
 
@@ -63,6 +64,7 @@ class Settings:
     stuck_s: float = 60.0  # a client that takes nothing of its answer for so long is cut off
     health_s: float = 1.0
     score: ScoreSettings = field(default_factory=ScoreSettings)
+    active: ActiveSettings = field(default_factory=ActiveSettings)
     first_guess: Profile = field(
         default_factory=lambda: Profile(stages=1, forward=Law(fixed_s=0.03, per_token_s=1 / 20_000), backward=Law())
     )

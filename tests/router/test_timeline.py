@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.task import Task, TaskKind
-from valve_router.plan.timeline import Way, Timeline
+from valve_router.plan.timeline import Passage, Timeline
 
 UNIT = Law(fixed_s=1.0)
 
@@ -26,7 +26,7 @@ def test_the_papers_golden_case():
     timeline = node()
     timeline.add(timeline.place(task(0.0, training=True)))
     assert timeline.forward_end_s == [1.0, 2.0]
-    assert timeline.backwards == [Way([3.0, 2.0], [4.0, 3.0], 1.0)]
+    assert timeline.backwards == [Passage([3.0, 2.0], [4.0, 3.0], 1.0)]
 
     placed = timeline.place(task(1.5))
 
@@ -53,7 +53,7 @@ def test_with_a_gate_a_forward_that_is_over_before_a_backward_begins_never_moves
 
     timeline._push(0, 1.2, 2.2)
 
-    assert timeline.backwards == [Way([3.0, 2.0], [4.0, 3.0], 1.0)]
+    assert timeline.backwards == [Passage([3.0, 2.0], [4.0, 3.0], 1.0)]
 
 
 def test_a_placement_that_nobody_takes_changes_nothing():

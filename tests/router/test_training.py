@@ -12,13 +12,13 @@ from valve_router.plan.task import Task, TaskKind
 from valve_router.replicas import Replicas
 from valve_router.settings import Settings
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import Gone, Ledger, Push, Refused
+from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
 
 BATCHES = 12
 
 
 def begin(folder, rounds=2, batches=BATCHES, silent_s=60.0):
-    ledger = Ledger(folder, silent_s)
+    ledger = FleetBooks(folder, silent_s)
     ledger.add_job("j", rounds=rounds, round_batches=batches, digest="d", tokens=100, now_s=0.0)
     return ledger
 
@@ -146,7 +146,7 @@ def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path)
     begin(tmp_path).close()
     child = os.fork()
     if not child:
-        ledger = Ledger(tmp_path)
+        ledger = FleetBooks(tmp_path)
         one = ledger.join("j", "a", 0.0)
         push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 100)
         number = ledger.take("j", one.trainer, 0.0)
@@ -155,7 +155,7 @@ def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path)
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
-    ledger = Ledger(tmp_path)
+    ledger = FleetBooks(tmp_path)
 
     assert [number for number, _ in ledger.kept_of("j")] == [0]
     again = ledger.join("j", "a", 1.0)

@@ -12,13 +12,13 @@ from valve_router.replicas import Replicas
 from valve_router.settings import Settings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import Ledger
+from valve_router.training.ledger import FleetBooks
 
 
 def main(folder: str, port: str) -> None:
     settings = Settings(replicas=("http://127.0.0.1:9",))
     training = web.Application(client_max_size=1 << 28)
-    ledger = Ledger(Path(folder), silent_s=float("1e6"))
+    ledger = FleetBooks(Path(folder), silent_s=float("1e6"))
     TrainingApi(settings, ledger, Desk(settings, Replicas(settings, lambda: 0.0))).add_to(training)
     app = web.Application(client_max_size=1 << 28)
     app.add_subapp("/route/training", training)

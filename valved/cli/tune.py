@@ -19,7 +19,7 @@ from valved.paths import API_SOCKET, ENV_ROLE, LINK_SOCKET, VIEW_SOCKET, run_dir
 ENV_PYTHON = "VALVE_TUNE_PYTHON"
 FOLDER = ".venv-tune"
 NEEDED = ("torch", "valve_tune")
-TRAINS = ("run", "resume", "serve")
+TRAINS = ("run", "resume", "serve", "fleet")
 READS = "publish"  # it may read weights that are shared on a GPU
 ROOM = "valve_tune.serve"
 UNGATED = "--ungated"

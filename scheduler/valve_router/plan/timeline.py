@@ -41,7 +41,7 @@ class Placed:
 
 
 @dataclass(slots=True)
-class Way:
+class Passage:
     """One training task's planned way back, or its forward where that can be stopped. Index 0 is the first stage."""
 
     begin_s: list[float]
@@ -72,12 +72,12 @@ class Lengths:
 class Timeline:
     profile: Profile
     forward_end_s: list[float] | None = None  # of the last planned task by stage; None: nothing yet
-    backwards: list[Way] = field(default_factory=list)
+    backwards: list[Passage] = field(default_factory=list)
     last_arrival_s: float | None = None
     work_s: float = 0.0  # planned so far
     lengths: Lengths = field(default_factory=Lengths)
     busy_until_s: float = 0.0  # a decode step that runs: no prefill begins before its end
-    training: Way | None = None  # with a gate: the forward of the last training task
+    training: Passage | None = None  # with a gate: the forward of the last training task
     owed_s: float = 0.0  # training that was sent and is not yet reported done
     moved_s: float = 0.0  # how far measurements have moved the plan so far
 
@@ -125,14 +125,14 @@ class Timeline:
         if self.profile.stop_s is None:
             self.forward_end_s = ends
         elif task.is_training:
-            self.training = Way([begin for begin, _ in placed.forward], ends, self.profile.forward.seconds(task))
+            self.training = Passage([begin for begin, _ in placed.forward], ends, self.profile.forward.seconds(task))
         else:
             for stage, (begin, end) in enumerate(placed.forward):
                 self._push(stage, begin, end)
             self.forward_end_s = ends
         if placed.backward:
             begins, ends = ([one[i] for one in placed.backward] for i in (0, 1))
-            self.backwards.append(Way(begins, ends, self.profile.backward.seconds(task)))
+            self.backwards.append(Passage(begins, ends, self.profile.backward.seconds(task)))
         if task.is_training:
             self.owed_s += self.profile.whole_s(task)
         self.last_arrival_s = task.arrival_s
@@ -160,7 +160,7 @@ class Timeline:
         self.moved_s += late
         floor = placed.task.arrival_s
         self.forward_end_s = [max(floor, end + late) for end in self.forward_end_s]
-        for back in (*self.backwards, *((self.training,) if self.training else ())):
+        for back in self._ways():
             back.begin_s = [max(floor, begin + late) for begin in back.begin_s]
             back.end_s = [max(floor, end + late) for end in back.end_s]
 
@@ -169,6 +169,9 @@ class Timeline:
         self.owed_s = max(0.0, self.owed_s - self.profile.whole_s(task))
 
     # Parts
+
+    def _ways(self) -> list[Passage]:
+        return [*self.backwards, self.training] if self.training is not None else self.backwards
 
     def _way_back(self, task: Task, ready: float) -> tuple[Interval, ...]:
         cost = self.profile.backward.seconds(task)
@@ -182,7 +185,7 @@ class Timeline:
     def _stopped_s(self, stage: int, at: float) -> float:
         """When a request that comes to this stage at `at` begins: training that runs there stops, or ends before."""
         stop_s = self.profile.stop_s or 0.0
-        for way in (*self.backwards, *((self.training,) if self.training else ())):
+        for way in self._ways():
             if way.begin_s[stage] <= at < way.end_s[stage]:
                 return min(at + stop_s, way.end_s[stage])
         return at
@@ -202,7 +205,7 @@ class Timeline:
                 _not_before(self.backwards[-1], last, self.training.end_s[last])
         for back in self.backwards:
             _pause(back, stage, begin, end, stop_s)
-        before: Way | None = None
+        before: Passage | None = None
         for back in self.backwards:  # and so what follows them, on this stage and on those they go on to
             for reached in reversed(range(self.profile.stages)):
                 earliest = before.end_s[reached] if before else 0.0
@@ -212,14 +215,14 @@ class Timeline:
             before = back
 
 
-def _pause(way: Way, stage: int, begin: float, end: float, stop_s: float) -> None:
+def _pause(way: Passage, stage: int, begin: float, end: float, stop_s: float) -> None:
     if way.begin_s[stage] < begin < way.end_s[stage]:
         way.end_s[stage] += end - begin + stop_s
     elif begin <= way.begin_s[stage] < end:
         _not_before(way, stage, end)
 
 
-def _not_before(way: Way, stage: int, begin: float) -> None:
+def _not_before(way: Passage, stage: int, begin: float) -> None:
     later = begin - way.begin_s[stage]
     if later > 0:
         way.begin_s[stage] += later

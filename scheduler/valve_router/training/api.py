@@ -16,7 +16,7 @@ from valve_router.answers import is_allowed, refusal
 from valve_router.plan.task import Task
 from valve_router.settings import Settings
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import Gone, Ledger, Push, Refused
+from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
 
 SWEEP_S = 1.0
 Asked = dict[str, Any]
@@ -25,7 +25,7 @@ Asked = dict[str, Any]
 class TrainingApi:
     """SQLite forces every change to disk: that is done in threads, never on the loop that passes requests."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, desk: Desk) -> None:
+    def __init__(self, settings: Settings, ledger: FleetBooks, desk: Desk) -> None:
         self._settings, self._ledger, self._desk = settings, ledger, desk
         self._out: dict[int, tuple[str, Task, float]] = {}  # by trainer: replica, planned task, since (monotonic)
 

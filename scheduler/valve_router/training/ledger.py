@@ -1,8 +1,8 @@
 """What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
 
-A round is a number of micro-batches that are trained from one version of the adapter. A micro-batch is waiting, out with
-a trainer, or kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept once: a
-trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid, so what
+A round is a number of micro-batches that are trained from one version of the adapter. A micro-batch waits, is out with
+a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept once.
+A trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid: what
 it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
 
 `now_s` is wall time: it must go on over a restart of the router.
@@ -72,7 +72,7 @@ class Push:
     blob: bytes
 
 
-class Ledger:
+class FleetBooks:
     def __init__(self, folder: Path, silent_s: float = 60.0) -> None:
         self._blobs = folder / "blobs"
         self._blobs.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,8 @@ class Ledger:
         """With what waits, is out and is kept in this round."""
         counts = (
             "SUM(trainer IS NULL AND kept IS NULL) AS waiting, SUM(trainer IS NOT NULL AND kept IS NULL) AS out, "
-            "SUM(kept IS NOT NULL) AS kept, MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s"
+            "SUM(kept IS NOT NULL) AS kept, "
+            "MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s"
         )
         with self._lock:
             rows = self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall()
@@ -181,8 +182,8 @@ class Ledger:
         with self._lock:
             version = _job(self._db, job)["version"]
             text = (
-                "SELECT number, queued_s FROM batches WHERE job = ? AND version = ? AND trainer IS NULL AND kept IS NULL "
-                "ORDER BY number LIMIT 1"
+                "SELECT number, queued_s FROM batches WHERE job = ? AND version = ? AND trainer IS NULL "
+                "AND kept IS NULL ORDER BY number LIMIT 1"
             )
             row = self._db.execute(text, (job, version)).fetchone()
             return (row["number"], row["queued_s"]) if row else None
@@ -193,9 +194,9 @@ class Ledger:
             _valid(db, trainer)
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
             text = (
-                "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches WHERE job = ? "
-                "AND version = (SELECT version FROM jobs WHERE name = ?) AND trainer IS NULL AND kept IS NULL) "
-                "RETURNING number"
+                "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches "
+                "WHERE job = ? AND version = (SELECT version FROM jobs WHERE name = ?) "
+                "AND trainer IS NULL AND kept IS NULL) RETURNING number"
             )
             row = db.execute(text, (trainer, job, job, job)).fetchone()
             return int(row["number"]) if row else None
@@ -207,7 +208,7 @@ class Ledger:
             name = _valid(db, trainer)
             if version != _job(db, job)["version"]:
                 raise Gone(f"version {version} of {job} is over")
-            text = "SELECT tokens, blob, steps FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
+            text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
             last = db.execute(text, (job, version, name)).fetchone()
             if last is not None and (last["blob"], last["tokens"], last["steps"]) == (blob, push.tokens, push.steps):
                 return False

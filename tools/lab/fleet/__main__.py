@@ -1,7 +1,7 @@
 """`python -m valve_tools.lab.fleet --traces DIR --out docs/results/fleet`: the grid, its claims and its page.
 
---table NAME runs one table alone and keeps its figures; --from FILE... makes the page of such figures. --quick runs a few
-cells and makes no page. Exit 0: every claim holds; 3: one is missed.
+--table NAME runs one table alone and keeps its figures; --from FILE... makes the page of such figures. --quick runs
+a few cells and makes no page. Exit 0: every claim holds; 3: one is missed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--traces", type=Path, help="folder of request traces")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--table", help="one table alone: its figures, no page")
+    parser.add_argument("--only", default="", help="only cells whose name begins so: the page is made in parts")
     parser.add_argument("--from", dest="kept", type=Path, nargs="+", help="figures that are there already")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
@@ -49,9 +50,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{'holds ' if claim.ok else 'MISSED'} {claim.claim}, {claim.pair}: {claim.value} ({claim.bound:g})")
     if not options.quick:
         options.out.mkdir(parents=True, exist_ok=True)
-        keep(found, options.out / f"{options.table or 'fleet'}.json".replace(" ", "-"))
-        if options.table is None:
-            for name, text in page(found, READING).items():
+        name = " ".join(part for part in (options.table or "fleet", options.only) if part)
+        keep(found, options.out / f"{name}.json".replace(" ", "-").replace("/", "-"))
+        if options.table is None and not options.only:
+            wanted = [(one.table, one.name) for one in cells.settings(str(options.traces or ""))]
+            for name, text in page(found, READING, wanted).items():
                 (options.out / name).write_text(text, encoding="utf-8")
     return 0 if all(claim.ok for claim in judged) else EXIT_MISSED
 
@@ -62,7 +65,11 @@ def simulated(options: argparse.Namespace) -> Found:
         found = [cell for setting in cells.quick() for cell in cells.work(setting)]
         return Found(cells=found, proofs=proofs(20), freed=[freed.work(one) for one in freed.quick()])
     folder = require_folder(options.traces)
-    settings = [one for one in cells.settings(str(folder)) if options.table in (None, one.table)]
+    settings = [
+        one
+        for one in cells.settings(str(folder))
+        if options.table in (None, one.table) and one.name.startswith(options.only)
+    ]
     ran = [cell for some in spread(cells.work, settings, silent, workers) for cell in some]
     if options.table not in (None, "freed"):
         return Found(cells=ran, proofs=[], freed=[])
@@ -82,7 +89,7 @@ def joined(paths: Sequence[Path]) -> Found:
             for part in parts
             for one in part["cells"]
         ],
-        proofs=[Claim(**one) for part in parts for one in part["proofs"]],
+        proofs=[Claim(**one) for part in parts for one in part["proofs"]] or proofs(),
         freed=[Freed(**one) for part in parts for one in part["freed"]],
     )
 

@@ -22,15 +22,18 @@ HEAD = f"""\
 # A fleet of replicas: requests and training, planned together
 
 `{COMMAND}` makes this page; `--from` makes it of figures that are there already, `--quick` asks the same over a few
-cells. Replicas are modelled: stages as in LeMix (table II of its paper), not engines, and nothing here ran on a card. The
-planner is the router's own (`valve_router.plan`). A forward takes 0.55 of its printed time however short a
-prompt is, and the rest by the token, so a usual prompt of 150 tokens takes what is printed. Attainment: requests whose
-first token comes within five times an idle replica's. Wall throughput: tasks that end in the last three quarters
-of the arrivals, by the wall. Node-seconds: from a node's first task to its last, as the paper counts; awake: without pauses
-of more than {SLEEPS_AFTER_S:g} s. Age limit of deferral: {AGE_LIMIT_S:g} s. Training that a gate stops costs a request {1e3 * STOP_S:g} ms a
-stage. {SEEDS} seeds for each cell; all policies of a cell see the same tasks. Differences are judged by the worse end
-of their 95 % interval (for attainment, which ends at 1, not below the worst seed). Bursts: times of a shared request
-trace, stretched to the rate; its prompt lengths, scaled to the usual mean.
+cells. Replicas are modelled: stages as in LeMix (table II of its paper), not engines; nothing here ran on a card.
+The planner is the router's own (`valve_router.plan`). A forward takes 0.55 of its printed time however short a
+prompt is, and the rest by the token, so a usual prompt of 150 tokens takes what is printed.
+
+- Attainment: requests whose first token comes within five times an idle replica's.
+- Wall throughput: tasks that end in the last three quarters of the arrivals, by the wall.
+- Node-seconds: from a node's first task to its last, as the paper counts. Awake: without pauses of more than
+  {SLEEPS_AFTER_S:g} s.
+- Deferral: age limit {AGE_LIMIT_S:g} s. Training that a gate stops costs a request {1e3 * STOP_S:g} ms a stage.
+- {SEEDS} seeds for each cell; all policies of a cell see the same tasks. Differences are judged by the worse end of
+  their 95 % interval (for attainment, which ends at 1, not below the worst seed).
+- Bursts: times of a shared request trace, stretched to the rate; its prompt lengths, scaled to the usual mean.
 
 Rates are tasks a second for four nodes of two stages where nothing else is said; shares are those of training tasks.
 """
@@ -43,12 +46,15 @@ class Found:
     freed: Sequence[Freed]
 
     def claims(self) -> list[Claim]:
-        return [*self.proofs, *claims(self.cells), *freed_claims(list(self.freed))]
+        freed = freed_claims(list(self.freed)) if self.freed else []
+        return [*self.proofs, *claims(self.cells), *freed]
 
 
-def page(found: Found, reading: str) -> dict[str, str]:
+def page(found: Found, reading: str, wanted: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """`wanted`: table and name of every cell of the whole grid."""
     parts = [
         HEAD,
+        _left_out(found.cells, wanted),
         claims_table(found.claims()),
         ELSEWHERE,
         reading,
@@ -81,6 +87,17 @@ Llama-8B, half of the tasks training, with the gate.
 
 ![node-seconds by rate, of round robin's](nodes.svg)
 """
+
+
+def _left_out(cells: Sequence[Cell], wanted: Sequence[tuple[str, str]]) -> str:
+    """A page of a part of the grid says so."""
+    ran = {(cell.table, cell.name) for cell in cells}
+    lack = [one for one in wanted if one not in ran]
+    if not lack:
+        return ""
+    counts = {name: sum(table == name for table, _ in lack) for name in dict.fromkeys(table for table, _ in lack)}
+    said = ", ".join(f"{count} of `{name}`" for name, count in counts.items())
+    return f"**Not run for this page:** {len(lack)} of {len(wanted)} cells: {said}. The command runs them.\n"
 
 
 def _missed(cells: Sequence[Cell]) -> str:
@@ -139,7 +156,7 @@ def _summary(cells: Sequence[Cell], name: str, title: str) -> str:
         "awake, same",
         "oldest training s",
     )
-    return table(title, head, rows) if rows else ""
+    return table(title, head, rows).replace(" nan |", " - |") if rows else ""
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -190,6 +207,7 @@ def _charts(cells: Sequence[Cell]) -> dict[str, str]:
     shown = [name for name in (OURS, "cost", LEAST, "printed", "round robin", "separate") if name in POLICIES]
     if not groups:
         return {}
+    shown = [name for name in shown if all(name in group for group in groups.values())]
     rates = [name.split(", ")[1] for name in groups]
     attainment: dict[str, list[float | None]] = {
         policy: [100 * group[policy].mean("attainment") for group in groups.values()] for policy in shown

@@ -1,7 +1,7 @@
 """`valve tune fleet`: one trainer of a fleet job. A router hands out micro-batches and decides when this node trains.
 
-Killed at any moment, the same command goes on from its last push: what it computed since then is queued again and counts
-once. It pushes every --push-steps steps, and where the round ends. A router that is away is asked again until it is back.
+Killed at any moment, the same command goes on from its last push: what it computed since then is queued again and
+counts once. It pushes every --push-steps steps, and where the round ends. A router that is away is asked again.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class FleetWorker:
                 time.sleep(AWAY_S)
 
     def _settle(self) -> None:
-        """An answer is lost, and with it perhaps a micro-batch that is ours, or that a push was kept. The same push once
-        more counts once; before it was answered nothing more is computed on top. Then this trainer begins anew."""
+        """An answer is lost, and with it perhaps a micro-batch that is ours, or that a push was kept. The same push
+        once more counts once; before it was answered nothing more is computed on top. Then this trainer begins anew."""
         if self._number:
             with contextlib.suppress(GivenUp, FolderError):
                 self._push()

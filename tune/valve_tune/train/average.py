@@ -1,8 +1,8 @@
 """One adapter of several that were trained apart from one version, weighted by the tokens of each.
 
-Averaging A and B apart is not averaging their products: what is served is B A. So either A is frozen and B averaged, which
-is exact, or the products are averaged and cut to the rank, and what the cut leaves over (`residual`) is added to the
-next average.
+Averaging A and B apart is not averaging their products: what is served is B A. So either A is frozen and B averaged,
+which is exact, or the products are averaged and cut to the rank, and what the cut leaves over (`residual`)
+is added to the next average.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trainer's part of a fleet job: the micro-batches it is handed, from one version of the adapter on.
 
 A micro-batch's sums are added once, with its last tile. Its number says its data and its dropout, so whoever computes
-it computes the same. An optimizer step ends with as many micro-batches as the job's steps have, or where the round ends.
+it computes the same. An optimizer step ends with as many micro-batches as the job's steps have, or with the round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from valve_tune.model.adapter import Gradients
 from valve_tune.model.interface import TileModel
 from valve_tune.train import average
-from valve_tune.train.average import FROZEN_A, Part, parcel, pairs_bytes, pairs_from, unparcel
+from valve_tune.train.average import FROZEN_A, Part, pairs_bytes, pairs_from, parcel, unparcel
 from valve_tune.train.batch import Dataset
 from valve_tune.train.build import open_model
 from valve_tune.train.job import Hopeless, Trainer, set_process
