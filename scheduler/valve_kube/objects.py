@@ -1,6 +1,5 @@
 """From the JSON of the Kubernetes API to values, refusing what cannot be used by name. Pure."""
 
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,13 +8,13 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from valve_scheduler.model import (
     HISTOGRAM_BINS,
     MAX_GPUS,
     ThroughputCurve,
     WorkloadProfile,
     forecast,
+    pair_indices,
     peak_mib,
     windows_of,
 )
@@ -378,12 +377,6 @@ def phase_in_force(status: Object, spec: Object) -> str:
     return str(status.get("phase", ""))
 
 
-@functools.cache
-def _pairs(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    first, second = np.triu_indices(count, 1)
-    return first, second
-
-
 def _alignment(pairs: list[float], count: int) -> FloatArray:
     """The upper triangle by rows, (0,1), (0,2), ..., as a symmetric matrix.
 
@@ -396,7 +389,7 @@ def _alignment(pairs: list[float], count: int) -> FloatArray:
     if not ((values >= 0) & (values <= 1)).all():
         raise ValueError("alignment values must be in [0, 1]")
     matrix = np.eye(MAX_GPUS)
-    rows, columns = _pairs(count)
+    rows, columns = pair_indices(count)
     matrix[rows, columns] = values
     matrix[columns, rows] = values
 

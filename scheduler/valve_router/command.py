@@ -52,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
     )
-    serve.add_argument("--least-replicas", type=int, default=1, help="the advice on how many are awake is never below")
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
     pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
@@ -95,6 +94,9 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
     command.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
     command.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
     command.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
+    command.add_argument(
+        "--least-replicas", type=int, default=1, help="the advice on how many are awake is never below"
+    )
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:

@@ -201,5 +201,3 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 def cut(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
-
-

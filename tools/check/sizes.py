@@ -25,13 +25,12 @@ OVERGROWN: dict[str, int] = {}
 OVERLONG = {
     "shim/src/kv/orders.c": 420,
     "shim/src/link/session.c": 480,
-    "tools/cluster/node.py": 460,
     "tools/emulator/cuda/step.c": 420,
     "tools/gpu/native/helper.c": 430,
     "tools/replay/command.py": 420,
     "tools/sim/world.py": 460,
     "valved/machine/ports.py": 480,
-    "valved/native/internal.h": 430,
+    "valved/native/internal.h": 440,
 }
 CROWDED = {"tools/demo": 37, "tools/emulator/cuda": 54}
 CROWDED_LINES = {"tools/emulator/cuda": 8_200}
