@@ -131,3 +131,21 @@ def test_bursts_near_what_a_request_earns_make_the_trial_long():
     bursty(long, requests=100, burst_ms=600.0)
     bursty(short, requests=100, burst_ms=100.0)
     assert (long.stop.is_open, short.stop.is_open) == (False, True)
+
+
+def test_steps_that_offline_work_makes_slower_are_never_taken_for_the_services_own():
+    """By slices the service steps beside offline work: a miss of that kind is a miss by a grant."""
+    slow = GrantCost(stop_ms=0.1, wake_ms=0.0, bubble_ms=0.0, damage_ms=10.0)
+    policy = GrantPolicy(Target(tpot_ms=12.0), slow, settings=GrantSettings(misses=MissSettings(trial=0)))
+    policy.arrived(1, 0.0)
+    policy.first_token(1, 10.0)
+    now = 10.0
+    for _ in range(40):
+        now += 16.5
+        policy.stepped(1, 100, 16.0, 0.5, granted=True)
+        policy.delivered(now)
+    served = policy.finished(1, now)
+
+    assert served is not None
+    assert served.missed
+    assert policy.stop._spared < 0.5  # it is paid for

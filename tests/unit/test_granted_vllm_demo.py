@@ -75,8 +75,12 @@ class Streaming(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64  # all clients come at once; the usual five would turn some away
+
+
 def test_each_client_reads_its_whole_answer_and_the_same_come_to_every_server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as server:
+    with Server(("127.0.0.1", 0), Streaming) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         plan = replace(PLAN, rate=1e6, tokens=3)
         first, second = (Clients(port=server.server_port, plan=plan).send(22) for _ in range(2))

@@ -101,7 +101,7 @@ class Outcome:
         for number, batch in enumerate(self.batches, 1):
             other = sum(batch.get(name) != text for name, text in self.undisturbed.items())
             if other or len(batch) != len(self.undisturbed):
-                found.append(f"round {number}: {other} answers of the batch are not those of an undisturbed one")
+                found.append(f"batch {number}: {other} answers are not those of an undisturbed one")
         return found
 
     def doubts(self, plan: Plan) -> list[str]:
@@ -142,24 +142,19 @@ class Demo:
 
     def perform(self) -> None:
         self.sides.prepare()
-        whole = self.sides.write_requests(self.plan.batch)[0]
+        requests = self.sides.write_requests(self.plan.batch)[0]
         for number in range(self.plan.rounds):
-            name = f"batch-{number}"
-            self.say(f"round {number + 1}: starting the batch under Valve")
-            batch = self.sides.start_batch("offline", name, whole)
-            self.sides.wait_for_work(batch, name)
             order = (False, True) if number % 2 == 0 else (True, False)
-            served = {consents: self.serve(name, batch, consents=consents) for consents in order}
+            served = {consents: self.serve(requests, consents=consents) for consents in order}
             self.outcome.pairs.append((served[False], served[True]))
-            self.say("waiting for the batch to end")
-            self.outcome.batches.append(self.sides.finish(batch, name).tokens)
         self.say("the batch once more, without Valve")
-        alone = self.sides.start_batch("", "undisturbed", whole)
+        alone = self.sides.start_batch("", "undisturbed", requests)
         self.outcome.undisturbed = self.sides.finish(alone, "undisturbed").tokens
 
-    def serve(self, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> Served:
-        sides, plan = self.sides, self.plan
-        self.say(f"a server whose owner {'consents' if consents else 'does not consent'}: {plan.requests} requests")
+    def serve(self, requests: Path, *, consents: bool) -> Served:
+        """The batch starts when the hook has seen the service keep its target: an idle card ends it in no time."""
+        sides, plan, name = self.sides, self.plan, f"batch-{len(self.outcome.batches)}"
+        self.say(f"a server whose owner {'consents' if consents else 'does not consent'}")
         command = sides.command("serve", *sides.engine_flags(), "--port", str(sides.port))
         launch = [str(VALVE), "run", "--online", "--name", "server", *plan.words(consents=consents), "--", *command]
         server = sides.node.run("", launch, name="server", env=sides.environment())
@@ -167,21 +162,36 @@ class Demo:
             sides.wait_for_server(server)
             clients = Clients(port=sides.port, plan=plan)
             clients.send(UNSEEN)
-            begun_s, tokens = time.monotonic(), sides.services()[name].useful_tokens
-            answers = clients.send(plan.requests)
-            seen, passed_s = sides.services(), time.monotonic() - begun_s
-            granted, done = seen["server"].granted, seen[name].useful_tokens if name in seen else tokens
-            return Served(
-                consents=consents,
-                answers=answers,
-                grants=granted.grants,
-                broken=granted.broken,
-                granted_s=granted.granted_ns / 1e9,
-                batch_tokens_s=(done - tokens) / passed_s,
-                outlived=batch.poll() is None,
-            )
+            self.say("a batch under Valve")
+            batch = sides.start_batch("offline", name, requests)
+            sides.wait_for_work(batch, name)
+            sides.wait_for_tokens(batch, name)
+            self.say(f"{plan.requests} requests beside it")
+            served = self.judged(clients, name, batch, consents=consents)
+            self.say("waiting for the batch to end")
+            self.outcome.batches.append(sides.finish(batch, name).tokens)
+            return served
         finally:
             end(server)
+
+    def judged(self, clients: Clients, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> Served:
+        begun_s, before = time.monotonic(), self.tokens(name)
+        answers = clients.send(self.plan.requests)
+        passed_s, granted = time.monotonic() - begun_s, self.sides.services()["server"].granted
+        return Served(
+            consents=consents,
+            answers=answers,
+            grants=granted.grants,
+            broken=granted.broken,
+            granted_s=granted.granted_ns / 1e9,
+            batch_tokens_s=(self.tokens(name) - before) / passed_s,
+            outlived=batch.poll() is None,
+        )
+
+    def tokens(self, name: str) -> int:
+        """0 when the batch is over: then nothing is judged."""
+        batch = self.sides.services().get(name)
+        return int(batch.useful_tokens) if batch is not None else 0
 
 
 class Clients:
@@ -258,7 +268,7 @@ def main() -> int:
     parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
     parser.add_argument("--rounds", type=int, default=usual.rounds, help="of a server without consent and one with it")
     parser.add_argument("--requests", type=int, default=usual.requests, help="that are judged, of each server")
-    parser.add_argument("--batch", type=int, default=usual.batch, help="requests of the batch, in each round")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="requests of each batch")
     parser.add_argument("--rung", choices=[rung.value for rung in Rung], default=Rung.GATE.value)
     parser.add_argument("--port", type=int, default=18241)
     parser.add_argument("--keep", type=Path, help="leave logs and outputs in this folder")

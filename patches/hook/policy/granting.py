@@ -208,9 +208,9 @@ class GrantPolicy:
         self, batch: int, context: int, ms: float, gap_ms: float, *, prefill: bool = False, granted: bool = False
     ) -> None:
         """A step took `ms` after a host gap of `gap_ms` (without any pause). `granted`: the first after a grant, or
-        beside offline work; it teaches nothing about other steps.
+        beside offline work; it teaches nothing about other steps, and what a grant costs it is not its own.
         """
-        self.needs.stepped(ms + gap_ms)
+        self.needs.stepped(ms + gap_ms - (self.cost.after_ms if granted else 0.0))
         if prefill:
             self._chunks.add(ms)
             if batch:
