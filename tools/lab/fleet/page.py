@@ -56,7 +56,7 @@ def page(found: Found, reading: str, wanted: Sequence[tuple[str, str]] = ()) -> 
         HEAD,
         _left_out(found.cells, wanted),
         claims_table(found.claims()),
-        ELSEWHERE,
+        ELSEWHERE if found.freed else ELSEWHERE + NOT_FREED,
         reading,
         _missed(found.cells),
         *(_summary(found.cells, name, title) for name, title in SUMMARIES),
@@ -77,6 +77,9 @@ SUMMARIES = (
 )
 ELSEWHERE = """\
 U7 is `valve bench plan`. U8 and U9 need torch: tests/tune/test_fleet.py, figures in docs/finetuning.md.
+"""
+NOT_FREED = """\
+GPUs freed on the shared traces were not run for this page.
 """
 CHARTS = """\
 ## Charts
