@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from valve_abi import CONTROL_BYTES, REGION_BYTES
 
@@ -401,18 +401,10 @@ class Register:
         else:
             self.memory.handle(self._books.clients[client], packet, fds)
 
-    def send(
-        self,
-        client: ClientId,
-        kind: LinkType,
-        body: Body,
-        seq: int,
-        fds: tuple[int, ...] = (),
-        arrived: Arrived | None = None,
-    ) -> bool:
-        """To a client, if it is still connected. As of an outbox."""
+    def send(self, client: ClientId, *packet: Any, arrived: Arrived | None = None) -> bool:
+        """To a client, if it is still connected. As of a connection."""
         connection = self._connections.get(client)
-        return connection is not None and connection.send(kind, body, seq, fds, arrived)
+        return connection is not None and connection.send(*packet, arrived=arrived)
 
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
