@@ -401,10 +401,10 @@ class Register:
         else:
             self.memory.handle(self._books.clients[client], packet, fds)
 
-    def send(self, client: ClientId, *packet: Any, arrived: Arrived | None = None) -> bool:
+    def send(self, client: ClientId, *packet: Any, **more: Any) -> bool:
         """To a client, if it is still connected. As of a connection."""
         connection = self._connections.get(client)
-        return connection is not None and connection.send(*packet, arrived=arrived)
+        return connection is not None and connection.send(*packet, **more)
 
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
