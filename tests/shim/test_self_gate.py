@@ -1,5 +1,5 @@
-"""What an offline process does with the driver's answer when it stops and runs its own channels: over the real shim and the
-emulated card, for each way in which a stop begins or ends and each fault of the driver.
+"""What an offline process does with the driver's answer when it stops and runs its own channels: over the real shim and
+the emulated card, for each way in which a stop begins or ends and each fault of the driver.
 
 Out of reach: a driver that says yes and does nothing. What it left off runs after the next stop.
 """

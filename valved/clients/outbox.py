@@ -44,8 +44,8 @@ class Outbox:
         self._taken = 0  # packets that left the queue, ever
 
     def send(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None = None) -> bool:
-        """Whether it may arrive; `arrived` is called when it has. From then on it lies in the peer's socket, and the peer
-        reads it even if we are gone. What waits here dies with us. The descriptors stay the caller's.
+        """Whether it may arrive; `arrived` is called when it has. From then on it lies in the peer's socket, and the
+        peer reads it even if we are gone. What waits here dies with us. The descriptors stay the caller's.
         """
         if self._queue:
             return self._keep(packet, fds, arrived)

@@ -10,12 +10,12 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, ZERO, KvDone, KvEntries, KvHow, KvOp
-from valved.abi.link import Body, LinkType, Malformed
+from valved.abi.link import LinkType, Malformed
 from valved.kv.journey import Pause
 from valved.kv.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool
 from valved.machine.clock import Clock
@@ -25,19 +25,11 @@ assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8,
 
 
 class Send(Protocol):
-    """False: it will not arrive, and the client is about to be dropped. `arrived`: from then on the client hears of it, even
-    if valved is gone.
+    """False: it will not arrive, and the client is about to be dropped. `arrived`: from then on the client hears of it,
+    even if valved is gone.
     """
 
-    def __call__(
-        self,
-        client: ClientId,
-        kind: LinkType,
-        body: Body,
-        seq: int,
-        fds: tuple[int, ...],
-        arrived: Callable[[], object] | None = None,
-    ) -> bool: ...
+    def __call__(self, client: ClientId, *packet: Any, arrived: Callable[[], object] | None = None) -> bool: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +121,7 @@ class Orders:
         self._next += 1
         self._under_way[order.number] = order
         body = KvEntries(order=order.number, range=book.key.number, op=op, how=how, raw=entries.tobytes())
-        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, order.arrived.set)
+        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, arrived=order.arrived.set)
         return order
 
     # Hearing of them

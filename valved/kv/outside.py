@@ -164,8 +164,8 @@ class Outside:
         return orders
 
     def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
-        """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from arriving until
-        its reclaim was over: it may run, and is asked to do it itself.
+        """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from
+        arriving until its reclaim was over: it may run, and is asked to do it itself.
         """
         in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9
         if way.is_open and in_time and self._turn.is_stopped(way.gpu):
