@@ -10,12 +10,12 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, ZERO, KvDone, KvEntries, KvHow, KvOp
-from valved.abi.link import LinkType, Malformed
+from valved.abi.link import Body, LinkType, Malformed
 from valved.kv.journey import Pause
 from valved.kv.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool
 from valved.machine.clock import Clock
@@ -29,7 +29,15 @@ class Send(Protocol):
     even if valved is gone.
     """
 
-    def __call__(self, client: ClientId, *packet: Any, arrived: Callable[[], object] | None = None) -> bool: ...
+    def __call__(
+        self,
+        client: ClientId,
+        kind: LinkType,
+        body: Body,
+        seq: int,
+        fds: tuple[int, ...],
+        arrived: Callable[[], object] | None = None,
+    ) -> bool: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +129,7 @@ class Orders:
         self._next += 1
         self._under_way[order.number] = order
         body = KvEntries(order=order.number, range=book.key.number, op=op, how=how, raw=entries.tobytes())
-        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, arrived=order.arrived.set)
+        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, order.arrived.set)
         return order
 
     # Hearing of them
