@@ -236,7 +236,7 @@ def test_no_channel_that_leaves_the_gate_stays_off_because_the_driver_refused_on
 
     rig.driver.rules.fail_enable = 0x65
     if gives_up:
-        rig.gate.give_up(leaving.client, "it is an MPS client")
+        rig.gate.channels.give_up(leaving.client, "it is an MPS client")
     else:
         rig.gate.remove_client(leaving.client)
     assert leaving.on() == 0
@@ -255,7 +255,7 @@ def test_no_late_enable_reaches_a_channel_that_is_back_under_a_closed_gate(rig: 
     rig.gate.remove_client(leaving.client)
     back = rig.offline()
     first, second = leaving.channels
-    rig.gate.add_channel(back.client, first)
+    rig.gate.channels.add_channel(back.client, first)
 
     rig.driver.rules.fail_enable = 0
 
