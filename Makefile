@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SOURCES := $(shell git ls-files -co --exclude-standard -- proto shim valved scheduler patches tools meson.build pyproject.toml 2>/dev/null)
 
-.PHONY: help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-cluster demo-tune test-tune gpu manual wheel clean
+.PHONY: help venv attack test-engines test-all demo-vllm lab-quick foreign fuzz cluster-tools build fmt check test bench demo demo-memory demo-granted demo-granted-vllm demo-cluster demo-tune test-tune gpu manual wheel clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -95,6 +95,9 @@ lab-quick: build ## the claims of the results pages once more, loosely, in under
 demo-memory: build ## five minutes in which KV memory moves between the two
 	@$(BIN)/valve demo memory
 
+demo-granted-vllm: build ## the same with a real vLLM on each side (after make test-engines)
+	@$(BIN)/python -m valve_tools.engines.granted_demo --engines $(ENGINES) $(DEMO_ARGS)
+
 demo-granted: build ## pauses between the steps of a service that consents, and none of one that does not
 	@$(BIN)/valve demo granted $(DEMO_ARGS)
 
@@ -115,8 +118,9 @@ $(TUNE)/.installed: $(TUNE)/.ready $(TUNE_SOURCES)
 	@$(TUNE)/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./tune
 	@touch $@
 
-test-tune: $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch)
+test-tune: build $(TUNE)/.installed ## the tests of valve-tune, in an environment of its own (torch), and of training under a real valved
 	@$(TUNE)/bin/python -m pytest -q -p no:cacheprovider tests/tune $(PYTEST_ARGS)
+	@VALVE_TUNE_PYTHON=$(abspath $(TUNE))/bin/python $(BIN)/pytest -q -p no:cacheprovider tests/node/test_tune.py $(PYTEST_ARGS) || [ $$? = 5 ]
 
 demo-tune: build $(TUNE)/.installed ## train a tiny model beside a service on the emulated GPU; pause, kill, resume
 	@$(BIN)/valve demo tune --python $(TUNE)/bin/python $(DEMO_ARGS)

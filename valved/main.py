@@ -44,8 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def native_gate(config: Config) -> GatePort:
-    from valved.gate.adapter import GateSettings as NativeSettings
-    from valved.gate.adapter import NativeGate
+    from valved.gate.adapter import NativeGate, NativeSettings
 
     return NativeGate(
         NativeSettings(

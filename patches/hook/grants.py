@@ -169,12 +169,11 @@ class Asking:
             return
         gap_ms = (begin_ns - last_ns) / MS if last_ns else 0.0
         ms = (end_ns - begin_ns) / MS
-        if self._is_after_pause or self._sharing.is_begun:
-            self._is_after_pause = False
-            if not prefill:
-                self._learn_cost(policy, batch, ms + gap_ms)
-            return
-        policy.stepped(self.readers if prefill else batch, self._followed.context, ms, gap_ms, prefill=prefill)
+        granted, self._is_after_pause = self._is_after_pause or self._sharing.is_begun, False
+        if granted and not prefill:
+            self._learn_cost(policy, batch, ms + gap_ms)
+        batch = self.readers if prefill else batch
+        policy.stepped(batch, self._followed.context, ms, gap_ms, prefill=prefill, granted=granted)
 
     def rested(self, now_ns: int) -> None:
         """The engine had nothing to do: that is no gap between two steps."""

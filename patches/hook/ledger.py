@@ -207,11 +207,11 @@ class Ledger:
 
     def _refresh(self) -> None:
         """All that everybody holds now. Who has left since the last step keeps the list that he had."""
-        for held in self.held.values():
+        current = self.current if self.current is not None else lambda _: None
+        for held, now in zip(self.held.values(), map(current, self.held), strict=True):
             source = held.source
             if source is None:
                 continue
-            now = self.current(held.request) if self.current is not None else None
             if now is not source and now is not None:
                 raise RuntimeError("a request has other blocks than those it started with")
             if len(source) != len(held.blocks):

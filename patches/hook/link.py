@@ -7,12 +7,10 @@ daemon the thread looks for one every two seconds and nothing else happens.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import logging
 import os
-import socket
 import struct
 import threading
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from valve_hook import VERSION, wire
 from valve_hook.grant_page import GrantPage
+from valve_hook.packets import NoDaemon, NotYet, Packets, close, refusal
 from valve_hook.sessions import Session, Sessions
 from valve_hook.shared import Book, Foreign, Lifecycle, Region, Table
 from valve_hook.shim import kv_ranges, may_have_holes, shim_call
@@ -31,20 +30,11 @@ ENV_RUN_DIR = "VALVE_RUN_DIR"
 ENV_ROLE = "VALVE_ROLE"  # what `valve run` was asked for: a hint how long to wait, nothing else
 RETRY_S = 2.0
 AGAIN_S = 60.0  # until a layout that was refused is told again
-ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
 LOOK_S = 0.1
 GONE_S = 30.0  # so long a first step waits for a valved that is being started again, or for its ranks
 UNMET_S = 5.0  # and for one that this process never met, where its ranks might have: a restart takes two seconds
 OFFLINE_GONE_S = 90.0  # nobody waits for an answer; and after memory.attach_s (60 s) its cache is backed, hook or not
 RENEW_S = 0.2  # a fifth of the default lease; the control page says what holds here
-
-
-class NoDaemon(Exception):
-    """No session can be had now; the text says why."""
-
-
-class NotYet(NoDaemon):
-    """The answer is still to come: valved was restarted in the middle of it, or waits for the engine's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +126,8 @@ class Link:
     layout: Layout | None = None
     on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
-    _socket: socket.socket | None = None
+    _packets: Packets | None = None  # while there is a connection
     _told: tuple[object, ...] = ()
-    _seq: int = 0
     _renew_s: float = RENEW_S
     _has_memory: bool = False
     _again_at: float | None = None  # when to tell a refused layout again
@@ -199,9 +188,10 @@ class Link:
 
     def need(self, wanted_blocks: int) -> None:
         """Ask valved to look at the book. Never waits; a full socket means that it is being asked already."""
-        if self._socket is not None:
+        packets = self._packets
+        if packets is not None:
             with contextlib.suppress(OSError):
-                self._send(wire.Message.KV_NEED, wire.KV_NEED.pack(min(wanted_blocks, 0xFFFFFFFF)))
+                packets.send(wire.Message.KV_NEED, wire.KV_NEED.pack(min(wanted_blocks, 0xFFFFFFFF)))
 
     def close(self) -> None:
         self._stop = True
@@ -214,27 +204,24 @@ class Link:
     def _run(self) -> None:
         while not self._stop:
             try:
-                with contextlib.closing(self._connect()) as self._socket:
-                    self._serve(self._socket)
+                with contextlib.closing(self._connect()) as self._packets:
+                    self._serve(self._packets)
             except (OSError, NoDaemon, Foreign, ValueError, struct.error) as error:
                 self.said = f"{type(error).__name__}: {error}"
                 is_nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError) and not self._patience_s()
                 if is_nobody or not isinstance(error, OSError | NotYet):
                     self._answered.set()
-            self._socket, self._told, self.grant = None, (), None
+            self._packets, self._told, self.grant = None, (), None
             self._poke.wait(min(self.retry_s, LOOK_S) if self._is_waiting else self.retry_s)
             self._poke.clear()
 
-    def _connect(self) -> socket.socket:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    def _connect(self) -> Packets:
+        packets = Packets(self.path)
         try:
-            link.settimeout(ANSWER_S)
-            link.connect(str(self.path))
-            self._socket = link
             features = wire.FEATURE_HINT | wire.FEATURE_MEMORY
             name = self.build.encode()[:31]
             hello = wire.HELLO.pack(wire.LINK_ABI, wire.LINK_ABI, features, wire.ROLE_HOOK, 0, name, b"engine")
-            kind, body, fds = self._ask(wire.Message.HELLO, hello)
+            kind, body, fds = packets.ask(wire.Message.HELLO, hello)
             if kind != wire.Message.WELCOME:
                 close(fds)
                 raise NoDaemon(refusal(kind, body))
@@ -248,9 +235,9 @@ class Link:
             if not self._has_memory:
                 self.said = "this valved manages no KV memory; lifecycle counts only"
         except BaseException:
-            link.close()
+            packets.close()
             raise
-        return link
+        return packets
 
     def _take_pages(self, fds: Sequence[int], region_bytes: int, features: int) -> None:
         try:
@@ -261,27 +248,20 @@ class Link:
         finally:
             close(fds)
 
-    def _serve(self, link: socket.socket) -> None:
+    def _serve(self, packets: Packets) -> None:
         """Tell what is new, renew the hint, and notice that valved is gone."""
         while not self._stop:
             if self._told != (self.layout, self.wanted) or self._is_due():
                 told = self.layout, self.wanted
                 self._again_at = None
                 if self._has_memory:
-                    self._tell(*told)
+                    self._tell(packets, *told)
                 self._told = told
                 if told[1] is not None:
                     self._answered.set()
             self._tick()  # first: what is open is told before the page says that it is fresh
             self.lifecycle.renew()
-            link.settimeout(0.0)
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    raw, fds, _, _ = socket.recv_fds(link, wire.LINK_MAX, 64)
-                    close(fds)
-                    if not raw:
-                        raise NotYet("valved closed the connection")
-            link.settimeout(ANSWER_S)
+            packets.drain()
             self._poke.wait(self._renew_s)
             self._poke.clear()
 
@@ -295,16 +275,16 @@ class Link:
                 log.exception("valve: a look at the idle engine failed; the engine goes on")
             self._has_failed = True
 
-    def _tell(self, layout: Layout | None, wanted: Attach | None) -> None:
+    def _tell(self, packets: Packets, layout: Layout | None, wanted: Attach | None) -> None:
         for body in layout.bodies() if layout is not None else ():
-            kind, answer, fds = self._ask(wire.Message.KV_LAYOUT, body)
+            kind, answer, fds = packets.ask(wire.Message.KV_LAYOUT, body)
             close(fds)
             status = wire.ACK.unpack(answer)[0] if kind == wire.Message.ACK else -1
             if status:
                 self._stay_out(layout, f"KV_LAYOUT was refused: {os.strerror(status)}")
                 return
         if wanted is not None:
-            self._attach(wanted)
+            self._attach(packets, wanted)
 
     def _is_due(self) -> bool:
         return self._again_at is not None and time.monotonic() >= self._again_at
@@ -316,7 +296,7 @@ class Link:
             log.warning("valve: %s; nothing is reclaimed from this process", why)
         self._refused = layout
 
-    def _attach(self, wanted: Attach) -> None:
+    def _attach(self, packets: Packets, wanted: Attach) -> None:
         body = wire.KV_ATTACH.pack(
             wire.KV_ABI,
             wire.KV_ABI,
@@ -328,7 +308,7 @@ class Link:
             wanted.ranks,
             wanted.engine.encode()[:47],
         )
-        kind, answer, fds = self._ask(wire.Message.KV_ATTACH, body)
+        kind, answer, fds = packets.ask(wire.Message.KV_ATTACH, body)
         try:
             if kind == wire.Message.ACK:
                 status = wire.ACK.unpack(answer)[0]
@@ -353,25 +333,6 @@ class Link:
         finally:
             close(fds)
 
-    def _send(self, kind: wire.Message, body: bytes) -> int:
-        assert self._socket is not None
-        self._seq = self._seq % 0xFFFFFFFF + 1
-        seq = self._seq
-        self._socket.send(wire.packet(kind, body, seq, time.monotonic_ns()), socket.MSG_DONTWAIT)
-        return seq
-
-    def _ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:
-        assert self._socket is not None
-        seq = self._send(kind, body)
-        while True:
-            raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, 64)
-            if not raw:
-                raise NotYet("valved closed the connection")
-            answer, answered, rest = wire.split(raw)
-            if answered == seq:
-                return answer, rest, array.array("i", fds).tolist()
-            close(fds)
-
 
 def read_control(fd: int) -> tuple[int, float]:
     """This client's role, and how often it shows that it lives."""
@@ -379,19 +340,6 @@ def read_control(fd: int) -> tuple[int, float]:
     role = int.from_bytes(control[wire.CONTROL_ROLE : wire.CONTROL_ROLE + 4], "little")
     lease_ns = int.from_bytes(control[wire.CONTROL_LEASE_NS : wire.CONTROL_LEASE_NS + 8], "little")
     return role, lease_ns / 5e9 if lease_ns else RENEW_S
-
-
-def refusal(kind: int, body: bytes) -> str:
-    if kind != wire.Message.REFUSED:
-        return f"HELLO was answered by type {kind}"
-    code, low, high, text = wire.REFUSED.unpack(body)
-    said = text.split(b"\0", 1)[0].decode("ascii", "replace")
-    return f"refused ({code}): {said}; valved speaks abi {low} to {high}, this hook {wire.LINK_ABI}"
-
-
-def close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 _links: dict[int, Link] = {}

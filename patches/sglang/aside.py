@@ -28,9 +28,9 @@ class QueueAside:
         """Where all pages are there SGLang's own rules hold."""
         scheduler, engine = self._scheduler, self._engine
         self.after_choose()  # should it have failed
-        if not engine.taken_pages:
+        if not engine.free_pages.taken_pages:
             return
-        room = scheduler.max_total_num_tokens - engine.taken_pages * engine.page_tokens
+        room = scheduler.max_total_num_tokens - engine.free_pages.taken_pages * engine.page_tokens
         chunked = scheduler.chunked_req
         if chunked is not None and self._need(chunked) >= room:
             engine.discard({chunked.rid: 0}, ())

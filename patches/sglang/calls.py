@@ -253,7 +253,7 @@ def before_result(scheduler: Any, batch: Any, result: Any) -> Callable[[], None]
 
 def spare(retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
     """At the end of ScheduleBatch.retract_decode: while we withhold pages, who finds no memory waits for them."""
-    if _current is None or not _current.engine.taken_pages:
+    if _current is None or not _current.engine.free_pages.taken_pages:
         return retracted, aborted
     kept = [each for each in aborted if each.beam_group is None]
     for request in kept:

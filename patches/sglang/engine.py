@@ -7,8 +7,6 @@ What is easily got wrong here:
   each step knows whose output of it is dropped;
 - a request whose last token is in flight stands in no queue any more: dropping that token would lose it, so whoever
   was dropped is retracted by name, wherever it stands;
-- the idle leak check compares with a constant, which falls by what is withheld;
-- a flush, by us or by a user, hands out all pages again, those without memory among them: they are filtered out again;
 - when the last running request finds no memory it is aborted, which with a pool made small by us would fail offline
   work: it goes back to the queue instead (calls.spare).
 """
@@ -16,20 +14,19 @@ What is easily got wrong here:
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
+from valve_hook.sglang.cache import evict
+from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.prefixes import KeptPrefixes
-from valve_hook.sglang.steps import Launched, StepLedger, launched, look_up, note_computed, on_device
+from valve_hook.sglang.steps import Launched, StepLedger, launched, note_computed
 from valve_hook.shared import Blocks
 
 WHY_ENDED = "its KV memory was taken, and what it held could not be computed again"
 LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask for memory, bounded in a long queue
 MANY = 32  # running requests, beyond which they are not looked at one by one
-OFFER_EVERY = 16  # steps between two looks for free columns: each reads the free list from the device
 
 
 class SglangEngine:
@@ -40,24 +37,18 @@ class SglangEngine:
         self.ranks = ranks
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.tree = scheduler.tree_cache
-        self.page_tokens = int(self.allocator.page_size)
-        self.pages = int(self.allocator.size) // self.page_tokens + 1
+        self.free_pages = free = FreePages(scheduler)
+        self.pages, self.page_tokens = free.pages, free.page_tokens
         self.ledger = StepLedger(
             block_tokens=self.page_tokens,
             requests=lambda: list(self._holding().values()),
             page_table=scheduler.req_to_token_pool.req_to_token,
         )
-        self.withheld = np.zeros(self.pages, dtype=bool)
-        self.taken = np.zeros(self.pages, dtype=bool)  # off the free list: what is withheld, unless somebody held it
-        self.taken_pages = 0
-        self.drops_all = self.has_abandoned = False
+        self.drops_all = False
         self._overlap = bool(scheduler.batch_result_processor.enable_overlap)
         self._flags: list[tuple[Any, bool]] = []  # (request, is_retracted) before they were disbelieved
         self._dropped: list[Any] = []  # whose output was not believed, until they are retracted
-        self._column_of = np.zeros(self.pages, dtype=np.int64)
-        self._looks = 0
-        self.prefixes = KeptPrefixes(scheduler, lambda: (self.pages - 1 - self.taken_pages) * self.page_tokens)
-        self._clear, self.allocator.clear = self.allocator.clear, self.clear
+        self.prefixes = KeptPrefixes(scheduler, lambda: free.backed_tokens)
         rows = scheduler.req_to_token_pool
         self._write_row, rows.write = rows.write, self.write_row
         self._free_row, rows.free = rows.free, self.free_row
@@ -76,30 +67,18 @@ class SglangEngine:
 
     def forget(self, blocks: Blocks) -> int:
         """Evict each cached path with a spoilt page. Who held one has been retracted: what is not free is cached."""
-        cached = self._in_use(blocks)
+        cached = self.free_pages.in_use(blocks)
         if cached:
-            self._evict(blocks)
-            if self._in_use(blocks):
+            evict(self.tree, blocks, self.pages, self.page_tokens)
+            if self.free_pages.in_use(blocks):
                 raise RuntimeError("spoilt pages are in use by nobody we know")
         return cached
 
     def withhold(self, blocks: Blocks) -> None:
-        new = blocks[(blocks != 0) & ~self.withheld[blocks]]
-        if not len(new):
-            return
-        self.withheld[new] = True
-        self._take_off()
-        held = int(np.count_nonzero(~self.taken[new]))
-        if held and not self.has_abandoned:
-            self.release(new)
-            raise RuntimeError(f"{held} pages without memory are in use by nobody we know")
+        self.free_pages.withhold(blocks)
 
     def release(self, blocks: Blocks) -> None:
-        self.withheld[blocks] = False
-        back = blocks[self.taken[blocks]]
-        if len(back):
-            self.taken[back] = False
-            self._hand_out(np.concatenate((self._free_pages(), back.astype(np.int64))))
+        self.free_pages.release(blocks)
 
     def reset(self) -> int:
         """Retract everybody, the in-flight step's requests among them; empty the cache; go on."""
@@ -128,9 +107,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import AbortReq
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-        if not self.has_abandoned:
-            self.has_abandoned, self._free = True, self.allocator.free
-            self.allocator.free = self.free
+        self.free_pages.take_what_comes_back()
         holding = list(self._holding().values())
         self.ledger.settle({each.rid for each in holding})
         self._take_back(holding)
@@ -141,23 +118,15 @@ class SglangEngine:
         return len(holding)
 
     def arrange(self, column_of: Blocks) -> None:
-        """Free pages are sorted by number at each event, which is by column."""
-        self._column_of = column_of.astype(np.int64)
+        self.free_pages.arrange(column_of)
 
     def free_columns(self) -> Sequence[int]:
-        """From the last to the first: the first are handed out first."""
-        self._looks += 1
-        if self._looks % OFFER_EVERY:
-            return []
-        free = self._free_pages()
-        sizes = np.bincount(self._column_of)
-        counts = np.bincount(self._column_of[free], minlength=len(sizes))
-        return [int(column) for column in np.flatnonzero((counts == sizes) & (sizes > 0))[::-1]]
+        return self.free_pages.columns()
 
     def gauges(self) -> tuple[int, int, int, int]:
         scheduler = self.scheduler
         free = self.allocator.available_size() // self.page_tokens
-        used = self.pages - 1 - free - self.taken_pages
+        used = self.pages - 1 - free - self.free_pages.taken_pages
         wanted = used + sum(
             -(-(len(each.origin_input_ids) + len(each.output_ids)) // self.page_tokens)
             for each in scheduler.waiting_queue[:LOOK_AT_WAITING]
@@ -235,17 +204,6 @@ class SglangEngine:
         self.ledger.keep(request.kv.req_pool_idx, has_ended=request.finished())
         self._free_row(request)
 
-    def clear(self) -> None:
-        """A flush, by us or by the user, hands out all pages again."""
-        self._clear()
-        self.taken[:] = False
-        self._take_off()
-
-    def free(self, slots: Any) -> None:
-        """After all has failed: pages without memory that somebody held."""
-        self._free(slots)
-        self._take_off()
-
     # ---- parts ----
 
     def _holding(self) -> dict[str, Any]:
@@ -292,6 +250,12 @@ class SglangEngine:
             scheduler.chunked_req = None
         scheduler.running_batch.batch_is_full = False
 
+    def _empty_cache(self) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        if self.tree.supports_prefix_sharing():
+            self.tree.evict(EvictParams(num_tokens=self.pages * self.page_tokens))
+
     @contextlib.contextmanager
     def _unlimited_queue(self) -> Iterator[None]:
         limit, self.scheduler.max_queued_requests = self.scheduler.max_queued_requests, None
@@ -299,78 +263,3 @@ class SglangEngine:
             yield
         finally:
             self.scheduler.max_queued_requests = limit
-
-    def _in_use(self, blocks: Blocks) -> int:
-        is_asked = np.zeros(self.pages, dtype=bool)
-        is_asked[blocks] = True
-        return len(blocks) - int(np.count_nonzero(is_asked[self._free_pages()]))
-
-    def _evict(self, blocks: Blocks) -> None:
-        """Leaf by leaf, and a parent when its last child is gone. Both tree cores have these calls."""
-        import torch
-
-        core, leaves = self.tree.tree_core, unused_leaves(self.tree, self.pages * self.page_tokens)
-        if not leaves:
-            return
-        paths = core.collect_path_info(leaves)
-        root = paths[0][0].parent_id
-        slots = [core.collect_full_device_indices(leaf, root) for leaf in leaves]
-        is_bad = np.zeros(self.pages, dtype=bool)
-        is_bad[blocks] = True
-        pages = torch.cat(slots) // self.page_tokens
-        spoilt = np.flatnonzero(look_up(on_device(pages, is_bad), pages).cpu().numpy())
-        ends = np.cumsum([len(each) for each in slots])
-        hit, where = np.unique(np.searchsorted(ends, spoilt, side="right"), return_index=True)
-        tracker, gone = dict.fromkeys(self.tree.tree_components, 0), Counter[int]()
-        for at, first in zip(hit.tolist(), spoilt[where].tolist(), strict=True):
-            sound = first - int(ends[at]) + len(slots[at])
-            for node in reversed(paths[at]):
-                if node.path_end <= sound or gone[node.node_id] < node.num_children:
-                    break
-                self.tree._evict_device_leaf(node.node_id, tracker)
-                gone[node.parent_id] += 1
-
-    def _empty_cache(self) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        if self.tree.supports_prefix_sharing():
-            self.tree.evict(EvictParams(num_tokens=self.pages * self.page_tokens))
-
-    def _take_off(self) -> None:
-        """What is withheld, off the free list."""
-        free = self._free_pages()
-        is_held = self.withheld[free]
-        if is_held.any():
-            self.taken[free[is_held]] = True
-            self._hand_out(free[~is_held])
-
-    def _free_pages(self) -> Any:
-        self.allocator.merge_and_sort_free()
-        return self.allocator.free_pages.cpu().numpy()
-
-    def _hand_out(self, pages: Any) -> None:
-        """From now on, lowest first; and the idle leak check is told how many there are."""
-        self.allocator.free_pages = self.allocator.free_pages.new_tensor(np.sort(pages, kind="stable"))
-        self.taken_pages = int(np.count_nonzero(self.taken))
-        checker = getattr(self.scheduler, "invariant_checker", None)
-        if checker is not None:
-            checker.max_total_num_tokens = self.scheduler.max_total_num_tokens - self.taken_pages * self.page_tokens
-
-
-def unused_leaves(tree: Any, tokens: int) -> list[int]:
-    """Of the cache, those that nobody uses: SGLang's own eviction walk, with nothing evicted."""
-    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-
-    core, full = tree.tree_core, ComponentType.FULL
-    found: list[int] = []
-    tracker = dict.fromkeys(tree.tree_components, 0)
-    core.evict_device_start(full, tokens)
-    try:
-        while True:
-            node, has_moved = tree._evict_device_next_node(full, tracker)
-            if node is None and not has_moved:
-                return found
-            if node is not None:
-                found.append(node)
-    finally:
-        core.evict_device_end(full)

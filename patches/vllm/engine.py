@@ -41,6 +41,7 @@ class VllmEngine:
         self.block_tokens = int(scheduler.block_size)
         self.prefixes = Prefixes(backed=lambda: self.pool.num_gpu_blocks - 1 - len(self.withheld))
         self.withheld: set[int] = set()
+        self._forgotten: set[int] = set()  # just now, in the same look: the cache need not be asked for them again
         self.has_abandoned = False
         self.lock = threading.RLock()  # the engine's thread beside the one that looks while it is idle
         self._columns: ColumnQueue | None = None
@@ -56,7 +57,8 @@ class VllmEngine:
     def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
         scheduler, now = self.scheduler, time.monotonic()
         kept: dict[str, Sequence[int]] = {}
-        hit = [each for each in scheduler.running if each.request_id in running]
+        ids = {id(scheduler.requests[name]) for name in running if name in scheduler.requests}
+        hit = [each for each in scheduler.running if id(each) in ids]
         try:
             for request in reversed(hit):
                 name, computed = request.request_id, request.num_computed_tokens
@@ -65,7 +67,8 @@ class VllmEngine:
                 scheduler.prev_step_scheduled_req_ids.discard(name)
                 kept[name] = [block.block_id for block in self.prefixes.keep(name, sound, computed)]
         finally:
-            scheduler.running[:] = [each for each in scheduler.running if each.request_id not in kept]
+            gone = {id(each) for each in hit if each.request_id in kept}
+            scheduler.running[:] = [each for each in scheduler.running if id(each) not in gone]
         self._drop_stale({*left, *running} - kept.keys())
         return kept
 
@@ -78,10 +81,11 @@ class VllmEngine:
 
     def forget(self, blocks: Blocks) -> int:
         ids = set(blocks.tolist()) - {self.pool.null_block.block_id}
-        pool_blocks = self.pool.blocks
-        worth = sum(1 for block in ids if pool_blocks[block].ref_cnt > 0 or pool_blocks[block].block_hash is not None)
+        found = [self.pool.blocks[block] for block in ids]
+        worth: int = sum(block.ref_cnt > 0 or block.block_hash is not None for block in found)
         self.manager.evict_blocks(ids)
         self._refuse_held(ids, "spoilt")
+        self._forgotten = ids
         return worth
 
     def withhold(self, blocks: Blocks) -> None:
@@ -89,11 +93,11 @@ class VllmEngine:
         all requests have ended with an error is it enough that nobody gets it after them.
         """
         new = set(blocks.tolist()) - self.withheld - {self.pool.null_block.block_id}
-        self.manager.evict_blocks(new)
+        forgotten, self._forgotten = self._forgotten, set()
+        self.manager.evict_blocks(new - forgotten)
         if not self.has_abandoned:
             self._refuse_held(new, "lost")
-        blocks = self.pool.blocks
-        self.pool.touch([blocks[block] for block in sorted(new)])
+        self.pool.touch([self.pool.blocks[block] for block in sorted(new)])
         self.withheld |= new
 
     def _refuse_held(self, blocks: Iterable[int], what: str) -> None:
@@ -110,7 +114,7 @@ class VllmEngine:
 
     def reset(self) -> int:
         """Whoever was preempted before has no blocks, and may have output in flight."""
-        running = len(self.scheduler.running)
+        running, self._forgotten = len(self.scheduler.running), set()
         self.prefixes.clear()
         for each in self.scheduler.running:
             self.prefixes.computed[each.request_id] = each.num_computed_tokens
@@ -122,7 +126,7 @@ class VllmEngine:
         """With the error of a grammar that does not compile: vLLM tells the client with the next output. Back in the
         queue until then, so that they publish nothing; whoever waits without blocks computes all anew anyway.
         """
-        self.has_abandoned = True
+        self.has_abandoned, self._forgotten = True, set()
         holding = {name for name, request in self.scheduler.requests.items() if request.num_computed_tokens > 0}
         self.scheduler.grammar_compile_error_reqs |= holding
         try:

@@ -28,12 +28,16 @@ Block = Any  # vllm's KVCacheBlock
 
 
 def last_block_of_caller() -> int | None:
-    """The last block of the request for which `SingleTypeKVCacheManager.allocate_new_blocks` is running, if it is."""
+    """The last block of the request for which `SingleTypeKVCacheManager.allocate_new_blocks` is running, if it is.
+    Mostly it has looked up the request's blocks before.
+    """
     frame = sys._getframe(2)
     for _ in range(3):
         if frame.f_code.co_name == "allocate_new_blocks":
             names = frame.f_locals
-            blocks = names["self"].req_to_blocks.get(names["request_id"]) if "request_id" in names else None
+            blocks = names.get("req_blocks")
+            if blocks is None and "request_id" in names:
+                blocks = names["self"].req_to_blocks.get(names["request_id"])
             return int(blocks[-1].block_id) if blocks else None
         if frame.f_back is None:
             return None
@@ -75,12 +79,17 @@ class ColumnQueue:
 
     def popleft_n(self, n: int) -> list[Block]:
         assert self.num_free_blocks >= n
-        taken: list[Block] = []
         last = last_block_of_caller() if self._fresh_blocks else None
         column = -1
         if last is not None:
             self.found_owner += 1
             column = self._column_of[last]
+            if n == 1 and (pile := self._fresh[column]):  # a request that decodes: mostly this
+                self._fresh_blocks -= 1
+                self.num_free_blocks -= 1
+                self.whole.discard(column)
+                return [pile.popitem()[1]]  # freed last: it may still be in the processor's caches
+        taken: list[Block] = []
         while len(taken) < n:
             if not self._fresh_blocks:
                 give_up = self._give_up if self._cached_blocks else self._give_up_kept
@@ -93,7 +102,7 @@ class ColumnQueue:
             while pile and len(taken) < n:
                 taken.append(pile.pop(next(iter(pile))))
             self._fresh_blocks -= before - len(pile)
-            self._file(column)
+            self.whole.discard(column)
         self.num_free_blocks -= n
         return taken
 

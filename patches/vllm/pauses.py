@@ -159,7 +159,8 @@ def told(batches: Collection[Any], reading: Collection[str]) -> tuple[list[Row],
             if each.finish_reason is not None or len(each.new_token_ids) != 1 or each.request_id not in reading
         ]
     plain = count - len(odd)
-    if plain >= len(reading):
+    # Whoever ends is a reader who got a token: no reason to look at all others by name.
+    if plain + sum(tokens > 0 and name in reading for name, tokens, _ in odd) >= len(reading):
         return odd, plain, ()
     return odd, plain, {each.request_id for batch in batches for each in batch.outputs}
 

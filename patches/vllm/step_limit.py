@@ -1,4 +1,4 @@
-"""Where a vLLM scheduler keeps its limit on the tokens of a step, and when a lower one could starve a request."""
+"""Reads and sets the limit on the tokens of a step in a vLLM scheduler, and says when a lower one starves a request."""
 
 from __future__ import annotations
 

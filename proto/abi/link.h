@@ -113,6 +113,7 @@ enum valve_note {
 	VALVE_NOTE_UNKNOWN_DRIVER = 4, /* capture is off: the driver version has no known layout */
 	VALVE_NOTE_UNKNOWN_SUBMIT = 5, /* a submit-class name that the table does not know */
 	VALVE_NOTE_MPS = 6,            /* MPS client: not supported */
+	VALVE_NOTE_NOT_ENABLED = 7,    /* the driver refused to enable channels: they are tried again */
 };
 
 struct valve_link_header {

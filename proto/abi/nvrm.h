@@ -112,6 +112,11 @@ enum nv_status {
 	NV_ERR_OBJECT_NOT_FOUND = 0x57,
 	NV_ERR_TIMEOUT = 0x65,
 };
+/* What a call names is no longer there, as opposed to one that could not be switched. */
+#define NV_STATUS_IS_STALE(status)                                                        \
+	((status) == NV_ERR_INVALID_CHANNEL || (status) == NV_ERR_INVALID_CLIENT ||       \
+	 (status) == NV_ERR_INVALID_OBJECT || (status) == NV_ERR_INVALID_OBJECT_HANDLE || \
+	 (status) == NV_ERR_OBJECT_NOT_FOUND)
 
 /* S/nvos.h */
 struct nvos00_free {

@@ -14,6 +14,7 @@ from valve_scheduler.model import (
     ThroughputCurve,
     WorkloadProfile,
     forecast,
+    pair_indices,
     peak_mib,
     windows_of,
 )
@@ -343,13 +344,15 @@ def _node_report(node: str, status: Object, spec: Object, written_at_s: float | 
 
 def _peaks(gpus: Sequence[Object], full_mib: float) -> FloatArray:
     """[8]: the larger one of the last hour's and the last day's. A node of a former release reports none."""
-    peaks = np.zeros(MAX_GPUS)
-    for row, gpu in enumerate(gpus):
-        for window in ("1h", "24h"):
-            histogram = np.asarray((gpu.get("onlineMemory") or {}).get(window, np.zeros(HISTOGRAM_BINS)), np.float64)
-            if histogram.shape != (HISTOGRAM_BINS,) or not np.isfinite(histogram).all() or histogram.min() < 0:
-                raise ValueError(f"onlineMemory must be {HISTOGRAM_BINS} numbers, none of them negative")
-            peaks[row] = max(peaks[row], float(peak_mib(histogram, full_mib)))
+    peaks, unseen = np.zeros(MAX_GPUS), (0.0,) * HISTOGRAM_BINS
+    seen = [(gpu.get("onlineMemory") or {}).get(window, unseen) for gpu in gpus for window in ("1h", "24h")]
+    if any(len(one) != HISTOGRAM_BINS for one in seen):
+        raise ValueError(f"onlineMemory must be {HISTOGRAM_BINS} numbers")
+    if seen:
+        histograms = np.array(seen, dtype=np.float64)
+        if not np.isfinite(histograms).all() or histograms.min() < 0:
+            raise ValueError(f"onlineMemory must be {HISTOGRAM_BINS} numbers, none of them negative")
+        peaks[: len(gpus)] = peak_mib(histograms, full_mib).reshape(-1, 2).max(axis=1)
 
     return peaks
 
@@ -386,7 +389,7 @@ def _alignment(pairs: list[float], count: int) -> FloatArray:
     if not ((values >= 0) & (values <= 1)).all():
         raise ValueError("alignment values must be in [0, 1]")
     matrix = np.eye(MAX_GPUS)
-    rows, columns = np.triu_indices(count, 1)
+    rows, columns = pair_indices(count)
     matrix[rows, columns] = values
     matrix[columns, rows] = values
 

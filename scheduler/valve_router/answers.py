@@ -1,19 +1,19 @@
-"""What the proxy and the endpoint picker both say of answers, and how they count them."""
+"""Who may ask, and what a refusal looks like."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hmac
 
-EVENTS = "text/event-stream"
-REPLICA_HEADER = "x-valve-replica"
-GIVEN_UP = 499  # the client went away
+from aiohttp import web
 
 
-@dataclass(slots=True)
-class Counts:
-    requests: dict[int, int] = field(default_factory=dict)  # by status
-    retries: int = 0
-    broken: int = 0  # answers that a replica broke off
+def is_allowed(request: web.Request, token: str) -> bool:
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
 
-    def add(self, status: int) -> None:
-        self.requests[status] = self.requests.get(status, 0) + 1
+
+def refusal(status: int, message: str, code: str, retry_after_s: int = 0) -> web.Response:
+    """An error in the shape that OpenAI's clients read."""
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
+    error = {"error": {"message": message, "type": "valve_router", "code": code}}
+    return web.json_response(error, status=status, headers=headers)

@@ -23,6 +23,7 @@ from rich.table import Table
 from valve_kube.access import find
 from valve_kube.errors import SchedulerError
 
+from valve_router.plan.active import ActiveSettings
 from valve_router.plan.score import Score, ScoreSettings
 from valve_router.settings import PASSED, Settings, service_of
 
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--token-file", type=Path, help="clients must send what stands there as bearer token")
     serve.add_argument("--replica-token-file", type=Path, help="the router sends this to the replicas")
     serve.add_argument("--path", action="append", default=[], help="a path of the engine that clients may ask, too")
+    serve.add_argument(
+        "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
+    )
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
     pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
@@ -59,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
     pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
     pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
-    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[])
+    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], training=Path())
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -90,6 +94,9 @@ def _add_choice(command: argparse.ArgumentParser) -> None:
     command.add_argument("--score", choices=[one.value for one in Score], default=Score.PACK.value)
     command.add_argument("--tpot-ms", type=float, default=0.0, help="replicas slower than this a token get no more")
     command.add_argument("--open-per-replica", type=int, default=256, help="requests under way in one replica")
+    command.add_argument(
+        "--least-replicas", type=int, default=1, help="the advice on how many are awake is never below"
+    )
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
@@ -119,8 +126,10 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         paths=(*PASSED, *arguments.path),
         replica_token=_token(arguments.replica_token_file),
         open_per_replica=arguments.open_per_replica,
+        training_folder=str(arguments.training) if arguments.training != Path() else "",
         tpot_target_s=arguments.tpot_ms / 1e3,
         score=score,
+        active=ActiveSettings(floor=arguments.least_replicas),
     )
 
 
@@ -222,6 +231,8 @@ def table_of(status: dict[str, Any]) -> Table:
     requests = status["requests"]
     answered = ", ".join(f"{count} x {code}" for code, count in requests.items()) or "none yet"
     title = f"requests: {answered}; tried again {status['retries']}, broken off {status['broken']}"
+    if status["wanted"] is not None:
+        title += f"; {status['wanted']} replicas would do"
     table = Table(title=title, title_justify="left")
     for name in ("replica", "state", "now", "served", "failed", "gap ms", "error"):
         table.add_column(name, justify="left" if name in ("replica", "state") else "right")

@@ -16,7 +16,7 @@ from envoy.config.core.v3.base_pb2 import HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
-from valve_router.answers import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
+from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
 from valve_router.prompt import READ_BYTES, prompt_of
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 

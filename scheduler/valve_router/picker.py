@@ -20,7 +20,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valve_kube.access import Access
 
-from valve_router.answers import Counts
+from valve_router.counts import Counts
 from valve_router.exchange import Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
 from valve_router.server import END_S, Operators, known
@@ -107,9 +107,9 @@ async def serve(
     access: Access | None = None,
 ) -> None:
     """Until `stop`; requests under way may end."""
-    async with known(settings, access) as (_, replicas):
+    async with known(settings, access) as (_, replicas, advice):
         counts, app = Counts(), web.Application()
-        Operators(settings, replicas, counts).add_to(app)
+        Operators(settings, replicas, counts, advice).add_to(app)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         server = grpc.aio.server(maximum_concurrent_rpcs=STREAMS)
         service.add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import json
 import logging
 import time
@@ -17,7 +16,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from valve_router.answers import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
+from valve_router.answers import is_allowed, refusal
+from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
 from valve_router.prompt import READ_BYTES, prompt_of
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 from valve_router.settings import Settings
@@ -191,11 +191,6 @@ class Proxy:
         return headers
 
 
-def is_allowed(request: web.Request, token: str) -> bool:
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
-
-
 def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Without those of one hop: the usual ones, and what `Connection` names."""
     named = {name.strip().lower() for value in headers.getall("Connection", ()) for name in value.split(",")}
@@ -206,10 +201,3 @@ def end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 def cut(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
-
-
-def refusal(status: int, message: str, code: str, retry_after_s: int = 0) -> web.Response:
-    """An error in the shape that OpenAI's clients read."""
-    headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-    error = {"error": {"message": message, "type": "valve_router", "code": code}}
-    return web.json_response(error, status=status, headers=headers)

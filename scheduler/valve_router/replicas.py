@@ -82,6 +82,7 @@ class Replicas:
         self._now_s = now_s
         self._numbers = count()
         self.all: list[Replica] = []
+        self.recent: deque[tuple[float, int]] = deque(maxlen=100_000)  # when requests came, and their tokens
         self._left: list[Replica] = []
         self.follow({url: url for url in settings.replicas})
         self.is_told = settings.service is None  # who they are
@@ -121,6 +122,7 @@ class Replicas:
             log.exception("no replica could be chosen by prediction")
             replica = min(quick or free, key=lambda one: one.under_way)
             sent = Sent(replica, replica.timeline.place(Task(arrival_s=self._now_s(), tokens=1)), was_alone=False)
+        self.recent.append((sent.placed.task.arrival_s, sent.placed.task.tokens))
         sent.replica.under_way += 1
         sent.replica.prefixes.add(names)
         sent.replica.timeline.add(sent.placed)

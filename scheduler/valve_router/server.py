@@ -8,6 +8,7 @@ import resource
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,11 +19,16 @@ from prometheus_client.registry import Collector
 from valve_kube.access import Access
 from valve_kube.client import KubeClient
 
-from valve_router.answers import Counts
+from valve_router.advice import Advice
+from valve_router.answers import is_allowed, refusal
+from valve_router.counts import Counts
 from valve_router.endpoints import Endpoints
-from valve_router.proxy import Proxy, is_allowed, refusal
+from valve_router.proxy import Proxy
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
+from valve_router.training.api import TrainingApi
+from valve_router.training.desk import Desk
+from valve_router.training.ledger import FleetBooks
 
 IDLE_S = 75.0  # a client's connection without a request
 END_S = 30.0  # for what runs when the router is told to end
@@ -56,10 +62,15 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def assembled(settings: Settings, access: Access | None = None) -> AsyncIterator[web.Application]:
-    async with known(settings, access) as (client, replicas):
+    async with known(settings, access) as (client, replicas, advice):
         proxy = Proxy(settings, replicas, client)
         app = web.Application(client_max_size=settings.body_bytes)
-        Operators(settings, replicas, proxy.counts).add_to(app)
+        Operators(settings, replicas, proxy.counts, advice).add_to(app)
+        if settings.training_folder:
+            ledger = FleetBooks(Path(settings.training_folder), settings.training_silent_s)
+            training = web.Application(client_max_size=settings.training_bytes)
+            TrainingApi(settings, ledger, Desk(settings, replicas)).add_to(training)
+            app.add_subapp("/route/training", training)
         app.router.add_route("*", "/{path:.*}", proxy.handle)
         yield app
 
@@ -67,8 +78,8 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
 @contextlib.asynccontextmanager
 async def known(
     settings: Settings, access: Access | None = None
-) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas]]:
-    """The replicas, each asked after its health, and the client that asks."""
+) -> AsyncIterator[tuple[aiohttp.ClientSession, Replicas, Advice]]:
+    """The replicas, each asked after its health, the client that asks, and how many should be awake."""
     replicas = Replicas(settings, time.monotonic)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_s, sock_read=settings.silent_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
@@ -79,12 +90,16 @@ async def known(
         cookie_jar=aiohttp.DummyCookieJar(),  # a cookie of one client is nobody else's
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
     ) as client:
+        advice = Advice(settings, replicas)
         checkups = Checkups(client, settings, replicas)
         checkups.follow()
+        looking = asyncio.create_task(advice.run())
         async with following(settings, access, checkups):
             try:
-                yield client, replicas
+                yield client, replicas, advice
             finally:
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
                 await checkups.end()
 
 
@@ -149,12 +164,13 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
 class Operators:
     """/health, /metrics and /route: for whoever runs the router."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts) -> None:
+    def __init__(self, settings: Settings, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._settings = settings
         self._replicas = replicas
         self._counts = counts
+        self._advice = advice
         self._registry = CollectorRegistry()
-        self._registry.register(RouterCollector(replicas, counts))
+        self._registry.register(RouterCollector(replicas, counts, advice))
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/health", self._health)
@@ -177,7 +193,7 @@ class Operators:
     async def _status(self, request: web.Request) -> web.Response:
         if not self._may_look(request):
             return refusal(401, "a bearer token is needed", "invalid_api_key")
-        return web.json_response(status_of(self._replicas, self._counts))
+        return web.json_response(status_of(self._replicas, self._counts, self._advice))
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Body: {"replica": NAME or URL, "is_drained": true or false}. No page in a browser may say it."""
@@ -197,11 +213,13 @@ class Operators:
             known = ", ".join(one.name for one in self._replicas.all)
             return refusal(404, f"there is no replica {name}: {known}", "not_found")
         replica.is_drained = is_drained
-        return web.json_response(status_of(self._replicas, self._counts))
+        return web.json_response(status_of(self._replicas, self._counts, self._advice))
 
 
-def status_of(replicas: Replicas, counts: Counts) -> dict[str, Any]:
+def status_of(replicas: Replicas, counts: Counts, advice: Advice) -> dict[str, Any]:
+    surplus = advice.surplus()
     return {
+        "wanted": advice.active.wanted if advice.active is not None else None,
         "requests": {str(status): count for status, count in sorted(counts.requests.items())},
         "retries": counts.retries,
         "broken": counts.broken,
@@ -210,6 +228,7 @@ def status_of(replicas: Replicas, counts: Counts) -> dict[str, Any]:
                 "name": one.name,
                 "url": one.url,
                 "state": state_of(one),
+                "may_sleep": one.name in surplus,
                 "why_not": one.why_not,
                 "under_way": one.under_way,
                 "served": one.served,
@@ -231,9 +250,10 @@ def state_of(replica: Replica) -> str:
 class RouterCollector(Collector):
     """The router's figures as Prometheus reads them."""
 
-    def __init__(self, replicas: Replicas, counts: Counts) -> None:
+    def __init__(self, replicas: Replicas, counts: Counts, advice: Advice) -> None:
         self._replicas = replicas
         self._counts = counts
+        self._advice = advice
 
     def collect(self) -> Iterator[Metric]:
         counts = self._counts
@@ -248,6 +268,10 @@ class RouterCollector(Collector):
         error = GaugeMetricFamily(
             "valve_router_prediction_error_ratio", "Of predicted responses, lately", labels=["replica"]
         )
+        if self._advice.active is not None:
+            yield GaugeMetricFamily(
+                "valve_router_replicas_wanted", "Replicas that should be awake", value=self._advice.active.wanted
+            )
         for one in self._replicas.all:
             under_way.add_metric([one.url], one.under_way)
             alive.add_metric([one.url], float(one.is_alive))

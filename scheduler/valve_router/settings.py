@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from valve_router.plan.active import ActiveSettings
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.score import ScoreSettings
 
@@ -53,6 +54,9 @@ class Settings:
     paths: tuple[str, ...] = PASSED
     open_per_replica: int = 256  # requests under way in one replica; more wait nowhere: they are refused
     tpot_target_s: float = 0.0  # a replica whose tokens come slower than this gets no more while others can; 0: none
+    training_folder: str = ""  # fleet jobs are kept there; empty: none are taken
+    training_silent_s: float = 60.0  # a trainer that asked nothing for so long is given up, and its work queued again
+    training_bytes: int = 1 << 30  # of one pushed checkpoint
     body_bytes: int = 32 << 20
     held_bytes: int = 256 << 20  # of all bodies at one time
     connect_s: float = 2.0
@@ -60,6 +64,7 @@ class Settings:
     stuck_s: float = 60.0  # a client that takes nothing of its answer for so long is cut off
     health_s: float = 1.0
     score: ScoreSettings = field(default_factory=ScoreSettings)
+    active: ActiveSettings = field(default_factory=ActiveSettings)
     first_guess: Profile = field(
         default_factory=lambda: Profile(stages=1, forward=Law(fixed_s=0.03, per_token_s=1 / 20_000), backward=Law())
     )

@@ -171,7 +171,7 @@ valve_link_handler valve_orders_take; /* KV_ORDER */
 
 /* link/until.c: the session's thread alone */
 bool valve_until_stands(void);
-void valve_until_forget(bool stopped);
+void valve_until_forget(void);
 uint64_t valve_until_rest_ns(uint64_t most_ns);
 void valve_until_check(bool released, bool *stopped);
 
@@ -230,6 +230,11 @@ void valve_capture_reset(void);
 /* selfgate.c: path C. Returns the RM status of the worst call, 0 when all is well */
 enum valve_gate_set { VALVE_GATE_HELD, VALVE_GATE_ALL };
 uint32_t valve_self_gate(bool disable, enum valve_gate_set set);
+void valve_self_gate_join(void);
+void valve_self_gate_hand_over(void);
+uint32_t valve_self_gate_owes(void);   /* so many passes in a row missed something; 0: nothing is owed */
+uint64_t valve_self_gate_due_ns(void); /* when it is worth another one; UINT64_MAX: nothing is owed */
+void valve_self_gate_reset(void);
 
 /* watcher.c */
 void valve_watcher_start(void);

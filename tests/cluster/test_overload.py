@@ -57,8 +57,12 @@ class Daemon(threading.Thread):
         self._loop.run_until_complete(self._run())
 
     async def _run(self) -> None:
-        api = ApiServer(KubeClient(from_kubeconfig(str(self._kubeconfig))), NODE, PodBook(), lambda _: None)
-        api.found = lambda item: self.heard.append(item.get("spec") or {})
+        client = KubeClient(from_kubeconfig(str(self._kubeconfig)))
+
+        def found(item: Json) -> None:
+            self.heard.append(item.get("spec") or {})
+
+        api = ApiServer(client, NODE, PodBook(), lambda _: None, found=found)
         watching = asyncio.ensure_future(api.run())
         epoch = 1000
         while not self._ending.is_set():

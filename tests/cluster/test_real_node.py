@@ -20,8 +20,9 @@ from node_pods import OfflinePod, OnlinePod
 from valve_kube import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
-from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.cluster.node import NAME, RealNode
 from valve_tools.cluster.webhook import start_webhook
+from valve_tools.cluster.workpods import PODS
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import Node
@@ -76,7 +77,7 @@ def both(node: RealNode, suffix: str) -> tuple[OnlinePod, OfflinePod]:
     service(node, online.name)
     wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
     offline = OfflinePod(node, f"batch-{suffix}", **placed(node))
-    node.wait_phase(offline.name)
+    node.pods.wait_phase(offline.name)
     offline.wait_beating()
     return online, offline
 
@@ -120,13 +121,15 @@ def test_online_work_is_injected_as_it_is_created_and_offline_work_stops_for_its
     online, offline = both(valved, "nri")
 
     assert gates(valved, online, offline)
-    assert [one["name"] for one in valved.get(online.name)["spec"]["containers"][0]["env"]].count("LD_PRELOAD") == 1
+    assert [one["name"] for one in valved.pods.get(online.name)["spec"]["containers"][0]["env"]].count(
+        "LD_PRELOAD"
+    ) == 1
     roles = {one.name: one.role for one in status(valved).services}
     assert (roles["default/chat-nri"], roles["default/batch-nri"]) == (1, 2)
     # A report comes when it is due, so the last one may be of the pods of another test.
     reported = {"harvestable": True, "online": ["default/chat-nri"], "shim": True}
     wait_for("a report", lambda: [gpu for gpu in valved.report().get("gpus", []) if gpu.items() >= reported.items()])
-    uid = valved.get(offline.name)["metadata"]["uid"]
+    uid = valved.pods.get(offline.name)["metadata"]["uid"]
     wait_for("harvest on record", lambda: of(valved.report()["offline"], podUID=uid).get("harvestSeconds"))
     wait_for("what it lent", lambda: of(valved.report()["services"], pod="chat-nri").get("lentSeconds"))
     online.close()
@@ -138,7 +141,7 @@ def test_nothing_is_lost_when_a_process_of_the_node_goes_and_comes_back_under_ru
     valved: RealNode, victim: str, how: str
 ) -> None:
     online, offline = both(valved, f"{victim}-{how}")
-    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+    before = [starts(valved.pods.get(pod.name)) for pod in (online, offline)]
 
     with valved.back_afterwards(victim):
         if how == "replaced":
@@ -151,13 +154,13 @@ def test_nothing_is_lost_when_a_process_of_the_node_goes_and_comes_back_under_ru
     wait_for("the GPU is", lambda: valved.allocatable(names.ONLINE_RESOURCE) == 1, 240)
 
     assert gates(valved, online, offline)
-    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    assert [starts(valved.pods.get(pod.name)) for pod in (online, offline)] == before
     online.close()
 
 
 def test_without_an_api_server_pods_run_on_and_the_node_is_paused_by_hand(valved: RealNode) -> None:
     online, offline = both(valved, "alone")
-    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+    before = [starts(valved.pods.get(pod.name)) for pod in (online, offline)]
 
     valved.plane.kill("kube-apiserver")
     try:
@@ -174,14 +177,14 @@ def test_without_an_api_server_pods_run_on_and_the_node_is_paused_by_hand(valved
     wait_for("a report again", lambda: valved.report()["epoch"] > epoch)
 
     assert gates(valved, online, offline)
-    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    assert [starts(valved.pods.get(pod.name)) for pod in (online, offline)] == before
     online.close()
 
 
 def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(valved: RealNode) -> None:
     """An open request: offline work has to stand from the predecessor's last moment to the successor's first."""
     online, offline = both(valved, "upgrade")
-    before = [starts(valved.get(pod.name)) for pod in (online, offline)]
+    before = [starts(valved.pods.get(pod.name)) for pod in (online, offline)]
     online.begin(60_000_000)  # a minute of work: busy all the time
     beats = wait_for("offline stands", lambda: standing(valved, offline))
 
@@ -191,7 +194,7 @@ def test_an_upgrade_hands_running_pods_over_and_never_opens_the_gate_in_between(
 
     assert [gpu.gated for gpu in status(valved).gpus] == [True]
     assert offline.beats == beats
-    assert [starts(valved.get(pod.name)) for pod in (online, offline)] == before
+    assert [starts(valved.pods.get(pod.name)) for pod in (online, offline)] == before
     online.close()
 
 
@@ -221,7 +224,7 @@ def test_an_online_pod_starts_whatever_became_of_valved(valved: RealNode, how: s
         )
 
     wait_for("the pod without a shim is on record", named, 90)
-    valved.delete(online.name)
+    valved.pods.delete(online.name)
     wait_for("its GPU is not guarded any more", lambda: not valved.report()["gpus"][0]["online"], 60)
     online.close()
 
@@ -311,7 +314,7 @@ def test_from_two_plain_pods_to_harvested_time(scheduled: RealNode) -> None:
     wait_for("a harvestable GPU", lambda: scheduled.report().get("harvestableGPUs") == 1)
 
     offline = OfflinePod(scheduled, "batch-0", annotations={names.ROLE: names.OFFLINE}, on_node=False)
-    pod = scheduled.wait_phase("batch-0")
+    pod = scheduled.pods.wait_phase("batch-0")
     offline.wait_beating()
 
     assert preload.startswith(f"{scheduled.shim_folder}/current/libvalve.so:")
@@ -324,7 +327,7 @@ def test_from_two_plain_pods_to_harvested_time(scheduled: RealNode) -> None:
 def test_the_daemon_needs_no_rights_but_those_of_its_account_on_its_node(scheduled: RealNode) -> None:
     """With the token of a pod of this node, as the kubelet mounts it, under the chart's RBAC and policies."""
     pods = "/api/v1/namespaces/valve-system/pods"
-    stand_in = scheduled.pod("daemon", ["/box/sleep", "1000"], serviceAccountName="valve-daemon")
+    stand_in = scheduled.pods.make("daemon", ["/box/sleep", "1000"], serviceAccountName="valve-daemon")
     pod = scheduled.plane.api.post(pods, stand_in)
     access = scheduled.plane.account_kubeconfig("valve-system", "valve-daemon", pod)
     said = len(scheduled.plane.log("valved"))
@@ -364,10 +367,10 @@ def test_late_cdi_devices_reach_the_container(node: RealNode, valved: RealNode) 
         online = OnlinePod(node, "chat-cdi", annotations=ONLINE)
         online.wait_ready()
         wait_for("a slot", lambda: node.allocatable(names.RESOURCE) == 1)
-        node.create(node.pod("batch-cdi", ["/box/sh", "-c", "echo $PROOF"], **placed(node)))
-        node.wait_phase("batch-cdi", "Succeeded")
+        node.pods.create(node.pods.make("batch-cdi", ["/box/sh", "-c", "echo $PROOF"], **placed(node)))
+        node.pods.wait_phase("batch-cdi", "Succeeded")
 
-        assert "written-at-the-last-moment" in node.pod_log("batch-cdi")
+        assert "written-at-the-last-moment" in node.pods.log("batch-cdi")
         wait_for("the description is gone", lambda: [path.name for path in folder.iterdir()] == ["nvidia.json"])
         online.close()
     finally:
@@ -376,9 +379,9 @@ def test_late_cdi_devices_reach_the_container(node: RealNode, valved: RealNode) 
 
 
 def test_a_user_may_not_forge_a_placement(scheduled: RealNode) -> None:
-    forged = scheduled.pod(
+    forged = scheduled.pods.make(
         "thief", ["/box/sh"], annotations={names.ROLE: names.OFFLINE, names.GPUS: scheduled.uuids[0]}
     )
 
     with pytest.raises(Refused):
-        scheduled.create(forged)
+        scheduled.pods.create(forged)

@@ -11,7 +11,8 @@ from node_pods import OfflinePod
 from valve_kube import names
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import wait_for
-from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.cluster.node import NAME, RealNode
+from valve_tools.cluster.workpods import PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -58,7 +59,7 @@ def test_an_offline_pod_that_came_without_the_shim_never_runs_on(watched: RealNo
     name = f"sneak-{said_by}"
     sneak = OfflinePod(watched, name, **{said_by: {names.ROLE: names.OFFLINE}})
     uid = sneak.made["metadata"]["uid"]
-    watched.wait_phase(sneak.name)
+    watched.pods.wait_phase(sneak.name)
 
     wait_for("it is frozen", lambda: states_of(sneak) == {"T"}, 45)
     report = wait_for("the report", lambda: (found := watched.report()).get("ungated") and found, 45)

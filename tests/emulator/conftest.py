@@ -1,3 +1,5 @@
+"""An emulated GPU, and a process that speaks to its driver, for the tests of this folder."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,3 +1,5 @@
+"""The programs of the hardware suite, built once for the tests of this folder."""
+
 from __future__ import annotations
 
 import pytest

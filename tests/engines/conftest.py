@@ -46,9 +46,16 @@ class Engines:
     def run(
         self, script: str, *arguments: str, paths: tuple[Path, ...] = (), timeout_s: float = 900, **variables: str
     ) -> str:
-        argv = [str(self.python), str(HERE / script), *arguments]
+        return self._run(str(HERE / script), *arguments, paths=paths, timeout_s=timeout_s, **variables)
+
+    def run_module(self, module: str, *arguments: str, **variables: str) -> str:
+        """A module of valve-tune."""
+        return self._run("-m", module, *arguments, paths=(self.tune,), timeout_s=900, VALVE_ROLE="", **variables)
+
+    def _run(self, *argv: str, paths: tuple[Path, ...], timeout_s: float, **variables: str) -> str:
         env = self.environment(*paths, **variables)
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+        command = [str(self.python), *argv]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 

@@ -44,7 +44,7 @@ class Patches:
 class Faults:
     """`injector` takes blocks; `functions` are those of the hook that may raise, one of them in a trial."""
 
-    def __init__(self, injector: Any, hook: Any, node: Any, functions: Sequence[tuple[type, str]], seed: int) -> None:
+    def __init__(self, injector: Any, hook: Any, node: Any, functions: Sequence[tuple[Any, str]], seed: int) -> None:
         self.injector, self.hook, self.node = injector, hook, node
         self.chance = random.Random(seed)
         self.raises = functions[seed % len(functions)]

@@ -25,23 +25,26 @@ REQUESTS = 24
 TIE = 1e-4  # of two log probabilities in float32; in answers that nothing ties they are mostly thousands of times that
 
 
-def functions() -> list[tuple[type, str]]:
+def functions() -> list[tuple[Any, str]]:
     """Of the hook, those that SGLang does not call itself: what is raised in them must stay inside."""
     from valve_hook.reconciler import Reconciler
+    from valve_hook.sglang import engine
     from valve_hook.sglang.calls import SchedulerHook
     from valve_hook.sglang.engine import SglangEngine
+    from valve_hook.sglang.free_pages import FreePages
     from valve_hook.sglang.steps import StepLedger
     from valve_hook.shared import Book, Table
 
-    parts = ["_evict", "_take_off", "_free_pages", "_hand_out", "_retract", "_take_back"]
-    called = {
+    called: dict[Any, list[str]] = {
         SchedulerHook: ["before_choose", "after_choose", "_look", "_settle", "_disbelieved"],
         Reconciler: ["sync", "peek", "hit", "publish", "_heed", "_safely", "_act", "_discard"],
         SglangEngine: [
             *("discard", "forget", "withhold", "release", "reset", "gauges", "launch", "wait", "come_in"),
             *("disbelieve", "believe_again", "drop", "retract_dropped", "open_requests"),
-            *parts,
+            *("_retract", "_take_back"),
         ],
+        engine: ["evict"],
+        FreePages: ["numbers", "_take_off", "_hand_out"],
         StepLedger: ["begin_step", "end_steps", "settle", "judge", "_keep"],
         Table: ["read", "accept"],
         Book: ["write_gauges", "write_receipts", "acknowledge"],
@@ -104,8 +107,7 @@ def is_as_new(hook: Any) -> None:
     is_believed_again(hook)
     hook._is_well, hook._blind_steps = True, 0
     engine.ledger.clear()
-    if engine.has_abandoned:
-        engine.has_abandoned, engine.allocator.free = False, engine._free
+    engine.free_pages.give_as_it_comes()
 
 
 def register() -> None:

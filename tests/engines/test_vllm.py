@@ -78,12 +78,21 @@ def test_embeddings_are_the_same_and_count_their_prompts(engines, task):
     assert [trial["useful_tokens"] for trial in results] == [trial["prompt_tokens"] for trial in results]
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("hybrid", 5 * 6), ("encoder", 5 * 20)])
-def test_an_engine_whose_memory_is_left_alone_still_reports(engines, kind, tokens, tmp_path):
-    """Sliding windows, or no KV cache: its memory is whole from the start; requests and tokens are told."""
+LEFT_ALONE = [
+    ("hybrid", 5 * 6, "2 KV cache groups (hybrid, sliding-window or Mamba layers) is not supported"),
+    ("encoder", 5 * 20, "an engine without a KV cache has no memory to lend"),
+    ("lora", 5 * 6, "LoRA is not supported"),
+    ("sound", 5 * 6, "a model that takes images, sound or video is not supported"),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "why"), LEFT_ALONE)
+def test_an_engine_whose_memory_is_left_alone_still_reports_and_says_why(engines, kind, tokens, why, tmp_path):
+    """Its memory is whole from the start; requests and tokens are told."""
     out = engines.run("vllm_reported.py", kind, str(engines.model), str(tmp_path))
     seen = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
 
+    assert seen["why"].startswith(why)
     assert set(seen["flags"]) <= {0}
     assert not seen["is_attached"]
     assert (seen["region"]["open"], seen["region"]["ended"], seen["region"]["useful"]) == (0, 5, tokens)

@@ -1,7 +1,8 @@
 """A real vLLM whose memory is left alone, in this process: `vllm_reported.py KIND TOKENIZER FOLDER`.
 
-KIND is `hybrid` (sliding-window and full layers) or `encoder` (no KV cache). Prints what valved's side has seen, as
-JSON. Weights are random: nobody looks at the answers.
+KIND is `hybrid` (sliding-window and full layers), `encoder` (no KV cache), `lora` (adapters are allowed) or `sound`.
+Prints what valved's side has seen, and the reason that the engine was told, as JSON. Weights are random: nobody looks
+at the answers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,22 @@ SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "
 
 
 def config(kind: str) -> Any:
-    from transformers import BertConfig, Gemma2Config
+    from transformers import (
+        BertConfig,
+        Gemma2Config,
+        LlamaConfig,
+        Qwen2AudioConfig,
+        Qwen2AudioEncoderConfig,
+        Qwen2Config,
+    )
 
+    if kind == "lora":
+        return LlamaConfig(vocab_size=1024, architectures=["LlamaForCausalLM"], dtype="float32", **SIZES)
+    if kind == "sound":
+        ears = Qwen2AudioEncoderConfig(d_model=128, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=128)
+        text = Qwen2Config(vocab_size=1024, num_key_value_heads=4, **SIZES)
+        names = ["Qwen2AudioForConditionalGeneration"]
+        return Qwen2AudioConfig(audio_config=ears, text_config=text, architectures=names, dtype="float32")
     if kind == "encoder":
         return BertConfig(vocab_size=1024, architectures=["BertModel"], dtype="float32", **SIZES)
     layers = ["sliding_attention", "full_attention"] * 2
@@ -38,6 +53,13 @@ def config(kind: str) -> Any:
         dtype="float32",
         **SIZES,
     )
+
+
+OPTIONS = {
+    "encoder": {"runner": "pooling"},
+    "lora": {"enable_lora": True, "max_lora_rank": 8},
+    "sound": {"limit_mm_per_prompt": {"audio": 0}},
+}
 
 
 def main() -> None:
@@ -60,7 +82,7 @@ def main() -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=256,
-        **({"runner": "pooling"} if kind == "encoder" else {}),
+        **OPTIONS.get(kind, {}),
     )
     prompts = [{"prompt_token_ids": list(range(3, 23))} for _ in range(5)]
     if kind == "encoder":
@@ -68,8 +90,10 @@ def main() -> None:
     else:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     wait_for(lambda: node.hellos, "the hook has connected")
-    llm.llm_engine.engine_core.engine_core.scheduler.schedule()  # of nothing: it tells who has ended
-    print(json.dumps({"flags": flags, "is_attached": bool(node.attached), "region": node.region()}))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler.schedule()  # of nothing: it tells who has ended
+    seen = {"flags": flags, "is_attached": bool(node.attached), "why": scheduler._valve_why}
+    print(json.dumps({**seen, "region": node.region()}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
  * leases that end, valveds that die, come, refuse, and go on without us. Each byte is an event, after which the session has
  * one turn. The valved is in this process, behind real sockets and pages.
  *
- * After each turn: launches that waited, and channels that were off, are so still, unless somebody let them who may.
+ * After each turn: launches that waited, and channels that were off, are so still, unless somebody let them who may; and a stop that
+ * the driver refused is made as soon as it refuses no more. After all: nothing is left off, or waits.
  *
  * With clang: -fsanitize=fuzzer,address,undefined. Elsewhere main() runs N inputs of its own making: -r N SEED
  */
@@ -17,6 +18,8 @@
 #define syscall(number, ...) ((number) == SYS_membarrier ? 0 : (syscall)(number, __VA_ARGS__))
 #include "link/session.c"
 #undef syscall
+
+#include "nvrm.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -34,6 +37,8 @@
 		}                                                                       \
 	} while (0)
 
+#define SETTLED 8 /* turns: a link that breaks, a new one, a question, its answer */
+
 struct valve_shim valve_shim;
 struct valve_settings valve_settings = {.wanted_role = VALVE_ROLE_OFFLINE, .orphan_ns = UINT64_MAX};
 _Thread_local struct valve_tls valve_tls;
@@ -50,6 +55,8 @@ static struct {
 	bool let_go;        /* and it may */
 	bool owed;          /* launches waited as the link was lost, and nobody let them go since */
 	bool whole, is_off; /* KV memory; the channels */
+	bool refuses;       /* the driver, whatever is asked */
+	uint32_t failures;  /* passes in a row that it refused */
 } valved = {.listener = -1, .link = -1};
 
 static int memory(size_t bytes)
@@ -146,8 +153,28 @@ int valve_settings_socket(struct sockaddr_un *address)
 uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 {
 	(void)set;
+	if (valved.refuses) {
+		valved.failures++;
+		return NV_ERR_TIMEOUT;
+	}
 	valved.is_off = disable;
+	valved.failures = 0;
 	return 0;
+}
+
+void valve_self_gate_hand_over(void)
+{
+	CHECK(false); /* no granted time here */
+}
+
+uint32_t valve_self_gate_owes(void)
+{
+	return valved.failures;
+}
+
+uint64_t valve_self_gate_due_ns(void)
+{
+	return valved.failures ? 0 : UINT64_MAX;
 }
 
 void valve_capture_report(bool wait)
@@ -304,7 +331,10 @@ static void happen(unsigned char event)
 			valved.page->draining = detail == 0;
 		break;
 	case 15:
-		valve_shim.untold = detail % 2;
+		if (detail < 8)
+			valve_shim.untold = detail % 2;
+		else
+			valved.refuses = detail % 2;
 		break;
 	}
 }
@@ -322,8 +352,10 @@ static void turn(void)
 		check_lease();
 		reconnect();
 	}
-	if (valve_shim.state != VALVE_STATE_OFF)
+	if (valve_shim.state != VALVE_STATE_OFF) {
 		check_lease();
+		try_again();
+	}
 }
 
 static void step(unsigned char event)
@@ -346,6 +378,27 @@ static void step(unsigned char event)
 	valved.owed &= valve_shim.state == VALVE_STATE_UNLINKED || valve_launches_kept();
 	CHECK(!was_off || valved.is_off || may || (was_linked && VALVE_CONTROL->order != VALVE_ORDER_STOP));
 	CHECK(valve_shim.state == VALVE_STATE_LINKED || valve_shim.state == VALVE_STATE_UNLINKED);
+	CHECK(!valve_shim.self_stopped || valved.is_off || valved.refuses);
+}
+
+/* Whatever has happened: once the driver does what it is asked, and a valved is there that gates nothing, everything runs. */
+static void settle(void)
+{
+	valved.refuses = false;
+	valved.is_there = valved.keeps_stops = valved.whole = true;
+	valved.refusal = valved.online = valve_shim.untold = 0;
+	for (int turns = 0; turns < SETTLED; turns++) {
+		if (valved.page) {
+			valved.page->heartbeat_ns = now_ns();
+			valved.page->draining = 0;
+			if (valved.page->order != VALVE_ORDER_RUN)
+				order(valved.page, VALVE_ORDER_RUN);
+		}
+		turn();
+		if (valved.asked) /* number 0 would end the link */
+			answer(valved.asked, 0);
+	}
+	CHECK(!valved.is_off && !valved.failures && !valve_launches_wait());
 }
 
 static uint32_t open_files(void)
@@ -377,7 +430,8 @@ static void begin(void)
 	valve_map_fresh();
 	valved.is_there = valved.keeps_stops = valved.whole = true;
 	valved.refusal = valved.online = 0;
-	valved.is_off = valved.owed = false;
+	valved.is_off = valved.owed = valved.refuses = false;
+	valved.failures = 0;
 	valve_register();
 	CHECK(valve_shim.state == VALVE_STATE_LINKED);
 }
@@ -402,6 +456,7 @@ int LLVMFuzzerTestOneInput(const unsigned char *data, size_t size)
 	begin();
 	for (size_t i = 0; i < size; i++)
 		step(data[i]);
+	settle();
 	end();
 	CHECK(open_files() == before);
 	return 0;

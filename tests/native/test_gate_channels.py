@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gates import FakeDriver, Rig, gate_rig
+from gates import FakeDriver, Rig, gate_rig, wait_until
 
 from valved.machine.ports import StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
@@ -60,7 +60,7 @@ def test_a_channel_that_comes_while_gated_is_off_before_the_answer(rig: Rig) -> 
     assert result.gated
     assert (result.status, result.reach) == (0, Reach.CHANNEL_OWN)
     assert workload.on() == 0
-    assert rig.gate.disabled() == tuple(workload.channels)
+    assert rig.gate.channels.disabled() == tuple(workload.channels)
 
     running(rig)
     assert workload.on() == 1
@@ -116,7 +116,7 @@ def test_a_channel_freed_while_gated_is_forgotten_and_the_rest_wakes(rig: Rig) -
     rig.wait_gated(0)
     gone = workload.channels.pop(1)
     workload.free(gone)
-    rig.gate.remove_channel(workload.client, gone.h_client, gone.h_channel)
+    rig.gate.channels.remove_channel(workload.client, gone.h_client, gone.h_channel)
 
     running(rig)
 
@@ -136,7 +136,7 @@ def test_a_reused_handle_is_told_by_its_number(rig: Rig) -> None:
         compute=True,
     )
 
-    result = rig.gate.add_channel(workload.client, wrong)
+    result = rig.gate.channels.add_channel(workload.client, wrong)
 
     assert (result.status, result.reach) == (0x21, Reach.NONE)
     assert not result.gated
@@ -147,7 +147,7 @@ def test_a_channel_that_the_driver_does_not_know_is_refused(rig: Rig) -> None:
     ghost = workload.allocate()
     workload.free(ghost)
 
-    assert rig.gate.add_channel(workload.client, ghost).status == 0x57
+    assert rig.gate.channels.add_channel(workload.client, ghost).status == 0x57
 
 
 def test_what_the_application_switched_off_is_never_switched_on(rig: Rig) -> None:
@@ -155,7 +155,7 @@ def test_what_the_application_switched_off_is_never_switched_on(rig: Rig) -> Non
     running(rig)
     workload.add(2)
     own = workload.channels[0]
-    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    rig.gate.channels.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
     enables = rig.driver.counts.enables
 
     online.launch()
@@ -167,7 +167,7 @@ def test_what_the_application_switched_off_is_never_switched_on(rig: Rig) -> Non
     assert on_while_gated == 0  # whatever it says: a stop includes it
     assert rig.driver.counts.enables == enables + 1
     assert rig.driver.lib.fake_is_on(own.h_client, own.h_channel) == 0
-    assert own not in rig.gate.disabled()
+    assert own not in rig.gate.channels.disabled()
 
 
 def test_a_word_about_a_channel_never_takes_it_out_of_the_gate(rig: Rig) -> None:
@@ -175,7 +175,7 @@ def test_a_word_about_a_channel_never_takes_it_out_of_the_gate(rig: Rig) -> None
     running(rig)
     workload.add(70)
     for ref in workload.channels:
-        rig.gate.note_app_disabled(workload.client, ref.h_client, ref.h_channel, True)
+        rig.gate.channels.note_app_disabled(workload.client, ref.h_client, ref.h_channel, True)
     assert workload.on() == 70
 
     online.launch()
@@ -188,10 +188,10 @@ def test_the_mark_of_the_application_is_never_lost_when_a_channel_is_told_again(
     workload, online = rig.offline(), rig.online(7, {0})
     workload.add(2)
     own = workload.channels[0]
-    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    rig.gate.channels.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
     rig.wait_gated(0)
 
-    rig.gate.add_channel(workload.client, own)
+    rig.gate.channels.add_channel(workload.client, own)
     online.finish()
     running(rig)
 
@@ -203,12 +203,12 @@ def test_a_channel_that_the_application_switches_on_again_while_gated_is_stopped
     workload = rig.offline()
     workload.add()
     own = workload.channels[0]
-    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
+    rig.gate.channels.note_app_disabled(workload.client, own.h_client, own.h_channel, True)
     rig.online(7, {0})
     rig.wait_gated(0)
     rig.driver.lib.fake_switch(own.h_client, own.h_channel, 1)
 
-    rig.gate.note_app_disabled(workload.client, own.h_client, own.h_channel, False)
+    rig.gate.channels.note_app_disabled(workload.client, own.h_client, own.h_channel, False)
 
     assert workload.on() == 0
 
@@ -227,6 +227,42 @@ def test_a_client_that_leaves_while_gated_is_enabled_first(rig: Rig) -> None:
     assert staying.on() == 0
 
 
+@pytest.mark.parametrize("gives_up", [False, True], ids=["it leaves", "it is given up"])
+def test_no_channel_that_leaves_the_gate_stays_off_because_the_driver_refused_once(rig: Rig, gives_up: bool) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+
+    rig.driver.rules.fail_enable = 0x65
+    if gives_up:
+        rig.gate.channels.give_up(leaving.client, "it is an MPS client")
+    else:
+        rig.gate.remove_client(leaving.client)
+    assert leaving.on() == 0
+    rig.driver.rules.fail_enable = 0
+
+    wait_until(lambda: leaving.on() == 2, "both run")
+    assert rig.gate.is_stopped(GpuIndex(0))
+
+
+def test_no_late_enable_reaches_a_channel_that_is_back_under_a_closed_gate(rig: Rig) -> None:
+    leaving = rig.offline()
+    leaving.add(2)
+    rig.online(7, {0})
+    rig.wait_gated(0)
+    rig.driver.rules.fail_enable = 0x65
+    rig.gate.remove_client(leaving.client)
+    back = rig.offline()
+    first, second = leaving.channels
+    rig.gate.channels.add_channel(back.client, first)
+
+    rig.driver.rules.fail_enable = 0
+
+    wait_until(lambda: leaving.on() == 1, "the other one runs")
+    assert rig.driver.lib.fake_is_on(second.h_client, second.h_channel) == 1
+
+
 def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig: Rig) -> None:
     staying, leaving = rig.offline(), rig.offline()
     staying.add(2)
@@ -237,7 +273,7 @@ def test_a_client_that_leaves_and_lives_on_is_never_enabled_beside_a_holder(rig:
     off = rig.gate.remove_client(leaving.client, lives_on=True)
 
     assert off == tuple(leaving.channels)
-    assert [rig.gate.enable_unless_held(channel) for channel in off] == [None, None]
+    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [None, None]
     assert leaving.on() == staying.on() == 0
 
 
@@ -251,7 +287,7 @@ def test_a_channel_in_no_plan_is_enabled_when_nobody_holds_its_gpu(rig: Rig) -> 
     running(rig)
 
     assert leaving.on() == 0
-    assert [rig.gate.enable_unless_held(channel) for channel in off] == [True, False]
+    assert [rig.gate.channels.enable_unless_held(channel) for channel in off] == [True, False]
     assert leaving.on() == 1
 
 
@@ -260,10 +296,10 @@ def test_channels_left_off_by_a_predecessor_are_enabled_and_the_gone_are_not_cou
     workload.add(3)
     rig.online(7, {0})
     rig.wait_gated(0)
-    left = rig.gate.disabled()
+    left = rig.gate.channels.disabled()
     workload.free(workload.channels.pop())
 
-    assert rig.gate.enable_foreign(left) == 2
+    assert rig.gate.channels.enable_foreign(left) == 2
     assert workload.on() == 2
 
 
@@ -296,7 +332,7 @@ def test_an_unknown_driver_is_never_asked_to_switch_anything(driver: FakeDriver,
     with gate_rig(driver) as rig:
         rig.gate.create_client(rig.name(), Role.OFFLINE, ServiceId(0))
         ref = ChannelRef(gpu=GpuIndex(0), h_client=1, h_channel=2, cid=3, h_tsg=4, engine=1, compute=True)
-        result = rig.gate.add_channel(ClientId(1), ref)
+        result = rig.gate.channels.add_channel(ClientId(1), ref)
         online = rig.online(7, {0})
         assert rig.gate.wake(SERVICE) is WakeOutcome.WOKEN
         online.launch()
@@ -304,6 +340,6 @@ def test_an_unknown_driver_is_never_asked_to_switch_anything(driver: FakeDriver,
 
         assert (result.reach, result.gated) == (Reach.NONE, False)
         assert stamp.channels == 0
-        assert rig.gate.reach(GpuIndex(0))[0] is Reach.NONE
-        assert version in rig.gate.reach(GpuIndex(0))[1]
+        assert rig.gate.channels.reach(GpuIndex(0))[0] is Reach.NONE
+        assert version in rig.gate.channels.reach(GpuIndex(0))[1]
         assert driver.counts.disables + driver.counts.enables + driver.counts.clients == 0

@@ -365,4 +365,4 @@ def test_a_storm_on_one_doorbell_leaves_the_others_audible(rig: Rig) -> None:
     quiet.launch()
     rig.wait_gated(1)
 
-    assert rig.gate.reach(GpuIndex(1))[0] is Reach.CHANNEL_OWN
+    assert rig.gate.channels.reach(GpuIndex(1))[0] is Reach.CHANNEL_OWN

@@ -21,7 +21,7 @@ from valve_abi import GrantAnswer, Order
 from valve_tools.emulator.client import Emulator
 
 from valved.abi import region
-from valved.gate.adapter import GateSettings, NativeGate
+from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import ArmResult, Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach, Role, ServiceId
 from valved.policy.locks import SAMPLES, LockState, Stop, step_locks
@@ -35,7 +35,7 @@ GET_TIMESLICE = 0xA06C0104
 class World:
     """The gate in this process, a workload in another, both on the node that this process was started on."""
 
-    def __init__(self, settings: GateSettings) -> None:
+    def __init__(self, settings: NativeSettings) -> None:
         directory = Path(os.environ["VALVE_EMU_DIR"])
         self.emulator = Emulator(directory)
         self.process = RmProcess(directory)
@@ -60,11 +60,11 @@ class World:
             for handle, cid in zip(tree.channels, tree.cids, strict=True)
         ]
         self.refs += refs
-        return tree, [self.gate.add_channel(OFFLINE, ref) for ref in refs]
+        return tree, [self.gate.channels.add_channel(OFFLINE, ref) for ref in refs]
 
     def pass_file(self, tree: Tree) -> None:
         passed = self.take_fd(tree.ctl)
-        self.gate.give_rm_client(OFFLINE, GPU, tree.client, tree.device, tree.subdevice, passed)
+        self.gate.channels.give_rm_client(OFFLINE, GPU, tree.client, tree.device, tree.subdevice, passed)
 
     def hook(self) -> Hook:
         rig = SimpleNamespace(gate=self.gate, name=lambda: ClientId(3), _everyone=[])
@@ -104,7 +104,7 @@ class World:
 
 
 @contextmanager
-def world(settings: GateSettings = SETTINGS) -> Iterator[World]:
+def world(settings: NativeSettings = SETTINGS) -> Iterator[World]:
     one = World(settings)
     try:
         yield one
@@ -151,10 +151,10 @@ def test_firmware_that_denies_foreign_channels_is_reached_on_the_passed_fd(cuda:
         assert (first.reach, first.want_fd, first.status) == (Reach.NONE, True, 0x1B)
 
         passed = here.take_fd(tree.ctl)
-        here.gate.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
+        here.gate.channels.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
         online = here.online({0})
         wait_until(lambda: here.off() == 2, "both channels are off")
-        assert here.gate.reach(GpuIndex(0))[0] is Reach.CHANNEL_FD
+        assert here.gate.channels.reach(GpuIndex(0))[0] is Reach.CHANNEL_FD
 
         here.wake(0)
         online.launch()
@@ -169,7 +169,7 @@ def test_a_killed_workload_is_gone_from_the_card_once_its_passed_fd_is_closed(cu
     with world() as here:
         tree, _ = here.workload(channels=2)
         passed = here.take_fd(tree.ctl)
-        here.gate.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
+        here.gate.channels.give_rm_client(OFFLINE, GpuIndex(0), tree.client, tree.device, tree.subdevice, passed)
         here.online({0})
         wait_until(lambda: here.off() == 2, "both channels are off")
         here.process.kill()
@@ -312,7 +312,7 @@ def test_an_unknown_driver_is_only_watched(cuda: Any) -> None:
         assert results[0].reach is Reach.NONE
         assert (stamp.kind, stamp.channels) == (StampKind.GATE, 0)
         assert here.off() == 0
-        assert "999.10" in here.gate.reach(GpuIndex(0))[1]
+        assert "999.10" in here.gate.channels.reach(GpuIndex(0))[1]
 
 
 @on_gpu()
@@ -321,10 +321,10 @@ def test_what_one_gate_left_off_its_successor_can_enable(cuda: Any) -> None:
         here.workload(channels=3)
         here.online({0})
         wait_until(lambda: here.off() == 3, "all off")
-        left = here.gate.disabled()
+        left = here.gate.channels.disabled()
 
         successor = NativeGate(SETTINGS)
-        known = successor.enable_foreign(left)
+        known = successor.channels.enable_foreign(left)
         off = here.off()
         successor.close()
 

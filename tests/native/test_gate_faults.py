@@ -38,7 +38,7 @@ def test_a_driver_that_refuses_foreign_lists_is_reached_on_the_passed_fd(rig: Ri
 
     assert (second.reach, second.want_fd, second.status) == (Reach.CHANNEL_FD, False, 0)
     assert workload.on() == 0
-    assert rig.gate.reach(GpuIndex(0)) == (Reach.CHANNEL_FD, "channel-own: RM status 0x1b")
+    assert rig.gate.channels.reach(GpuIndex(0)) == (Reach.CHANNEL_FD, "channel-own: RM status 0x1b")
 
     online.finish()
     running(rig)
@@ -127,7 +127,7 @@ def test_a_process_that_can_only_hold_its_launches_is_told_to(rig: Rig) -> None:
         assert result.reach is Reach.LAUNCH_GATE
         assert workload.control["order"] == Order.HOLD
         assert workload.control["gate_epoch"] % 2, "launches read this word alone"
-        assert rig.gate.reach(GpuIndex(0))[0] is Reach.LAUNCH_GATE
+        assert rig.gate.channels.reach(GpuIndex(0))[0] is Reach.LAUNCH_GATE
 
         running(rig)
         assert workload.control["order"] == Order.RUN
@@ -210,7 +210,7 @@ def test_a_process_that_freed_its_last_channel_is_never_held_for_a_gpu_that_it_l
         assert workload.control["order"] == (Order.STOP if rung == "channel-self" else Order.HOLD)
 
         rig.driver.rules.fail_disable = 0
-        rig.gate.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
+        rig.gate.channels.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
         online.finish()
         running(rig)
 
@@ -227,7 +227,7 @@ def test_a_process_that_frees_its_last_channel_while_the_driver_hangs_is_never_h
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
     wait_until(lambda: workload.control["order"] == Order.HOLD, "the next rung")
 
-    hasty.gate.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
+    hasty.gate.channels.remove_channel(workload.client, workload.h_client, workload.channels[0].h_channel)
     hasty.driver.rules.hang = 0
     online.finish()
     running(hasty)
@@ -270,7 +270,7 @@ def test_a_channel_that_comes_while_the_driver_hangs_holds_its_launches_and_stop
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
 
     ref = late.allocate()
-    hasty.gate.add_channel(late.client, ref)
+    hasty.gate.channels.add_channel(late.client, ref)
     assert late.control["order"] == Order.HOLD
 
     hasty.driver.rules.hang = 0
@@ -423,7 +423,7 @@ def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_clien
     workload.add()
     ref = gone.allocate()
     mine = os.dup(gone.fd)
-    hasty.gate.give_rm_client(gone.client, gone.gpu, gone.h_client, 0, gone.h_subdevice, mine)
+    hasty.gate.channels.give_rm_client(gone.client, gone.gpu, gone.h_client, 0, gone.h_subdevice, mine)
     hasty.driver.rules.hang = 1
     online.launch()
     hasty.wait_stamp(lambda stamp: stamp.kind is StampKind.GATE_FAILED)
@@ -434,5 +434,5 @@ def test_a_mail_that_was_given_up_never_reaches_a_file_that_came_after_its_clien
     assert os.readlink(f"/proc/self/fd/{mine}") == os.devnull
     hasty.driver.rules.hang = 0
     hasty.settle()
-    hasty.gate.add_channel(workload.client, workload.allocate())  # the next mail frees those that came back
+    hasty.gate.channels.add_channel(workload.client, workload.allocate())  # the next mail frees those that came back
     assert not os.path.exists(f"/proc/self/fd/{mine}")

@@ -46,12 +46,12 @@ def test_what_is_given_up_is_on_and_stays_on(rig: Rig, driver: FakeDriver) -> No
     rig.wait_gated(0)
     assert (job.on(), other.on()) == (0, 0)
 
-    rig.gate.give_up(job.client, "MPS")
+    rig.gate.channels.give_up(job.client, "MPS")
     rig.settle()
 
     assert (job.on(), other.on()) == (3, 0)
-    assert rig.gate.add_channel(job.client, job.allocate()).reach is Reach.NONE
-    assert rig.gate.reach(GpuIndex(0))[0] is Reach.NONE
+    assert rig.gate.channels.add_channel(job.client, job.allocate()).reach is Reach.NONE
+    assert rig.gate.channels.reach(GpuIndex(0))[0] is Reach.NONE
     rig.gate.remove_client(job.client)
     launcher.launch()
 
@@ -62,8 +62,10 @@ def test_a_channel_told_of_twice_is_verified_once(rig: Rig, driver: FakeDriver) 
     ref: ChannelRef = job.channels[0]
     job.free(ref)
 
-    assert rig.gate.add_channel(job.client, ref).is_known  # not asked again: it is the same, as far as anybody says
-    assert not rig.gate.add_channel(job.client, ChannelRef(**{**fields(ref), "cid": ref.cid + 1})).is_known
+    assert rig.gate.channels.add_channel(
+        job.client, ref
+    ).is_known  # not asked again: it is the same, as far as anybody says
+    assert not rig.gate.channels.add_channel(job.client, ChannelRef(**{**fields(ref), "cid": ref.cid + 1})).is_known
 
 
 def fields(ref: ChannelRef) -> dict[str, int]:

@@ -142,6 +142,22 @@ def test_a_refusal_of_a_later_valved_never_fails_the_hook(valved: Valved) -> Non
     assert grants.answers == {GrantAnswer.NONE: 1}
 
 
+def test_a_prompt_that_ends_a_pause_counts_as_a_burst(valved: Valved) -> None:
+    """Prompts come in pauses for the most part; the step after a pause was left out, and the reserve knew of few."""
+    grants = grants_of(valved)
+    now = decoding(grants)
+    assert grants.policy is not None
+    assert grants.pause(grants.wants(now, facts_of()), Waiting(valved), is_done=True)
+
+    now = time.monotonic_ns()
+    for ms, prefill in ((300, True), (6, False)):
+        grants.stepped(now, now + ms * MS, 1, prefill=prefill)
+        now += ms * MS
+        grants.delivered([("a", 1, False)], now)
+
+    assert grants.policy.reserve._bursts.value == pytest.approx(300.0)
+
+
 def test_a_valved_that_hangs_costs_no_more_than_the_time_to_answer(valved: Valved) -> None:
     grants = grants_of(valved)
     resume_ns = grants.wants(decoding(grants), facts_of())

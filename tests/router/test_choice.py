@@ -12,7 +12,7 @@ from planned_replicas import LLAMA_8B, RoundRobin, arrivals, least_response, rep
 from valve_router.plan.defer import DeferRule, DeferSettings, must_defer
 from valve_router.plan.memory import MemoryLaw, Resident, Verdict, fits_memory
 from valve_router.plan.profile import Law, Measured, Profile, fit, printed_law, relative_error
-from valve_router.plan.score import Score, ScoreSettings, choose, cost, printed
+from valve_router.plan.score import Score, ScoreSettings, _took_s, choose, cost, printed
 from valve_router.plan.task import Task, TaskKind
 from valve_router.plan.timeline import Placed, Timeline
 
@@ -224,3 +224,43 @@ def test_what_was_sent_away_always_makes_room_and_never_takes_what_computes(need
 def test_a_memory_law_counts_both_kinds():
     law = MemoryLaw(fixed=100, per_token=2, per_square=0.5)
     assert law.bytes(Task(arrival_s=0, tokens=10, batch=2)) == 100 + 20 * (2 + 5)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.floats(0, 0.4), st.integers(8, 900), st.booleans()), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.sampled_from([None, 0.001]),
+)
+def test_pack_never_chooses_otherwise_for_not_planning_on_every_replica(rows, nodes, stop_s):
+    profile, rules = replace(LLAMA_8B, stop_s=stop_s), ScoreSettings()
+    timelines = [Timeline(profile) for _ in range(nodes)]
+    now = 0.0
+    for gap, tokens, training in rows:
+        now += gap
+        task = Task(arrival_s=now, tokens=tokens, kind=TaskKind.TRAINING if training else TaskKind.INFERENCE)
+        placed = [timeline.place(task) for timeline in timelines]
+        took = [_took_s(timeline, one) for timeline, one in zip(timelines, placed, strict=True)]
+        limit = rules.fill * rules.target_factor * profile.whole_s(task)
+        within = [i for i in range(nodes) if took[i] <= limit]
+        slow = min(range(nodes), key=lambda i: (took[i], i))
+        wanted = max(within, key=lambda i: (timelines[i].work_s, -i)) if within else slow
+
+        choice = choose(timelines, [task] * nodes, rules)
+
+        assert choice.index == wanted
+        timelines[choice.index].add(choice.placed)
+
+
+def test_with_a_gate_one_replica_never_gets_all_the_training():
+    timelines = [Timeline(replace(LLAMA_8B, stop_s=0.001)) for _ in range(3)]
+    sent = []
+    for _ in range(9):
+        choice = choose(timelines, [train(0.0)] * 3, ScoreSettings())
+        timelines[choice.index].add(choice.placed)
+        sent.append(choice.index)
+    assert [sent.count(i) for i in range(3)] == [4, 4, 1]  # each is filled, then the next
+
+    timelines[1].trained(train(0.0))
+
+    assert choose(timelines, [train(0.0)] * 3, ScoreSettings()).index == 1

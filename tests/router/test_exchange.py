@@ -10,7 +10,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from exchange_record import PORT, cases, parsed, readable
 from hypothesis import given
 from hypothesis import strategies as st
-from valve_router.answers import Counts
+from valve_router.counts import Counts
 from valve_router.exchange import CHOSEN, Exchange, HeldBodies, NeverSaid
 from valve_router.replicas import Replicas
 from valve_router.settings import Settings

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from valve_router.plan.profile import Law, Profile
 from valve_router.plan.task import Task, TaskKind
-from valve_router.plan.timeline import Backward, Timeline
+from valve_router.plan.timeline import Passage, Timeline
 
 UNIT = Law(fixed_s=1.0)
 
@@ -26,7 +26,7 @@ def test_the_papers_golden_case():
     timeline = node()
     timeline.add(timeline.place(task(0.0, training=True)))
     assert timeline.forward_end_s == [1.0, 2.0]
-    assert timeline.backwards == [Backward([3.0, 2.0], [4.0, 3.0], 1.0)]
+    assert timeline.backwards == [Passage([3.0, 2.0], [4.0, 3.0], 1.0)]
 
     placed = timeline.place(task(1.5))
 
@@ -53,7 +53,7 @@ def test_with_a_gate_a_forward_that_is_over_before_a_backward_begins_never_moves
 
     timeline._push(0, 1.2, 2.2)
 
-    assert timeline.backwards == [Backward([3.0, 2.0], [4.0, 3.0], 1.0)]
+    assert timeline.backwards == [Passage([3.0, 2.0], [4.0, 3.0], 1.0)]
 
 
 def test_a_placement_that_nobody_takes_changes_nothing():
@@ -141,7 +141,7 @@ def test_a_later_arrival_never_ends_earlier(rows, one, other, stop_s):
 @settings(max_examples=100)
 @given(TASKS)
 def test_with_a_gate_a_response_never_depends_on_training_by_more_than_the_stops(rows):
-    """Each request waits for the forwards before it, and for one stop a stage at most."""
+    """Each request waits for the requests before it, and for one stop a stage at most."""
     law, stages, stop_s = Law(per_token_s=0.02), 2, 0.001
     gated, now = node(stages, stop_s, law, Law(per_token_s=0.5)), 0.0
     plain = node(stages, None, law, Law())
@@ -149,8 +149,11 @@ def test_with_a_gate_a_response_never_depends_on_training_by_more_than_the_stops
     for gap, tokens, training in rows:
         now += gap
         one = task(now, tokens=tokens, training=training)
-        placed, alone = gated.place(one), plain.place(one)
+        placed = gated.place(one)
         gated.add(placed)
+        if training:
+            continue
+        alone = plain.place(one)
         plain.add(alone)
         stops += stages * stop_s
         assert placed.response_s <= alone.response_s + stops + 1e-9
@@ -175,3 +178,35 @@ def test_what_a_replica_measured_moves_what_is_planned_behind_it():
 
     assert timeline.forward_end_s == [1.5, 2.5]
     assert timeline.backwards[0].end_s == [4.5, 3.5]
+
+
+def test_the_tasks_of_one_queue_that_are_late_by_one_delay_never_move_the_plan_twice():
+    timeline = node(stages=1)
+    queue = []
+    for _ in range(3):
+        queue.append(timeline.place(task(0.0)))
+        timeline.add(queue[-1])
+
+    for placed in queue:
+        timeline.measured(placed, placed.forward[-1][1] + 1.0)
+
+    assert timeline.forward_end_s == [4.0]
+
+
+def test_with_a_gate_a_request_never_queues_behind_the_forward_of_training():
+    timeline = node(stop_s=0.001)
+    timeline.add(timeline.place(task(0.0, training=True)))
+
+    placed = timeline.place(task(0.5))
+    timeline.add(placed)
+
+    assert placed.response_s == pytest.approx(2.002)  # a stop on each stage
+    assert timeline.training.end_s == pytest.approx([2.001, 3.502])
+    assert timeline.backwards[0].begin_s[-1] == pytest.approx(3.502)
+
+
+def test_without_a_gate_a_request_queues_behind_it():
+    timeline = node()
+    timeline.add(timeline.place(task(0.0, training=True)))
+
+    assert timeline.place(task(0.5)).response_s > 2.5

@@ -133,7 +133,7 @@ def test_a_look_that_fails_never_makes_the_hold_last_for_ever(first, monkeypatch
         elif fails == "the books":
             broken.setattr(second.books, "with_role", fail)
         else:
-            second.gating.standing_changed.insert(0, fail)
+            broken.setattr(second.gating.listener, "standing_changed", fail)
         run_on(second, 1000)
     assert second.gate.off
     run_on(second, 5000)

@@ -118,7 +118,7 @@ def in_pod(tmp_path, **words: str) -> tuple[World, PodBook]:
     world.processes.add(700)
     claim = PodClaim(role=Role.ONLINE, name="serving/chat", cgroup=CGROUP)
     root = ProcessId(pid=700, start_time=world.processes.start_time(700))
-    world.register._book_claim(root, claim.role, claim.name, claim.cgroup)
+    world.register.claimed._book_claim(root, claim.role, claim.name, claim.cgroup)
     return world, pods
 
 

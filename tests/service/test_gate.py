@@ -135,7 +135,7 @@ def test_no_wake_and_no_timer_while_no_offline_work_shares_the_gpus(world):
 
 def test_where_idleness_is_measured_it_is_seen_without_offline_work(world):
     """Else a GPU would count as busy until offline work came, and none would come to a busy GPU."""
-    world.gating.ask_idleness("placement", True)
+    world.gating.permits.ask_idleness("placement", True)
     online = world.online()
     world.work(online, ms=5)
     world.run(1000)

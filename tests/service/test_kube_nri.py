@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from valve.kube import nri_pb2 as pb
 from valve_kube.injection import InjectionSettings
 
-from valved.kube.nri import CREATE_CONTAINER, Connection, Injector
+from valved.kube.nri import CREATE_CONTAINER, Injector, NriConnection
 from valved.kube.pods import PodBook
 
 SETTINGS = InjectionSettings()
@@ -145,7 +145,7 @@ def scenario(body):
     def test(tmp_path):
         async def run():
             runtime = FakeRuntime(tmp_path / "nri.sock")
-            connection = Connection(runtime.path, injector())
+            connection = NriConnection(runtime.path, injector())
             running = asyncio.ensure_future(connection.run())
             try:
                 await body(runtime, connection)
@@ -223,7 +223,7 @@ async def test_requests_before_the_end_of_registration_are_served(runtime, conne
 
 def test_without_a_runtime_the_plugin_waits_quietly(tmp_path):
     async def run():
-        connection = Connection(tmp_path / "nowhere.sock", injector())
+        connection = NriConnection(tmp_path / "nowhere.sock", injector())
         running = asyncio.ensure_future(connection.run())
         await asyncio.sleep(0.3)
 

@@ -281,6 +281,29 @@ def test_a_client_that_does_not_read_is_dropped_and_stops_nobody(server, monkeyp
     other.close()
 
 
+def test_a_packet_that_waits_in_valved_never_counts_as_arrived():
+    """It dies with valved; what lies in the peer's socket does not."""
+    loop = asyncio.new_event_loop()
+    ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arrived: list[int] = []
+    box = outbox.Outbox(loop, ours, pytest.fail)
+    count = 0
+    while len(arrived) == count:  # until the socket is full
+        count += 1
+        assert box.send(bytes(1024), (), lambda: arrived.append(len(arrived)))
+
+    read = 0
+    while len(arrived) < count:
+        assert len(arrived) == count - 1
+        read += bool(peer.recv(2048))
+        loop.run_until_complete(asyncio.sleep(0))
+    box.close()
+    ours.close()
+    assert read + sum(1 for _ in iter(lambda: len(peer.recv(2048)), 0)) == count
+    peer.close()
+    loop.close()
+
+
 def test_a_thousand_conversations_leave_no_descriptor_behind(server):
     sock, _, fds = server.welcome()
     for fd in fds:

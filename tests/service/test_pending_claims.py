@@ -11,7 +11,6 @@ from node_world import World
 
 from valved.cli import run as cli_run
 from valved.cli.client import Node
-from valved.daemon import _pick_up_claims
 from valved.model.ids import Role
 from valved.state import pending
 
@@ -22,9 +21,6 @@ UNSAID = {"slo": "", "grant": None, "share_weights": None}
 def world(tmp_path):
     world = World(tmp_path)
     pending.make_folder(tmp_path)
-    world.noted = []
-    daemon = SimpleNamespace(node=world.node, note=world.noted.append)
-    world.register.look_for_claims = lambda: _pick_up_claims(daemon, tmp_path)
     return world
 
 

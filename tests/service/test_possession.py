@@ -232,7 +232,7 @@ def test_held_schedule_calls_never_pile_up(world):
     assert [answers(world, hostile, seq) for seq in seqs[:10]] == [[errno.EAGAIN]] * 10
     assert [answers(world, hostile, seq) for seq in seqs[10:]] == [[]] * HELD_PER_CLIENT
     world.register.leave(hostile, "exit")
-    assert not world.register.channels._schedules._held
+    assert not world.register.channels.schedules._held
 
 
 def test_saying_that_it_scheduled_never_asks_the_driver_about_each_channel(world):

@@ -8,7 +8,7 @@ import pytest
 from node_world import World
 
 from valved.abi.link import LinkType, Note, NoteMessage, Refusal
-from valved.clients import register
+from valved.clients import admission
 from valved.config import Config, QuotaTable
 from valved.model.ids import GpuIndex, Role
 
@@ -17,7 +17,7 @@ QUOTA = QuotaTable(clients_per_process=4, clients_per_uid=6, root_clients=1000, 
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    monkeypatch.setattr(register, "CLIENT_SLOTS", 40)
+    monkeypatch.setattr(admission, "CLIENT_SLOTS", 40)
     world = World(tmp_path, config=Config(quota=QUOTA))
     yield world
     world.check()

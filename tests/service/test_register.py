@@ -71,8 +71,8 @@ POD = "/kubepods/pod8b1c/"
 
 
 def test_all_containers_of_an_online_pod_are_one_service(world):
-    world.register.pods = Pods()
-    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.register.claimed.pods = Pods()
+    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
     world.processes.add(200, cgroup=POD + "engine")
     world.processes.add(300, cgroup=POD + "worker")
 
@@ -85,8 +85,8 @@ def test_all_containers_of_an_online_pod_are_one_service(world):
 
 def test_the_first_process_of_a_pod_may_end_before_the_others(world):
     """A launcher script comes and goes; the pod's service lives as long as anybody in it does."""
-    world.register.pods = Pods()
-    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.register.claimed.pods = Pods()
+    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
     world.processes.add(200, cgroup=POD + "engine")
     world.processes.add(300, cgroup=POD + "engine")
     first, second = world.hello(200, wanted=Role.NONE), world.hello(300, wanted=Role.NONE)
@@ -105,7 +105,7 @@ def test_the_first_process_of_a_pod_may_end_before_the_others(world):
 
 def test_a_pod_that_nobody_has_told_of_is_asked_to_knock_again(world):
     """No answer at all: the shim passes through and comes back; a refusal would be for good."""
-    world.register.pods = Pods()
+    world.register.claimed.pods = Pods()
     world.processes.add(200, cgroup=POD + "engine")
 
     connection = world.hello(200, wanted=Role.NONE)
@@ -113,14 +113,14 @@ def test_a_pod_that_nobody_has_told_of_is_asked_to_knock_again(world):
     assert connection.sent == []
     assert connection.client is None
 
-    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
 
     assert world.hello(200, wanted=Role.NONE).last.role is Role.ONLINE
 
 
 def test_a_launchers_claim_is_older_than_the_pods(world):
-    world.register.pods = Pods()
-    world.register.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    world.register.claimed.pods = Pods()
+    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
     world.processes.add(200, cgroup=POD + "engine")
     world.node.launch(200, 2000, Role.OFFLINE, "batch")
 

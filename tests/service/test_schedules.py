@@ -89,6 +89,6 @@ def test_no_answer_is_given_twice_when_a_wake_is_noticed_while_answers_are_given
     assert not world.gate.is_gated(1)
     world.gate.drain_stamps = read
 
-    world.register.channels._schedules.release()
+    world.register.channels.schedules.release()
 
     assert [acks(world, offline, seq) for seq in seqs] == [[0], [0], [0]]

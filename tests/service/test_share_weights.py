@@ -16,6 +16,7 @@ from valved import paths
 from valved.clients.identity import PodClaim
 from valved.config import Config, GrantedTable
 from valved.errors import InvalidRequest
+from valved.gate.listener import GateListener
 from valved.kube.follower import Follower
 from valved.kube.pods import PodBook
 from valved.model.consent import Said, consent_of
@@ -150,8 +151,8 @@ def test_the_nearest_place_is_believed(tmp_path: Path) -> None:
 
 
 def test_an_annotation_that_is_taken_off_is_no_consent_from_then_on(world: World) -> None:
-    pods = PodBook()
-    world.consents.pods, pods.changed = pods, world.consents.changed
+    pods = PodBook(changed=world.gating.listener.clients_changed)
+    world.consents.pods = pods
 
     def pod(**words: str) -> dict[str, object]:
         marks = {f"{names.DOMAIN}/{key.replace('_', '-')}": value for key, value in words.items()}
@@ -161,7 +162,7 @@ def test_an_annotation_that_is_taken_off_is_no_consent_from_then_on(world: World
     world.processes.add(700)
     claim = PodClaim(role=Role.ONLINE, name="serving/chat", cgroup=f"/kubepods/burstable/pod{UID}")
     root = ProcessId(pid=700, start_time=world.processes.start_time(700))
-    world.register._book_claim(root, claim.role, claim.name, claim.cgroup)
+    world.register.claimed._book_claim(root, claim.role, claim.name, claim.cgroup)
     world.sharing.refresh()
     assert told(world) == {"serving/chat": True}
 
@@ -214,24 +215,24 @@ def test_a_trainer_never_looks_into_another_folder_than_valveds(
     assert (consent.run_dir(), consent.NAME) == (paths.run_dir(), WEIGHTS_FILE)
 
 
-def test_a_consent_never_stands_because_what_comes_before_its_withdrawal_fails(world: World) -> None:
+def test_a_consent_never_stands_because_what_comes_before_its_withdrawal_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     number = launched(world, YES)
-    world.consents.changed = lambda: None
-    world.consents.say(number, NO)
-    assert told(world) == {"chat": True}
 
     def fails() -> None:
         raise RuntimeError("once more")
 
+    monkeypatch.setattr(world.granting, "refresh", fails)
     with pytest.raises(RuntimeError):
-        world.sharing.after(fails)()
+        world.consents.say(number, NO)
 
     assert told(world) == {"chat": False}
 
 
 def test_a_consent_never_stands_because_the_look_at_the_gate_fails(world: World, monkeypatch) -> None:
     number = launched(world, YES)
-    world.consents.changed = lambda: None
+    world.gating.listener = GateListener()
     world.consents.say(number, NO)
 
     def fails() -> None:

@@ -320,6 +320,54 @@ def test_a_successor_is_never_told_of_memory_that_reads_zero(tmp_path, moment_us
     second.kv.check_integrity()
 
 
+def fill_socket(world):
+    """Under pressure, with orders to take memory that wait in valved because the offline process does not read."""
+    offline, online = under_pressure(world)
+    connection = offline.shim.connection
+    connection.is_full = True
+    world.run(20)
+    assert any(packet[0] is LinkType.KV_ORDER for packet in connection.queue)
+    return offline, online, connection
+
+
+def test_memory_is_never_taken_while_the_order_waits_in_valved(world):
+    offline, online, connection = fill_socket(world)
+    assert not offline.shim.read_zero
+
+    connection.is_full = False
+    connection.flush()
+    world.run(100)
+
+    assert offline.shim.read_zero
+    assert len(online.backed()) >= 40
+    assert not demotions(world)
+
+
+def test_memory_is_never_taken_from_a_process_that_may_run_again_when_it_hears_of_it(world):
+    offline, online, connection = fill_socket(world)
+    world.run(100)  # the reclaim has ended without it
+
+    connection.is_full = False
+    connection.flush()
+    world.run(100)
+    offline.shim.step()
+    world.run(100)
+
+    assert not offline.shim.read_zero
+    assert len(online.backed()) >= 40
+
+
+def test_no_hole_is_left_behind_when_valved_dies_with_an_order_that_it_had_not_sent(tmp_path):
+    first = KvWorld(tmp_path, config=CONFIG, handles=20)
+    offline, _, connection = fill_socket(first)
+    first.outside.is_dead = True
+    connection.queue.clear()
+    first.clock.advance(1_000_000_000)
+
+    assert not offline.shim.read_zero
+    assert not offline.shim.thought_gone
+
+
 def test_what_leaves_the_process_while_it_is_taken_is_refused(world):
     offline, _ = under_pressure(world)
     offline.shim.answers = False

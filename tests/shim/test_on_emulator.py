@@ -2,42 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
+from card_process import process_on
 from fake_daemon import CHANNEL_ADD, OFFLINE, ONLINE, RM_CLIENT, FakeDaemon, until
-from valve_tools.emulator.node import Options, environment, node
-
-from valved.paths import preload_library
-
-SUPPORT = Path(__file__).parents[1] / "support"
-BODY = "import sys, cuda_driver\ncuda = cuda_driver.Cuda().start()\nprint('up', flush=True)\nsys.stdin.readline()\n"
-
-
-@contextmanager
-def process_on(emulator, daemon, role):
-    env = environment(
-        emulator.directory,
-        {
-            **os.environ,
-            "LD_PRELOAD": os.fspath(preload_library()),
-            "VALVE_RUN_DIR": os.fspath(daemon.path.parent),
-            "VALVE_ROLE": role,
-            "PYTHONPATH": os.fspath(SUPPORT),
-        },
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", BODY], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert child.stdout.readline() == "up\n"
-        yield child
-    finally:
-        child.communicate("\n")
+from valve_tools.emulator.node import Options, node
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ class World:
         self.refusals: dict[str, ApiError] = {}
         self.on_node: dict[str, list[Json]] = {}  # what the API server lists of a node
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
-        for view in self.controller.views:
+        for view in self.controller.caches.views:
             view._listed.set()
         self.pods, self.nodes, self.profiles, self.workloads, self.policies, self.labels, self.accounts = (
-            self.controller.views
+            self.controller.caches.views
         )
         self.labels.sink.replace([])
 
@@ -73,12 +73,12 @@ class World:
 
     def round(self) -> list[tuple[str, str]]:
         self.calls.clear()
-        asyncio.run(self.controller.monitor())
+        asyncio.run(self.controller.promises.round())
         return [(method, path.removeprefix("/apis/valve.gpu/v1alpha1")) for method, path, _ in self.calls]
 
     def requeue(self) -> list[str]:
         self.calls.clear()
-        asyncio.run(self.controller.requeue())
+        asyncio.run(self.controller.waiting.requeue())
         return [path for _, path, _ in self.calls]
 
     def policy(self, name: str, status: Json | None = None, **spec: Any) -> None:
@@ -90,7 +90,7 @@ class World:
 
     def judge_policies(self) -> list[tuple[str, Json]]:
         self.calls.clear()
-        asyncio.run(self.controller.judge_policies())
+        asyncio.run(self.controller.policies.judge())
         return [(path.split("/")[-2], body["status"]) for method, path, body in self.calls if method == "PATCH"]
 
     def apply_policies(self) -> list[tuple[str, Json]]:
@@ -98,7 +98,7 @@ class World:
         asyncio.run(self.controller.apply_policies())
         patches = [(path, body) for method, path, body in self.calls if method == "PATCH"]
         for path, body in patches:
-            node = self.controller.nodes.items["", path.rpartition("/")[2]]
+            node = self.controller.caches.nodes.items["", path.rpartition("/")[2]]
             node["spec"] = {**node.get("spec", {}), **drop_null(body["spec"])}
         return [(path.rpartition("/")[2], body["spec"]) for path, body in patches]
 

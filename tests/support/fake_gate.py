@@ -96,7 +96,7 @@ class FakeGrants:
 
 class FakeGate:
     def __init__(self, clock, gpus=2):
-        self.granting = FakeGrants()
+        self.granting, self.channels = FakeGrants(), self
         self.clock = clock
         self.services = {}
         self.clients = {}

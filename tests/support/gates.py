@@ -16,13 +16,13 @@ import cffi
 from valved.native._gate import ffi, lib
 
 from valved.abi import region
-from valved.gate.adapter import GateSettings, NativeGate
+from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import ArmResult, ClientFds, Stamp
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
 ROOT = Path(__file__).resolve().parents[2]
 # A loaded machine must not look like a driver that hangs: only tests about one have a short patience.
-SETTINGS = GateSettings(lease_ns=500_000_000, hang_ns=30_000_000_000, order_ns=100_000_000_000, fifo_priority=0)
+SETTINGS = NativeSettings(lease_ns=500_000_000, hang_ns=30_000_000_000, order_ns=100_000_000_000, fifo_priority=0)
 HASTY = replace(SETTINGS, hang_ns=150_000_000)
 WARNINGS = ["-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
 INCLUDES = [f"-I{ROOT / folder}" for folder in ("proto/abi", "valved/native", "tests/native")]
@@ -93,11 +93,11 @@ class Workload:
 
     def add(self, count: int = 1, *, compute: bool = True) -> list[ArmResult]:
         refs = [self.allocate(compute=compute) for _ in range(count)]
-        return [self.rig.gate.add_channel(self.client, ref) for ref in refs]
+        return [self.rig.gate.channels.add_channel(self.client, ref) for ref in refs]
 
     def pass_fd(self) -> None:
         mine = os.dup(self.fd)
-        self.rig.gate.give_rm_client(self.client, self.gpu, self.h_client, 0, self.h_subdevice, mine)
+        self.rig.gate.channels.give_rm_client(self.client, self.gpu, self.h_client, 0, self.h_subdevice, mine)
 
     def on(self) -> int:
         """How many of its channels run."""
@@ -167,7 +167,7 @@ class Launcher:
 class Rig:
     """The gate, its driver, and everybody connected."""
 
-    def __init__(self, driver: FakeDriver, settings: GateSettings = SETTINGS) -> None:
+    def __init__(self, driver: FakeDriver, settings: NativeSettings = SETTINGS) -> None:
         self.driver = driver
         self.gate = NativeGate(settings, driver.machine())
         self._next = 0
@@ -214,7 +214,7 @@ class Rig:
 
 
 @contextmanager
-def gate_rig(driver: FakeDriver, settings: GateSettings = SETTINGS) -> Iterator[Rig]:
+def gate_rig(driver: FakeDriver, settings: NativeSettings = SETTINGS) -> Iterator[Rig]:
     rig = Rig(driver, settings)
     try:
         yield rig

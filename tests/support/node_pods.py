@@ -11,7 +11,8 @@ from typing import Any
 
 from valve_kube import names
 from valve_tools.cluster.controlplane import wait_for
-from valve_tools.cluster.node import HOST_FOLDERS, RealNode
+from valve_tools.cluster.node import RealNode
+from valve_tools.cluster.workpods import HOST_FOLDERS
 
 SUPPORT = Path(__file__).parent
 WORKLOAD = SUPPORT / "node_workload.py"
@@ -36,7 +37,7 @@ class OfflinePod:
         with page.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 4096)
         command = [sys.executable, str(WORKLOAD), "offline", str(page)]
-        self.made = node.create(node.pod(name, command, folders=[*folders(), str(shared)], **pod))
+        self.made = node.pods.create(node.pods.make(name, command, folders=[*folders(), str(shared)], **pod))
 
     @property
     def beats(self) -> int:
@@ -57,15 +58,15 @@ class OnlinePod:
         for pipe in ("in", "out"):
             os.mkfifo(shared / pipe)
         program = f"exec {sys.executable} {WORKLOAD} online < {shared}/in > {shared}/out"
-        self.made = node.create(
-            node.pod(name, ["/box/sh", "-c", program], limit=limit, folders=[*folders(), str(shared)], **pod)
+        self.made = node.pods.create(
+            node.pods.make(name, ["/box/sh", "-c", program], limit=limit, folders=[*folders(), str(shared)], **pod)
         )
         # Both ends for reading and writing: opening never waits, and a container that is slow finds its end open.
         self._in = os.open(shared / "in", os.O_RDWR)
         self._out = os.fdopen(os.open(shared / "out", os.O_RDWR), "r")
 
     def wait_ready(self) -> None:
-        self.node.wait_phase(self.name)
+        self.node.pods.wait_phase(self.name)
         assert self._line() == "ready\n"
 
     def begin(self, us: int) -> None:
@@ -82,7 +83,7 @@ class OnlinePod:
         import select
 
         readable, _, _ = select.select([self._out], [], [], PATIENCE_S)
-        assert readable, f"{self.name} says nothing:\n{self.node.pod_log(self.name)}"
+        assert readable, f"{self.name} says nothing:\n{self.node.pods.log(self.name)}"
         return self._out.readline()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 from fake_gate import FakeGate
 from fake_outside import FakeOutside
 from fake_prover import FakeProver
@@ -13,30 +14,11 @@ from lent_fds import lend
 from virtual import VirtualClock
 
 from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
-from valved.clients.consents import Consents
-from valved.clients.register import Register
-from valved.clients.sharing import SharedWeights
+from valved.compose import Outer, build
 from valved.config import Config
-from valved.gate.freeze import Ladder
-from valved.gate.granting import Granting
-from valved.gate.slices import Slices
-from valved.gate.wake import GateService, GateSettings
-from valved.gate.worth import Worths
 from valved.kv import journey
 from valved.model.ids import GpuIndex, Role
 from valved.model.states import DriverState
-from valved.node.api import Node
-from valved.node.brake import Brake
-from valved.node.comeback import ComeBack
-from valved.node.handover import Handover
-from valved.node.kv import put_together
-from valved.node.leaving import Leaving
-from valved.node.status import Reporter
-from valved.paths import WEIGHTS_FILE
-from valved.state.journal import Journal
-from valved.state.lived import Lived
-from valved.state.registry import Books
-from valved.state.stats import NodeCounters
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -140,16 +122,28 @@ class FakeConnection:
         self.sent = []
         self.is_open = True
         self.on_send = lambda kind, body, seq, fds: None  # the peer hears at once
+        self.is_full = False  # its socket: what is sent waits in valved
+        self.queue = []
 
-    def send(self, kind, body, seq, fds=()):
+    def send(self, kind, body, seq, fds=(), arrived=None):
         if not self.is_open:
             return False
-        self.sent.append((kind, body, seq, fds))
-        self.on_send(kind, body, seq, fds)
+        self.queue.append((kind, body, seq, fds, arrived))
+        if not self.is_full:
+            self.flush()
         return True
+
+    def flush(self):
+        while self.queue:
+            *packet, arrived = self.queue.pop(0)
+            self.sent.append(tuple(packet))
+            if arrived is not None:
+                arrived()
+            self.on_send(*packet)
 
     def close(self):
         self.is_open = False
+        self.queue.clear()
 
     @property
     def last(self):
@@ -159,14 +153,8 @@ class FakeConnection:
         return [(seq, body.status) for kind, body, seq, _ in self.sent if kind is LinkType.ACK]
 
 
-def gate_settings(config):
-    return GateSettings(
-        cooldown=config.cooldown_settings(), wake=config.wake_settings(), breaker=config.breaker_settings()
-    )
-
-
 class World:
-    """Everything main.build makes, with the outside replaced. `folder` holds the state and the pause file."""
+    """A daemon as main builds it, with the outside replaced. `folder` holds the state and the pause file."""
 
     def __init__(self, folder: Path, gpus=2, config=None, gate=None, clock=None, processes=None, boot="boot"):
         self.folder = folder
@@ -177,116 +165,30 @@ class World:
         self.processes = processes or FakeProcesses(self.reactor)
         self.processes._reactor = self.reactor
         self.gate = gate or FakeGate(self.clock, gpus)
-        self.journal, self.books = Journal(self.clock, self.config.ring_events), Books()
-        gating = (gate_settings(self.config), NodeCounters())
-        self.gating = GateService(self.gate, self.books, self.journal, self.clock, *gating)
-        self.gate.on_stamps = self.gating.drain
-        self.prover = FakeProver()
-        self.register = Register(
-            self.gate,
-            self.books,
-            self.gating,
-            self.journal,
-            self.clock,
-            self.processes,
-            self.reactor,
-            self.config.quota,
-            self.config.link,
-            self.prover,
-            Lived(folder),
-        )
-        self.outside = FakeOutside(self.clock)
-        self.signals = []
-        self.ladder = Ladder(
-            self.books, self.gating, self.journal, self.clock, self.config.ladder, self._signal, self.register.leave
-        )
-        self.kv = self._memory()
-        self.leaving = self._leaving()
-        brake = (self.gating, self.register, self.ladder, self.leaving, self.journal, folder / "pause", self.kv)
-        self.brake = Brake(*brake)
-        self.handover = Handover(
-            folder / "state.json",
-            self.gate,
-            self.books,
-            self.gating,
-            self.register,
-            self.journal,
-            self.clock,
-            self.processes,
-            boot,
-            self.ladder,
-            self.kv,
-        )
-        self.ladder.changed = self.handover.save_soon
-        self.come_back = self._come_back()
-        self.consents = self._consents()
-        self.reporter = Reporter(
-            self.gate,
-            self.books,
-            self.gating,
-            self.register,
-            self.brake,
-            self.journal,
-            self.clock,
-            version="test",
-            run_dir=folder,
-            lease_ns=self.config.lease_ns,
-            driver=DRIVER,
-            kv=self.kv,
-            granting=self.granting,
-        )
-        self.node = Node(
-            self.gating,
-            self.register,
-            self.brake,
-            self.reporter,
-            self.handover,
-            self.journal,
-            self.consents,
-            lease_ns=self.config.lease_ns,
-            stop=self._stop,
-        )
-        self.brake.set_mode(self.config.mode, "test")
-        self.connections, self._seq, self.stopped = {}, 0, False
-
-    def _come_back(self):
-        return ComeBack(self.books, self.gating, self.register, self.journal, self.clock, self.processes)
-
-    def _consents(self):
-        consents = Consents(self.books, self.gating, self.journal, self.config.granted.said())
-        leftovers = self.register.channels.leftovers
-        slices = Slices(self.gate.granting, self.books, self.config.granted.slices(), self.gate.driver_version())
-        self.register.channels.keeps_files = slices.is_on
-        offer = (self.gate.granting, self.gating, self.books, consents.of, lambda: len(leftovers) > 0, slices)
-        self.worths = Worths(self.gate.granting, self.gating, self.books, self.clock)
-        self.granting = Granting(*offer, self.worths)
-        self.sharing = SharedWeights(self.books, self.gating, consents.of, self.folder / WEIGHTS_FILE)
-        consents.changed = self.sharing.after(self.granting.refresh)
-        self.gating.clients_changed = self.sharing.after(self.gating.clients_changed)
-        return consents
-
-    def _leaving(self):
-        rooms = (self.gate, self.books, self.register, self.journal, self.clock, self.processes, self._signal)
-        return Leaving.of(self.config, *rooms)
-
-    def _memory(self):
-        self.worker = FakeWork()
-        return put_together(
-            self.gate,
-            self.books,
-            self.gating,
-            self.register,
-            self.ladder,
-            self.journal,
-            self.clock,
-            self.processes,
-            self.reactor,
-            self.config,
-            fd_limit=65536,
-            outside_port=self.outside,
+        self.prover, self.outside, self.worker = FakeProver(), FakeOutside(self.clock), FakeWork()
+        self.signals, self.stopped = [], False
+        outer = Outer(
+            gate=self.gate,
+            processes=self.processes,
+            clock=self.clock,
+            reactor=self.reactor,
+            prover=self.prover,
+            uvm=self.outside,
             work=self.worker,
             closer=FakeCloser(),
+            signal=self._signal,
+            fd_limit=65536,
+            driver=DRIVER,
+            boot=boot,
+            stop=self._stop,
+            version="test",
         )
+        daemon = build(msgspec.structs.replace(self.config, guard_bystanders=False), folder, outer)
+        for name in daemon.__slots__:
+            setattr(self, name, getattr(daemon, name))
+        self.gate.on_stamps = self.gating.drain
+        self.brake.set_mode(self.config.mode, "test")
+        self.connections, self._seq = {}, 0
 
     def _signal(self, process, number):
         self.signals.append((process.pid, signal.Signals(number).name))

@@ -17,7 +17,7 @@ def forgetting(engine: Any) -> None:
     withhold = engine.withhold
 
     def what_is_free(blocks: Any) -> None:
-        free = set(engine._free_pages().tolist())
+        free = set(engine.free_pages.numbers().tolist())
         withhold(blocks[[int(block) in free for block in blocks]])
 
     engine.forget, engine.withhold = lambda blocks: 0, what_is_free
@@ -64,13 +64,14 @@ def retracting_the_dropped(engine: Any) -> None:
 
 def telling_the_leak_check(engine: Any) -> None:
     """It goes on comparing with the constant."""
-    hand_out, checker = engine._hand_out, engine.scheduler.invariant_checker
+    free_pages, checker = engine.free_pages, engine.scheduler.invariant_checker
+    hand_out = free_pages._hand_out
 
     def in_silence(pages: Any) -> None:
         hand_out(pages)
         checker.max_total_num_tokens = engine.scheduler.max_total_num_tokens
 
-    engine._hand_out = in_silence
+    free_pages._hand_out = in_silence
 
 
 def sparing_the_last(engine: Any) -> None:
@@ -89,11 +90,11 @@ def emptying_the_cache(engine: Any) -> None:
 
 def catching_what_comes_back(engine: Any) -> None:
     """When the hook gives up: pages that somebody unknown held."""
-    engine.free = engine.allocator.free
+    engine.free_pages.free = engine.allocator.free
 
 
 def filtering_after_a_flush(engine: Any) -> None:
-    engine.allocator.clear = engine._clear
+    engine.allocator.clear = engine.free_pages._clear
 
 
 def lifting_the_queue_limit(engine: Any) -> None:

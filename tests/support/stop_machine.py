@@ -112,7 +112,7 @@ class Machine:
         world = self.world
         for online in world.gating.online.values():
             online.breaker = replace(online.breaker, open_until_ns=world.clock.now_ns() + SECOND_NS)
-        world.gating.look_at_all()
+        world.gating.permits.look_at_all()
 
     def is_running(self):
         """The offline process lives, has a channel, and that is on."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # waiting threads spin: beside other work ten times the CPU
 missing = [name for name in ("torch", "transformers", "valve_tune") if importlib.util.find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if missing else []
 sys.path.insert(0, str(Path(__file__).parent))  # oracle.py and jobs.py beside the tests

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
-from collections.abc import Iterator
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +181,69 @@ class Pausing(jobs.At):
     def answer(self) -> Answer:
         self.asked += 1
         return next(self.answers, Answer.GO) if self.asked >= self.tile else Answer.GO
+
+
+def adapter_after(model: AutogradModel, turns: Callable[[], None] | None, steps: int = 20) -> dict[str, torch.Tensor]:
+    """After some steps of plain descent; `turns` is called before each operator."""
+    shape = TileShape(layers=0)
+    for step in range(steps):
+        batch = oracle.batch_of(seed=step)
+        grid = Grid(layers=model.layers, tokens=batch.input_ids.shape[1], forward=shape, backward=shape)
+        draw = Draw(seed=0, step=step, sequence=0)
+        work = model.start(batch, scale=1 / batch.label_count, draw=draw, grid=grid)
+        for tile in whole(grid):
+            work.run(tile, *([turns] if turns else []))
+        _, gradients = work.gradients()
+        with torch.no_grad():
+            for path, pair in model.adapter.pairs.items():
+                pair.a -= 0.1 * gradients[path].a
+                pair.b -= 0.1 * gradients[path].b
+    return {name: tensor.detach().clone() for name, tensor in model.adapter.tensors()}
+
+
+class Dropped(Exception):
+    """Its owner wants no more of it."""
+
+
+def test_jobs_suspended_in_turn_inside_a_backward_train_as_alone_and_one_dropped_there_harms_nobody() -> None:
+    """Two threads, one at work at a time, hand over before operators drawn by chance; a third leaves in the middle."""
+    models = {name: made(loaded(name)) for name in ("olmo2", "granite")}
+    right = {name: adapter_after(made(loaded(name)), None) for name in models}
+    chance, turn, found = random.Random(5), threading.Lock(), {}
+    handed = dict.fromkeys(models, 0)
+
+    def hand_over(name: str) -> None:
+        if chance.random() < 0.02:
+            handed[name] += 1
+            turn.release()
+            time.sleep(0)
+            turn.acquire()
+
+    def work(name: str) -> None:
+        with turn:
+            found[name] = adapter_after(models[name], lambda: hand_over(name))
+
+    left = iter(range(40))
+
+    def leave() -> None:
+        if next(left, None) is None:
+            raise Dropped
+
+    dropped = made(loaded("olmo2"))
+    alive = weakref.ref(dropped)
+    with pytest.raises(Dropped):
+        adapter_after(dropped, leave)
+    threads = [threading.Thread(target=work, args=(name,)) for name in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(handed.values()) > 10
+    for name, tensors in right.items():
+        assert all(torch.equal(found[name][each], tensor) for each, tensor in tensors.items()), name
+    del dropped
+    gc.collect()
+    assert alive() is None
 
 
 def test_every_operator_of_a_backward_is_asked_before_and_leaves_never() -> None:

@@ -17,11 +17,10 @@ from valve_tune.base.copies import copy, move_module
 from valve_tune.base.own import OwnCopy
 from valve_tune.base.residency import HostWindow, Parked
 from valve_tune.base.shared import SharedCopy, publish
-from valve_tune.base.weights import BadBase, BaseChanged
+from valve_tune.base.weights import BadBase, BaseChanged, shapes
 from valve_tune.model.adapter import Adapter
 from valve_tune.model.dropout import Draw
 from valve_tune.model.explicit import ExplicitModel, adapter_sites
-from valve_tune.model.family import shape_of
 from valve_tune.model.names import short_targets
 from valve_tune.serve.cli import main
 from valve_tune.tiles.grid import Grid, Phase, TileShape
@@ -50,6 +49,10 @@ def micro_batch(made: ExplicitModel, grid: Grid, between: Any = lambda: None) ->
         between()
         work.run(tile)
     return oracle.flat(work.gradients()[1])
+
+
+def sizes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def equal(ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -164,7 +167,7 @@ def test_shared_weights_are_views_and_train_to_the_same_bits(model: Any, tmp_pat
     grid = Grid(layers=LAYERS, tokens=24)
     right = micro_batch(ExplicitModel(model.config, OwnCopy(model.state_dict(), LAYERS), adapter_of(model)), grid)
     publish(fused(model), tmp_path / "weights")
-    shared = SharedCopy(tmp_path / "weights", shape_of(model.config))
+    shared = SharedCopy(tmp_path / "weights", sizes_of(model))
     assert equal(micro_batch(ExplicitModel(model.config, shared, adapter_of(model)), grid), right)
     layer = shared.enter(0, Phase.FORWARD)
     q, k = layer["self_attn.q_proj.weight"], layer["self_attn.k_proj.weight"]
@@ -177,7 +180,7 @@ def test_a_stray_write_of_the_trainer_never_reaches_the_service(model: Any, tmp_
     path = tmp_path / "weights"
     publish(fused(model), path)
     before = path.read_bytes()
-    shared = SharedCopy(path, shape_of(model.config))
+    shared = SharedCopy(path, sizes_of(model))
     status = jobs.in_child(lambda: shared.enter(0, Phase.FORWARD)["mlp.down_proj.weight"].fill_(0))
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGSEGV
@@ -198,14 +201,14 @@ def test_weights_that_change_under_a_job_end_it_and_nothing_of_it_is_kept(tmp_pa
         return Answer.GO
 
     def make(spec: Any) -> Any:
-        return open_model(spec, weights=SharedCopy(path, shape_of(oracle.CONFIGS["llama"])))
+        return open_model(spec, weights=SharedCopy(path, shapes(folder)))
 
     outcome = jobs.train(spec, jobs.At(2, overwrite), make_model=make)
     assert outcome.end is End.FAILED
     assert "changed while the job ran" in outcome.message
     assert outcome.checkpoint is None
     with pytest.raises(BaseChanged):
-        SharedCopy(path, shape_of(oracle.CONFIGS["llama"]))
+        SharedCopy(path, shapes(folder))
 
 
 def test_a_slice_of_tensor_parallel_weights_is_refused(model: Any, tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_a_slice_of_tensor_parallel_weights_is_refused(model: Any, tmp_path: Pat
     halves[name] = halves[name][:64]
     publish(halves, tmp_path / "weights")
     with pytest.raises(BadBase, match="tensor parallel"):
-        SharedCopy(tmp_path / "weights", shape_of(model.config))
+        SharedCopy(tmp_path / "weights", sizes_of(model))
 
 
 def test_jobs_that_share_a_copy_make_the_adapters_of_those_that_own_one(tmp_path: Path, capsys: Any) -> None:

@@ -51,6 +51,42 @@ def test_each_fault_of_a_base_is_named_before_a_job_meets_it(tmp_path: Path, fau
     assert said in findings(model)[False]
 
 
+@pytest.mark.parametrize("role", ["offline", "online", ""])
+def test_training_on_a_gpu_that_nothing_stops_is_a_finding(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: "H100")
+    monkeypatch.setenv("VALVE_ROLE", role)
+    ((is_well, said),) = doctor.device()
+    assert is_well == (role == "offline")
+    assert ("valve run --offline" in said) != is_well
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "tensorboard"])
+def test_a_package_that_is_not_there_is_named_with_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    version = doctor.importlib.metadata.version
+
+    def missing(name: str) -> str:
+        if name == package:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return version(name) if name != "tensorboard" else "1"
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    ((is_well, said),) = [each for each in doctor.packages() if each[1].startswith(package + " is")]
+    assert is_well == (package == "tensorboard")
+    assert ("make .venv-tune" in said) != is_well
+
+
+def test_a_disk_without_room_and_a_home_that_cannot_be_written_are_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(doctor, "ROOM_BYTES", 1 << 60)
+    assert [is_well for is_well, _ in doctor.places()] == [False, False]
+
+
 def test_any_fault_is_in_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "ROOM_BYTES", 0)

@@ -289,6 +289,22 @@ def test_a_job_follows_what_is_lent_and_waits_while_that_is_nothing(model: Path,
     assert len(set(windows)) > 1, windows
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_lent_window_loads_what_lies_outside_it_twice_a_micro_batch_and_nothing_else(
+    model: Path, tmp_path: Path, window: int
+) -> None:
+    memory, built = Reclaiming(lambda border: False, blocks=256), []
+
+    def make(spec: JobSpec) -> Any:
+        built.append(open_model(spec, memory=memory))
+        return built[0]
+
+    spec = jobs.job(model, tmp_path / "lent", resident_layers=window, span=0)
+    assert jobs.finished(spec, make_model=make) == jobs.finished(jobs.job(model, tmp_path / "own", span=0))
+    layers, micro_batches = built[0].layers, 8
+    assert built[0].weights.loads == window + micro_batches * 2 * (layers - window)
+
+
 def test_a_window_without_a_pool_is_of_the_size_that_was_asked_for(model: Path, tmp_path: Path, undisturbed) -> None:
     spec = jobs.job(model, tmp_path, resident_layers=2)
     assert jobs.finished(spec) == undisturbed[0]

@@ -67,6 +67,17 @@ def test_a_gap_that_loading_causes_is_never_shown_as_calm(engine, monkeypatch):
     assert gaps.calm_ms > 0
 
 
+def test_calm_is_never_watched_for_less_than_what_it_is_compared_with(engine, monkeypatch):
+    monkeypatch.setattr("valve_tune.serve.gap.TOKENS", 1_000_000)
+    monkeypatch.setattr("valve_tune.serve.gap.PIECES", 1)
+    with GapProbe(RunningEngine(engine.url)) as gap:
+        gap._see(200)
+    begin, end = gap._span
+    pieces = [each for answer in gap._pieces for each in answer]
+    assert sum(begin < each < end for each in pieces) >= 199
+    assert sum(each >= end for each in pieces) >= 199
+
+
 class Answering:
     """A service whose every answer has the same times."""
 

@@ -194,9 +194,9 @@ def test_a_consent_that_is_taken_back_ends_the_job_at_the_next_tile_and_costs_no
 
 
 def test_an_adapter_is_never_published_after_the_weights_it_was_trained_on_changed(
-    served: Path, tmp_path: Path
+    base: Path, served: Path, tmp_path: Path
 ) -> None:
-    folder, spec = JobFolder(tmp_path / "out"), jobs.job(tmp_path, tmp_path / "out", share_weights=str(served))
+    folder, spec = JobFolder(tmp_path / "out"), jobs.job(base, tmp_path / "out", share_weights=str(served))
     with folder.claimed(spec):
         check_base(folder)
         with served.open("r+b") as file:

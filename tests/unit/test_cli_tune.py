@@ -55,8 +55,10 @@ def test_the_environment_is_found(became, monkeypatch, tmp_path, place):
     assert became == [("plain", [python, "-m", "valve_tune.serve", "ls"])]
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "serve"])
-def test_training_beside_valved_is_never_started_as_anything_but_offline_work(became, monkeypatch, tmp_path, command):
+@pytest.mark.parametrize("command", ["run", "resume", "serve", "publish"])
+def test_what_may_use_a_gpu_beside_valved_is_never_started_as_anything_but_offline_work(
+    became, monkeypatch, tmp_path, command
+):
     python = environment(tmp_path)
     has_socket(tmp_path)
     tune.main([command, "--x"])
@@ -77,6 +79,8 @@ def test_where_nothing_stops_the_job_it_says_so(became, tmp_path, capsys):
     environment(tmp_path)
     tune.main(["run", "--x"])
     assert "nothing stops this job" in capsys.readouterr().err
+    tune.main(["publish", "--x"])
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("socket", ["valved.sock", "view.sock", "link.sock"])

@@ -153,12 +153,12 @@ def test_doctor_reads_version_and_flavour_of_the_driver(text, expected):
 @pytest.mark.parametrize(
     ("lock", "widths", "verdict"),
     [
-        (None, [], doctor.Verdict.FINE),
-        (False, [1, 1], doctor.Verdict.FINE),
-        (None, [4], doctor.Verdict.UNKNOWN),
-        (False, [1, 2], doctor.Verdict.FINE),
-        (False, [1, 4], doctor.Verdict.NOTE),
-        (True, [8], doctor.Verdict.FINE),
+        (None, [], doctor.Grade.FINE),
+        (False, [1, 1], doctor.Grade.FINE),
+        (None, [4], doctor.Grade.UNKNOWN),
+        (False, [1, 2], doctor.Grade.FINE),
+        (False, [1, 4], doctor.Grade.NOTE),
+        (True, [8], doctor.Grade.FINE),
     ],
 )
 def test_doctor_names_the_driver_patch_where_it_would_pay(lock, widths, verdict):
@@ -167,7 +167,7 @@ def test_doctor_names_the_driver_patch_where_it_would_pay(lock, widths, verdict)
 
 @pytest.mark.parametrize(
     ("programs", "verdict"),
-    [(["bash", "python3"], doctor.Verdict.FINE), (["bash", "dcgm-exporter"], doctor.Verdict.NOTE)],
+    [(["bash", "python3"], doctor.Grade.FINE), (["bash", "dcgm-exporter"], doctor.Grade.NOTE)],
 )
 def test_doctor_warns_of_a_meter_that_cannot_tell_offline_work_apart(tmp_path, programs, verdict):
     for pid, comm in enumerate(programs, start=1):
@@ -346,10 +346,10 @@ HUNG = {"pid": 8, "gpu": 1, "rung": "cooperative", "outcome": "hung", "reason": 
 @pytest.mark.parametrize(
     ("setting", "trials", "verdict", "words"),
     [
-        ("auto", [], doctor.Verdict.FINE, "no offline process has been tried yet"),
-        ("auto", [PASSED], doctor.Verdict.FINE, "1 processes passed the trial of sparse, the slowest call took 24 us"),
-        ("auto", [PASSED, HUNG], doctor.Verdict.NOTE, "pid 8 on GPU 1: trial hung (it took longer than 1 s)"),
-        ("helper", [], doctor.Verdict.FINE, "memory.remap = helper: nothing is tried"),
+        ("auto", [], doctor.Grade.FINE, "no offline process has been tried yet"),
+        ("auto", [PASSED], doctor.Grade.FINE, "1 processes passed the trial of sparse, the slowest call took 24 us"),
+        ("auto", [PASSED, HUNG], doctor.Grade.NOTE, "pid 8 on GPU 1: trial hung (it took longer than 1 s)"),
+        ("helper", [], doctor.Grade.FINE, "memory.remap = helper: nothing is tried"),
     ],
 )
 def test_doctor_says_what_trials_have_shown(setting, trials, verdict, words):
@@ -404,7 +404,7 @@ def test_a_machine_without_a_gpu_never_looks_like_one_that_waits_for_work():
 
 def test_a_fix_of_the_doctor_is_never_broken_over_lines(monkeypatch, capsys):
     fix = "sudo install " + "-o root " * 30 + "# [quota] in /etc/valve.toml"
-    found = doctor.Finding(check="a", verdict=doctor.Verdict.NOTE, what="b", fix=fix)
+    found = doctor.Finding(check="a", verdict=doctor.Grade.NOTE, what="b", fix=fix)
     monkeypatch.setattr(doctor, "CHECKS", [lambda: found])
     monkeypatch.setattr(doctor, "check_cards", lambda: [])
     monkeypatch.setenv("COLUMNS", "80")

@@ -202,7 +202,7 @@ def test_each_seed_replays_other_requests_of_the_trace():
 def test_a_first_reading_above_the_bound_is_never_what_the_cell_is_judged_by(monkeypatch):
     bed = Bed.of(poisson(2.0, 50, minutes=2), Bench.h100(), 0.5)
     monkeypatch.setattr(sweep, "TTFT_NEAR", -100.0)
-    cell = sweep.judged_cell([bed], 2.0, 100.0)
+    cell = sweep.judged_cell([bed], 2.0, 100.0, sweep.Fresh([bed.load], bed.bench))
     assert cell.ttft_first == pytest.approx(run_cell([bed], 2.0, 100.0).ttft_more)
     assert cell.ttft_more != cell.ttft_first
     assert (cell.seeds, cell.p10) == (sweep.FRESH, False)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valved.kube.levels import LEVEL_S, REACH_S, SETTLE_S, SHARES, WARM_S, LevelBook, Series, Standing
+from valved.kube.levels import LEVEL_S, REACH_S, SETTLE_S, SHARES, WARM_S, EngineMemory, LevelBook, Series
 
 UID = "u"
 
 
-def there(limit_mib: float = 1000.0) -> Standing:
-    return Standing(limit_mib=limit_mib, short=0, can_grow=True)
+def there(limit_mib: float = 1000.0) -> EngineMemory:
+    return EngineMemory(limit_mib=limit_mib, short=0, can_grow=True)
 
 
-def run(series: Series, seconds: float, tokens_per_s: float = 10.0, memory: Standing | None = None) -> None:
+def run(series: Series, seconds: float, tokens_per_s: float = 10.0, memory: EngineMemory | None = None) -> None:
     for _ in range(int(seconds)):
         series.note(memory or there(1000.0 * series.share), 1.0, int(tokens_per_s))
 
@@ -37,15 +37,15 @@ def test_memory_comes_in_steps_and_each_is_counted_once_it_has_settled() -> None
 def test_an_engine_that_had_more_before_we_were_told_begins_higher() -> None:
     series = Series()
 
-    series.note(Standing(limit_mib=1000, short=-7, can_grow=True), 1.0, 5)
-    series.note(Standing(limit_mib=1000, short=-2, can_grow=True), 1.0, 5)
+    series.note(EngineMemory(limit_mib=1000, short=-7, can_grow=True), 1.0, 5)
+    series.note(EngineMemory(limit_mib=1000, short=-2, can_grow=True), 1.0, 5)
     run(series, WARM_S + LEVEL_S)
 
     assert [level.runnable_s for level in series.levels] == [0, 0, LEVEL_S, 0]
 
 
 def test_what_online_work_holds_makes_the_last_level_smaller_and_ends_nothing() -> None:
-    series, full = Series(), Standing(limit_mib=400, short=3, can_grow=False)
+    series, full = Series(), EngineMemory(limit_mib=400, short=3, can_grow=False)
     run(series, WARM_S + LEVEL_S)
 
     run(series, REACH_S, memory=full)
@@ -58,7 +58,7 @@ def test_what_online_work_holds_makes_the_last_level_smaller_and_ends_nothing() 
 def test_a_last_level_that_never_comes_ends_the_series() -> None:
     series = Series(at=len(SHARES) - 1)
 
-    run(series, REACH_S, memory=Standing(limit_mib=400, short=3, can_grow=True))
+    run(series, REACH_S, memory=EngineMemory(limit_mib=400, short=3, can_grow=True))
 
     assert series.is_over
 
@@ -113,7 +113,7 @@ def test_the_share_never_falls(moments: list[tuple[float, int, bool, float, int]
     series, shares = Series(), []
 
     for limit_mib, short, can_grow, runnable_s, tokens in moments:
-        series.note(Standing(limit_mib=limit_mib, short=short, can_grow=can_grow), runnable_s, tokens)
+        series.note(EngineMemory(limit_mib=limit_mib, short=short, can_grow=can_grow), runnable_s, tokens)
         shares.append(series.share)
 
     assert shares == sorted(shares)

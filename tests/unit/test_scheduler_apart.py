@@ -69,8 +69,14 @@ def test_no_object_that_cannot_be_handled_ever_ends_a_round(monkeypatch: pytest.
     world.profile()
     beside(world, running())
     controller = world.controller
-    steps: dict[str, Any] = dict.fromkeys(("_sample", "_refused_job", "_refused_kind", "_create_workload"), controller)
-    for step, room in (steps | {"_worth": controller._book}).items():
+    steps: dict[str, Any] = {
+        "_sample": controller.promises,
+        "_create": controller.promises._book,
+        "_refused_job": controller.waiting,
+        "_refused_kind": controller.waiting,
+        "_worth": controller.book,
+    }
+    for step, room in steps.items():
         known = getattr(room, step)
 
         def refuse(one: Json, known: Any = known, **more: Any) -> Any:
@@ -108,6 +114,6 @@ def test_a_measurement_that_cannot_be_stored_never_keeps_others_from_theirs() ->
     broken = [dict(level, limitMiB="x") for level in levels]
     world.report(offline=[{"podUID": "uid-a", "levels": broken}, {"podUID": "uid-b", "levels": levels}])
 
-    asyncio.run(world.controller.measure())
+    asyncio.run(world.controller.measuring.store())
 
     assert [reason for reason, _ in world.events()] == ["Profiled"]

@@ -110,7 +110,7 @@ def test_a_round_never_judges_all_that_starve_and_each_comes_in_turn() -> None:
     for uid, one in pods.items():
         one["metadata"]["uid"] = uid
     judged: list[str] = []
-    better = world.controller._better
+    better = world.controller.promises._better
     places = better._job
 
     def seen(pod: Json, *more: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_best_effort_pod_is_never_kept_from_its_only_node_for_longer_than_a_wi
         world.window(0.01)
     assert world.look() == ["GPUBusy"]
 
-    (workload,) = world.controller.workloads.items.values()
+    (workload,) = world.controller.caches.workloads.items.values()
     until_s = owner_of(workload).avoid_until_s["n1"]
     assert world.now_s < until_s <= world.now_s + WINDOW_S
 

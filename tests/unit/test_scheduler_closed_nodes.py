@@ -161,7 +161,7 @@ def unreachable(world: World) -> list[tuple[str, str]]:
     waiting["metadata"]["ownerReferences"] = []
     world.pods.sink.put(waiting)
     world.round()
-    found = world.controller.workloads.items.get(("default", workload_name("uid-p1")), {})
+    found = world.controller.caches.workloads.items.get(("default", workload_name("uid-p1")), {})
     conditions = (found.get("status") or {}).get("conditions") or []
     return [(one["reason"], one["message"]) for one in conditions if one["type"] == "SLAUnreachable"]
 
@@ -211,7 +211,7 @@ def test_a_node_that_an_owner_avoids_for_a_while_is_never_taken_for_a_closed_one
     world.pods.sink.put(waiting)
     world.round()
 
-    (workload,) = world.controller.workloads.items.values()
+    (workload,) = world.controller.caches.workloads.items.values()
     assert [entry["node"] for entry in workload["status"]["avoidNodes"]] == ["n1"]
     assert "SLAUnreachable" not in [one["type"] for one in workload["status"]["conditions"]]
 
@@ -231,7 +231,7 @@ def test_explain_never_calls_a_pod_placeable_where_only_a_closed_node_has_room()
     state.put_report(node_report(harvest_node("n1")), NOW_S)
     assert explain(state, pod(), NOW_S).state == "placeable"  # the extender: kube-scheduler has judged before
 
-    state.grounds.put({"metadata": {"name": "n1"}, "spec": CORDON})
+    state.asked.grounds.put({"metadata": {"name": "n1"}, "spec": CORDON})
 
     found = explain(state, pod(), NOW_S)
     assert (found.state, [one.text for one in found.refusals]) == ("unplaceable", [CLOSED_TEXT])
@@ -239,7 +239,7 @@ def test_explain_never_calls_a_pod_placeable_where_only_a_closed_node_has_room()
 
 def test_a_node_that_comes_or_changes_is_never_judged_by_what_was_before() -> None:
     state = ClusterState(PlacementSettings())
-    grounds, wish = state.grounds, pod()
+    grounds, wish = state.asked.grounds, pod()
     grounds.replace([{"metadata": {"name": name}, "spec": CORDON} for name in ("n1", "n2")])
 
     def closed() -> set[str]:

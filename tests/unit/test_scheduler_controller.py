@@ -185,7 +185,7 @@ def test_a_pod_that_is_measured_hears_how_that_ended() -> None:
     world.pods.sink.put(measured_pod())
     world.report(offline=[{"podUID": "uid-p1", "levels": levels}])
 
-    asyncio.run(world.controller.measure())
+    asyncio.run(world.controller.measuring.store())
 
     assert world.events() == [("Profiled", "OfflineProfile m is Ready: 0.03 tokens/s alone, 3 levels of memory")]
 
@@ -214,7 +214,7 @@ def test_an_event_that_a_controller_before_us_told_is_not_told_again() -> None:
     first = world.calls[0][2]["metadata"]["name"]
 
     for answer in (ApiError(409, "AlreadyExists", "there"), None):
-        world.controller._profiled.clear()
+        world.controller.measuring._under_way.clear()
         world.refusals = {"events": answer} if answer else {}
         world.apply_policies()
         names_told = [body["metadata"]["name"] for _, path, body in world.calls if path.endswith("/events")]
@@ -343,7 +343,7 @@ def test_the_chart_s_alignment_threshold_stands_in_every_node_unless_a_policy_ha
     written = {name: spec["resolved"]["alignmentThreshold"] for name, spec in world.apply_policies()}
 
     assert written == {"n1": 0.5, "n2": 0.9}
-    assert node_report(world.controller.nodes.items["", "n1"]).theta == 0.5  # what `valve explain` goes by
+    assert node_report(world.controller.caches.nodes.items["", "n1"]).theta == 0.5  # what `valve explain` goes by
 
 
 def test_a_report_is_deleted_when_its_node_has_been_gone_for_a_while() -> None:
@@ -390,7 +390,7 @@ def test_without_the_accounts_api_everything_else_goes_on() -> None:
     world.report(offline=[{"podUID": "uid-p1", "harvestSeconds": 60.0}])
     world.accounts._listed.clear()
 
-    assert world.controller.missing() == []
+    assert world.controller.caches.missing() == []
     assert world.account() == []
 
 
@@ -431,5 +431,5 @@ def test_a_pod_without_a_controller_is_never_evicted_for_its_sla() -> None:
         world.report(offline=achieved(0.0, 900.0 * number))
         assert EVICTION not in world.round()
 
-    ((_, workload),) = world.controller.workloads.items.items()
+    ((_, workload),) = world.controller.caches.workloads.items.items()
     assert "no controller" in workload["status"]["conditions"][0]["message"]

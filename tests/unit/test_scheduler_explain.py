@@ -18,7 +18,7 @@ def state_of(*nodes: dict[str, object]) -> ClusterState:
     for node in nodes:
         state.put_report(node_report(node), NOW_S)
     curve = ThroughputCurve(free_mib=(0.0,), tokens_per_s=(1.0,))
-    state.put_profile("default", "m", WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve))
+    state.asked.put_profile("default", "m", WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve))
 
     return state
 
@@ -67,7 +67,7 @@ def test_a_pod_nobody_can_help_is_told_why(asks: dict[str, object], advice: str)
 
 def test_the_judgement_is_that_of_the_scheduler_with_gpus_taken_by_others() -> None:
     state = state_of(harvest_node("n1", cards=1))
-    state.put_pod(pod_place(pod("other", node="n1", held=uuids("n1")[0])))
+    state.held.put_pod(pod_place(pod("other", node="n1", held=uuids("n1")[0])))
 
     (refusal,) = explain(state, pod(), NOW_S).refusals
 
@@ -87,7 +87,7 @@ def seen_online(node: str, used_mib: int, is_held: bool = True, **status: object
 
 def with_weights(state: ClusterState, mib: float) -> dict[str, object]:
     curve = ThroughputCurve(free_mib=(mib, 80_000.0), tokens_per_s=(0.5, 1.0))
-    state.put_profile("default", "w", WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve, fit_mib=mib))
+    state.asked.put_profile("default", "w", WorkloadProfile(standalone_tokens_per_s=1.0, curve=curve, fit_mib=mib))
     return pod(annotations={names.PROFILE: "w"})
 
 

@@ -182,7 +182,7 @@ def test_a_refused_binding_frees_its_gpus_at_once() -> None:
     world.failures = [ApiError(404, "NotFound", "pod p1 not found")]
 
     assert "NotFound" in world.bind()
-    assert world.state.holdings() == []
+    assert world.state.held.holdings() == []
 
 
 @pytest.mark.parametrize("failure", [Unreachable("timed out"), ApiError(500, "InternalError", "etcd")])
@@ -195,12 +195,12 @@ def test_an_undecided_binding_keeps_its_gpus_and_is_repeated_with_the_same(failu
     world.failures, world.commits_before_failing = [failure], commits
 
     assert world.bind() != ""
-    assert [holding.assumed_until_s > 0 for holding in world.state.holdings()] == [True]
+    assert [holding.assumed_until_s > 0 for holding in world.state.held.holdings()] == [True]
 
     assert world.bind() == ""
     assert world.gpus() == uuids("n1")[0]
     assert float(world.pods["p1"]["metadata"]["annotations"][names.PREDICTED]) > 0  # and the same promise
-    assert [holding.assumed_until_s for holding in world.state.holdings()] == [0.0]
+    assert [holding.assumed_until_s for holding in world.state.held.holdings()] == [0.0]
     world.state.check_integrity()
 
 
@@ -223,17 +223,17 @@ def test_a_pod_bound_by_another_scheduler_is_refused_and_its_truth_kept() -> Non
     world.pods["p1"]["metadata"]["annotations"][names.GPUS] = uuids("n2")[3]
 
     assert "already assigned" in world.bind()
-    assert [(h.node, h.gpu_uuids) for h in world.state.holdings()] == [("n2", (uuids("n2")[3],))]
+    assert [(h.node, h.gpu_uuids) for h in world.state.held.holdings()] == [("n2", (uuids("n2")[3],))]
 
 
 def test_a_node_that_filled_up_since_the_filter_is_refused_in_bind() -> None:
     world = World(harvest_node("n1", cards=1))
     world.submit()
     world.filter()
-    world.state.put_pod(pod_place(pod("other", node="n1", held=uuids("n1")[0])))
+    world.state.held.put_pod(pod_place(pod("other", node="n1", held=uuids("n1")[0])))
 
     assert REASON_TEXT[Reason.NO_FREE_GPUS] in world.bind()
-    assert len(world.state.holdings()) == 1
+    assert len(world.state.held.holdings()) == 1
 
 
 def allow(world: World, **rule: Any) -> None:
@@ -252,7 +252,7 @@ def test_a_namespace_gets_no_more_gpus_than_its_policy_allows() -> None:
     assert "uses 3 of the 3 harvested GPUs" in world.bind("p2")
     assert "uses 3 of the 3 harvested GPUs" in world.filter("p2")["Error"]
 
-    world.state.release("uid-p1")
+    world.state.held.release("uid-p1")
 
     assert world.filter("p2")["NodeNames"] == ["n1"]
     assert world.bind("p2") == ""

@@ -87,8 +87,8 @@ class Fleet:
         """As after a crash: it knows what the API server holds, and nothing else."""
         settings = ControllerSettings(monitor=RULES)
         self.controller = Controller(self, settings, lambda: self.now_s)  # type: ignore[arg-type]
-        self.views = self.controller.views[:5]
-        for view in self.controller.views:
+        self.views = self.controller.caches.views[:5]
+        for view in self.controller.caches.views:
             view._listed.set()
         self._list()
 
@@ -227,7 +227,7 @@ class Fleet:
 
     async def _act(self) -> None:
         await self.controller.clear()
-        await self.controller.monitor()
+        await self.controller.promises.round()
         await self.doubts.settle()
         await self.schedule()
 

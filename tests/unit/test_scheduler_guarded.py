@@ -55,7 +55,7 @@ def evictions(world: World) -> int:
 
 
 def conditions(world: World) -> dict[str, Json]:
-    (workload,) = world.controller.workloads.items.values()
+    (workload,) = world.controller.caches.workloads.items.values()
     return {one["type"]: one for one in workload["status"]["conditions"]}
 
 
@@ -105,7 +105,7 @@ def test_a_pod_under_guard_for_good_never_stays_where_another_gpu_takes_it(asked
     assert evictions(world) == 1
     steps = [path.rpartition("/")[2] for _, path, _ in world.calls]
     assert steps.index("status") < steps.index("eviction")  # counted before it happens
-    (workload,) = world.controller.workloads.items.values()
+    (workload,) = world.controller.caches.workloads.items.values()
     owner = owner_of(workload)
     assert (len(owner.evicted_at_s), dict(owner.avoid_until_s)) == (1, {})  # the node did no harm
     assert world.look(room=True) == []  # back-off
@@ -184,7 +184,7 @@ def test_one_open_gpu_is_never_the_reason_to_move_several_pods() -> None:
         one["metadata"]["annotations"] |= {names.SLA: f"0.{number + 1}", names.PROFILE: "m"}
         pods[uid] = one
         tracks.append(Track(sample=replace(sample, pod_uid=uid), verdict=Verdict.PERSISTENTLY_MISSED))
-    better = world.controller._better
+    better = world.controller.promises._better
 
     rounds = [better.movable(list(tracks), pods, {}, world.now_s, guarded=pods) for _ in range(6)]
 

@@ -11,8 +11,9 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import followed, node_report, pod_place
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.extender.doubts import Doubts
+from valve_scheduler.placement.holdings import ASSUMED_FOR_S, RESERVED_FOR_S
 from valve_scheduler.placement.rank import PlacementSettings
-from valve_scheduler.placement.state import ASSUMED_FOR_S, RESERVED_FOR_S, ClusterState
+from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import pods_view
 
 Json = dict[str, Any]
@@ -89,7 +90,7 @@ def test_gpus_of_a_pod_the_watch_never_shows_are_not_lost_for_ever() -> None:
 
     world.now_s += 1
     world.settle()
-    world.state.lapse(world.now_s + RESERVED_FOR_S)
+    world.state.held.lapse(world.now_s + RESERVED_FOR_S)
     assert world.is_open("b")
     world.state.check_integrity()
 

@@ -8,21 +8,23 @@ from reports import harvest_node
 
 
 def mode_off(world: World) -> None:
-    world.controller.nodes.items["", "n1"]["spec"] = {"resolved": {"mode": "off"}}
+    world.controller.caches.nodes.items["", "n1"]["spec"] = {"resolved": {"mode": "off"}}
 
 
 def node_says_paused(world: World) -> None:
-    world.controller.nodes.items["", "n1"]["status"]["phase"] = "Paused"
+    world.controller.caches.nodes.items["", "n1"]["status"]["phase"] = "Paused"
 
 
 def guard(world: World) -> None:
-    world.controller.nodes.items["", "n1"]["status"]["gpus"][0] |= {"harvestable": False, "reason": "a stranger"}
+    world.controller.caches.nodes.items["", "n1"]["status"]["gpus"][0] |= {"harvestable": False, "reason": "a stranger"}
 
 
 HOLDS: dict[str, Callable[[World], None]] = {
     "the brake": lambda world: world.policy("valve-pause", paused=True),
     "a pause": lambda world: world.policy("night", paused=True),
-    "a drain": lambda world: world.controller.nodes.items["", "n1"].__setitem__("spec", {"resolved": {"drain": "x"}}),
+    "a drain": lambda world: world.controller.caches.nodes.items["", "n1"].__setitem__(
+        "spec", {"resolved": {"drain": "x"}}
+    ),
     "mode off": mode_off,
     "the node's own pause": node_says_paused,
     "a guarded GPU": guard,
@@ -42,7 +44,7 @@ def starving() -> World:
 
 def after(world: World, seconds: float, demand_s: float, tokens: float = 0.0) -> None:
     world.now_s += seconds
-    spec = world.controller.nodes.items["", "n1"].get("spec", {})
+    spec = world.controller.caches.nodes.items["", "n1"].get("spec", {})
     report = harvest_node("n1", offline=achieved(tokens, demand_s))
     world.nodes.sink.put({**report, "spec": spec})
 
@@ -57,7 +59,7 @@ def test_a_pod_is_never_evicted_for_time_in_which_harvesting_was_held(hold: str)
 
         assert EVICTION not in world.round()
 
-    assert "HarvestingHeld" in str(world.controller._tracks["uid-p1"].verdict.value)
+    assert "HarvestingHeld" in str(world.controller.promises._tracks["uid-p1"].verdict.value)
 
 
 def test_windows_begin_anew_after_a_hold() -> None:

@@ -153,7 +153,7 @@ def measured_by(world: World) -> list[tuple[str, str, Any]]:
     levels = [{"limitMiB": mib, "usefulTokens": mib, "runnableSeconds": 100.0} for mib in (1, 2, 3)]
     world.pods.sink.put(pod(annotations={names.PROFILE: "m"}, node="n1", held=uuids("n1")[0], phase="Running"))
     world.report(offline=[{"podUID": "uid-p1", "levels": levels}])
-    asyncio.run(world.controller.measure())
+    asyncio.run(world.controller.measuring.store())
     return world.calls
 
 
@@ -203,7 +203,7 @@ def test_a_profile_that_somebody_called_measured_before_the_policy_stood_is_neve
     world.guarded_s = NOW_S
     asyncio.run(world.controller._belief.look())
     world.profile("MeasuredByNode", made_s=NOW_S - age_s)
-    (profile,) = world.controller.profiles.items.values()
+    (profile,) = world.controller.caches.profiles.items.values()
 
     assert not world.controller._belief.covers(profile)
 
@@ -224,7 +224,7 @@ def test_a_measured_profile_is_believed_as_long_as_the_policy_stands(answer: Any
     world = World()
     belief = world.controller._belief
     world.profile("MeasuredByNode")
-    (profile,) = world.controller.profiles.items.values()
+    (profile,) = world.controller.caches.profiles.items.values()
     assert not belief.covers(profile)  # nobody has looked yet
 
     asyncio.run(belief.look())

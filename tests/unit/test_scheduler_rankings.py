@@ -45,9 +45,9 @@ def change(state: ClusterState, what: str, name: str, value: float = 0.0) -> Non
         state.drop_report(name)
     elif what == "bind":
         held = uuids(name)[int(value)]
-        state.put_pod(pod_place(pod(f"{name}-{int(value)}", node=name, held=held)))
+        state.held.put_pod(pod_place(pod(f"{name}-{int(value)}", node=name, held=held)))
     else:
-        state.release(f"uid-{name}-{int(value)}")
+        state.held.release(f"uid-{name}-{int(value)}")
 
 
 def check(state: ClusterState, rankings: Rankings, job: Job, now_s: float) -> None:
@@ -63,6 +63,6 @@ def test_a_change_of_one_node_is_judged_without_the_others() -> None:
         state.put_report(node_report(harvest_node(name)), NOW_S)
     before = state.generation
 
-    state.put_pod(pod_place(pod("p", node="n2", held=uuids("n2")[0])))
+    state.held.put_pod(pod_place(pod("p", node="n2", held=uuids("n2")[0])))
 
     assert np.flatnonzero(state.changed_since(before)).tolist() == state.rows(["n2"]).tolist()

@@ -31,7 +31,7 @@ def asked(job: Job, *nodes: Json, held: bool = False) -> Beyond | None:
         state.put_report(node_report(node), NOW_S)
     if held:
         name = nodes[0]["metadata"]["name"]
-        state.put_pod(PodPlace(uid="other", node=name, gpu_uuids=tuple(uuids(name)), finished=False))
+        state.held.put_pod(PodPlace(uid="other", node=name, gpu_uuids=tuple(uuids(name)), finished=False))
 
     return beyond(state.open_fleet(NOW_S), state.sets(job.gpus), job, state.settings)
 

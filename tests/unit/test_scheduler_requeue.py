@@ -107,9 +107,9 @@ def test_no_change_for_the_better_is_missed_and_nothing_else_is_bumped(
         if what == "report":
             state.put_report(node_report(harvest_node(name, idle=value)), NOW_S)
         elif what == "hold":
-            state.put_pod(pod_place(pod(name, node=name, held=uuids(name)[0])))
+            state.held.put_pod(pod_place(pod(name, node=name, held=uuids(name)[0])))
         else:
-            state.release(f"uid-{name}")
+            state.held.release(f"uid-{name}")
         expected = set()
         for job in jobs:
             ranking = rank(state.fleet(NOW_S), state.sets(job.gpus), job, state.settings)

@@ -7,8 +7,9 @@ import pytest
 from reports import NOW_S, harvest_node, pod, uuids
 from valve_kube.objects import NodeReport, node_report, offline_pod, pod_place
 from valve_scheduler.model import WorkloadProfile
+from valve_scheduler.placement.holdings import ASSUMED_FOR_S
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, Standing, gpu_sets, rank
-from valve_scheduler.placement.state import ASSUMED_FOR_S, STALE_AFTER_S, ClusterState
+from valve_scheduler.placement.state import STALE_AFTER_S, ClusterState
 
 SETTINGS = PlacementSettings()
 
@@ -39,10 +40,10 @@ def test_a_bound_pod_takes_its_gpus_until_it_finishes() -> None:
     state = state_of("n1")
     held = ",".join(uuids("n1")[2:4])
 
-    state.put_pod(pod_place(pod(gpus=2, node="n1", held=held)))
+    state.held.put_pod(pod_place(pod(gpus=2, node="n1", held=held)))
     assert open_count(state, "n1") == 6
 
-    state.put_pod(pod_place(pod(gpus=2, node="n1", held=held, phase="Succeeded")))
+    state.held.put_pod(pod_place(pod(gpus=2, node="n1", held=held, phase="Succeeded")))
     assert open_count(state, "n1") == 8
     state.check_integrity()
 
@@ -50,7 +51,7 @@ def test_a_bound_pod_takes_its_gpus_until_it_finishes() -> None:
 def test_a_pod_seen_before_its_node_reports_still_holds_its_gpus() -> None:
     state = state_of()
 
-    state.put_pod(pod_place(pod(node="n1", held=uuids("n1")[0])))
+    state.held.put_pod(pod_place(pod(node="n1", held=uuids("n1")[0])))
     state.put_report(node_report(harvest_node("n1")), NOW_S)
 
     assert open_count(state, "n1") == 7
@@ -59,10 +60,10 @@ def test_a_pod_seen_before_its_node_reports_still_holds_its_gpus() -> None:
 def test_an_assumed_gpu_is_taken_and_comes_back_when_nothing_came_of_it() -> None:
     state = state_of("n1")
 
-    state.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
+    state.held.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
     assert open_count(state, "n1") == 7
-    assert state.expire(NOW_S + ASSUMED_FOR_S - 1) == 0
-    assert state.expire(NOW_S + ASSUMED_FOR_S) == 1
+    assert state.held.expire(NOW_S + ASSUMED_FOR_S - 1) == 0
+    assert state.held.expire(NOW_S + ASSUMED_FOR_S) == 1
 
     assert open_count(state, "n1") == 8
 
@@ -70,10 +71,10 @@ def test_an_assumed_gpu_is_taken_and_comes_back_when_nothing_came_of_it() -> Non
 def test_a_confirmed_bind_never_expires() -> None:
     state = state_of("n1")
 
-    state.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
-    state.confirm("uid-p1")
+    state.held.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
+    state.held.confirm("uid-p1")
 
-    assert state.expire(NOW_S + 10 * ASSUMED_FOR_S) == 0
+    assert state.held.expire(NOW_S + 10 * ASSUMED_FOR_S) == 0
     assert open_count(state, "n1") == 7
 
 
@@ -81,8 +82,8 @@ def test_the_api_server_overrules_what_was_assumed() -> None:
     """Another scheduler bound the pod elsewhere: our GPUs are free again, its own are not."""
     state = state_of("n1", "n2")
 
-    state.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
-    state.put_pod(pod_place(pod(node="n2", held=uuids("n2")[5])))
+    state.held.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
+    state.held.put_pod(pod_place(pod(node="n2", held=uuids("n2")[5])))
 
     assert (open_count(state, "n1"), open_count(state, "n2")) == (8, 7)
     state.check_integrity()
@@ -91,20 +92,20 @@ def test_the_api_server_overrules_what_was_assumed() -> None:
 def test_an_unbound_pod_in_the_watch_leaves_its_bind_under_way_alone() -> None:
     state = state_of("n1")
 
-    state.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
-    state.put_pod(pod_place(pod()))
+    state.held.assume("uid-p1", "n1", (uuids("n1")[0],), NOW_S)
+    state.held.put_pod(pod_place(pod()))
 
     assert open_count(state, "n1") == 7
 
 
 def test_a_whole_list_frees_the_gpus_of_pods_that_are_gone_but_not_of_binds_under_way() -> None:
     state = state_of("n1")
-    state.put_pod(pod_place(pod("gone", node="n1", held=uuids("n1")[0])))
-    state.assume("uid-new", "n1", (uuids("n1")[1],), NOW_S)
+    state.held.put_pod(pod_place(pod("gone", node="n1", held=uuids("n1")[0])))
+    state.held.assume("uid-new", "n1", (uuids("n1")[1],), NOW_S)
 
-    state.replace_pods([pod_place(pod("here", node="n1", held=uuids("n1")[2]))])
+    state.held.replace_pods([pod_place(pod("here", node="n1", held=uuids("n1")[2]))])
 
-    assert {holding.pod_uid for holding in state.holdings()} == {"uid-new", "uid-here"}
+    assert {holding.pod_uid for holding in state.held.holdings()} == {"uid-new", "uid-here"}
     assert open_count(state, "n1") == 6
     state.check_integrity()
 
@@ -112,7 +113,7 @@ def test_a_whole_list_frees_the_gpus_of_pods_that_are_gone_but_not_of_binds_unde
 def test_two_pods_on_one_gpu_are_found_by_the_books() -> None:
     state = state_of("n1")
     for name in ("a", "b"):
-        state.put_pod(pod_place(pod(name, node="n1", held=uuids("n1")[0])))
+        state.held.put_pod(pod_place(pod(name, node="n1", held=uuids("n1")[0])))
 
     with pytest.raises(AssertionError, match="held by"):
         state.check_integrity()
@@ -138,7 +139,7 @@ def test_a_node_whose_clock_runs_ahead_does_not_stay_fresh_for_ever() -> None:
 def test_rows_grow_and_are_used_again_with_nothing_left_of_the_node_before() -> None:
     state = state_of(*(f"n{number}" for number in range(9)), capacity=2)
     state.sets(2)
-    state.put_pod(pod_place(pod(node="n3", held=uuids("n3")[0])))
+    state.held.put_pod(pod_place(pod(node="n3", held=uuids("n3")[0])))
 
     state.drop_report("n3")
     state.put_report(node_report(harvest_node("fresh")), NOW_S)
@@ -171,14 +172,14 @@ def test_cached_set_figures_equal_those_computed_from_scratch() -> None:
 
 def test_an_owner_keeps_away_from_a_node_until_its_time() -> None:
     state = state_of("n1")
-    state.put_avoid("job-1", {"n1": NOW_S + 60})
+    state.asked.put_avoid("job-1", {"n1": NOW_S + 60})
     wish = offline_pod(pod(owner="job-1"))
 
     def reason(now_s: float) -> int:
         fleet = state.fleet(NOW_S)
         row = state.row("n1")
         assert row is not None
-        return int(rank(fleet, state.sets(1), state.job(wish, now_s), SETTINGS).reason[row])
+        return int(rank(fleet, state.sets(1), state.asked.job(wish, now_s), SETTINGS).reason[row])
 
     assert reason(NOW_S) == Reason.AVOIDED
     assert reason(NOW_S + 60) == Reason.NONE
@@ -187,13 +188,13 @@ def test_an_owner_keeps_away_from_a_node_until_its_time() -> None:
 def test_a_job_finds_the_profile_of_its_own_namespace_only() -> None:
     state = state_of()
     profile = WorkloadProfile(standalone_tokens_per_s=1.0, curve=_flat())
-    state.put_profile("other", "llama", profile)
+    state.asked.put_profile("other", "llama", profile)
     wish = offline_pod(pod(annotations={"valve.gpu/profile": "llama"}))
 
-    assert state.job(wish, NOW_S) == Job(gpus=1)
+    assert state.asked.job(wish, NOW_S) == Job(gpus=1)
 
-    state.put_profile("default", "llama", profile)
-    assert state.job(wish, NOW_S).profile is profile
+    state.asked.put_profile("default", "llama", profile)
+    assert state.asked.job(wish, NOW_S).profile is profile
 
 
 def _flat():  # type: ignore[no-untyped-def]
@@ -240,3 +241,25 @@ def test_a_node_that_is_off_is_never_counted_as_one_that_should_report() -> None
     state.put_report(node_report(drained), NOW_S)
 
     assert state.report_ages_s(NOW_S).tolist() == [0.0]
+
+
+def test_the_kept_standing_of_the_nodes_is_never_another_than_one_judged_anew() -> None:
+    """It is judged again only when a report or the clock can have changed it; the clock may jump back, too."""
+    random = np.random.default_rng(1)
+    state, nodes, now_s = state_of(capacity=2), [f"n{number}" for number in range(7)], NOW_S
+    seen: set[int] = set()
+    for _ in range(600):
+        now_s += float(random.choice([0.0, 5.0, 40.0, STALE_AFTER_S, -20.0]))
+        node, age_s = str(random.choice(nodes)), float(random.choice([0.0, 30.0, 2 * STALE_AFTER_S]))
+        if random.random() < 0.1:
+            state.drop_report(node)
+        elif random.random() < 0.8:
+            phase = str(random.choice(["Harvesting", "Paused"]))
+            report = node_report(harvest_node(node, phase=phase, age_s=NOW_S - now_s + age_s, epoch=int(now_s)))
+            state.put_report(report, now_s, is_live=bool(random.random() < 0.7))
+        kept = state.fleet(now_s).standing
+        state._standing = None
+
+        assert kept.tolist() == state.fleet(now_s).standing.tolist()
+        seen.update(kept.tolist())
+    assert seen == {Standing.HARVESTING, Standing.OFF, Standing.STALE}

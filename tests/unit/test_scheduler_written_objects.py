@@ -208,16 +208,16 @@ class Fleet:
     def _controller(self) -> Controller:
         rules = MonitorSettings(window_s=600.0, windows=1, warm_up_s=0.0, min_runtime_s=0.0)
         found = Controller(self.api, ControllerSettings(monitor=rules), lambda: self.now_s)  # type: ignore[arg-type]
-        for view in found.views:
+        for view in found.caches.views:
             view._listed.set()
         spec = {"standaloneTokensPerSecond": 1_000, "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}]}
         metadata = {"name": "m", "namespace": "default"}
-        found.views[2].sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready"}})
+        found.caches.views[2].sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready"}})
         return found
 
     def restart(self) -> None:
         self.controller = self._controller()
-        self.controller.views[3].sink.replace(list(self.api.workloads.values()))
+        self.controller.caches.views[3].sink.replace(list(self.api.workloads.values()))
 
     def pass_time(self, minutes: int) -> None:
         for _ in range(minutes // 10):
@@ -225,7 +225,7 @@ class Fleet:
             self.round_ += 1
             for number in range(self.PODS):
                 self._run(number)
-            asyncio.run(self.controller.monitor())
+            asyncio.run(self.controller.promises.round())
 
     def _run(self, number: int) -> None:
         node = f"n{number}-{self.round_ // 2}"  # a move every other round
@@ -234,9 +234,9 @@ class Fleet:
             {"apiVersion": "batch/v1", "kind": "Job", "name": "batch", "uid": "job", "controller": True}
         ]
         one["status"] = {"phase": "Running", "startTime": "2026-01-01T00:00:00Z"}
-        self.controller.views[0].sink.put(one)
+        self.controller.caches.views[0].sink.put(one)
         offline = [{"podUID": f"uid-p{number}", "demandSeconds": self.round_ * 600.0, "usefulTokens": 0.0}]
-        self.controller.views[1].sink.put(harvest_node(node, cards=1, offline=offline))
+        self.controller.caches.views[1].sink.put(harvest_node(node, cards=1, offline=offline))
 
 
 def test_an_owner_that_misses_everywhere_is_never_evicted_beyond_its_rounds() -> None:

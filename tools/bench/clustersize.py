@@ -16,15 +16,19 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from valve_kube import names
+from valve_kube.access import Access
+from valve_kube.client import PAGE, KubeClient
 from valve_kube.objects import node_report, pod_place
-from valve_kube.shapes import PodShape
+from valve_kube.reflector import Reflector
+from valve_kube.shapes import NodeShape, PodShape, ReportShape, Shape
+from valve_scheduler.controller.caches import Caches
 from valve_scheduler.controller.retries import Retries
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
@@ -40,6 +44,7 @@ from valve_tools.cluster.fleet import (
     harvest_node,
     install_crds,
     node_name,
+    node_object,
     offline_pod,
     report,
 )
@@ -57,7 +62,7 @@ PROFILE = WorkloadProfile(
 )
 KINDS = (("", 1), ("", 2), ("0.2", 1), ("0.4", 2), ("0.6", 1), ("0.3", 4))
 """(SLA, GPUs) of the pods, in turn; those with an SLA name a profile."""
-POD_COUNTS = (10_000, 20_000, 30_000, 40_000)
+PODS_A_NODE = (2, 4, 6, 8)
 STRAIGHT = 0.10
 WAITING, ROUND_MS = 500, 200.0
 ROUNDS = 60
@@ -83,7 +88,7 @@ def state_of(nodes: int) -> tuple[ClusterState, list[bytes]]:
         item = harvest_node(index) | {"spec": {"mode": "harvest"}, "status": report(index, random)}
         reports.append(json.dumps(item).encode())
         state.put_report(node_report(item), time.time())
-    state.put_profile("default", "bench", PROFILE)
+    state.asked.put_profile("default", "bench", PROFILE)
     return state, reports
 
 
@@ -110,7 +115,7 @@ def _filter(nodes: int) -> Iterator[Row]:
         pod = waiting_pod(number)
         left = _timed(took["filter"], extender.filter, {"Pod": pod, "NodeNames": everywhere})["NodeNames"]
         _timed(took["prioritize"], extender.prioritize, {"Pod": pod, "NodeNames": left})
-        state.unreserve(pod["metadata"]["uid"])
+        state.held.unreserve(pod["metadata"]["uid"])
     for verb, samples in took.items():
         budget = FILTER_MS[nodes] if verb == "filter" else None
         wall_ms = np.percentile([wall for _, wall in samples], 99)
@@ -133,20 +138,76 @@ def _size() -> Iterable[Row]:
         yield from _filter(nodes)
 
 
-def resident_mib(pods: int, nodes: int = SIZES[-1]) -> float:
+def resident_mib(pods: int, nodes: int) -> float:
     """Of this process with so many bound pods of eleven kilobytes, read page by page as the reflector does."""
     state, reports = state_of(nodes)
     del reports
-    shape, page = PodShape(), 500
-    for first in range(0, pods, page):
-        items = [placed_pod(number, nodes) for number in range(first, min(first + page, pods))]
-        raw = json.dumps({"metadata": {"resourceVersion": "1"}, "items": items}).encode()
+    shape = PodShape()
+    for raw in _pages(lambda number: placed_pod(number, nodes), pods):
         for item in shape.page(raw).items:
-            state.put_pod(pod_place(item))
-    if len(state.holdings()) != pods:
-        raise AssertionError(f"{len(state.holdings())} holdings of {pods} pods")
+            state.held.put_pod(pod_place(item))
+    if len(state.held.holdings()) != pods:
+        raise AssertionError(f"{len(state.held.holdings())} holdings of {pods} pods")
+    return now_mib()
+
+
+def _pages(make: Callable[[int], Json], count: int) -> Iterator[bytes]:
+    """As the API server sends them. No more than one object is made at a time: those of a page would be most of what
+    this process ever takes."""
+    for first in range(0, count, PAGE):
+        items = b",".join(json.dumps(make(index)).encode() for index in range(first, min(first + PAGE, count)))
+        yield b'{"metadata": {"resourceVersion": "1"}, "items": [' + items + b"]}"
+
+
+def now_mib() -> float:
     with Path("/proc/self/statm").open(encoding="ascii") as line:
         return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def followed_mib(nodes: int) -> dict[str, float]:
+    """Of this process once the controller's caches have read so many nodes, then their reports, then eight pods of
+    each, page by page from objects as large as a cluster's; and the most that it ever took."""
+    caches = Caches(KubeClient(Access(host="", port=0, tls=None, authorization=str)), PlacementSettings(), time.time)
+    random = np.random.default_rng(1)
+    drawn = [report(index, random) for index in range(64)]
+    pods_view, reports_view, _, _, _, nodes_view, _ = caches.views
+    parts: dict[str, tuple[Reflector, Shape, Callable[[int], Json], int]] = {
+        "nodes": (nodes_view, NodeShape(), whole_node, nodes),
+        "reports": (reports_view, ReportShape(), lambda index: whole_report(index, drawn), nodes),
+        "pods": (pods_view, PodShape(), lambda number: placed_pod(number, nodes), nodes * GPUS),
+    }
+    found = {"start": now_mib()}
+    for name, (view, shape, make, count) in parts.items():
+        items: list[Json] = []
+        for raw in _pages(make, count):
+            items += shape.page(raw).items
+        view.sink.replace(items)
+        found[name] = now_mib()
+    return found | {"peak": peak_mib(os.getpid())}
+
+
+def whole_node(index: int) -> Json:
+    """A Node as a kubelet keeps it, with its images and who wrote what: seventeen kilobytes."""
+    found = node_object(index)
+    found["metadata"]["labels"] |= {f"feature.node.kubernetes.io/cpu-{n}": "true" for n in range(60)}
+    found["metadata"] |= {
+        "annotations": {f"example.com/note-{n}": "x" * 200 for n in range(10)},
+        "managedFields": [{"manager": f"m{n}", "fieldsV1": {f"f:{key}": {} for key in range(80)}} for n in range(3)],
+    }
+    images = [[f"example.invalid/team/image@sha256:{'a' * 64}", f"example.invalid/team/image:{n}"] for n in range(50)]
+    found["status"]["images"] = [{"names": of_one, "sizeBytes": 10**9} for of_one in images]
+    return found
+
+
+def whole_report(index: int, drawn: Sequence[Json]) -> Json:
+    """What a node says beside eight offline pods: ten kilobytes. Objects of their own, as decoded ones are."""
+    status: Json = json.loads(json.dumps(drawn[index % len(drawn)]))
+    for uuid, gpu in zip(gpu_uuids(index), status["gpus"], strict=True):
+        gpu |= {"uuid": uuid, "onlineMemory": dict.fromkeys(("1h", "24h"), gpu["freeMemory"][::-1])}
+    counted = {"demandSeconds": 1.5, "usefulTokens": 2.5, "runnableSeconds": 1.5, "harvestSeconds": 1.5}
+    status["offline"] = [{"podUID": f"{index * GPUS + n:036d}", "namespace": "default", **counted} for n in range(GPUS)]
+    status["services"] = [{"pod": f"chat-{index}", "namespace": "default", "lentSeconds": 1.5}]
+    return harvest_node(index) | {"spec": {"mode": "harvest"}, "status": status}
 
 
 def placed_pod(number: int, nodes: int) -> Json:
@@ -168,16 +229,30 @@ def placed_pod(number: int, nodes: int) -> Json:
 
 def _pods() -> Iterable[Row]:
     """A process for each count: what one has freed it may keep."""
-    code = "import sys; from valve_tools.bench.clustersize import resident_mib; print(resident_mib(int(sys.argv[1])))"
-    found = [
-        float(subprocess.run([sys.executable, "-c", code, str(count)], check=True, capture_output=True).stdout)
-        for count in POD_COUNTS
-    ]
-    slope, start = np.polyfit(POD_COUNTS, found, 1)
-    off = np.abs(np.array(found) - (start + slope * np.array(POD_COUNTS))).max() / found[-1]
-    shown = ", ".join(f"{count:,}: {mib:.0f}" for count, mib in zip(POD_COUNTS, found, strict=True))
-    note = f"resident MiB at {SIZES[-1]:,} nodes by pods: {shown}; {slope * 1024:.2f} KiB a pod"
-    yield row_of("extender-pods", "farthest from a line in pods", "share", [float(off)], STRAIGHT, note=note)
+    for nodes in SIZES:
+        counts = [nodes * pods for pods in PODS_A_NODE]
+        found = [float(_alone(f"resident_mib({count}, {nodes})")) for count in counts]
+        slope, start = np.polyfit(counts, found, 1)
+        off = np.abs(np.array(found) - (start + slope * np.array(counts))).max() / found[-1]
+        shown = ", ".join(f"{count:,}: {mib:.0f}" for count, mib in zip(counts, found, strict=True))
+        note = f"resident MiB by pods: {shown}; {slope * 1024:.2f} KiB a pod"
+        metric = f"farthest from a line in pods, {nodes:,} nodes"
+        yield row_of("extender-pods", metric, "share", [float(off)], STRAIGHT, note=note)
+
+
+def _nodes() -> Iterable[Row]:
+    """The controller keeps more than the extender: reports as they came, and who may use a node."""
+    for nodes in SIZES:
+        found = json.loads(_alone(f"json.dumps(followed_mib({nodes}))"))
+        shown = ", ".join(f"{name} {mib:.0f}" for name, mib in found.items())
+        note = f"resident MiB after each: {shown}; {nodes * GPUS:,} pods"
+        limit = LIMIT_MIB if nodes <= MEMORY_NODES else None
+        yield row_of("controller-nodes", f"peak, {nodes:,} nodes", "MiB", [found["peak"]], limit, note=note)
+
+
+def _alone(expression: str) -> str:
+    code = f"import json; from valve_tools.bench.clustersize import *; print({expression})"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
 def _round() -> Iterable[Row]:
@@ -269,6 +344,7 @@ def peak_mib(pid: int) -> float:
 BENCHES: dict[str, Callable[[], Iterable[Row]]] = {
     "extender-size": _size,
     "extender-pods": _pods,
+    "controller-nodes": _nodes,
     "controller-round": _round,
     "cluster-memory": _memory,
 }

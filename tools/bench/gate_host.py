@@ -17,7 +17,7 @@ from pathlib import Path
 
 from valve_tools.emulator.node import environment
 
-from valved.gate.adapter import GateSettings, NativeGate
+from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import Stamp, StampKind, WakeOutcome
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, Role, ServiceId
 
@@ -51,7 +51,7 @@ def add_channels(gate: NativeGate, workload: subprocess.Popen[str]) -> None:
                 engine=1,
                 compute=True,
             )
-            result = gate.add_channel(WORKLOAD, ref)
+            result = gate.channels.add_channel(WORKLOAD, ref)
             if result.status:
                 raise RuntimeError(f"channel {handle:#x} could not be armed: {result}")
 
@@ -85,7 +85,7 @@ def _one_edge(gate: NativeGate, online: subprocess.Popen[bytes], gpus: int) -> l
 
 
 def measure(run: Run) -> list[list[Stamp]]:
-    gate = NativeGate(GateSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority, hang_ns=HANG_NS))
+    gate = NativeGate(NativeSettings(spin_ns=run.spin_ns, fifo_priority=run.fifo_priority, hang_ns=HANG_NS))
     peers = [sys.executable, "-m", "valve_tools.bench.gate_peers"]
     workload = subprocess.Popen(
         [*peers, "channels", str(run.gpus), str(run.channels)],

@@ -58,8 +58,8 @@ def _steps(requests: int) -> tuple[list[float], list[float], int]:
         now_ms += 7.0
         facts.context_tokens += requests
         begun = time.thread_time_ns()
-        policy.delivered(now_ms)
         policy.stepped(requests, facts.context_tokens, 6.5, 0.5)
+        policy.delivered(now_ms)
         if step % TURNOVER == 0:
             gone, new = running.pop(0), next(names)
             running.append(new)

@@ -29,7 +29,7 @@ from valve_tools.emulator.client import Emulator
 from valve_tools.emulator.node import Options, environment, node
 
 from valved.abi import region
-from valved.gate.adapter import GateSettings, NativeGate
+from valved.gate.adapter import NativeGate, NativeSettings
 from valved.machine.ports import WakeRule
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.policy.wake import WakeSettings
@@ -47,7 +47,7 @@ class Pauses:
     """A gate with one service that consents, its hook, and offline work; on the emulated card of this process."""
 
     def __init__(self) -> None:
-        self.gate = NativeGate(GateSettings(hang_ns=gate_host.HANG_NS))
+        self.gate = NativeGate(NativeSettings(hang_ns=gate_host.HANG_NS))
         peers = [sys.executable, "-m", "valve_tools.bench.gate_peers", "channels", "1", str(CHANNELS)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._workload = subprocess.Popen(peers, text=True, **pipes)  # type: ignore[call-overload]

@@ -21,7 +21,12 @@ from valve_tools.bench.row import Row, row_of
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "engines"
 MEDIAN_US, TAIL_US, EVENT_MS = 50.0, 150.0, 3.0
-METRICS = {"decode": "a step", "surplus": "a step with surplus", "all at once": "a step in which all take a block"}
+METRICS = {
+    "decode": "a step",
+    "surplus": "a step with surplus",
+    "all at once": "a step in which all take a block",
+    "come and go": "a step with which one request ends and one comes",
+}
 
 
 def python() -> tuple[Path, bool]:

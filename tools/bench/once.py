@@ -18,7 +18,8 @@ from valve_tools.bench.row import Row, row_of
 from valve_tools.sim.waking import PolicyWaker, Shown
 
 from valved.abi.link import Feature
-from valved.gate.wake import GateService, GateSettings
+from valved.gate.permits import GateSettings
+from valved.gate.wake import GateService
 from valved.machine.ports import ClientView, Gap, GpuInfo, Stamp, StampKind, WakeLook, WakeOutcome, WakeRule
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ProcessId, Role, ServiceId
 from valved.policy.breaker import BreakerSettings

@@ -51,7 +51,7 @@ def start(node: RealNode, name: str, inject: bool) -> Start:
     shared.mkdir()
     os.mkfifo(shared / "word")
     wish = {} if inject else {names.INJECT: "false"}
-    pod = node.pod(
+    pod = node.pods.make(
         name,
         ["/bin/sh", "-c", f"echo ${{LD_PRELOAD:-none}} > {shared}/word"],
         limit=names.ONLINE_RESOURCE,
@@ -63,7 +63,7 @@ def start(node: RealNode, name: str, inject: bool) -> Start:
     word = os.open(shared / "word", os.O_RDWR)
     try:
         begun = time.time()
-        node.create(pod)
+        node.pods.create(pod)
         readable, _, _ = select.select([word], [], [], PATIENCE_S)
         ended = time.time()
         said = os.read(word, 4096).decode() if readable else ""
@@ -74,7 +74,7 @@ def start(node: RealNode, name: str, inject: bool) -> Start:
     with log.open("rb") as lines:
         lines.seek(read_from)
         asked = _asked_at(lines.read().decode(errors="replace"))
-    node.delete(name)
+    node.pods.delete(name)
     return Start(whole=(ended - begun) * 1e3, container=(ended - asked) * 1e3)
 
 

@@ -1,4 +1,5 @@
 """Bench `route`: the router against a bare pass-through of the same library, in turns, and what it adds to an answer.
+Bench `plan`: the CPU time of one decision.
 
 Three processes: an engine that answers a small body at once, the proxy under test, and this one as the client. The mark
 on requests a second is the ratio of pairs, by the worse end of its interval. The mark on latency is what comes on top
@@ -15,8 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from valve_router.plan.score import ScoreSettings, choose
+from valve_router.plan.timeline import Timeline
 from valve_tools.bench.row import Row, row_of
 from valve_tools.bench.rungs import interval
+from valve_tools.lab.fleet.load import Arrivals, Fleet
 
 CLIENT = "client"
 BODY = b'{"model": "m", "prompt": "a short question", "max_tokens": 8}'
@@ -167,4 +171,24 @@ def _free() -> int:
         return port
 
 
-BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"route": bench_route}
+def bench_plan() -> Iterator[Row]:
+    """One decision of the planner: requests and training in turn, on replicas that have work."""
+    for nodes, stages, mark_ms in ((4, 2, 0.2), (100, 8, 2.0)):
+        took_ms = decisions(nodes, stages)
+        yield row_of("plan", f"a choice among {nodes} x {stages}", "ms", took_ms, mark_ms, judged="p50")
+
+
+def decisions(nodes: int, stages: int, count: int = 400) -> list[float]:
+    """CPU time: what other processes do is not the planner's."""
+    fleet, rules = Fleet(nodes=nodes, stages=stages), ScoreSettings()
+    timelines = [Timeline(fleet.profile) for _ in range(nodes)]
+    found = []
+    for task in Arrivals(per_s=3.0 * nodes, training=0.5, count=count).tasks(1):
+        began_s = time.process_time()
+        choice = choose(timelines, [task] * nodes, rules)
+        timelines[choice.index].add(choice.placed)
+        found.append(1e3 * (time.process_time() - began_s))
+    return found
+
+
+BENCHES: dict[str, Callable[[], Iterable[Row]]] = {"route": bench_route, "plan": bench_plan}

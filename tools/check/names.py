@@ -11,9 +11,13 @@ from valve_tools.check.sizes import classes
 
 TWICE = frozenset(
     {
-        *("Card", "Channel", "Channels", "Connection", "Engine", "Explanation", "GateSettings", "Holding", "Layout"),
-        *("Level", "NoPlace", "Node", "NotReady", "Page", "Place", "Reach", "Refused", "RmClient"),
-        *("SchedulerHook", "Session", "Standing", "Unheeded", "Verdict", "_Client"),
+        *("Engine", "Explanation", "Layout", "NoPlace", "Node", "Page", "Place", "Reach", "Refused"),
+        *(
+            "SchedulerHook",
+            "Standing",
+            "Unheeded",
+            "Verdict",
+        ),
     }
 )
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valve_tools.check import includes, names, results, sizes
+from valve_tools.check import firstlines, includes, names, results, sizes, wiring
 from valve_tools.check.tree import ROOT, tracked
 
 PACKAGES = {
@@ -95,6 +95,8 @@ STEPS = {
     "clang-format": clang_format,
     "sizes": sizes.findings,
     "names": names.findings,
+    "wiring": wiring.findings,
+    "first lines": firstlines.findings,
     "results": results.findings,
 }
 

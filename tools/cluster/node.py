@@ -16,16 +16,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from valve_kube import names
-from valve_tools.cluster import image, network
+from valve_tools.cluster import network
 from valve_tools.cluster.api import Refused
+from valve_tools.cluster.containerd import NO_NETWORK, Containerd
 from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, free_port, wait_for
-from valve_tools.cluster.leftovers import CONTAINERD, PREFIX, end_containers, locked, sweep, unmount
+from valve_tools.cluster.leftovers import PREFIX, end_containers, locked, sweep, unmount
+from valve_tools.cluster.workpods import WorkPods
 from valve_tools.emulator import node as emulated
 
 from valved.cli.client import is_running
@@ -36,9 +37,6 @@ NAME = "real-0"
 PROGRAMS = ("kubelet", "containerd", "containerd-shim-runc-v2", "ctr")
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 CGROUPS = Path("/sys/fs/cgroup")
-IMAGE, PAUSE = "valve.test/work:1", "valve.test/pause:1"
-# What a program of this machine needs to run in a container without an image of its own.
-HOST_FOLDERS = ("/usr", "/lib", "/lib64", "/bin", "/etc")
 # In logs; the second of a plugin's is NVIDIA's.
 PLUGIN_UP, NRI_UP = "registered with the kubelet|Registered device plugin", "asked about every container from here on"
 # Who says what once it speaks again to a process that was away.
@@ -48,7 +46,6 @@ SPEAKS_TO = {
     "gpuplugin": (("gpuplugin", PLUGIN_UP),),
     "valved": (("valved", PLUGIN_UP), ("valved", NRI_UP)),
 }
-PODS = "/api/v1/namespaces/default/pods"
 
 
 def missing(programs: Path) -> str:
@@ -83,8 +80,8 @@ class RealNode:
         self._alone.enter_context(locked(self.folder))
         self.run_dir = self.folder / "run"
         self.shim_folder = self.folder / "shim"
-        self.nri_socket = self.folder / "nri.sock"
-        self.containerd_socket = self.folder / CONTAINERD
+        self.containerd = Containerd(plane, self.folder)
+        self.pods = WorkPods(plane.api, NAME, self.folder)
         self.pod_resources = self.folder / "kubelet/pod-resources/kubelet.sock"
         self.uuids: list[str] = []
         self._gpus, self.metrics = gpus, free_port()  # the latter of valved
@@ -102,7 +99,7 @@ class RealNode:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException, Refused, TimeoutError):
-            self._delete_pods()
+            self.pods.delete_all()
         for name in ("kubelet", "valved", "valved-next", "gpuplugin", "containerd"):
             if name in self.plane.processes:
                 self.plane.kill(name)
@@ -126,71 +123,19 @@ class RealNode:
         self.run_dir.mkdir()
         self._emulator = emulated.start(self.folder / "emu", emulated.Options(gpus=self._gpus))
         self.uuids = _uuids(self.folder / "emu")
-        self._start_containerd()
-        self._import_images()
+        plumbing = NO_NETWORK
+        if self._network is not None:
+            self._alone.callback(self._network.stop)
+            self._network.start()
+            plumbing = self._network.configuration()
+        self.containerd.start(plumbing)
+        self.containerd.import_images()
         self._start_kubelet()
         wait_for("the node", self._is_ready, 120)
         # The controller that would lift the taint of a new node is off.
         self.plane.api.patch(f"/api/v1/nodes/{NAME}", {"spec": {"taints": None}})
         self.start_gpuplugin()
         wait_for("nvidia.com/gpu on the node", lambda: self.allocatable("nvidia.com/gpu") == self._gpus)
-
-    def _start_containerd(self) -> None:
-        cni = self.folder / "cni"
-        cni.mkdir()
-        plumbing = {"cniVersion": "1.0.0", "name": "none", "plugins": [{"type": "loopback"}]}  # pods use the host's
-        if self._network is not None:
-            self._alone.callback(self._network.stop)
-            self._network.start()
-            plumbing = self._network.configuration()
-        (cni / "10-pods.conflist").write_text(json.dumps(plumbing))
-        runtime = "[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes"
-        configuration = f"""
-            version = 3
-            root = '{self.folder}/c/root'
-            state = '{self.folder}/c/state'
-            [grpc]
-            address = '{self.containerd_socket}'
-            [plugins.'io.containerd.cri.v1.images'.pinned_images]
-            sandbox = '{PAUSE}'
-            [plugins.'io.containerd.cri.v1.runtime']
-            disable_apparmor = true
-            restrict_oom_score_adj = true
-            netns_mounts_under_state_dir = true
-            cdi_spec_dirs = ['{self.folder}/cdi']
-            [plugins.'io.containerd.cri.v1.runtime'.cni]
-            bin_dirs = ['/usr/lib/cni']
-            conf_dir = '{cni}'
-            {runtime}.runc]
-            runtime_type = 'io.containerd.runc.v2'
-            {runtime}.nvidia]
-            runtime_type = 'io.containerd.runc.v2'
-            [plugins.'io.containerd.nri.v1.nri']
-            disable = false
-            socket_path = '{self.nri_socket}'
-            plugin_path = '{self.folder}/none'
-            plugin_config_path = '{self.folder}/none'
-        """
-        path = self.folder / "containerd.toml"
-        path.write_text(textwrap.dedent(configuration))
-        environment = {"PATH": f"{self.plane.programs}:{os.environ['PATH']}", "TZ": "UTC"}
-        self.plane.spawn("containerd", "-c", str(path), environment=environment)
-        wait_for("containerd", lambda: self.ctr("version") and self.nri_socket.exists())
-
-    def _import_images(self) -> None:
-        busybox = {"/box/sh": Path("/bin/busybox"), "/box/sleep": Path("/bin/busybox")}
-        folders = ["/tmp", *HOST_FOLDERS]
-        for name, command in ((PAUSE, ["/box/sleep", "1000000000"]), (IMAGE, ["/box/sh"])):
-            with self.importing() as archive:
-                image.write(archive, name, busybox, folders=folders, command=command)
-
-    @contextlib.contextmanager
-    def importing(self) -> Iterator[Path]:
-        """An archive to be written, which containerd then takes."""
-        archive = self.folder / "image.tar"
-        yield archive
-        self.ctr("images", "import", str(archive))
-        archive.unlink()
 
     def _start_kubelet(self) -> None:
         configuration = {
@@ -202,7 +147,7 @@ class RealNode:
             "failSwapOn": False,
             "localStorageCapacityIsolation": False,
             "evictionHard": dict.fromkeys(("memory.available", "nodefs.available", "imagefs.available"), "0%"),
-            "containerRuntimeEndpoint": f"unix://{self.containerd_socket}",
+            "containerRuntimeEndpoint": f"unix://{self.containerd.socket}",
             "podLogsDir": str(self.folder / "logs"),
             "resolvConf": "",
             "address": "127.0.0.1",
@@ -260,7 +205,7 @@ class RealNode:
             f'backend = "{backend}"',
             f'toolkit_folders = ["{self.folder}/cdi"]',
             f'cdi_folder = "{self.folder}/cdi"',
-            f'nri_socket = "{self.nri_socket if nri else ""}"',
+            f'nri_socket = "{self.containerd.nri_socket if nri else ""}"',
             "report_s = 2.0",
         ]
         path = self.folder / "valved.toml"
@@ -319,85 +264,6 @@ class RealNode:
             shutil.copy(self.plane.programs / name, newer)
         self.plane.run_from(name, newer)
 
-    # Pods
-
-    def pod(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        limit: str = "",
-        env: Mapping[str, str] | None = None,
-        on_node: bool = True,
-        annotations: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        folders: Sequence[str] = (),
-        **spec: Any,
-    ) -> Json:
-        """A pod that runs a program of this machine on the emulated GPU; what it starts with is the test's to say."""
-        emulation = emulated.environment(self.folder / "emu", {})
-        shared = list(dict.fromkeys([*HOST_FOLDERS, str(self.folder / "emu"), str(emulated.LIBRARIES), *folders]))
-        mounts = [{"name": f"v{index}", "mountPath": path} for index, path in enumerate(shared)]
-        volumes = [{"name": f"v{index}", "hostPath": {"path": path}} for index, path in enumerate(shared)]
-        container: Json = {
-            "name": "work",
-            "image": IMAGE,
-            "imagePullPolicy": "Never",
-            "command": list(command),
-            "env": [{"name": key, "value": value} for key, value in {**emulation, **(env or {})}.items()],
-            "volumeMounts": mounts,
-            "resources": {"limits": {limit: "1"}} if limit else {},
-        }
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "annotations": dict(annotations or {}), "labels": dict(labels or {})},
-            "spec": {
-                "hostNetwork": True,
-                "enableServiceLinks": False,
-                "automountServiceAccountToken": False,
-                "terminationGracePeriodSeconds": 1,
-                "restartPolicy": "Never",
-                "containers": [container],
-                "volumes": volumes,
-                **({"nodeName": NAME} if on_node else {}),
-                **spec,
-            },
-        }
-
-    def create(self, pod: Json) -> Json:
-        return self.plane.api.post(PODS, pod)
-
-    def get(self, name: str) -> Json:
-        return self.plane.api.get(f"{PODS}/{name}")
-
-    def wait_phase(self, name: str, phase: str = "Running") -> Json:
-        """The pod once it is there; one that has ended otherwise says why at once."""
-
-        def look() -> Json | None:
-            pod = self.get(name)
-            now = pod["status"].get("phase")
-            if now != phase and now in ("Failed", "Succeeded"):
-                raise AssertionError(f"{name} is {now}: {json.dumps(pod['status'])[:2000]}\n{self.pod_log(name)}")
-            return pod if now == phase else None
-
-        return dict(wait_for(f"{name} {phase}", look, 120))
-
-    def delete(self, name: str) -> None:
-        self.plane.api.delete(f"{PODS}/{name}", {"gracePeriodSeconds": 1})
-        wait_for(f"{name} to go", lambda: self._is_gone(name), 60)
-
-    def _is_gone(self, name: str) -> bool:
-        try:
-            self.get(name)
-        except Refused as refused:
-            return refused.status == 404
-        return False
-
-    def pod_log(self, name: str) -> str:
-        logs = sorted((self.folder / "logs").glob(f"default_{name}_*/*/*.log"))
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in logs)
-
     def allocatable(self, resource: str) -> int:
         node = self.plane.api.get(f"/api/v1/nodes/{NAME}")
         return int(node["status"].get("allocatable", {}).get(resource, 0))
@@ -406,24 +272,7 @@ class RealNode:
         found = self.plane.api.get(f"{names.API_PATH}/gpuharvestnodes/{NAME}")
         return dict(found.get("status") or {})
 
-    def ctr(self, *arguments: str) -> str:
-        command = [str(self.plane.programs / "ctr"), "-a", str(self.containerd_socket), "-n", "k8s.io", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        if done.returncode != 0:
-            raise OSError(f"ctr {' '.join(arguments)}: {done.stderr}")
-        return done.stdout
-
     # Going down
-
-    def _delete_pods(self) -> None:
-        """Of every namespace: containers whose pods stay outlive their node."""
-        mine = f"/api/v1/pods?fieldSelector=spec.nodeName%3D{NAME}"
-        for pod in self.plane.api.get(mine)["items"]:
-            metadata = pod["metadata"]
-            path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
-            with contextlib.suppress(Refused):
-                self.plane.api.delete(path, {"gracePeriodSeconds": 1})
-        wait_for("the pods to go", lambda: not self.plane.api.get(mine)["items"], 30)
 
     def _is_ready(self) -> bool:
         conditions = self.plane.api.get(f"/api/v1/nodes/{NAME}")["status"].get("conditions") or []

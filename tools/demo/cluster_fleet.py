@@ -14,8 +14,9 @@ from valve_scheduler.placement.rank import REASON_TEXT, Reason
 from valve_tools.cluster.api import Refused
 from valve_tools.cluster.controlplane import wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, node_name, offline_pod
-from valve_tools.cluster.node import NAME, PODS
+from valve_tools.cluster.node import NAME
 from valve_tools.cluster.played import LOOK_EVERY_S, PlayedPods
+from valve_tools.cluster.workpods import PODS
 from valve_tools.demo.cluster_node import PATIENCE_S, Stage
 
 Json = dict[str, Any]

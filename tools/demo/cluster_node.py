@@ -21,7 +21,8 @@ from valve_tools.bench.podstart import start
 from valve_tools.cluster import image, product
 from valve_tools.cluster.controlplane import ControlPlane, wait_for
 from valve_tools.cluster.helm import NAMESPACE, Helm
-from valve_tools.cluster.node import NAME, PODS, RealNode
+from valve_tools.cluster.node import NAME, RealNode
+from valve_tools.cluster.workpods import PODS
 from valve_tools.demo.cluster_pods import PodWatch
 from valve_tools.demo.cluster_screen import Screen
 from valve_tools.demo.rounds import OFFLINE, ONLINE
@@ -87,7 +88,7 @@ class Workload:
         own = "CUDA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES"
         command = ["/box/sh", "-c", f"export {own}; exec {program} {flags} > {self.out}"]
         shared = [str(program.parent), str(self.folder)]
-        self.made = stage.node.create(stage.node.pod(name, command, folders=shared, on_node=False, **pod))
+        self.made = stage.node.pods.create(stage.node.pods.make(name, command, folders=shared, on_node=False, **pod))
 
     def lines(self) -> list[Json]:
         """Whole lines only: the last one may be half written."""
@@ -143,10 +144,10 @@ class Batch(Workload):
 def load_images(stage: Stage) -> None:
     """From what is installed and built here, as a node would have pulled them."""
     with stage.screen.waiting("images of Valve and kube-scheduler assembled and imported"):
-        with stage.node.importing() as archive:
+        with stage.node.containerd.importing() as archive:
             product.write_valve(archive, f"{REGISTRY}/valve:{TAG}", stage.node.folder / "emu")
         scheduler = {"/usr/local/bin/kube-scheduler": stage.plane.programs / "kube-scheduler"}
-        with stage.node.importing() as archive:
+        with stage.node.containerd.importing() as archive:
             image.write(archive, f"{REGISTRY}/kube-scheduler:{TAG}", scheduler)
 
 
@@ -185,7 +186,7 @@ def install(stage: Stage) -> float:
             meanwhile=watch.look,
         )
         api.patch("/api/v1/namespaces/default", {"metadata": {"labels": {names.INJECT: "enabled"}}})
-        offline = stage.node.pod("dry", ["/box/sh"], annotations={names.ROLE: names.OFFLINE}, on_node=False)
+        offline = stage.node.pods.make("dry", ["/box/sh"], annotations={names.ROLE: names.OFFLINE}, on_node=False)
         wait_for("the webhook", lambda: api.post(f"{PODS}?dryRun=All", offline), PATIENCE_S)
     pods = api.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
     for pod in pods:
@@ -202,12 +203,12 @@ def start_online(stage: Stage) -> Chat:
     screen = stage.screen
     with screen.waiting("pod chat asks for nvidia.com/gpu: 1 and says valve.gpu/role: online; it serves"):
         chat = Chat(stage)
-        stage.node.wait_phase(chat.name)
+        stage.node.pods.wait_phase(chat.name)
         while not _is_heard(chat):
             screen.say("[dim]not injected: the machine was too busy, and an online pod never waits for that; again[/]")
-            stage.node.delete(chat.name)
+            stage.node.pods.delete(chat.name)
             chat = Chat(stage)
-            stage.node.wait_phase(chat.name)
+            stage.node.pods.wait_phase(chat.name)
         wait_for("chat answers", lambda: chat.answered, PATIENCE_S)
     variables = {one["name"]: one.get("value", "") for one in chat.made["spec"]["containers"][0]["env"]}
     screen.say(f"[dim]LD_PRELOAD={variables['LD_PRELOAD']}[/]")
@@ -229,7 +230,7 @@ def start_offline(stage: Stage, began: float) -> Batch:
     screen = stage.screen
     with screen.waiting("pod batch says valve.gpu/role: offline and asks for nothing else; it runs"):
         batch = Batch(stage)
-        pod = stage.node.wait_phase(batch.name)
+        pod = stage.node.pods.wait_phase(batch.name)
         took_s = time.monotonic() - began
         wait_for("batch computes", lambda: batch.beats, PATIENCE_S)
     screen.figure("helm install to first harvested pod running", f"{took_s:.1f} s", "target < 60 s, images on the node")
@@ -244,7 +245,7 @@ def start_offline(stage: Stage, began: float) -> Batch:
 def show_gating(stage: Stage, chat: Chat, batch: Batch, seconds: float) -> None:
     """A line a second; ends once batch was seen standing for a request and running again, and `seconds` have passed."""
     screen = stage.screen
-    uuid = stage.node.get(batch.name)["metadata"]["annotations"][names.GPUS]
+    uuid = stage.node.pods.get(batch.name)["metadata"]["annotations"][names.GPUS]
     first = chat.service
     answered, units, stops, stood, resumed = chat.answered, batch.units, 0, False, False
     begun = shown = time.monotonic()
@@ -311,5 +312,5 @@ def _start_ms(stage: Stage, name: str, inject: bool) -> float:
             return start(stage.node, f"{name}-{attempt}", inject).whole
         except RuntimeError as problem:
             stage.screen.say(f"[dim]{problem}: again[/]")
-            stage.node.delete(f"{name}-{attempt}")
+            stage.node.pods.delete(f"{name}-{attempt}")
     raise AssertionError("unreachable")

@@ -59,7 +59,7 @@ def purge(stage: Stage, chat: Chat) -> None:
     screen, api = stage.screen, stage.plane.api
     kept = f"{len(_crds(api))} CRDs with what was measured, the webhook's certificate, the shim that chat still maps"
     screen.say(f"Stays on purpose: {kept}.")
-    stage.node.delete(chat.name)
+    stage.node.pods.delete(chat.name)
     with screen.waiting("kubectl delete crd -l app.kubernetes.io/name=valve; kubectl delete namespace valve-system"):
         api.delete(f"{CRDS}?{LABEL}")
         api.delete(f"/api/v1/namespaces/{NAMESPACE}")
@@ -112,7 +112,7 @@ def _runs(pod: Json) -> bool:
 
 
 def _restarts(stage: Stage, chat: Chat) -> int:
-    return sum(one["restartCount"] for one in stage.node.get(chat.name)["status"]["containerStatuses"])
+    return sum(one["restartCount"] for one in stage.node.pods.get(chat.name)["status"]["containerStatuses"])
 
 
 def _listed(names_left: list[str]) -> str:

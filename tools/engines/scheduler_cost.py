@@ -1,8 +1,9 @@
 """What the hook adds to a step of vLLM's own scheduler: `scheduler_cost.py MODEL`, one JSON object on standard output.
 
 Two schedulers take the same steps in turn, one with the hook and one without. Every request decodes; in the second part
-all of them cross a block's boundary in the same steps, and in the third there is surplus to give back that nobody can.
-Then memory is taken, 1,000 blocks at a time. All in this thread's own time.
+all of them cross a block's boundary in the same steps, in the third there is surplus to give back that nobody can, and
+in the fourth a request ends and another comes with each step. Then memory is taken, 1,000 blocks at a time. All in this
+thread's own time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
@@ -36,10 +38,19 @@ def engines(model: str, *, is_aligned: bool) -> list[Engine]:
     return found
 
 
-def steps(hooked: Engine, stock: Engine) -> dict[str, list[float]]:
+def nothing(engine: Engine, number: int) -> None: ...
+
+
+def one_goes_one_comes(engine: Engine, number: int) -> None:
+    engine.abort(f"request-{number}")
+    engine.add(f"another-{number}", [(number + at) % 1000 for at in range(40)], 400)
+
+
+def steps(hooked: Engine, stock: Engine, between: Callable[[Engine, int], None] = nothing) -> dict[str, list[float]]:
     own, pairs, beside = [], [], []
     for number in range(STEPS):
         for engine in (hooked, stock) if number % 2 else (stock, hooked):
+            between(engine, number)
             engine.step()
         own.append(hooked.hook_ns / 1e3)
         began = thread_time_ns()
@@ -77,6 +88,7 @@ def main() -> None:
         pass
     result["surplus"] = steps(hooked, stock)
     hooked.desk.aim(hooked.pool.num_gpu_blocks)
+    result["come and go"] = steps(hooked, stock, one_goes_one_comes)
     result["event_ms"] = events(hooked)
     result["failures"] = hooked.hook.reconciler.receipts.failures
     hooked, stock = engines(model, is_aligned=True)

@@ -167,6 +167,11 @@ class Engine:
             )
         )
 
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
     def step(self) -> bool:
         """Schedule one and take the output of the oldest in; whether anything was scheduled."""
         self.step_ns = self.hook_ns = 0

@@ -13,17 +13,18 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from valve_tools.gpu.beat import Beat
-from valve_tools.gpu.build import Programs, cubin
+from valve_tools.gpu.build import Programs
 from valve_tools.gpu.errors import LabError, Refused, Stop
-from valve_tools.gpu.machine import Machine, branch_of
+from valve_tools.gpu.machine import Machine
 from valve_tools.gpu.probe import Probe
+from valve_tools.gpu.spins import Spins
 from valve_tools.gpu.talk import Talk, TooLate
 
 READY_S = 40.0
@@ -49,16 +50,6 @@ class Effort:
 
     def seconds(self, n: float) -> float:
         return max(0.3, n / 60) if self.dry else n
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """What the workload's units take on this card."""
-
-    iterations_ms: float
-    one_iterations_ms: float
-    copy_us: float
-    multiprocessors: int
 
 
 class Workload:
@@ -125,7 +116,7 @@ class Rig:
         self, machine: Machine, programs: Programs, folder: Path, out: Path, *, limit_s: int = 900, seed: int = 1
     ) -> None:
         self.machine = machine
-        self.programs = programs
+        self.spins = Spins(machine, programs, folder)
         self.folder = folder  # sockets and shared pages: short-lived, on tmpfs
         self.out = out  # what comes back
         self.effort = Effort(dry=machine.is_dry)
@@ -134,10 +125,7 @@ class Rig:
         self._limit_s = limit_s
         self._guard: subprocess.Popen[bytes] | None = None
         self._running: list[Workload] = []
-        self._count = 0
         self._xids = 0
-        self._calibration: Calibration | None = None
-        self._environment: dict[str, str] = {}
         self.shared: dict[str, Any] = {}  # what one experiment measured and another judges
 
     # the session
@@ -146,12 +134,12 @@ class Rig:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
         self._log("session").touch()
-        argv = [self.programs.path("guard"), str(self.guard_path), str(self.out / "guard.jsonl")]
+        argv = [self.spins.programs.path("guard"), str(self.spins.guard_path), str(self.out / "guard.jsonl")]
         argv += [str(os.getpid()), str(self._limit_s)]
         with self._log("session").open("ab") as log:  # none of our own pipes: it may outlive us
             env = self.machine.environment()
             self._guard = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.wait(self.guard_path.exists, "the guard is up", 20)
+        self.wait(self.spins.guard_path.exists, "the guard is up", 20)
         self._xids = self._count_xids()
         return self
 
@@ -162,16 +150,12 @@ class Rig:
             self._end(workload)
         if self._guard is not None and self._guard.poll() is None:
             with self._tolerant():
-                Talk(self.guard_path).say("quit")
+                Talk(self.spins.guard_path).say("quit")
             try:
                 self._guard.wait(30)
             except subprocess.TimeoutExpired:
                 self._guard.terminate()
                 self._guard.wait()
-
-    @property
-    def guard_path(self) -> Path:
-        return self.folder / "guard.sock"
 
     @contextmanager
     def _tolerant(self) -> Iterator[None]:
@@ -181,7 +165,7 @@ class Rig:
             return
 
     def enable_all(self) -> None:
-        with self._tolerant(), Talk(self.guard_path) as guard:
+        with self._tolerant(), Talk(self.spins.guard_path) as guard:
             guard.ask("enable-all")
 
     def _log(self, name: str) -> Path:
@@ -216,46 +200,9 @@ class Rig:
 
     # workloads
 
-    def spin(self, mode: str, ms: int, base: Path, more: Sequence[str] = ()) -> list[str]:
-        argv = [self.programs.path("spin"), "--mode", mode, "--ms", str(ms), "--beat", str(base.with_suffix(".beat"))]
-        argv += ["--image", str(self.programs.image), "--copy-mib", "1" if self.machine.is_dry else "64"]
-        if mode != "calibrate":
-            c = self.calibration()
-            argv += ["--iterations-ms", f"{c.iterations_ms}", "--one-iterations-ms", f"{c.one_iterations_ms}"]
-            argv += ["--copy-us", f"{c.copy_us}"]
-        return [*argv, *more]
-
-    def traced(self, base: Path, *, log: bool = False) -> dict[str, str]:
-        """The environment of a program under the tracer, which stands in front of every other preload. Only with `log`
-        does it write every call down: that costs microseconds, and some experiments time those very calls."""
-        env = self.machine.environment()
-        others = env.get("LD_PRELOAD", "")
-        env["LD_PRELOAD"] = ":".join(filter(None, [self.programs.path("libtrace.so"), others]))
-        env["VALVE_LAB_TABLE"] = str(base.with_suffix(".table"))
-        env["VALVE_LAB_SOCK"] = str(base.with_suffix(".tracer"))
-        env["VALVE_LAB_GUARD"] = str(self.guard_path)
-        env.update(self._environment)
-        if log:
-            env["VALVE_LAB_TRACE"] = str(base.with_suffix(".trace.jsonl"))
-        env["VALVE_LAB_BRANCH"] = str(branch_of(self.machine.driver) or 580)
-        return {**env, **self._cubin()}
-
-    @contextmanager
-    def also_in_environment(self, more: dict[str, str]) -> Iterator[None]:
-        """Workloads started in the body see these variables, too."""
-        self._environment = more
-        try:
-            yield
-        finally:
-            self._environment = {}
-
     @staticmethod
     def beat_at(base: Path) -> Beat:
         return Beat(base.with_suffix(".beat"))
-
-    def next_base(self, name: str) -> Path:
-        self._count += 1
-        return self.folder / f"{self._count}-{name}"
 
     @contextmanager
     def workload(
@@ -268,12 +215,12 @@ class Rig:
         trace: bool = False,
     ) -> Iterator[Workload]:
         """A spin that runs when the body begins. Afterwards it has ended; with `may_fail` perhaps with an error."""
-        base = self.next_base(mode)
+        base = self.spins.next_base(mode)
         helper_path = base.with_suffix(".helper") if helper else None
-        argv = self.spin(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
+        argv = self.spins.argv(mode, ms, base, [*more, *(["--sock", str(helper_path)] if helper_path else [])])
         with base.with_suffix(".out").open("wb") as out, self._log("session").open("ab") as log:
             process = subprocess.Popen(
-                argv, env=self.traced(base, log=trace), stdin=subprocess.DEVNULL, stdout=out, stderr=log
+                argv, env=self.spins.traced(base, log=trace), stdin=subprocess.DEVNULL, stdout=out, stderr=log
             )
         beat = self._wait_ready(process, base)
         work = Workload(process, base, beat, helper_path)
@@ -340,33 +287,16 @@ class Rig:
         work.process.kill()
         work.process.wait()
 
-    def calibration(self) -> Calibration:
-        if self._calibration is None:
-            done = self._calibrate()
-            if done.returncode and not self.machine.is_dry and not self.programs.cubin:
-                self.programs = replace(self.programs, cubin=cubin(self.programs.folder))
-                done = self._calibrate()
-            if done.returncode:
-                why = done.stderr.strip() or done.stdout
-                raise LabError(f"the workload does not run on this GPU: {why[:600]}")
-            said = json.loads(done.stdout)
-            self._calibration = Calibration(**{name: said[name] for name in Calibration.__slots__})
-        return self._calibration
-
-    def _calibrate(self) -> subprocess.CompletedProcess[str]:
-        argv = self.spin("calibrate", 0, self.next_base("calibrate"))
-        env = {**self.machine.environment(), **self._cubin()}
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
-
-    def _cubin(self) -> dict[str, str]:
-        return {"VALVE_LAB_CUBIN": str(self.programs.cubin)} if self.programs.cubin else {}
-
     # probes
 
     @contextmanager
     def probe(self, work: Workload | None = None, *, path: str = "a", uid: int | None = None) -> Iterator[Probe]:
         """A probe attached to a workload, its driver client open."""
-        argv = [self.programs.path("probe"), str(self.guard_path), *(["patient"] if self.machine.is_dry else [])]
+        argv = [
+            self.spins.programs.path("probe"),
+            str(self.spins.guard_path),
+            *(["patient"] if self.machine.is_dry else []),
+        ]
         with Probe(argv, self.machine.environment(), self.enable_all) as probe:
             if work is not None:
                 probe.do(f"attach {work.table} {work.beat_path} {work.tracer}")

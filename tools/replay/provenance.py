@@ -40,6 +40,10 @@ CLUSTER_POLICIES = (
     "valve_scheduler.model.throughput",
     "valve_scheduler.placement.rank",
 )
+ROUTER_POLICIES = tuple(
+    f"valve_router.plan.{name}" for name in ("defer", "memory", "profile", "score", "task", "timeline")
+)
+OF_THE_ROUTER = "routing"
 OF_THE_CLUSTER = ("cluster", "fleet", "forecast")
 """Experiments that simulate no node's policies."""
 OF_BOTH = ("crowding",)
@@ -52,6 +56,8 @@ def made_with(experiment: str) -> str:
     """What a page of this experiment would carry if it was made now."""
     if experiment in OF_NO_POLICY:
         return _digest([])
+    if experiment == OF_THE_ROUTER:
+        return _digest([source(name) for name in ROUTER_POLICIES])
     if experiment in OF_THE_CLUSTER:
         return _digest([source(name) for name in CLUSTER_POLICIES])
     of_both = CLUSTER_POLICIES if experiment in OF_BOTH else ()
@@ -63,9 +69,10 @@ def stale(folder: Path) -> list[str]:
     found = []
     for page in sorted(folder.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
-        if "`valve replay` builds it" not in text:
+        is_of_router = "python -m valve_tools.lab.fleet" in text
+        if "`valve replay` builds it" not in text and not is_of_router:
             continue
-        carried, wanted = FOUND.search(text), made_with(page.stem)
+        carried, wanted = FOUND.search(text), made_with(OF_THE_ROUTER if is_of_router else page.stem)
         if carried is None:
             found.append(f"{page}: carries no hash of the settings and policies that made it")
         elif wanted != carried.group(1):

@@ -33,7 +33,7 @@ FIRST_BRANCH, LAST_BRANCH = 535, 595  # proto/abi/nvrm.h NV_BRANCH_FIRST, NV_BRA
 VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
-class Verdict(enum.Enum):
+class Grade(enum.Enum):
     FINE = "ok"
     NOTE = "note"  # works, but the operator should know
     BROKEN = "broken"
@@ -48,13 +48,13 @@ DCGM = ("nv-hostengine", "dcgm-exporter")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     check: str
-    verdict: Verdict
+    verdict: Grade
     what: str
     fix: str = ""
 
 
 def fine(check: str, what: str) -> Finding:
-    return Finding(check=check, verdict=Verdict.FINE, what=what)
+    return Finding(check=check, verdict=Grade.FINE, what=what)
 
 
 def driver_version(text: str) -> tuple[str, bool] | None:
@@ -69,19 +69,19 @@ def check_driver() -> Finding:
     except OSError:
         return Finding(
             check="driver",
-            verdict=Verdict.BROKEN,
+            verdict=Grade.BROKEN,
             what="no NVIDIA driver is loaded",
             fix="install it, or try Valve without a GPU: valve demo",
         )
     if not found:
-        return Finding(check="driver", verdict=Verdict.UNKNOWN, what=f"cannot read a version in {VERSION_FILE}")
+        return Finding(check="driver", verdict=Grade.UNKNOWN, what=f"cannot read a version in {VERSION_FILE}")
     version, is_open = found
     branch = int(version.split(".")[0])
     flavour = "open kernel modules" if is_open else "proprietary modules"
     if not FIRST_BRANCH <= branch <= LAST_BRANCH:
         return Finding(
             check="driver",
-            verdict=Verdict.NOTE,
+            verdict=Grade.NOTE,
             what=f"{version} ({flavour}): layouts of branch {branch} are not known, valved only observes",
             fix=f"use a driver of branch {FIRST_BRANCH} to {LAST_BRANCH}, or a newer Valve",
         )
@@ -100,7 +100,7 @@ def check_nodes() -> Finding:
     if missing:
         return Finding(
             check="device nodes",
-            verdict=Verdict.BROKEN,
+            verdict=Grade.BROKEN,
             what=f"cannot open {', '.join(missing)}",
             fix="as root: nvidia-modprobe -u -c 0; in a container: pass every GPU node to it",
         )
@@ -122,7 +122,7 @@ def check_cards() -> Iterator[Finding]:
 
         pynvml.nvmlInit()
     except Exception as error:  # the library's own errors differ by version; any of them means "cannot look"
-        yield Finding(check="cards", verdict=Verdict.UNKNOWN, what=f"NVML does not answer: {error}")
+        yield Finding(check="cards", verdict=Grade.UNKNOWN, what=f"NVML does not answer: {error}")
         return
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -140,20 +140,20 @@ def _check_card(nvml: object, index: int) -> Iterator[Finding]:
     if compute not in (0, None):
         yield Finding(
             check=card,
-            verdict=Verdict.BROKEN,
+            verdict=Grade.BROKEN,
             what="compute mode is not Default: a second process cannot open the card",
             fix=f"nvidia-smi -i {index} -c DEFAULT",
         )
     mig = _ask(nvml, "nvmlDeviceGetMigMode", handle)
     if isinstance(mig, list | tuple) and mig[0]:
         yield Finding(
-            check=card, verdict=Verdict.BROKEN, what="MIG is on: not supported", fix=f"nvidia-smi -i {index} -mig 0"
+            check=card, verdict=Grade.BROKEN, what="MIG is on: not supported", fix=f"nvidia-smi -i {index} -mig 0"
         )
     gsp = _ask(nvml, "nvmlDeviceGetGspFirmwareMode", handle)
     if isinstance(gsp, list | tuple) and not gsp[0]:
         yield Finding(
             check=card,
-            verdict=Verdict.NOTE,
+            verdict=Grade.NOTE,
             what="GSP firmware is off: channel control answers 'not supported' there",
             fix="load the open kernel modules, or set NVreg_EnableGpuFirmware=1",
         )
@@ -172,7 +172,7 @@ def check_mps() -> Finding:
     if Path(pipe, "control").exists():
         return Finding(
             check="MPS",
-            verdict=Verdict.BROKEN,
+            verdict=Grade.BROKEN,
             what=f"an MPS control daemon runs ({pipe}): its clients share channel groups, a gate would hit online",
             fix="echo quit | nvidia-cuda-mps-control",
         )
@@ -185,7 +185,7 @@ def check_dcgm(folder: Path = Path("/proc")) -> Finding:
         return fine("DCGM", "nothing measures whole cards")
     return Finding(
         check="DCGM",
-        verdict=Verdict.NOTE,
+        verdict=Grade.NOTE,
         what=f"{', '.join(sorted(seen))} counts offline work as the online service's",
         fix="scale and alert on the service's own metrics, or on those of valved (docs/cluster.md)",
     )
@@ -201,7 +201,7 @@ def _comm(path: Path) -> str:
 def check_preload() -> Finding:
     library = preload_library()
     if not library.is_file():
-        return Finding(check="preload", verdict=Verdict.BROKEN, what=f"{library} is missing", fix="install Valve again")
+        return Finding(check="preload", verdict=Grade.BROKEN, what=f"{library} is missing", fix="install Valve again")
     done = subprocess.run(
         [sys.executable, "-c", "pass"],
         env={**os.environ, "LD_PRELOAD": str(library)},
@@ -210,7 +210,7 @@ def check_preload() -> Finding:
         text=True,
     )
     if done.returncode or "libvalve" in done.stderr:
-        return Finding(check="preload", verdict=Verdict.BROKEN, what=done.stderr.strip() or "a process died with it")
+        return Finding(check="preload", verdict=Grade.BROKEN, what=done.stderr.strip() or "a process died with it")
     return fine("preload", "libvalve.so loads, also where no CUDA is used")
 
 
@@ -219,7 +219,7 @@ def check_glibc() -> Finding:
     if name != "glibc":
         return Finding(
             check="glibc",
-            verdict=Verdict.NOTE,
+            verdict=Grade.NOTE,
             what="this is no glibc system: CUDA processes cannot run here, others are left alone",
         )
     return fine("glibc", version)
@@ -230,7 +230,7 @@ def check_privileges() -> Finding:
         return fine("privileges", "root: real-time priority for the gate, processes of every user")
     return Finding(
         check="privileges",
-        verdict=Verdict.NOTE,
+        verdict=Grade.NOTE,
         what="not root: no real-time priority for the gate, only this user's processes",
         fix="for a serving machine: sudo valve service install",
     )
@@ -244,7 +244,7 @@ def check_seccomp() -> Finding:
         if fd < 0 or libc.fcntl(fd, 1033, 0x0010) != 0:  # F_ADD_SEALS, F_SEAL_FUTURE_WRITE (Linux 5.1)
             return Finding(
                 check="kernel",
-                verdict=Verdict.BROKEN,
+                verdict=Grade.BROKEN,
                 what=f"Linux {platform.release()} has no F_SEAL_FUTURE_WRITE",
                 fix="use Linux 5.1 or newer",
             )
@@ -258,14 +258,14 @@ def check_daemon() -> Finding:
     folder = run_dir()
     if is_running(folder):
         return fine("valved", f"answers in {folder}")
-    return Finding(check="valved", verdict=Verdict.NOTE, what=f"none answers in {folder}", fix="valve up")
+    return Finding(check="valved", verdict=Grade.NOTE, what=f"none answers in {folder}", fix="valve up")
 
 
 def check_lock() -> Finding:
     """Would the driver patch pay? Where a service of several GPUs is stopped one GPU after another."""
     answer = status_of(run_dir())
     if answer is None:
-        return Finding(check="driver lock", verdict=Verdict.UNKNOWN, what="valved measures it, and none answers here")
+        return Finding(check="driver lock", verdict=Grade.UNKNOWN, what="valved measures it, and none answers here")
     return judge_lock(answer.driver, [len(service.gpus) for service in answer.services if service.role == ONLINE])
 
 
@@ -275,12 +275,12 @@ def judge_lock(driver: Any, widths: list[int]) -> Finding:
     if widest < 2:
         return fine("driver lock", "no online service uses several GPUs: one lock is as good as many")
     if not driver.HasField("device_only_lock"):
-        return Finding(check="driver lock", verdict=Verdict.UNKNOWN, what=words.lock(driver))
+        return Finding(check="driver lock", verdict=Grade.UNKNOWN, what=words.lock(driver))
     if driver.device_only_lock or widest < PATCH_PAYS:
         return fine("driver lock", words.lock(driver))
     return Finding(
         check="driver lock",
-        verdict=Verdict.NOTE,
+        verdict=Grade.NOTE,
         what=f"stock: the {widest} GPUs of a service are stopped one after another",
         fix="the one-word driver patch stops them side by side (patches/driver)",
     )
@@ -290,7 +290,7 @@ def check_remap() -> Finding:
     """Can memory be taken from the offline processes here while online work waits for it?"""
     answer = status_of(run_dir())
     if answer is None:
-        return Finding(check="KV memory", verdict=Verdict.UNKNOWN, what="valved tries it, and none answers here")
+        return Finding(check="KV memory", verdict=Grade.UNKNOWN, what="valved tries it, and none answers here")
     return judge_remap(answer.memory)
 
 
@@ -300,7 +300,7 @@ def judge_remap(memory: Any) -> Finding:
         return fine("KV memory", remap.passed(memory))
     return Finding(
         check="KV memory",
-        verdict=Verdict.NOTE,
+        verdict=Grade.NOTE,
         what=f"asked for between two steps of the engine, and a request may wait for one: {'; '.join(failed)}",
         fix="a larger reserve (memory.headroom_min_mib) makes that rare; docs/memory.md has the prices",
     )
@@ -319,7 +319,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_lock,
     check_remap,
 )
-MARKS = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red", Verdict.UNKNOWN: "magenta"}
+MARKS = {Grade.FINE: "green", Grade.NOTE: "yellow", Grade.BROKEN: "red", Grade.UNKNOWN: "magenta"}
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -338,4 +338,4 @@ def doctor(options: argparse.Namespace) -> int:
             console.print(f"[{MARKS[item.verdict]}]{item.verdict.value:>8}[/]  {escape(f'{item.check}: {item.what}')}")
             if item.fix:
                 console.print(f"          fix: {item.fix}", markup=False)
-    return FINDINGS if any(item.verdict is Verdict.BROKEN for item in findings) else OK
+    return FINDINGS if any(item.verdict is Grade.BROKEN for item in findings) else OK

@@ -1,7 +1,7 @@
 """`valve tune`: finetuning lives in a wheel and an environment of its own, as torch is large; this finds it.
 
-Where a valved has its socket, training is started as offline work by `valve run`, unless it is that already; a valved
-that refuses or does not answer stops the start. Without any valved, or with --ungated, nothing stops the job.
+Where a valved has its socket, what may use a GPU is started as offline work by `valve run`, unless it is that already.
+A valved that refuses or does not answer stops the start. Without any valved, or with --ungated, nothing stops the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from valved.paths import API_SOCKET, ENV_ROLE, LINK_SOCKET, VIEW_SOCKET, run_dir
 ENV_PYTHON = "VALVE_TUNE_PYTHON"
 FOLDER = ".venv-tune"
 NEEDED = ("torch", "valve_tune")
-TRAINS = ("run", "resume", "serve")
+TRAINS = ("run", "resume", "serve", "fleet")
+READS = "publish"  # it may read weights that are shared on a GPU
 ROOM = "valve_tune.serve"
 UNGATED = "--ungated"
 
@@ -56,12 +57,13 @@ def has_valved(folder: Path) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    trains = bool(argv) and argv[0] in TRAINS and not {"-h", "--help"} & set(argv)
-    ungated = trains and UNGATED in argv
+    is_work = bool(argv) and argv[0] in (*TRAINS, READS) and not {"-h", "--help"} & set(argv)
+    ungated = is_work and UNGATED in argv
     command = [interpreter(), "-m", ROOM, *(each for each in argv if not (ungated and each == UNGATED))]
-    if trains and ENV_ROLE not in os.environ:
+    if is_work and ENV_ROLE not in os.environ:
         if has_valved(run_dir()):
             words = {"ungated": ungated, "slo": "", "grant": None, "share_weights": None}
             return run.run(argparse.Namespace(argv=command, online=False, name="valve-tune", **words))
-        print("valve tune: no valved is here, so nothing stops this job for a service", file=sys.stderr)
+        if argv[0] in TRAINS:
+            print("valve tune: no valved is here, so nothing stops this job for a service", file=sys.stderr)
     return run.become(command, dict(os.environ))

@@ -43,22 +43,22 @@ class Channels:
         link: LinkTable,
         send: Send,
         prover: ProverPort,
+        changed: Callable[[], None],
     ) -> None:
-        self.possession = Possession(prover, clock, quota.channels_per_client)
-        self.possession.on_proof = self._owner_found
+        self.possession = Possession(prover, clock, quota.channels_per_client, self._owner_found)
         self.harvest = Harvest(gating.gpus)
         self.leftovers = Leftovers()
         self.lease = LeaseFlags(gate, books, gating)
         self.keeps_files = False  # a rung of granted time needs the drivers' files of offline processes
-        self.changed: Callable[[], None] = lambda: None  # the books changed: save them soon
-        self._gate = gate
+        self._port = gate.channels
         self._books = books
         self._gating = gating
         self._journal = journal
         self._clock = clock
         self._quota = quota
         self._send = send
-        self._schedules = Schedules(gate, books, gating, clock, link, self.possession, self._ack)
+        self._changed = changed
+        self.schedules = Schedules(gate, books, gating, clock, link, self.possession, self._ack)
         self._infos = {info.index: info for info in gate.gpus()}
         self._by_uuid = {info.uuid: info.index for info in gate.gpus()}
         self._by_instance = {info.device_instance: info.index for info in gate.gpus()}
@@ -75,7 +75,7 @@ class Channels:
             case Channel():
                 self._channel_del(entry, (body.h_client, body.h_channel))
             case Schedule() if packet.type is LinkType.SCHEDULE_WAIT:
-                self._schedules.wait(entry, packet.seq, body)
+                self.schedules.wait(entry, packet.seq, body)
             case Schedule():
                 self._schedule_done(entry, body)
             case NoteMessage():
@@ -94,7 +94,7 @@ class Channels:
         if gpu is None:
             self._ack(entry.id, seq, errno.ENODEV)
             return
-        give = partial(self._gate.give_rm_client, entry.id, gpu, body.h_client, body.h_device, body.h_subdevice)
+        give = partial(self._port.give_rm_client, entry.id, gpu, body.h_client, body.h_device, body.h_subdevice)
         if entry.role is Role.OFFLINE:
             give(-1)
         if len(entry.rm_gpus) < self._quota.channels_per_client:
@@ -134,7 +134,7 @@ class Channels:
         """One answer for every reason: what the driver knows of others is not to be had here."""
         self._gating.counters.refuse(why)
         self._ack(entry.id, seq, errno.EOPNOTSUPP)
-        self._schedules.release()
+        self.schedules.release()
 
     def _admit(self, entry: ClientEntry, seq: int, channel: ChannelRef) -> None:
         """The channel's RM client is its sender's own."""
@@ -152,7 +152,7 @@ class Channels:
         self._book(entry, channel, status)
         entry.asked_fd |= want_fd
         self._ack(entry.id, seq, status, want_fd=want_fd)
-        self._schedules.release()
+        self.schedules.release()
 
     def _is_anothers(self, entry: ClientEntry, channel: ChannelRef) -> bool:
         """Told of by somebody else who lives: a number that came again, or an inherited file."""
@@ -165,7 +165,7 @@ class Channels:
         if self._books.clients[client].role is Role.OFFLINE:
             return
         left = self.leftovers.take_where(lambda one: one.channel.h_client == h_client)
-        self._gate.enable_foreign([one.channel for one in left])
+        self._port.enable_foreign([one.channel for one in left])
         for other in self.possession.owners(h_client):
             entry = self._books.clients[other]
             if entry.role is not Role.OFFLINE:
@@ -175,7 +175,7 @@ class Channels:
             for channel in mine:
                 self._forget_channel(entry, (channel.h_client, channel.h_channel))
                 self._gating.counters.refuse("foreign")
-            self._gate.enable_foreign(mine)
+            self._port.enable_foreign(mine)
 
     def _book(self, entry: ClientEntry, channel: ChannelRef, status: int) -> None:
         if self._books.put_channel(entry, channel):
@@ -192,15 +192,15 @@ class Channels:
             compute=int(channel.compute),
             status=status,
         )
-        self.changed()
+        self._changed()
 
     def _arm(self, entry: ClientEntry, channel: ChannelRef) -> tuple[int, bool] | None:
         """Status and whether the client's file is wanted. None: the driver knows no such channel."""
-        armed = self._gate.add_channel(entry.id, channel)
+        armed = self._port.add_channel(entry.id, channel)
         if not armed.is_known:
             return None
         if self.leftovers.take(channel) and not armed.gated:
-            self._gate.enable_unless_held(channel)
+            self._port.enable_unless_held(channel)
         if armed.status and armed.reach is Reach.NONE and not armed.want_fd:
             self._gating.counters.refuse("unreachable")
             return errno.EOPNOTSUPP, False
@@ -215,7 +215,7 @@ class Channels:
         if channel is None:
             return
         if entry.role is Role.OFFLINE:
-            self._gate.remove_channel(entry.id, *key)
+            self._port.remove_channel(entry.id, *key)
         entry.app_disabled.discard(key)
         if self._books.drop_channel(entry, key):
             self.gpus_changed(entry.service)
@@ -229,7 +229,7 @@ class Channels:
             h_client=key[0],
             h_channel=key[1],
         )
-        self.changed()
+        self._changed()
 
     def gpus_changed(self, service: ServiceId) -> None:
         """The set of GPUs of a service changed: gate domain, presence of offline work, lease flags."""
@@ -248,13 +248,13 @@ class Channels:
     def forget(self, client: ClientId) -> None:
         """The client is gone: nobody waits for the answers."""
         self.possession.forget(client)
-        self._schedules.forget(client)
+        self.schedules.forget(client)
 
     def _schedule_done(self, entry: ClientEntry, body: Schedule) -> None:
         for key in list(entry.app_disabled):
             if key[0] == body.h_client and body.h_object in (key[1], entry.channels[key].h_tsg):
                 self._app_switched(entry, key, disabled=False)  # a SCHEDULE enables what a disable had stopped
-        self._schedules.done(entry, body)
+        self.schedules.done(entry, body)
 
     # Notes
 
@@ -265,7 +265,7 @@ class Channels:
         text = _text(body)
         if body.code == Note.MPS and entry.role is Role.OFFLINE and not entry.uses_mps:
             entry.uses_mps = True
-            self._gate.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
+            self._port.give_up(entry.id, "the process is an MPS client: its channels are the server's, and others' too")
         if len(entry.notes) >= self._quota.notes_per_client or text in entry.notes:
             return
         entry.notes.append(text)
@@ -275,12 +275,12 @@ class Channels:
         """The application switched a channel itself: from now on that is its business."""
         if key not in entry.channels:
             return
-        self._gate.note_app_disabled(entry.id, *key, disabled)
+        self._port.note_app_disabled(entry.id, *key, disabled)
         if disabled:
             entry.app_disabled.add(key)
         else:
             entry.app_disabled.discard(key)
-        self.changed()
+        self._changed()
 
 
 def _told(gpu: GpuIndex, body: Channel) -> ChannelRef:

@@ -5,7 +5,7 @@ Asked anew each time: an annotation that is taken back counts from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from valved.gate.wake import GateService
@@ -25,7 +25,6 @@ class PodWords(Protocol):
 class Consents:
     def __init__(self, books: Books, gating: GateService, journal: Journal, default: Said) -> None:
         self.pods: PodWords | None = None  # on a Kubernetes node
-        self.changed: Callable[[], None] = lambda: None
         self._books = books
         self._gating = gating
         self._journal = journal
@@ -38,14 +37,14 @@ class Consents:
         if online is None or online.said == said:
             return
         online.said = said
-        self.changed()
+        self._gating.listener.clients_changed()
         self._journal.emit(EventKind.CONSENT, service=service, reason=self.of(service).words() or "nothing is offered")
 
     def say_for_fleet(self, said: Said) -> None:
         """The cluster's words for services of this node that have none of their own. They count at once."""
         if said != self._fleet:
             self._fleet = said
-            self.changed()
+            self._gating.listener.clients_changed()
 
     def of(self, service: ServiceId) -> Consent:
         if service not in self._gating.online:

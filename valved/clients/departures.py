@@ -89,7 +89,7 @@ class Departures:
     def _enable_left(self, process: ProcessId) -> int:
         left: list[ChannelRef] = self._leftovers.take_of(process)
         if left:
-            self._gate.enable_foreign(left)
+            self._gate.channels.enable_foreign(left)
             self._counters.channels_enabled_on_exit += len(left)
         return len(left)
 

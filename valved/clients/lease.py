@@ -17,7 +17,6 @@ class LeaseFlags:
         self._books = books
         self._gating = gating
         self._is_closed = False  # the brake holds every GPU
-        gating.standing_changed.append(self.refresh)
 
     def set_closed(self, is_closed: bool) -> None:
         """Whether the brake holds every GPU."""

@@ -74,9 +74,9 @@ def enable_due(
     gone = {owner for owner in leftovers.owners() if processes.is_ending(owner.pid, owner.start_time)}
     ended = leftovers.take_where(lambda left: left.owner in gone)
     due = [left.channel for left in ended]
-    known = gate.enable_foreign(due) if due else 0
+    known = gate.channels.enable_foreign(due) if due else 0
     for left in leftovers.take_where(lambda left: patience_over and not left.has_left):
-        was_known = gate.enable_unless_held(left.channel)
+        was_known = gate.channels.enable_unless_held(left.channel)
         if was_known is None:
             leftovers.put(left.channel, left.owner)
         else:

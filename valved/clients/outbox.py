@@ -30,33 +30,40 @@ def widen(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
+Arrived = Callable[[], object]
+
+
 class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, broken: Callable[[str], None]) -> None:
         self._loop = loop
         self._sock = sock
         self._broken = broken
-        self._queue: deque[tuple[bytes, list[int]]] = deque()
+        self._queue: deque[tuple[bytes, list[int], Arrived | None]] = deque()
         self._bytes = self._fds = 0
         self._timer: asyncio.TimerHandle | None = None
         self._taken = 0  # packets that left the queue, ever
 
-    def send(self, packet: bytes, fds: tuple[int, ...]) -> bool:
-        """Whether it is on its way. The descriptors stay the caller's."""
+    def send(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None = None) -> bool:
+        """Whether it may arrive; `arrived` is called when it has. From then on it lies in the peer's socket, and the
+        peer reads it even if we are gone. What waits here dies with us. The descriptors stay the caller's.
+        """
         if self._queue:
-            return self._keep(packet, fds)
+            return self._keep(packet, fds, arrived)
         try:
             self._send(packet, fds)
         except (BlockingIOError, InterruptedError):
-            return self._keep(packet, fds)
+            return self._keep(packet, fds, arrived)
         except OSError:
             self._broken("its socket is broken")
             return False
+        if arrived is not None:
+            arrived()
         return True
 
     def close(self) -> list[int]:
         """Descriptors of ours that were never sent."""
         self._stop_writing()
-        left = [fd for _, fds in self._queue for fd in fds]
+        left = [fd for _, fds, _ in self._queue for fd in fds]
         self._queue.clear()
         return left
 
@@ -64,7 +71,7 @@ class Outbox:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self._sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def _keep(self, packet: bytes, fds: tuple[int, ...]) -> bool:
+    def _keep(self, packet: bytes, fds: tuple[int, ...], arrived: Arrived | None) -> bool:
         if self._bytes + len(packet) > MOST_BYTES or self._fds + len(fds) > MOST_FDS:
             self._broken("it does not read")
             return False
@@ -73,7 +80,7 @@ class Outbox:
         except OSError:
             self._broken("out of descriptors")
             return False
-        self._queue.append((packet, mine))
+        self._queue.append((packet, mine, arrived))
         self._bytes += len(packet)
         self._fds += len(mine)
         if len(self._queue) == 1:
@@ -92,7 +99,7 @@ class Outbox:
 
     def _flush(self) -> None:
         while self._queue:
-            packet, fds = self._queue[0]
+            packet, fds, arrived = self._queue[0]
             try:
                 self._send(packet, fds)
             except (BlockingIOError, InterruptedError):
@@ -107,7 +114,10 @@ class Outbox:
             self._fds -= len(fds)
             for fd in fds:  # ours to begin with: closing them waits for nobody
                 os.close(fd)
-        self._stop_writing()
+            if arrived is not None:
+                arrived()
+        if not self._queue:  # who was told may have sent more
+            self._stop_writing()
 
     def _stop_writing(self) -> None:
         if self._queue or self._timer is not None:

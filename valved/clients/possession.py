@@ -54,13 +54,13 @@ class _Client:
 
 
 class Possession:
-    def __init__(self, prover: ProverPort, clock: Clock, most: int) -> None:
+    def __init__(self, prover: ProverPort, clock: Clock, most: int, on_proof: Callable[[ClientId, int], None]) -> None:
         self._prover = prover
         self._clock = clock
         self._most = most  # RM clients and waiting channels of one process
         self._clients: dict[ClientId, _Client] = {}
         self._owners: dict[int, set[ClientId]] = {}
-        self.on_proof: Callable[[ClientId, int], None] = lambda client, h_client: None
+        self._on_proof = on_proof
 
     def is_proven(self, client: ClientId, h_client: int, gpu: GpuIndex) -> bool:
         known = self._clients.get(client)
@@ -165,7 +165,7 @@ class Possession:
         if is_own and len(known.proven) < self._most:
             known.proven.add((offer.h_client, offer.gpu.index))
             self._owners.setdefault(offer.h_client, set()).add(client)
-            self.on_proof(client, offer.h_client)
+            self._on_proof(client, offer.h_client)
         if fd >= 0 and offer.take is not None:
             offer.take(fd)
         if is_own:

@@ -6,8 +6,6 @@ link or its process, whichever is noticed first; its channels are seen to first 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Protocol
 
 from valve_abi import CONTROL_BYTES, REGION_BYTES
@@ -21,24 +19,19 @@ from valved.abi.link import (
     Malformed,
     Packet,
     Refusal,
-    Refused,
     Welcome,
 )
+from valved.clients.admission import Admission, Connection, why_not
 from valved.clients.channels import Channels
-from valved.clients.departures import ANEW, EXIT, Departures
+from valved.clients.claimed import ClaimedRoots
+from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import (
-    NOT_YET,
-    ClaimSource,
     NoPlace,
     Peer,
-    Place,
-    Silence,
-    identify,
-    own_cgroup,
-    place,
     trust_domain,
 )
+from valved.clients.outbox import Arrived
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
 from valved.gate.wake import GateService
@@ -48,10 +41,8 @@ from valved.model.events import EventKind
 from valved.model.ids import ClientId, ProcessId, Role, ServiceId
 from valved.state.journal import Journal
 from valved.state.lived import Lived
-from valved.state.registry import Books, Claim, ClientEntry
+from valved.state.registry import Books, ClientEntry
 
-CLIENT_SLOTS = 4096  # MAX_CLIENTS of valved/native/internal.h
-REFUSALS_KEPT = 4096  # processes whose last refusal is remembered
 DAEMON_FEATURES = (
     Feature.GAPS
     | Feature.HINT
@@ -61,20 +52,6 @@ DAEMON_FEATURES = (
     | Feature.PLAIN_COUNT
     | Feature.KEEP_STOP
 )
-
-
-class Connection(Protocol):
-    """One peer's socket, as this service sees it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def uid(self) -> int: ...
-
-    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 class KvMemory(Protocol):
@@ -88,6 +65,16 @@ class KvMemory(Protocol):
     def client_joined(self, entry: ClientEntry) -> None: ...
 
     def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None: ...
+
+
+class ClientsListener:
+    """What this room reports to whoever stands above. Does nothing; the daemon's (node/news.py) overrides it."""
+
+    def books_changed(self) -> None:
+        """Claims, clients or channels: a successor must know."""
+
+    def someone_knocks(self) -> None:
+        """Before a peer is judged. Claims may lie in the run folder that were left while no valved answered."""
 
 
 class Register:
@@ -107,11 +94,9 @@ class Register:
     ) -> None:
         self.lived = lived
         self.memory: KvMemory | None = None
-        self.pods: ClaimSource | None = None  # on a Kubernetes node
-        self.look_for_claims: Callable[[], None] = lambda: None  # that were left while no valved answered
+        self.listener = ClientsListener()
         self.useful = UsefulTokens()
-        self.channels = Channels(gate, books, gating, journal, clock, quota, link, self.send, prover)
-        self._refused: dict[ProcessId, str] = {}
+        self.channels = Channels(gate, books, gating, journal, clock, quota, link, self.send, prover, self._changed)
         self._gate = gate
         self._books = books
         self._gating = gating
@@ -121,132 +106,41 @@ class Register:
         self._exits = Exits(reactor, processes)
         left, counters = self.channels.leftovers, gating.counters
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
-        self._quota = quota
+        self.admission = Admission(books, gating, journal, processes, quota)
+        ends = (self._exits, self.leave, self._service_ended, self._changed)
+        self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self._connections: dict[ClientId, Connection] = {}
 
-    # Claims
+    def _changed(self) -> None:
+        self.listener.books_changed()
 
-    def claim(self, pid: int, start_time: int, role: Role, name: str) -> Claim | None:
-        """Claim a process for a role. None: it is gone, or its number means another process by now."""
-        root = ProcessId(pid=pid, start_time=start_time)
-        if self._processes.start_time(pid) != start_time:
-            return None
-        known = self._books.claims.get(root)
-        if known is not None and known.role is not role:
-            self._drop_claim(known)
-        cgroup = own_cgroup(pid, self._processes) if os.geteuid() == 0 else ""
-        self._book_claim(root, role, name or self._processes.comm(pid), cgroup)
-        return self._books.claims.get(root)
-
-    def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
-        known = self._books.claims.get(root)
-        claim = self._books.claim(root, role, name, cgroup)
-        if known is claim:
-            return
-        if role is Role.ONLINE:
-            try:
-                self._gating.add_service(claim.service, frozenset())
-            except Exception:
-                self._drop_service(claim.service)  # and its claim with it: a claim without a gate protects nobody
-                raise
-        self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
-        self.watch_root(root)
-        self.channels.changed()
-
-    def _ask_pods(self, peer: Peer) -> bool:
-        """A peer nobody has claimed may live in a pod that says what it is. False: that pod is not known yet."""
-        if self.pods is None or self._books.find_claim(peer.chain, peer.cgroup) is not None:
-            return True
-        found = self.pods.claim_of(peer)
-        if found is NOT_YET:
-            return False
-        if not isinstance(found, Silence):
-            self._book_claim(peer.process, found.role, found.name, found.cgroup)
-        return True
-
-    def watch_root(self, root: ProcessId) -> None:
-        if not self._exits.watch(root, root.pid, lambda: self.root_gone(root)):
-            self.root_gone(root)
-
-    def root_gone(self, root: ProcessId) -> None:
-        """A claimed process ended. Its service lives as long as one of its clients does."""
-        self._exits.forget(root)
-        claim = self._books.claims.get(root)
-        if claim is not None and not self._books.services[claim.service].clients:
-            self._drop_claim(claim)
-
-    def _drop_claim(self, claim: Claim) -> None:
-        self._exits.forget(claim.root)
-        for client in list(self._books.services[claim.service].clients):
-            self.leave(client, ANEW)
-        if claim.service in self._books.services:
-            self._drop_service(claim.service)
+    def _service_ended(self, service: ServiceId) -> None:
+        self.channels.harvest.forget(service)
+        self.useful.forget(service)
+        self.channels.lease.refresh()
 
     # Joining and leaving
 
     def hello(self, connection: Connection, packet: Packet, *, is_scarce: bool = False) -> ClientId | None:
         """Welcome or refuse a peer. None: the connection is to be closed. `is_scarce`: few descriptors are left, and
         online processes get them."""
-        body = packet.body
-        assert isinstance(body, Hello)
-        try:
-            peer = identify(connection.pid, connection.uid, self._processes)
-        except OSError:  # no descriptor left to look at it with
-            text = "valved is out of descriptors"
-            connection.send(LinkType.REFUSED, Refused(code=Refusal.QUOTA, text=text), packet.seq)
-            self.count_refusal(Refusal.QUOTA)
-            return None
+        peer = self.admission.peer(connection, packet.seq)
         if peer is None:
             return None
-        self.look_for_claims()
-        refusal = self._why_not(body, peer)
-        if refusal is None and not self._ask_pods(peer):
+        self.listener.someone_knocks()
+        hello = packet.body
+        assert isinstance(hello, Hello)
+        refusal = why_not(hello)
+        if refusal is None and not self.claimed.ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again
-        given = refusal or place(_role(body.wanted_role), peer, self._books)
-        if isinstance(given, Place):
-            given = self._no_room(peer, given, is_scarce) or given
+        given = refusal or self.admission.judge(hello, peer, is_scarce=is_scarce)
         if isinstance(given, NoPlace):
-            self._refuse(connection, packet.seq, given, peer)
+            self.admission.refuse(connection, packet.seq, given, peer)
             return None
         service = given.service
         if service is None:
-            service = self._books.add_service(body.comm or peer.comm, given.role, None).id
+            service = self._books.add_service(hello.comm or peer.comm, given.role, None).id
         return self._welcome(connection, packet, peer, given.role, service)
-
-    def _why_not(self, hello: Hello, peer: Peer) -> NoPlace | None:
-        if not hello.abi_min <= ABI <= hello.abi_max:
-            text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
-            return NoPlace(code=Refusal.VERSION, text=text)
-        return None
-
-    def _no_room(self, peer: Peer, given: Place, is_scarce: bool) -> NoPlace | None:
-        """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
-        online has room that nobody else can take."""
-        if given.service in self._gating.online:
-            return None
-        quota, books = self._quota, self._books
-        most = quota.clients_per_uid if peer.uid else quota.root_clients
-        of_claim = len(books.services[given.service].clients) if given.service in books.services else 0
-        if books.per_process[peer.process] >= quota.clients_per_process:
-            text = f"process {peer.process.pid} has {quota.clients_per_process} clients already"
-        elif max(books.per_home[peer.uid, peer.cgroup], of_claim) >= most:
-            text = f"user {peer.uid} has {most} clients there already"
-        elif len(books.clients) >= CLIENT_SLOTS - quota.kept_for_online:
-            text = "the places that are left are for online services"
-        elif is_scarce:
-            text = "the descriptors that are left are for online services"
-        else:
-            return None
-        return NoPlace(code=Refusal.QUOTA, text=text)
-
-    def _refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
-        connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
-        self._gating.counters.refuse(why.code.name.lower())
-        if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
-            self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
-        self._refused[peer.process] = why.text
-        if len(self._refused) > REFUSALS_KEPT:
-            del self._refused[next(iter(self._refused))]
 
     def _welcome(
         self, connection: Connection, packet: Packet, peer: Peer, role: Role, service: ServiceId
@@ -258,7 +152,7 @@ class Register:
         if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, EXIT)):
             self._take_back(client, service, created=fds is not None)
             why = NoPlace(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
-            self._refuse(connection, packet.seq, why, peer)
+            self.admission.refuse(connection, packet.seq, why, peer)
             return None
         entry = ClientEntry(
             id=client,
@@ -266,7 +160,7 @@ class Register:
             uid=peer.uid,
             role=role,
             service=service,
-            domain=trust_domain(peer, self._books.services[service], self.pods),
+            domain=trust_domain(peer, self._books.services[service], self.claimed.pods),
             cgroup=peer.cgroup,
             comm=peer.comm,
             abi=ABI,
@@ -302,7 +196,7 @@ class Register:
             comm=peer.comm,
             build=hello.build,
         )
-        self.channels.changed()
+        self.listener.books_changed()
         return client
 
     def _create(self, client: ClientId, role: Role, service: ServiceId) -> ClientFds | None:
@@ -314,7 +208,7 @@ class Register:
     def _take_back(self, client: ClientId, service: ServiceId, *, created: bool) -> None:
         if created:
             self._gate.remove_client(client)
-        self.drop_if_empty(service)
+        self.claimed.drop_if_empty(service)
 
     def leave(self, client: ClientId, reason: str) -> None:
         """A client is gone, by its link or by its process. Its channels are seen to first."""
@@ -345,8 +239,8 @@ class Register:
         )
         if changed or entry.role is Role.OFFLINE:
             self.channels.gpus_changed(entry.service)
-        self.drop_if_empty(entry.service)
-        self.channels.changed()
+        self.claimed.drop_if_empty(entry.service)
+        self.listener.books_changed()
 
     def _read_tokens(self, entry: ClientEntry) -> None:
         if entry.role is Role.HOOK:
@@ -365,28 +259,6 @@ class Register:
             self._read_tokens(entry)
         return self.useful.by_process(service)
 
-    def drop_if_empty(self, service: ServiceId) -> None:
-        """A service without clients ends with its claimed process; an unclaimed one ends at once."""
-        entry = self._books.services.get(service)
-        if entry is None or entry.clients:
-            return
-        root = entry.root
-        if root is None or self._processes.start_time(root.pid) != root.start_time:
-            if root is not None:
-                self._exits.forget(root)
-            self._drop_service(service)
-
-    def _drop_service(self, service: ServiceId) -> None:
-        if service in self._gating.online:
-            self._gating.remove_service(service)
-        else:
-            self._gate.remove_service(service)  # whatever its hooks took of the gate
-        self._books.drop_service(service)
-        self.channels.harvest.forget(service)
-        self.useful.forget(service)
-        self.channels.lease.refresh()
-        self.channels.changed()
-
     # Messages
 
     def handle(self, client: ClientId, packet: Packet, fds: list[int]) -> None:
@@ -398,17 +270,22 @@ class Register:
         else:
             self.memory.handle(self._books.clients[client], packet, fds)
 
-    def send(self, client: ClientId, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
-        """To a client, if it is still connected."""
+    def send(
+        self,
+        client: ClientId,
+        kind: LinkType,
+        body: Body,
+        seq: int,
+        fds: tuple[int, ...] = (),
+        arrived: Arrived | None = None,
+    ) -> bool:
+        """To a client, if it is still connected. As of an outbox."""
         connection = self._connections.get(client)
-        return connection is not None and connection.send(kind, body, seq, fds)
+        return connection is not None and connection.send(kind, body, seq, fds, arrived)
 
     def is_online(self, client: ClientId) -> bool:
         """An online process, or the engine hook of one."""
         return self._books.clients[client].service in self._gating.online
-
-    def count_refusal(self, code: Refusal) -> None:
-        self._gating.counters.refuse(code.name.lower())
 
     def malformed(self, pid: int, uid: int, why: str) -> None:
         self._gating.counters.malformed += 1
@@ -418,7 +295,3 @@ class Register:
         for client in list(self._books.clients):
             self.channels.forget(client)
         self._exits.close()
-
-
-def _role(value: int) -> Role:
-    return Role(value) if value in set(Role) else Role.NONE

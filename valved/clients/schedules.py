@@ -52,7 +52,6 @@ class Schedules:
         self._possession = possession
         self._ack = ack
         self._held: dict[ClientId, dict[int, HeldSchedule]] = {}  # by number of the request, oldest first
-        gating.after_wake.append(self.release)
 
     def wait(self, entry: ClientEntry, seq: int, body: Schedule) -> None:
         gpus = self._gated_gpus(entry, body.h_client)
@@ -112,4 +111,4 @@ class Schedules:
             return
         of_all = {h_client for h_client, _ in entry.channels}
         for h_client in {body.h_client} if body.h_client else of_all:
-            self._gate.stop_again(entry.id, h_client)
+            self._gate.channels.stop_again(entry.id, h_client)

@@ -30,7 +30,7 @@ from valved.abi.link import (
     build,
     parse,
 )
-from valved.clients.outbox import Outbox, widen
+from valved.clients.outbox import Arrived, Outbox, widen
 from valved.clients.register import Register
 from valved.clients.turns import Turns
 from valved.machine.helpers import Closer
@@ -96,9 +96,11 @@ class LinkConnection:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = ()) -> bool:
-        """Whether it is on its way. Never waits."""
-        return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds)
+    def send(
+        self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
+    ) -> bool:
+        """As of an outbox. Never waits."""
+        return self.is_open and self.outbox.send(build(kind, body, seq=seq, sent_ns=time.monotonic_ns()), fds, arrived)
 
     def receive(self) -> tuple[bytes, list[int]] | None:
         """One packet and the descriptors on it; None when nothing waits. EOFError at the end."""
@@ -231,7 +233,7 @@ class LinkServer:
             refused = Refused(code=Refusal.QUOTA, text="valved is out of descriptors")
             with contextlib.suppress(OSError):
                 sock.send(build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()), socket.MSG_DONTWAIT)
-            self._register.count_refusal(Refusal.QUOTA)
+            self._register.admission.count_refusal(Refusal.QUOTA)
             self.closer.close([sock.detach()])
         self._keep_spare()
 

@@ -34,15 +34,6 @@ class SharedWeights:
         self._is_told = True
         self.refresh()
 
-    def after(self, first: Callable[[], None]) -> Callable[[], None]:
-        def both() -> None:
-            try:
-                first()
-            finally:  # a consent that was taken back stands in no file because something else failed
-                self.refresh()
-
-        return both
-
     def refresh(self) -> None:
         content = msgspec.json.encode({"services": [self._entry(service) for service in sorted(self._gating.online)]})
         if not self._is_told or content == self._written:

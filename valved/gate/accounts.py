@@ -6,6 +6,7 @@ Each GPU's account counts the time it was open; a job's share is the difference 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from valved.model.ids import GpuIndex, ServiceId
 from valved.state.stats import GpuAccount
@@ -42,3 +43,15 @@ class Harvest:
     def forget(self, service: ServiceId) -> None:
         self._done.pop(service, None)
         self._from.pop(service, None)
+
+
+def held_by(accounts: Mapping[GpuIndex, GpuAccount], service: ServiceId) -> frozenset[GpuIndex]:
+    return frozenset(gpu for gpu, account in accounts.items() if service in account.holders)
+
+
+def book_hold(
+    accounts: Mapping[GpuIndex, GpuAccount], service: ServiceId, gpus: Iterable[GpuIndex], at_ns: int
+) -> None:
+    for gpu in gpus:
+        if gpu in accounts:
+            accounts[gpu].hold(service, at_ns)

@@ -13,7 +13,8 @@ import signal
 from collections.abc import Callable
 
 from valved.config import LadderTable
-from valved.gate.wake import DRIVER_CALLS, GateService
+from valved.gate.edges import DRIVER_CALLS
+from valved.gate.wake import GateService
 from valved.machine.clock import Clock, TimerHandle
 from valved.machine.ports import Stamp
 from valved.model.events import EventKind
@@ -48,10 +49,6 @@ class Ladder:
         self._late: set[GpuIndex] = set()  # where a process has some more time to carry out an order
         self._strangers: set[ProcessId] = set()  # stopped, and said so
         self._frozen: dict[ClientId, tuple[TimerHandle | None, frozenset[GpuIndex]]] = {}
-        self.changed: Callable[[], None] = lambda: None  # a successor must know whom we froze
-        gating.on_failure = self.gate_failed
-        gating.after_wake.append(self.thaw)
-        gating.after_drain.append(self.thaw)
 
     def frozen(self) -> list[ProcessId]:
         return [self._books.clients[client].process for client in self._frozen if client in self._books.clients]
@@ -89,7 +86,7 @@ class Ladder:
                 self._frozen[entry.id] = self._kill_timer(entry.id), frozenset(entry.gpus())
                 self._gating.want_prompt("frozen", True)
                 self._record(EventKind.FROZEN, entry, f"gate failed with status {stamp.status}")
-                self.changed()
+                self._gating.listener.frozen_changed()
 
     def thaw(self) -> None:
         """A GPU may have opened, or stopped after all: let those run whom nobody has to hold back by signals."""
@@ -101,7 +98,7 @@ class Ladder:
                 self._forget(client)
                 self._signal(entry.process, signal.SIGCONT)
                 self._record(EventKind.THAWED, entry, "its GPUs are free, or its channels are off after all")
-                self.changed()
+                self._gating.listener.frozen_changed()
 
     def _kill_timer(self, client: ClientId) -> TimerHandle | None:
         if not self._settings.kill_after_s:

@@ -49,7 +49,6 @@ class Granting:
         self._grantable: frozenset[GpuIndex] = frozenset()
         self._told: dict[ServiceId, tuple[int, int]] = {}
         self._offered: dict[ClientId, tuple[int, int]] = {}
-        gating.clients_changed = self.refresh
 
     def refresh(self) -> None:
         """From what is to what the native side is told. Grants that may not go on have ended on return."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from valve_abi import GrantAnswer
 
 from valved.gate import readings
-from valved.gate.armed import RmClient
+from valved.gate.armed import GateClient
 from valved.machine.ports import Grants
 from valved.model.ids import ChannelRef, ClientId, GpuIndex, ServiceId
 from valved.native._gate import ffi, lib
@@ -17,18 +17,10 @@ _NO_REFUSAL = (GrantAnswer.NONE, GrantAnswer.GIVEN)
 _REASONS = tuple(one for one in GrantAnswer if one is not GrantAnswer.ANSWERS and one not in _NO_REFUSAL)
 
 
-class _Client(Protocol):
-    @property
-    def native(self) -> Any: ...
-
-    @property
-    def rm_clients(self) -> Mapping[int, RmClient]: ...
-
-
 class NativeGrants:
     """`services` and `clients` are the gate's own books."""
 
-    def __init__(self, gate: Any, services: Mapping[ServiceId, int], clients: Mapping[ClientId, _Client]) -> None:
+    def __init__(self, gate: Any, services: Mapping[ServiceId, int], clients: Mapping[ClientId, GateClient]) -> None:
         self._gate, self._services, self._clients = gate, services, clients
         self._by_slices = False
         self._begin, self._end = ffi.new("uint64_t *"), ffi.new("uint64_t *")

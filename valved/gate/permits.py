@@ -1,11 +1,22 @@
-"""What the native side is told before it may wake a service by itself, and what it says of its last look."""
+"""Gives the native side leave to wake a service by itself, with the numbers of its decision, and takes it back."""
 
 from __future__ import annotations
 
-from valved.gate.online import OnlineService
-from valved.machine.ports import WakeLook, WakeRule
-from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from valved.gate.online import OnlineService
+from valved.gate.records import GateRecords
+from valved.machine.clock import Clock, Ticker
+from valved.machine.ports import ClientView, GatePort, WakeLook, WakeRule
+from valved.model.ids import GpuIndex, Role, ServiceId
+from valved.policy.breaker import BreakerSettings
+from valved.policy.cooldown import CooldownSettings, read_cooldown
+from valved.policy.wake import WakeAction, WakeDecision, WakeReason, WakeSettings
+from valved.state.registry import Books, ClientEntry
+from valved.state.stats import GpuAccount
+
+TICK_NS = 250_000_000  # how often stamps of ordinary edges are read when nobody asks for them
 LEAST_CHANGE = 50  # a cooldown that has shrunk by less than this part is not worth telling
 
 # As enum valve_wake_reason and enum valve_wake_action of native/gate.h count them. 0: nobody has looked yet.
@@ -20,6 +31,149 @@ REASONS = (
     WakeReason.WATCHER_DEAD,
 )
 ACTIONS = (WakeAction.HOLD, WakeAction.WAIT, WakeAction.WAKE)
+
+
+@dataclass(slots=True, kw_only=True)
+class GateSettings:
+    """The policies' settings in force. SetPolicy replaces the cooldown's while running."""
+
+    cooldown: CooldownSettings
+    wake: WakeSettings
+    breaker: BreakerSettings
+
+
+class Permits:
+    """Looks at each online service: after what changed, and a few times a second while one is permitted.
+
+    `online` and `gpus` are the gate's own books; `drain` brings them up to this moment.
+    """
+
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        clock: Clock,
+        settings: GateSettings,
+        records: GateRecords,
+        online: Mapping[ServiceId, OnlineService],
+        gpus: Mapping[GpuIndex, GpuAccount],
+        drain: Callable[[], None],
+    ) -> None:
+        self._gate = gate
+        self._books = books
+        self._clock = clock
+        self._settings = settings
+        self._records = records
+        self._online = online
+        self._gpus = gpus
+        self._drain = drain
+        self._is_braked = False
+        self._askers: set[str] = set()
+        self._cooldown = settings.cooldown  # that all permissions rest on
+        self._ticker = Ticker(clock, self._tick_over)
+
+    @property
+    def is_braked(self) -> bool:
+        """Paused, off or draining: nobody is woken."""
+        return self._is_braked
+
+    @is_braked.setter
+    def is_braked(self, on: bool) -> None:
+        self._is_braked = on
+        for online in self._online.values() if on else ():
+            self.withdraw(online)
+
+    def ask_idleness(self, asker: str, on: bool) -> None:
+        """Somebody wants to know how idle GPUs are although no offline work is there to gain by it."""
+        (self._askers.add if on else self._askers.discard)(asker)
+        self.look_at_all()
+
+    def look_at_all(self) -> None:
+        for online in list(self._online.values()):
+            self.look_soon(online)
+
+    def look_soon(self, online: OnlineService) -> None:
+        self._arm(online, self._clock.now_ns())
+
+    def _arm(self, online: OnlineService, when_ns: int) -> None:
+        if online.timer is not None:
+            online.timer.cancel()
+        online.timer = self._clock.call_at_ns(when_ns, lambda: self._look(online))
+
+    def _look(self, online: OnlineService) -> None:
+        """Learn from the clients' regions; permit, or not; note what the last answer was."""
+        if online.timer is not None:
+            online.timer.cancel()
+            online.timer = None
+        self._drain()
+        if online.id not in self._online:
+            return
+        now_ns, before = self._clock.now_ns(), online.decision
+        obstacle = self._obstacle(online, now_ns)
+        self._set_watch(online, obstacle is None)
+        if online.holding:
+            online.observe(self._views(online.id), now_ns, self._settings.cooldown)
+        else:
+            online.cooldown = read_cooldown(online.cooldown_state, self._settings.cooldown)
+        if obstacle is None:
+            self._permit(online)
+            online.decision = decision_of(self._gate.look(online.id), before)
+        else:
+            self.withdraw(online)
+            online.decision = no_permit(obstacle, before)
+        if self.is_resting(online, now_ns):
+            self._arm(online, online.breaker.open_until_ns)
+        if online.holding and online.decision is not None:
+            self._records.change(online, before, online.decision)
+
+    def _obstacle(self, online: OnlineService, now_ns: int) -> WakeReason | None:
+        """What stands in the way that the native side does not know of."""
+        if self._is_braked or online.away or self.is_resting(online, now_ns):
+            return WakeReason.BRAKED
+        return None if self._has_offline(online) else WakeReason.NO_OFFLINE
+
+    def _permit(self, online: OnlineService) -> None:
+        rule = rule_of(online, self._settings.wake)
+        if is_news(online.rule, rule):
+            online.rule = rule
+            self._gate.permit(online.id, rule)
+        self._ticker.start(TICK_NS)
+
+    def withdraw(self, online: OnlineService) -> None:
+        """Whatever is to hold from here on is said to the native side before anything else."""
+        if online.rule is not None:
+            online.rule = None
+            self._gate.permit(online.id, None)
+
+    def _tick_over(self) -> None:
+        """Read what happened, and look at who is busy."""
+        self._drain()
+        is_new, self._cooldown = self._cooldown is not self._settings.cooldown, self._settings.cooldown
+        permitted = [online for online in self._online.values() if online.rule is not None]
+        if not permitted:
+            self._ticker.stop()
+        for online in permitted:
+            if online.holding or is_new:
+                self._look(online)
+
+    def _has_offline(self, online: OnlineService) -> bool:
+        return bool(self._askers) or any(self._gpus[gpu].channels for gpu in online.gpus)
+
+    def is_resting(self, online: OnlineService, now_ns: int) -> bool:
+        return now_ns < online.breaker.open_until_ns
+
+    def _set_watch(self, online: OnlineService, on: bool) -> None:
+        if online.watching == on:
+            return
+        online.watching = on
+        online.watch_since_ns = self._clock.now_ns()
+        for client in self._books.clients_of(online.id):
+            if client.role is Role.ONLINE:
+                self._gate.set_watch(client.id, on)
+
+    def _views(self, service: ServiceId) -> list[tuple[ClientEntry, ClientView]]:
+        clients = self._books.clients_of(service)
+        return [(client, self._gate.view(client.id, with_gaps=True)) for client in clients]
 
 
 def rule_of(online: OnlineService, settings: WakeSettings) -> WakeRule:

@@ -85,9 +85,9 @@ def view(native: Any) -> ClientView:
     )
 
 
-def gpu_info(index: GpuIndex, native: Any, known: dict[bytes, cards.Card]) -> GpuInfo:
+def gpu_info(index: GpuIndex, native: Any, known: dict[bytes, cards.CardName]) -> GpuInfo:
     uuid = bytes(ffi.buffer(native.uuid))
-    card = known.get(uuid, cards.Card(name=f"GPU {index}", total_bytes=0))
+    card = known.get(uuid, cards.CardName(name=f"GPU {index}", total_bytes=0))
     return GpuInfo(
         index=index,
         minor=native.minor,

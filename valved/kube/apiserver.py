@@ -40,10 +40,19 @@ def brake_view(client: KubeClient, braked: Callable[[bool], None]) -> Reflector:
 
 
 class ApiServer:
-    def __init__(self, client: KubeClient, node: str, book: PodBook, braked: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        node: str,
+        book: PodBook,
+        braked: Callable[[bool], None],
+        *,
+        found: Callable[[Json], None],
+    ) -> None:
+        """`found` gets the node's own object, at every change."""
         self.written = 0
         self.failed = 0
-        self.found: Callable[[Json], None] = lambda harvest_node: None  # the node's own object, at every change
+        self.found = found
         self._client = client
         self._node = node
         self._book = book

@@ -57,10 +57,17 @@ class Allocation:
 
 
 class Claims:
-    changed: Callable[[], None] = staticmethod(lambda: None)  # a claim was told
-
-    def __init__(self, client: KubeClient, node: str, *, again_s: float = AGAIN_S) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        node: str,
+        *,
+        again_s: float = AGAIN_S,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`changed`: a claim came to be known."""
         self._client = client
+        self._changed = changed
         self._again_s = again_s
         self._results: dict[tuple[str, str], Allocation] = {}  # (pod UID, claim)
         self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}  # those that are under way
@@ -110,7 +117,7 @@ class Claims:
                 await asyncio.sleep(again_s)
                 again_s = min(2 * again_s, MOST_AGAIN_S)
             self._results[key] = found
-            self.changed()
+            self._changed()
         finally:
             if self._reads.get(key) is asyncio.current_task():
                 del self._reads[key]

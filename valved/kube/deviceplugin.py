@@ -23,7 +23,7 @@ from valve_kube.injection import InjectionSettings
 
 from valved.kube import cdi, slots
 from valved.kube.shimfiles import LOADER_LIST
-from valved.kube.starter import NotReady, Starter
+from valved.kube.starter import MayNotStart, Starter
 
 log = logging.getLogger("valved.kube")
 
@@ -121,7 +121,7 @@ class Servicer(rpc.DevicePluginServicer):
     ) -> pb.PreStartContainerResponse:
         try:
             pod = await self._starter.start(request.devices_ids)
-        except NotReady as reason:
+        except MayNotStart as reason:
             log.warning("offline container not started", extra={"facts": {"reason": str(reason)}})
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"valve: {reason}")
             raise

@@ -10,7 +10,7 @@ from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
-from valved.kube.podresources import Holding
+from valved.kube.podresources import HeldDevices
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo, ProcessPort
@@ -54,7 +54,7 @@ class Host:
 class LastHeard:
     """What was last heard; an answer that does not come changes nothing."""
 
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[HeldDevices, ...] = ()
     cards: Mapping[bytes, CardUse] = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
     has_holdings: bool = False  # the kubelet has answered once
@@ -73,9 +73,12 @@ class Uncounted:
         gating, now_ns = self._host.gating, self._host.clock.now_ns()
         is_heard = any(verdict.gpu == gpu and verdict.is_heard for verdict in self._known.verdicts)
         return (
-            gating.is_braked
+            gating.permits.is_braked
             or (GUARD_SERVICE in gating.gpus[gpu].holders and not is_heard)
-            or any(gpu in one.gpus and (one.away or gating.is_resting(one, now_ns)) for one in gating.online.values())
+            or any(
+                gpu in one.gpus and (one.away or gating.permits.is_resting(one, now_ns))
+                for one in gating.online.values()
+            )
         )
 
     def is_by_order(self, gpu: GpuIndex) -> bool:

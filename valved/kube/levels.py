@@ -21,7 +21,7 @@ REACH_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class EngineMemory:
     """An engine's memory now."""
 
     limit_mib: float  # per GPU: what it has or could have, but for what its level withholds
@@ -30,7 +30,7 @@ class Standing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Level:
+class MemoryLevel:
     limit_mib: float = 0.0  # mean over the time
     runnable_s: float = 0.0
     tokens: int = 0
@@ -40,7 +40,7 @@ class Level:
 class Series:
     """One pod's."""
 
-    levels: tuple[Level, ...] = field(default_factory=lambda: tuple(Level() for _ in SHARES))
+    levels: tuple[MemoryLevel, ...] = field(default_factory=lambda: tuple(MemoryLevel() for _ in SHARES))
     at: int = 0
     skip_s: float = WARM_S
     waited_s: float = 0.0
@@ -57,7 +57,7 @@ class Series:
     def end(self) -> None:
         self.at = len(SHARES)
 
-    def note(self, memory: Standing, runnable_s: float, tokens: int) -> None:
+    def note(self, memory: EngineMemory, runnable_s: float, tokens: int) -> None:
         """What came since the last look, in seconds in which it could run, not of the clock."""
         if self.is_over:
             return
@@ -74,7 +74,7 @@ class Series:
         else:
             self._count(self.levels[self.at], memory.limit_mib, runnable_s, tokens)
 
-    def _count(self, level: Level, limit_mib: float, runnable_s: float, tokens: int) -> None:
+    def _count(self, level: MemoryLevel, limit_mib: float, runnable_s: float, tokens: int) -> None:
         whole_s = level.runnable_s + runnable_s
         if whole_s > 0:
             level.limit_mib += (limit_mib - level.limit_mib) * runnable_s / whole_s
@@ -92,7 +92,7 @@ class LevelBook:
 
     _wanted: frozenset[str] = frozenset()
     _series: dict[str, Series] = field(default_factory=dict)
-    _kept: dict[str, tuple[Level, ...]] = field(default_factory=dict)  # of a predecessor
+    _kept: dict[str, tuple[MemoryLevel, ...]] = field(default_factory=dict)  # of a predecessor
 
     def want(self, uids: Collection[str]) -> None:
         """Exactly these. What a pod has shown stays in the report as long as the pod lives."""
@@ -111,7 +111,7 @@ class LevelBook:
             if entry.get("levels") and entry["podUID"] not in self._series:
                 self._kept.setdefault(entry["podUID"], tuple(map(_read, entry["levels"])))
 
-    def of(self, uid: str) -> tuple[Level, ...]:
+    def of(self, uid: str) -> tuple[MemoryLevel, ...]:
         """What a series has shown, once it is over: the speed at the highest level is the job's own."""
         one = self._series.get(uid)
         if one is None:
@@ -128,8 +128,8 @@ class LevelBook:
         self._kept = {uid: levels for uid, levels in self._kept.items() if uid in live}
 
 
-def _read(level: Mapping[str, Any]) -> Level:
-    return Level(
+def _read(level: Mapping[str, Any]) -> MemoryLevel:
+    return MemoryLevel(
         limit_mib=float(level["limitMiB"]),
         runnable_s=float(level.get("runnableSeconds", 0.0)),
         tokens=int(level.get("usefulTokens", 0)),

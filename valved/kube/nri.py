@@ -26,7 +26,7 @@ from valve_kube.injection import (
 )
 
 from valved.kube.pods import Pod, PodBook
-from valved.kube.ttrpc import Broken, Session
+from valved.kube.ttrpc import Broken, TtrpcSession
 from valved.model.ids import Role
 
 log = logging.getLogger("valved.kube")
@@ -171,7 +171,7 @@ class Injector:
         )
 
 
-class Connection:
+class NriConnection:
     """Stays registered with the runtime until cancelled. Containers created in a gap start uninjected."""
 
     def __init__(self, socket: Path, injector: Injector) -> None:
@@ -194,7 +194,7 @@ class Connection:
 
     async def _once(self) -> None:
         reader, writer = await asyncio.open_unix_connection(str(self._socket))
-        session = Session(reader, writer, self._injector.handle)
+        session = TtrpcSession(reader, writer, self._injector.handle)
         reading = asyncio.ensure_future(session.run())
         try:
             request = pb.RegisterPluginRequest(plugin_name=NAME, plugin_idx=ORDER, nri_version=NRI_VERSION)

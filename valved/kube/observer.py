@@ -13,9 +13,9 @@ from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
 from valved.kube.claims import Claims, Device
-from valved.kube.levels import LevelBook, Standing
+from valved.kube.levels import EngineMemory, LevelBook
 from valved.kube.offline import Reading
-from valved.kube.podresources import Holding
+from valved.kube.podresources import HeldDevices
 from valved.kube.pods import Pod, PodBook
 from valved.kube.status import LentFacts
 from valved.kv.engines import Engine
@@ -64,7 +64,7 @@ class Observer:
     is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
-    def holders(self, holdings: tuple[Holding, ...]) -> list[Holder]:
+    def holders(self, holdings: tuple[HeldDevices, ...]) -> list[Holder]:
         """Whoever was given a GPU: by the kubelet's word, and by the allocations of claims, which some kubelets leave
         out and which stand before a container does."""
         heard = self._heard_pods()
@@ -116,7 +116,7 @@ class Observer:
     def cards(self, cards: Mapping[bytes, CardUse]) -> list[Card]:
         return [Card(gpu=gpu.index, obstacle=_obstacle(cards.get(gpu.uuid))) for gpu in self.gpus]
 
-    def slots_in_use(self, holdings: tuple[Holding, ...]) -> frozenset[str]:
+    def slots_in_use(self, holdings: tuple[HeldDevices, ...]) -> frozenset[str]:
         return frozenset(slot for holding in holdings if holding.resource == names.RESOURCE for slot in holding.ids)
 
     def readings(
@@ -153,7 +153,7 @@ class Observer:
             return any(view.open_requests > 0 for view in views)
         return bool(self.books.services[service].compute_on)
 
-    def _standing(self, engine: Engine | None, cards: Mapping[bytes, CardUse]) -> Standing | None:
+    def _standing(self, engine: Engine | None, cards: Mapping[bytes, CardUse]) -> EngineMemory | None:
         """On the scarcest of its GPUs."""
         if engine is None or self.kv is None or not engine.can_lose:
             return None
@@ -163,7 +163,7 @@ class Observer:
         free = [self.free_bytes(gpu, use) - withheld[gpu] for gpu, use in uses.items() if use is not None]
         if len(free) < len(engine.gpus):
             return None
-        return Standing(
+        return EngineMemory(
             limit_mib=max(0, min(free)) / MIB,
             short=lender.short_of_ceiling(engine),
             can_grow=lender.can_have_more(engine),
@@ -227,7 +227,7 @@ class Observer:
         )
         return {group.uid for group in groups if group is not None}
 
-    def _gpus_of(self, holding: Holding, pod: Pod | None) -> tuple[frozenset[GpuIndex], bool]:
+    def _gpus_of(self, holding: HeldDevices, pod: Pod | None) -> tuple[frozenset[GpuIndex], bool]:
         """The GPUs of a container, and whether they are known; none where it holds no GPU. A device that is named as a
         GPU of this node is one, whatever its resource is called; parts of a shared GPU are listed as UUID::n. Names
         that say nothing may be any GPU, and are heard on none, until the pod has channels on as many as it holds."""
@@ -244,7 +244,7 @@ class Observer:
         is_known = bool(shown) and len(shown) >= len(set(ids))
         return (shown, True) if is_known else (frozenset(self._by_uuid().values()), False)
 
-    def _held_ids(self, holding: Holding, pod: Pod | None) -> list[str]:
+    def _held_ids(self, holding: HeldDevices, pod: Pod | None) -> list[str]:
         """Without what a claim only watches."""
         if pod is None or not holding.is_claimed:
             return list(holding.ids)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from valved.kube.levels import LevelBook, Standing
+from valved.kube.levels import EngineMemory, LevelBook
 from valved.kube.status import OfflineFacts
 
 
@@ -27,7 +27,7 @@ class Reading:
     gated_s: float = 0.0  # since the last reading
     stops: int = 0
     lost: int | None = None  # tokens to be made again, since its engine began; None: no engine is attached
-    memory: Standing | None = None  # of an engine whose memory can be lent
+    memory: EngineMemory | None = None  # of an engine whose memory can be lent
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024  # what the kubelet's own clients allow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class HeldDevices:
     """Devices of one resource in one container. `driver` claims of DRA come as a resource of the driver's name."""
 
     namespace: str
@@ -29,7 +29,7 @@ class Holding:
 
 
 class Holdings(Protocol):
-    async def list(self) -> tuple[Holding, ...]:
+    async def list(self) -> tuple[HeldDevices, ...]:
         """Raises OSError when the kubelet does not answer."""
         ...
 
@@ -40,7 +40,7 @@ class KubeletHoldings:
     def __init__(self, socket: Path) -> None:
         self._target = f"unix:{socket}"
 
-    async def list(self) -> tuple[Holding, ...]:
+    async def list(self) -> tuple[HeldDevices, ...]:
         options = [("grpc.max_receive_message_length", MAX_ANSWER_BYTES), ("grpc.enable_http_proxy", 0)]
         try:
             async with grpc.aio.insecure_channel(self._target, options=options) as channel:
@@ -51,7 +51,7 @@ class KubeletHoldings:
         return tuple(_read(answer))
 
 
-def _read(answer: pb.ListPodResourcesResponse) -> Iterator[Holding]:
+def _read(answer: pb.ListPodResourcesResponse) -> Iterator[HeldDevices]:
     """One entry per container and resource: the kubelet lists each device of a resource on its own."""
     for pod in answer.pod_resources:
         for container in pod.containers:
@@ -62,7 +62,7 @@ def _read(answer: pb.ListPodResourcesResponse) -> Iterator[Holding]:
                 for given in claim.claim_resources:
                     ids.setdefault((given.driver_name, True), []).append(f"{given.pool_name}/{given.device_name}")
             for (resource, is_claimed), held in ids.items():
-                yield Holding(
+                yield HeldDevices(
                     namespace=pod.namespace,
                     pod=pod.name,
                     container=container.name,

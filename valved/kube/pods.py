@@ -47,13 +47,13 @@ class Pod:
 class PodBook:
     """By UID, as control groups name them. Also the claim source of the register."""
 
-    def __init__(self, *, all_gpu_pods: bool = False) -> None:
+    def __init__(self, *, all_gpu_pods: bool = False, changed: Callable[[], None] = lambda: None) -> None:
         """`all_gpu_pods`: a pod that asks for whole GPUs and says no role is online work, too."""
         self.pods: dict[str, Pod] = {}
         self._all_gpu_pods = all_gpu_pods
         self._trust: dict[str, str] = {}  # by namespace, where a label says so
         self._said: dict[str, Said] = {}  # by namespace, where annotations say so
-        self.changed: Callable[[], None] = lambda: None
+        self.changed = changed
 
     # From the API server's watch
 

@@ -28,7 +28,7 @@ from valved.kube.counting import BEAT_S, BOOK_S, Counting
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
 from valved.kube.host import Host, LastHeard, Uncounted
-from valved.kube.nri import Connection, Injector
+from valved.kube.nri import Injector, NriConnection
 from valved.kube.observer import Observer
 from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holdings, KubeletHoldings
@@ -58,12 +58,10 @@ class Room:
         self._harvestable_s: dict[str, float] = {}  # GPU -> when it last was
         self.known = LastHeard()
         uncounted = Uncounted(host, self.known)
-        self.book = PodBook(all_gpu_pods=table.all_gpu_pods)
-        self.book.changed = self._wake.set
+        self.book = PodBook(all_gpu_pods=table.all_gpu_pods, changed=self._pods_changed)
         self.offline = OfflineBook()
         client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
-        self.claims = Claims(client, table.node)
-        self.claims.changed = self._wake.set
+        self.claims = Claims(client, table.node, changed=self._wake.set)
         self._observer = Observer(
             gpus=self._gpus,
             claims=self.claims,
@@ -81,8 +79,7 @@ class Room:
             host, self.known, uncounted, self._observer, self.book, self.offline, changed=self._wake.set
         )
         self._follower = Follower(host.brake, host.gating, host.kv, host.consents)
-        self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake)
-        self.api.found = self._own_object
+        self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake, found=self._own_object)
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
         self._add_neighbours(table)
         self.reports = Reports(
@@ -100,8 +97,8 @@ class Room:
         )
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
-        host.register.pods = self.book
-        host.gating.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
+        host.register.claimed.pods = self.book
+        host.gating.permits.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
         host.gating.set_standing(GUARD_SERVICE, frozenset(gpu.index for gpu in self._gpus))
         self.counting.adopt()
 
@@ -121,9 +118,13 @@ class Room:
         )
         self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
         self.injector = Injector(self.book, settings)
-        self.nri = Connection(Path(table.nri_socket), self.injector) if table.nri_socket else None
+        self.nri = NriConnection(Path(table.nri_socket), self.injector) if table.nri_socket else None
         if self.nri is not None:
             self._observer.has_shim = self.injector.has_shim
+
+    def _pods_changed(self) -> None:
+        self._host.gating.listener.clients_changed()  # their annotations consent, or do so no longer
+        self._wake.set()
 
     async def run(self) -> None:
         """Until cancelled. Each part is begun again when it fails; none takes another with it."""

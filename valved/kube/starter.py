@@ -14,14 +14,14 @@ from pathlib import Path
 from valve_kube import names
 
 from valved.kube import cdi
-from valved.kube.podresources import Holding, Holdings
+from valved.kube.podresources import HeldDevices, Holdings
 from valved.kube.pods import Pod, PodBook
 from valved.model.ids import Role
 
 FetchPod = Callable[[str, str], Awaitable[None]]  # namespace, name: have the API server tell the book
 
 
-class NotReady(Exception):
+class MayNotStart(Exception):
     """The container cannot start now; the text is what the pod's event shows."""
 
 
@@ -36,7 +36,7 @@ class Starter:
     given: dict[str, str] = field(default_factory=dict)  # GPU -> UID of the pod that was let in last
 
     async def start(self, slots: Collection[str]) -> Pod:
-        """Let the container that holds these slots start, or raise NotReady."""
+        """Let the container that holds these slots start, or raise MayNotStart."""
         holding = await self._who_holds(slots)
         pod = await self._pod(holding)
         self._check(pod)
@@ -46,50 +46,52 @@ class Starter:
             self.given[uuid] = pod.uid
         return pod
 
-    async def _who_holds(self, slots: Collection[str]) -> Holding:
+    async def _who_holds(self, slots: Collection[str]) -> HeldDevices:
         try:
             held = await self.holdings.list()
         except OSError as error:
-            raise NotReady(str(error)) from error
+            raise MayNotStart(str(error)) from error
         mine = [one for one in held if one.resource == names.RESOURCE and not set(slots).isdisjoint(one.ids)]
         if len(mine) != 1:
             who = ", ".join(f"{one.namespace}/{one.pod}" for one in mine) or "no pod"
-            raise NotReady(f"slots {', '.join(sorted(slots))} are held by {who}, must be one container")
+            raise MayNotStart(f"slots {', '.join(sorted(slots))} are held by {who}, must be one container")
         return mine[0]
 
-    async def _pod(self, holding: Holding) -> Pod:
+    async def _pod(self, holding: HeldDevices) -> Pod:
         """From the watch, or asked for if that is behind: a placement is in the very first version a kubelet sees."""
         pod = self.book.named(holding.namespace, holding.pod)
         if pod is None or not pod.gpus:
             try:
                 await self.fetch(holding.namespace, holding.pod)
             except OSError as error:
-                raise NotReady(f"placement of {holding.namespace}/{holding.pod} is not known yet: {error}") from error
+                raise MayNotStart(
+                    f"placement of {holding.namespace}/{holding.pod} is not known yet: {error}"
+                ) from error
             pod = self.book.named(holding.namespace, holding.pod)
         if pod is None:
-            raise NotReady(f"the API server knows no pod {holding.namespace}/{holding.pod}")
+            raise MayNotStart(f"the API server knows no pod {holding.namespace}/{holding.pod}")
         return pod
 
     def _check(self, pod: Pod) -> None:
         if pod.role is not Role.OFFLINE:
-            raise NotReady(f"{pod.key} is not offline work ({names.ROLE}: {names.OFFLINE})")
+            raise MayNotStart(f"{pod.key} is not offline work ({names.ROLE}: {names.OFFLINE})")
         if not pod.gpus:
-            raise NotReady(f"{pod.key} has no placement ({names.GPUS}); was it bound by {names.SCHEDULER}?")
+            raise MayNotStart(f"{pod.key} has no placement ({names.GPUS}); was it bound by {names.SCHEDULER}?")
         gone = [uuid for uuid in pod.gpus if uuid not in self.uuids]
         if gone:
-            raise NotReady(f"{pod.key} was placed on {gone[0]}, which this node does not have (any more)")
+            raise MayNotStart(f"{pod.key} was placed on {gone[0]}, which this node does not have (any more)")
         for uuid in pod.gpus:
             for other in self.book.offline():
                 came_first = other.is_running or self.given.get(uuid) == other.uid
                 if other.uid != pod.uid and uuid in other.gpus and came_first:
-                    raise NotReady(f"{uuid} still belongs to {other.key}")
+                    raise MayNotStart(f"{uuid} still belongs to {other.key}")
 
     def _describe(self, folder: Path, slots: tuple[str, ...], uuids: tuple[str, ...]) -> None:
         toolkit = cdi.read_toolkit(self.toolkit_folders)
         if toolkit is None:
-            raise NotReady("NVIDIA's toolkit keeps no CDI description on this node; use the backend envvar")
+            raise MayNotStart("NVIDIA's toolkit keeps no CDI description on this node; use the backend envvar")
         try:
             for slot, spec in cdi.slot_specs(slots, uuids, toolkit).items():
                 cdi.write(folder, slot, spec)
         except (cdi.NoDescription, OSError) as error:
-            raise NotReady(str(error)) from error
+            raise MayNotStart(str(error)) from error

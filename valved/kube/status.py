@@ -8,7 +8,7 @@ from typing import Any
 
 from valve_kube import names
 
-from valved.kube.levels import Level
+from valved.kube.levels import MemoryLevel
 from valved.kube.series import WINDOWS_S, NodeSeries
 from valved.kube.ungated import UngatedFacts
 from valved.model.ids import Mode
@@ -42,7 +42,7 @@ class OfflineFacts:
     gated_s: float = 0.0
     preemptions: int = 0
     tokens_lost: int | None = None
-    levels: tuple[Level, ...] = ()  # of a profiling run
+    levels: tuple[MemoryLevel, ...] = ()  # of a profiling run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

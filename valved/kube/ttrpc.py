@@ -35,7 +35,7 @@ class Broken(Exception):
     """The peer closed, or does not speak what we do."""
 
 
-class Session:
+class TtrpcSession:
     """One connection to the runtime, both directions. `run` reads until the end; `call` needs it running."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> None:

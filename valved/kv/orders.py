@@ -10,6 +10,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -22,8 +23,21 @@ from valved.model.ids import ClientId, GpuIndex, ProcessId
 
 assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8, 12], "see _order"  # type: ignore[index]
 
-Send = Callable[[ClientId, LinkType, Body, int, tuple[int, ...]], bool]
-"""False: it will not arrive, and the client is about to be dropped."""
+
+class Send(Protocol):
+    """False: it will not arrive, and the client is about to be dropped. `arrived`: from then on the client hears of it,
+    even if valved is gone.
+    """
+
+    def __call__(
+        self,
+        client: ClientId,
+        kind: LinkType,
+        body: Body,
+        seq: int,
+        fds: tuple[int, ...],
+        arrived: Callable[[], object] | None = None,
+    ) -> bool: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +53,7 @@ class Order:
     done: int = 0  # slots carried out
     status: int = 0
     is_sent: bool = True
+    arrived: Pause = field(default_factory=Pause)  # it lies in the client's socket
     settled: Pause = field(default_factory=Pause)  # nobody waits for it under a closed gate any more
     through: Pause = field(default_factory=Pause)  # its slots are what the books say
 
@@ -114,7 +129,7 @@ class Orders:
         self._next += 1
         self._under_way[order.number] = order
         body = KvEntries(order=order.number, range=book.key.number, op=op, how=how, raw=entries.tobytes())
-        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds)
+        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, order.arrived.set)
         return order
 
     # Hearing of them

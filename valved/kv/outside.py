@@ -24,7 +24,7 @@ from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
-from valved.machine.ports import Door, OutsidePort, SparseResult
+from valved.machine.ports import Door, OutsidePort, Runs, SparseResult
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, GpuIndex, Remap, TrialOutcome
 from valved.model.states import TrialState
@@ -62,6 +62,8 @@ class Outside:
         counters: MemoryCounters,
     ) -> None:
         self._counters = counters
+        self._turn = turn
+        self._settings = settings
         self._orders = orders
         self._journal = journal
         self._clock = clock
@@ -157,9 +159,19 @@ class Outside:
         if self._orders.unheard(book.key.client) + len(slots) // 64 >= UNHEARD:
             return []
         orders = self._orders.take_away(KvOp.QUARANTINE, book, slots, KvHow.OUTSIDE)
-        if all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            way.door.make_sparse(runs_of(book, slots), lambda result: self._made(way, orders, result))
+        if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
+            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(book, slots)))
         return orders
+
+    def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
+        """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from
+        arriving until its reclaim was over: it may run, and is asked to do it itself.
+        """
+        in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9
+        if way.is_open and in_time and self._turn.is_stopped(way.gpu):
+            way.door.make_sparse(runs, lambda result: self._made(way, orders, result))
+        else:
+            self._ask_instead(orders)
 
     def _made(self, way: Way, orders: list[Order], result: SparseResult) -> None:
         if not result.status:
@@ -170,6 +182,9 @@ class Outside:
             why = f"the driver refused with status {result.status:#x}"
             way.result = TrialResult(outcome=TrialOutcome.REFUSED, reason=why, took_ns=result.took_ns)
             self._demote(way)
+        self._ask_instead(orders)
+
+    def _ask_instead(self, orders: list[Order]) -> None:
         for order in orders:
             if not order.settled.is_set:  # else its client has left
                 [instead] = self._orders.take_away(KvOp.QUARANTINE, order.book, order.slots, KvHow.AT_STEP)

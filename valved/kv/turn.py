@@ -23,7 +23,6 @@ class GateTurn:
         self._supply = supply
         self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
-        gating.after_drain.append(self._may_have_stopped)
 
     async def mine(self) -> None:
         """Precondition of `stop`. Ends with `open`, or with `give_up` where nothing was stopped."""
@@ -56,7 +55,8 @@ class GateTurn:
             await until(change, self._clock, min(deadline_ns, now_ns + TURNING_NS))
         return True
 
-    def _may_have_stopped(self) -> None:
+    def gate_drained(self) -> None:
+        """GPUs may have stopped."""
         watching, self._watching = self._watching, []
         for pause in watching:
             pause.set()

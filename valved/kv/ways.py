@@ -41,7 +41,7 @@ class Ways:
             return Remap.COOPERATIVE
         clients = frozenset().union(*(engine.clients for engine in engines))
         gpus = frozenset().union(*(engine.gpus for engine in engines))
-        stops = all(self._gate.reach(gpu)[0] in STOPS for gpu in gpus)
+        stops = all(self._gate.channels.reach(gpu)[0] in STOPS for gpu in gpus)
         if not stops or not self.unsafe.isdisjoint(clients):
             return Remap.COOPERATIVE
         ways = {self.best(book) for engine in engines for rank in engine.ranks.values() for book in rank.books}

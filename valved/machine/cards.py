@@ -10,14 +10,14 @@ from uuid import UUID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class CardName:
     """What a person wants to read about a GPU."""
 
     name: str
     total_bytes: int
 
 
-def by_uuid() -> dict[bytes, Card]:
+def by_uuid() -> dict[bytes, CardName]:
     """All cards by their 16-byte UUID; empty where NVML is missing or does not answer."""
     try:
         import pynvml
@@ -25,13 +25,13 @@ def by_uuid() -> dict[bytes, Card]:
         pynvml.nvmlInit()
     except Exception:
         return {}
-    found: dict[bytes, Card] = {}
+    found: dict[bytes, CardName] = {}
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            found[UUID(uuid.removeprefix("GPU-")).bytes] = Card(name=name, total_bytes=total)
+            found[UUID(uuid.removeprefix("GPU-")).bytes] = CardName(name=name, total_bytes=total)
     except pynvml.NVMLError:
         pass  # a card that vanished half way: the others keep their names
     finally:

@@ -1,4 +1,4 @@
-"""What the service manager is told: that the loop turns. systemd restarts a valved that is silent for WatchdogSec."""
+"""Reports to systemd that the loop turns. systemd restarts a valved that is silent for WatchdogSec."""
 
 from __future__ import annotations
 

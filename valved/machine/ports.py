@@ -229,6 +229,48 @@ class GrantPort(Protocol):
     def grants(self, service: ServiceId) -> Grants: ...
 
 
+class ChannelPort(Protocol):
+    """Offline channels at the native gate. Every call may be made from the one asyncio thread only."""
+
+    def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
+        """Verify, arm, and disable at once if its GPU is gated. A channel that the app disabled is never enabled."""
+        ...
+
+    def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None: ...
+
+    def stop_again(self, client: ClientId, h_client: int) -> None:
+        """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more."""
+        ...
+
+    def give_up(self, client: ClientId, why: str) -> None:
+        """Stop none of its channels from here on; those that are off are enabled. They stay in the books, unreached."""
+        ...
+
+    def give_rm_client(
+        self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
+    ) -> None:
+        """Numbers (and, for path B, the fd, which the port now owns; -1 for none) of a workload's RM client."""
+        ...
+
+    def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None: ...
+
+    def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
+        """The rung in use on this GPU and why it is not a better one."""
+        ...
+
+    def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
+        """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
+        ...
+
+    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
+        """The same for one whose process lives. None: its GPU is held, and nothing was done."""
+        ...
+
+    def disabled(self) -> tuple[ChannelRef, ...]:
+        """Channels that this port holds off now, for the state file."""
+        ...
+
+
 class GatePort(Protocol):
     """The native gate: regions, doorbells, issuers. Every call may be made from the one asyncio thread only."""
 
@@ -277,28 +319,6 @@ class GatePort(Protocol):
         """This engine hook tells of open requests."""
         ...
 
-    def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
-        """Verify, arm, and disable at once if its GPU is gated. A channel that the app disabled is never enabled."""
-        ...
-
-    def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None: ...
-
-    def stop_again(self, client: ClientId, h_client: int) -> None:
-        """Its process may have enabled channels of this RM client: those on gated GPUs are stopped once more."""
-        ...
-
-    def give_up(self, client: ClientId, why: str) -> None:
-        """Stop none of its channels from here on; those that are off are enabled. They stay in the books, unreached."""
-        ...
-
-    def give_rm_client(
-        self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
-    ) -> None:
-        """Numbers (and, for path B, the fd, which the port now owns; -1 for none) of a workload's RM client."""
-        ...
-
-    def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None: ...
-
     def view(self, client: ClientId, *, with_gaps: bool = False) -> ClientView:
         """Each gap is handed out once: only who learns from them asks for them."""
         ...
@@ -313,10 +333,6 @@ class GatePort(Protocol):
 
     def is_turning(self) -> bool:
         """A disable is under way somewhere: no mapping work now, it would come between two of them."""
-        ...
-
-    def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
-        """The rung in use on this GPU and why it is not a better one."""
         ...
 
     def set_watch(self, client: ClientId, on: bool) -> None: ...
@@ -338,18 +354,6 @@ class GatePort(Protocol):
     def let(self, gpus: frozenset[GpuIndex]) -> None:
         """Channels of these GPUs, and of no others, stay on though they are held. Gate words stay as they are."""
 
-    def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
-        """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
-        ...
-
-    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
-        """The same for one whose process lives. None: its GPU is held, and nothing was done."""
-        ...
-
-    def disabled(self) -> tuple[ChannelRef, ...]:
-        """Channels that this port holds off now, for the state file."""
-        ...
-
     def alive(self) -> None:
         """The loop turns. Said often; silence holds every GPU."""
         ...
@@ -362,6 +366,9 @@ class GatePort(Protocol):
 
     @property
     def granting(self) -> GrantPort: ...
+
+    @property
+    def channels(self) -> ChannelPort: ...
 
     def close(self) -> None:
         """Enable every channel that this port disabled, and end."""

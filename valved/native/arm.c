@@ -208,6 +208,12 @@ void mail_discard(struct gpu *gpu)
 {
 	struct mail *mail = gpu->mail;
 
+	while (gpu->late) { /* refused to the end */
+		struct mail *next = gpu->late->next;
+
+		mail_free(gpu->late, false);
+		gpu->late = next;
+	}
 	reap(gpu);
 	while (mail) { /* never read */
 		struct mail *next = mail->next;

@@ -142,6 +142,10 @@ struct gpu {
 	uint64_t flight_ns;
 	struct plan *plan;  /* issuer's; the watchdog's while a flight is lost */
 	struct mail *spent; /* issuer pushes, caller takes all */
+	struct mail *
+	        late; /* issuer's alone: answered, but what they were to run now was refused; until it runs */
+	uint32_t late_failures;
+	uint64_t late_ns; /* and is not tried again before then */
 };
 
 struct client_list {
@@ -308,6 +312,15 @@ bool own_revived(struct gpu *gpu);
 bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_client, uint32_t h_channel);
 int own_unique_id(struct gpu *gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid);
 
+/* late.c: issuer's alone */
+bool late_keep(struct gpu *gpu, struct mail *mail, int status);
+uint64_t late_turn(struct gpu *gpu);
+
+/* issuer.c: for late.c */
+int issuer_enable(struct gpu *gpu, struct plan *plan);
+void issuer_spend(struct gpu *gpu, struct mail *mail);
+uint64_t issuer_backoff_ns(uint32_t failures);
+
 /* reach_rm.c, reach_order.c */
 extern const struct reach_ops reach_own, reach_fd, reach_self, reach_hold;
 int step_issue(struct gpu *gpu, const struct plan_step *step, struct nv2080_fifo_disable_channels *params);
@@ -321,6 +334,8 @@ void order_hold_all(struct gpu *gpu, struct plan_step *step);
 struct plan *plan_new(struct gpu *gpu, const struct valve_entry *entries, uint32_t count);
 void plan_free(struct plan *plan);
 bool plan_names(const struct plan *plan, const struct valve_client *client);
+bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel);
+void plan_drop(struct plan_step *step, uint32_t at);
 uint32_t plan_channels(const struct plan *plan);
 
 /* bell.c */

@@ -178,6 +178,11 @@ static void follow_end(struct gpu *gpu)
 		store_release(&gpu->state, VALVE_GPU_ENABLING); /* tried again */
 }
 
+uint64_t issuer_backoff_ns(uint32_t failures)
+{
+	return (uint64_t)RETRY_FIRST_NS << (failures < RETRY_TIMES ? failures : RETRY_TIMES);
+}
+
 /* Turn, unless that failed a moment ago. Returns after how long to look again, 0: when kicked. */
 static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t holders)
 {
@@ -193,7 +198,7 @@ static uint64_t pursue(struct gpu *gpu, enum valve_gpu_state target, uint64_t ho
 		return gpu->retry_ns - now;
 	if (turn(gpu, target, holders))
 		return 0;
-	rest_ns = (uint64_t)RETRY_FIRST_NS << (gpu->failures < RETRY_TIMES ? gpu->failures : RETRY_TIMES);
+	rest_ns = issuer_backoff_ns(gpu->failures);
 	gpu->failures++;
 	store_relaxed(&gpu->retry_ns, now_ns() + rest_ns); /* is_turning looks at it */
 	return rest_ns;
@@ -217,7 +222,8 @@ static int enable_one(struct gpu *gpu, const struct mail *mail)
 	return rm_switch(&gpu->gate->os, gpu->own.ctl, gpu->own.h_client, gpu->own.h_subdevice, &one);
 }
 
-static int carry_out(struct gpu *gpu, struct mail *mail)
+/* *late: what running its deltas met. */
+static int carry_out(struct gpu *gpu, struct mail *mail, int *late)
 {
 	int status = 0;
 
@@ -226,7 +232,7 @@ static int carry_out(struct gpu *gpu, struct mail *mail)
 		if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED)
 			status = walk(gpu, mail->stop_now, true);
 		if (gpu->state >= VALVE_GPU_STOPPED)
-			walk(gpu, mail->run_now, false);
+			*late = walk(gpu, mail->run_now, false);
 		if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
 			store_release(&gpu->state,
 			              VALVE_GPU_ENABLING); /* what a test left off is in this plan */
@@ -270,8 +276,30 @@ static void recover(struct gpu *gpu, int status)
 	stamp_push(&gpu->gate->stamps, &stamp, true);
 }
 
+/* The caller frees it. */
+void issuer_spend(struct gpu *gpu, struct mail *mail)
+{
+	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
+	while (!compare_swap(&gpu->spent, &mail->next, mail))
+		;
+}
+
+/* Run channels that are in no plan, whatever the state of the GPU. */
+int issuer_enable(struct gpu *gpu, struct plan *plan)
+{
+	int status;
+
+	take_off(gpu, now_ns());
+	status = walk(gpu, plan, false);
+	if (land(gpu))
+		recover(gpu, 0);
+	return status;
+}
+
 static void answer(struct gpu *gpu, struct mail *mail)
 {
+	int late = 0;
+
 	if (mail->kind == MAIL_PLAN) {
 		mail->old = gpu->plan;
 		gpu->plan = mail->plan;
@@ -279,12 +307,11 @@ static void answer(struct gpu *gpu, struct mail *mail)
 		order_move(gpu, mail->old, mail->plan);
 	}
 	take_off(gpu, now_ns());
-	mail->status = carry_out(gpu, mail);
+	mail->status = carry_out(gpu, mail, &late);
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
-	mail->next = load_relaxed(&gpu->spent); /* the swap below decides */
-	while (!compare_swap(&gpu->spent, &mail->next, mail))
-		;
+	if (!late_keep(gpu, mail, late))
+		issuer_spend(gpu, mail);
 	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */
 	futex_wake(&mail->done);
 }
@@ -337,13 +364,16 @@ void issuer_serve(struct gpu *gpu)
 		/* First of all: whoever changes something kicks afterwards. */
 		uint32_t seen = load_acquire(&gpu->kick);
 		enum valve_gpu_state target;
-		uint64_t holders, timeout_ns;
+		uint64_t holders, timeout_ns, late_ns;
 
 		read_mail(gpu);
 		holders = load_full(&gpu->holders);
 		target = gpu_target(gpu, holders);
 		timeout_ns = pursue(gpu, target, holders);
 		follow_end(gpu);
+		late_ns = late_turn(gpu);
+		if (late_ns && (!timeout_ns || late_ns < timeout_ns))
+			timeout_ns = late_ns;
 		if ((uint32_t)(holders >> 32) != gpu->closings) {
 			gpu->closings = (uint32_t)(holders >> 32);
 			service_owe(gpu);

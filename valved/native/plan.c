@@ -109,6 +109,30 @@ bool plan_names(const struct plan *plan, const struct valve_client *client)
 	return false;
 }
 
+bool plan_has(const struct plan *plan, uint32_t h_client, uint32_t h_channel)
+{
+	for (uint32_t i = 0; plan && i < plan->steps; i++) {
+		const struct nv2080_fifo_disable_channels *list = &plan->step[i].off;
+
+		for (uint32_t k = 0; k < list->numChannels; k++)
+			if (list->hClientList[k] == h_client && list->hChannelList[k] == h_channel)
+				return true;
+	}
+	return false;
+}
+
+void plan_drop(struct plan_step *step, uint32_t at)
+{
+	uint32_t last = --step->off.numChannels;
+	struct valve_client *owner = step->owner[at];
+
+	step->on.numChannels = step->keep_off ? 0 : last;
+	step->off.hClientList[at] = step->on.hClientList[at] = step->off.hClientList[last];
+	step->off.hChannelList[at] = step->on.hChannelList[at] = step->off.hChannelList[last];
+	step->owner[at] = step->owner[last];
+	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
+}
+
 uint32_t plan_channels(const struct plan *plan)
 {
 	uint32_t channels = 0;

@@ -53,18 +53,6 @@ static int search(struct gpu *gpu, const struct plan_step *step, const lists *al
 	return 0;
 }
 
-static void drop(struct plan_step *step, uint32_t at)
-{
-	uint32_t last = --step->off.numChannels;
-	struct valve_client *owner = step->owner[at];
-
-	step->on.numChannels = step->keep_off ? 0 : last;
-	step->off.hClientList[at] = step->on.hClientList[at] = step->off.hClientList[last];
-	step->off.hChannelList[at] = step->on.hChannelList[at] = step->off.hChannelList[last];
-	step->owner[at] = step->owner[last];
-	step->owner[last] = owner; /* still referenced: plan_free counts owners, not channels */
-}
-
 /* Switches what can be switched. Marks stale pairs in *stale. */
 static int attempt(struct gpu *gpu, const struct plan_step *step, lists *params, uint64_t *stale)
 {
@@ -96,7 +84,7 @@ static int switch_channels(struct gpu *gpu, struct plan_step *step, bool stop)
 		return NV_ERR_INVALID_CLIENT;
 	for (uint32_t at = count; at-- > 0;) {
 		if (stale & 1ull << at)
-			drop(step, at);
+			plan_drop(step, at);
 	}
 	return rc;
 }

@@ -249,16 +249,5 @@ int rm_unique_id(const struct valve_os *os, const struct rm_client *client, uint
  * was taken away because its process ended. */
 bool rm_is_stale(int status)
 {
-	switch (status) {
-	case NV_ERR_INVALID_CHANNEL:
-	case NV_ERR_INVALID_CLIENT:
-	case NV_ERR_INVALID_OBJECT:
-	case NV_ERR_INVALID_OBJECT_HANDLE:
-	case NV_ERR_OBJECT_NOT_FOUND:
-	case -ENOTTY:
-	case -EBADF:
-		return true;
-	default:
-		return false;
-	}
+	return status == -ENOTTY || status == -EBADF || NV_STATUS_IS_STALE(status);
 }

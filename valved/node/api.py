@@ -80,7 +80,7 @@ class Node:
         if role is Role.OFFLINE and self._brake.refusal:
             step = "valve resume" if self._brake.is_draining else "set the mode to harvest"
             raise NotNow(self._brake.refusal, field="role", next_step=step)
-        claim = self._register.claim(pid, start_time, role, name)
+        claim = self._register.claimed.claim(pid, start_time, role, name)
         if claim is None:
             raise NotFound(
                 f"process {pid} that started at {start_time} does not exist",

@@ -57,7 +57,6 @@ class Brake:
         self._is_drained_by_file = False
         self._is_handed_over = False
         self._then: list[Callable[[], None]] = []  # once the drained node is empty
-        leaving.emptied = self._emptied
 
     @property
     def switches(self) -> Switches:
@@ -126,7 +125,7 @@ class Brake:
         """This daemon ends and offline work stays: on GPUs that online services use it is stopped until a successor
         is there, so none runs unwatched. Shims keep to that when the lease ends."""
         self._is_handed_over = True  # no switch takes this back
-        self._gating.is_braked = True  # nobody who comes from here on is woken
+        self._gating.permits.is_braked = True  # nobody who comes from here on is woken
         self._gating.set_standing(
             BRAKE_SERVICE, frozenset(self._gating.gpus) if self.switches.is_closed else self._gating.shared()
         )
@@ -160,15 +159,15 @@ class Brake:
         self._gating.set_standing(BRAKE_SERVICE, frozenset(self._gating.gpus if switches.is_closed else ()))
         self._register.channels.lease.set_closed(switches.is_closed)
         # Observing goes on looking when online services are idle; GPUs stay held all the same.
-        self._gating.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
-        self._gating.ask_idleness("observe", self.mode is Mode.OBSERVE)
+        self._gating.permits.is_braked = self.is_paused or self.is_draining or self.mode is Mode.OFF
+        self._gating.permits.ask_idleness("observe", self.mode is Mode.OBSERVE)
         if self._kv is not None:
             self._kv.allow(not switches.must_leave)
         if switches.must_leave:
-            self.leaving.begin()
+            self.leaving.begin(self._emptied)
         else:
             self.leaving.take_back()
-        self._gating.look_at_all()
+        self._gating.permits.look_at_all()
 
 
 def _first_line(path: Path) -> str | None:

@@ -79,7 +79,6 @@ class Handover:
         self._timer: TimerHandle | None = None
         self._took_ns = 0  # the last save
         self._senseless: list[str] = []  # records of the predecessor's file
-        register.channels.changed = self.save_soon
 
     # Writing
 
@@ -198,7 +197,7 @@ class Handover:
         self._register.channels.harvest.restore(entry.id, saved.harvest_ns)
         for pid, start_time, tokens in saved.tokens:
             self._register.useful.read(entry.id, ProcessId(pid=pid, start_time=start_time), tokens)
-        self._register.watch_root(root)
+        self._register.claimed.watch_root(root)
         if role is not Role.ONLINE:
             return
         shims = {client.pid for client in clients if client.role == Role.ONLINE}
@@ -250,7 +249,7 @@ class Handover:
                 self._gating.set_gpus(online.id, entry.gpus)
                 self._register.channels.lease.refresh()
         if patience_over and not online.away:
-            self._register.drop_if_empty(online.id)
+            self._register.claimed.drop_if_empty(online.id)
 
     def _is_alive(self, pid: int, start_time: int) -> bool:
         return self._processes.start_time(pid) == start_time

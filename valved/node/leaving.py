@@ -40,7 +40,7 @@ class Leaving:
         grace_s: float,
         ends_jobs: bool,
     ) -> None:
-        self.emptied: Callable[[], None] = lambda: None  # no offline process is left
+        self._then: Callable[[], None] = lambda: None
         self._gate = gate
         self._books = books
         self._register = register
@@ -90,8 +90,9 @@ class Leaving:
         """How long processes that must leave have stayed; 0 while none does."""
         return 0.0 if self._since_ns is None else (self._clock.now_ns() - self._since_ns) / SECOND_NS
 
-    def begin(self) -> None:
-        """Safe to call again: nobody is given more time."""
+    def begin(self, then: Callable[[], None]) -> None:
+        """`then`: at each look that finds no offline process. Safe to call again: nobody is given more time."""
+        self._then = then
         if not self._ticker.runs:
             self._since_ns = self._clock.now_ns() if self.present() else None
             self._ticker.start(LOOK_NS)
@@ -111,7 +112,7 @@ class Leaving:
         if not present:
             if not was_empty:
                 self._journal.emit(EventKind.DRAINED, reason="no offline process is left")
-            self.emptied()
+            self._then()
         elif self._ends_jobs:
             self._ask(present - self._until_ns.keys(), now_ns)
             self._kill([process for process, at_ns in self._until_ns.items() if now_ns >= at_ns], now_ns)
@@ -140,7 +141,7 @@ class Leaving:
             self._register.leave(entry.id, KILL)  # enables its channels
         left = self._register.channels.leftovers.take_of(process)
         if left:
-            self._gate.enable_foreign(left)
+            self._gate.channels.enable_foreign(left)
         self._signal(process, signal.SIGKILL)
         self._journal.emit(EventKind.KILLED, reason="did not leave within its time", pid=process.pid)
 

@@ -113,7 +113,7 @@ class Reporter:
             paused=brake.is_paused,
             paused_by=brake.paused_by,
             draining=brake.is_draining,
-            driver=replace(self._driver, device_only_lock=self._gating.locks.is_per_gpu),
+            driver=replace(self._driver, device_only_lock=self._gating.edges.locks.is_per_gpu),
             gpus=tuple(self._gpu(info, now_ns) for info in self._gate.gpus()),
             services=tuple(self._service(entry, now_ns) for entry in self._books.services.values()),
             clients=tuple(self._client(entry, now_ns) for entry in self._books.clients.values()),
@@ -137,7 +137,7 @@ class Reporter:
     def _gpu(self, info: GpuInfo, now_ns: int) -> GpuState:
         account = self._gating.gpus[info.index]
         account.advance(now_ns)
-        reach, reason = self._gate.reach(info.index)
+        reach, reason = self._gate.channels.reach(info.index)
         kv, bystanders = self._kv, self._bystanders
         return GpuState(
             index=info.index,

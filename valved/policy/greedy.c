@@ -1,3 +1,4 @@
+/* Chooses the columns that cost an offline job least, one after another: the inner loop of eviction.py. */
 #include "greedy.h"
 
 #include <math.h>

@@ -15,7 +15,7 @@ from enum import Enum
 
 from .clients import ClientKind, Clients, ClientSettings
 from .credits import PACE, Credits, Served
-from .misses import MissSettings, MissStop, TimeReserve
+from .misses import MissSettings, MissStop, Needs, TimeReserve
 from .recent import Recent
 from .step_model import StepModel
 from .worth import busy_share, grants_per_ms, worth
@@ -141,6 +141,7 @@ class GrantPolicy:
         self.model = model or StepModel()
         self.credits = Credits(target.tpot_ms)
         self.reserve = TimeReserve(self.settings.misses)
+        self.needs = Needs(PACE * target.tpot_ms)
         self.stop = MissStop(self.settings.misses)
         self.clients = Clients(self.settings.clients)
         self.load = ServiceLoad(self.settings.load_ms)
@@ -167,6 +168,7 @@ class GrantPolicy:
         if arrived_ms is not None:
             self._firsts.add(now_ms - arrived_ms)
         self.credits.begin(request, now_ms, streamed=streamed)
+        self.needs.begin(request)
         self._fresh = 0
 
     def delivered(self, now_ms: float, skipped: Iterable[int] = (), extra: Mapping[int, int] | None = None) -> None:
@@ -174,27 +176,41 @@ class GrantPolicy:
         self.credits.delivered(now_ms, skipped, extra)
 
     def finished(self, request: int, now_ms: float) -> Served | None:
-        served = self.credits.end(request, now_ms)
+        served, need_ms = self.credits.end(request, now_ms), self.needs.end(request)
         self.clients.finished(now_ms)
         self._fresh = 0
         if served is not None:
             if not self.stop.is_open:
                 self.load.alone(served.tpot_ms)
-            self.reserve.finished(served.missed)
-            self.stop.finished(served.missed)
             self.load.served(served.tokens)
+            self._learn_from(served, need_ms)
             self._is_worth = self.expected_worth() >= self.settings.least_worth
         return served
+
+    def _learn_from(self, served: Served, need_ms: float | None) -> None:
+        by_grant = served.missed and need_ms is not None
+        if need_ms is not None:
+            self.reserve.needed(need_ms, is_open=self.stop.is_open)
+        self.reserve.finished(by_grant)
+        earned_ms = self.load.tokens * (PACE * self.target.tpot_ms - self.load.natural_ms)
+        is_heavy = self.reserve.needed_ms > self.settings.misses.heavy * earned_ms
+        self.stop.finished(served.missed, by_grant=by_grant, is_heavy=is_heavy)
 
     def aborted(self, request: int, now_ms: float) -> None:
         """Its client left: it teaches nothing."""
         self._arrived.pop(request, None)
         self.credits.drop(request)
+        self.needs.drop(request)
         self.clients.finished(now_ms)
         self._fresh = 0
 
-    def stepped(self, batch: int, context: int, ms: float, gap_ms: float, *, prefill: bool = False) -> None:
-        """A step took `ms` after a host gap of `gap_ms` (without any pause)."""
+    def stepped(
+        self, batch: int, context: int, ms: float, gap_ms: float, *, prefill: bool = False, granted: bool = False
+    ) -> None:
+        """A step took `ms` after a host gap of `gap_ms` (without any pause). `granted`: the first after a grant, or
+        beside offline work; it teaches nothing about other steps, and what a grant costs it is not its own.
+        """
+        self.needs.stepped(ms + gap_ms - (self.cost.after_ms if granted else 0.0))
         if prefill:
             self._chunks.add(ms)
             if batch:
@@ -203,6 +219,8 @@ class GrantPolicy:
         if self._burst_ms:
             self.reserve.burst(self._burst_ms)
             self._burst_ms = 0.0
+        if granted:
+            return
         self._steps += 1
         if self._steps <= KNOWN_STEPS or self._steps % LEARN_EVERY == 0:
             self._gaps.add(gap_ms)

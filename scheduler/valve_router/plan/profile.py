@@ -59,6 +59,11 @@ class Profile:
         """The response of an idle replica."""
         return self.stages * self.forward.seconds(task)
 
+    def whole_s(self, task: Task) -> float:
+        """The same, of training with its way back."""
+        back_s = self.stages * self.backward.seconds(task) if task.is_training else 0.0
+        return self.alone_s(task) + back_s
+
 
 def fit(measured: Sequence[Measured]) -> Law:
     """The law with the least squared *relative* error whose terms are not negative."""

@@ -46,23 +46,59 @@ def choose(timelines: Sequence[Timeline], tasks: Sequence[Task], settings: Score
     """`tasks`: the same task as each replica would see it (what it has cached differs). Ties: the lowest index."""
     if not timelines:
         raise ValueError("there is no replica to choose")
-    placed = [timeline.place(task) for timeline, task in zip(timelines, tasks, strict=True)]
-    pairs = list(zip(timelines, placed, strict=True))
+    pairs = list(zip(timelines, tasks, strict=True))
     if settings.score is Score.PACK:
-        within = [
-            i
-            for i, (timeline, one) in enumerate(pairs)
-            if one.response_s <= settings.fill * target_s(timeline, one.task, settings)
-        ]
-        if within:
-            index = max(within, key=lambda i: (timelines[i].work_s, -i))
-        else:
-            index = min(range(len(placed)), key=lambda i: (placed[i].response_s, i))
-    elif settings.score is Score.COST:
-        index = min(range(len(placed)), key=lambda i: (cost(*pairs[i], settings), i))
+        return _packed(pairs, settings)
+    placed = [timeline.place(task) for timeline, task in pairs]
+    if settings.score is Score.COST:
+        index = min(range(len(placed)), key=lambda i: (cost(timelines[i], placed[i], settings), i))
     else:
-        index = max(range(len(placed)), key=lambda i: (printed(*pairs[i], settings), -i))
+        index = max(range(len(placed)), key=lambda i: (printed(timelines[i], placed[i], settings), -i))
     return Choice(index, placed[index])
+
+
+def _packed(pairs: Sequence[tuple[Timeline, Task]], settings: ScoreSettings) -> Choice:
+    """The one with most work behind it among those that would be in time, else the quickest. In that order they are
+    asked, and whose line alone is too long is not: of a hundred replicas a few are planned on."""
+    limits = [settings.fill * settings.target_factor * timeline.profile.whole_s(task) for timeline, task in pairs]
+    least = [_least_s(timeline, task) for timeline, task in pairs]
+    placed: dict[int, Placed] = {}
+    for i in sorted(range(len(pairs)), key=lambda i: (-pairs[i][0].work_s, i)):
+        if least[i] > limits[i]:
+            continue
+        placed[i] = pairs[i][0].place(pairs[i][1])
+        if _took_s(pairs[i][0], placed[i]) <= limits[i]:
+            return Choice(i, placed[i])
+    best, best_s = -1, float("inf")
+    for i in sorted(range(len(pairs)), key=lambda i: (least[i], i)):
+        if least[i] > best_s:
+            break
+        one = placed.get(i) or pairs[i][0].place(pairs[i][1])
+        took_s = _took_s(pairs[i][0], one)
+        if (took_s, i) < (best_s, best):
+            best, best_s, placed[i] = i, took_s, one
+    return Choice(best, placed[best])
+
+
+def _least_s(timeline: Timeline, task: Task) -> float:
+    """No placement takes less, to a millionth of a second."""
+    profile = timeline.profile
+    cost_s = profile.forward.seconds(task)
+    behind_s = [end + (profile.stages - stage) * cost_s for stage, end in enumerate(timeline.forward_end_s or ())]
+    ready_s = max(task.arrival_s, timeline.busy_until_s) + profile.stages * cost_s
+    least_s = max([ready_s, *behind_s]) - task.arrival_s
+    if task.is_training and profile.stop_s is not None:
+        least_s = max(least_s, profile.whole_s(task) + timeline.owed_s / profile.stages)
+    return least_s - 1e-6
+
+
+def _took_s(timeline: Timeline, placed: Placed) -> float:
+    """Of a request to its first token. With a gate, of training with its way back, after what the replica still owes:
+    nothing but this keeps one replica from getting all of it."""
+    profile = timeline.profile
+    if not placed.task.is_training or profile.stop_s is None:
+        return placed.response_s
+    return max(placed.end_s - placed.task.arrival_s, profile.whole_s(placed.task) + timeline.owed_s / profile.stages)
 
 
 def cost(timeline: Timeline, placed: Placed, settings: ScoreSettings) -> float:

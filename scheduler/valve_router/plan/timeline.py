@@ -2,7 +2,7 @@
 
 A forward goes through the stages one after another, a training task's backward goes back through them. Without a gate a
 forward that does not fit before a planned backward waits for its end. With Valve's gate on the node (`Profile.stop_s`)
-training stops for it instead, and what is left of the backward moves behind it.
+training stops for it instead, forward or backward, and what is left moves behind it: no request queues behind training.
 
 Mended against the paper, each with a test: idle time is what no planned interval covers (the printed sum counts a
 backward once at most, so it says too much on later stages); a backward never overlaps an earlier one on a stage; a
@@ -29,6 +29,7 @@ class Placed:
     backward: tuple[Interval, ...]  # by stage; empty for inference
     idle_s: float  # over all stages, from the end of what is planned there to its begin, less what ran in between
     printed_idle_s: float
+    moved_s: float = 0.0  # `Timeline.moved_s` when this was planned
 
     @property
     def response_s(self) -> float:
@@ -40,8 +41,8 @@ class Placed:
 
 
 @dataclass(slots=True)
-class Backward:
-    """One training task's planned way back. Index 0 is the first stage, which it reaches last."""
+class Passage:
+    """One training task's planned way back, or its forward where that can be stopped. Index 0 is the first stage."""
 
     begin_s: list[float]
     end_s: list[float]
@@ -71,16 +72,20 @@ class Lengths:
 class Timeline:
     profile: Profile
     forward_end_s: list[float] | None = None  # of the last planned task by stage; None: nothing yet
-    backwards: list[Backward] = field(default_factory=list)
+    backwards: list[Passage] = field(default_factory=list)
     last_arrival_s: float | None = None
     work_s: float = 0.0  # planned so far
     lengths: Lengths = field(default_factory=Lengths)
     busy_until_s: float = 0.0  # a decode step that runs: no prefill begins before its end
+    training: Passage | None = None  # with a gate: the forward of the last training task
+    owed_s: float = 0.0  # training that was sent and is not yet reported done
+    moved_s: float = 0.0  # how far measurements have moved the plan so far
 
     def place(self, task: Task) -> Placed:
         """The prediction. Changes nothing."""
         cost = self.profile.forward.seconds(task)
         has_gate = self.profile.stop_s is not None
+        trained = self.training if task.is_training else None
         ready = max(task.arrival_s, self.busy_until_s)
         forward: list[Interval] = []
         idle = printed_idle = 0.0
@@ -89,8 +94,10 @@ class Timeline:
             before = self.forward_end_s[stage] if self.forward_end_s else ready
             begin = max(ready, before)
             offset = 0.0
-            if has_gate:
-                begin += self._stop_s(stage, begin)
+            if trained is not None:
+                begin = max(begin, trained.end_s[stage])
+            elif has_gate and not task.is_training:
+                begin = self._stopped_s(stage, begin)
             while not has_gate and passed < len(self.backwards):
                 back = self.backwards[passed]
                 if begin + cost <= back.begin_s[stage]:
@@ -108,18 +115,26 @@ class Timeline:
             backward=self._way_back(task, ready) if task.is_training else (),
             idle_s=max(0.0, idle),
             printed_idle_s=printed_idle,
+            moved_s=self.moved_s,
         )
 
     def add(self, placed: Placed) -> None:
         """The task goes to this replica."""
         task = placed.task
-        if self.profile.stop_s is not None:
+        ends = [end for _, end in placed.forward]
+        if self.profile.stop_s is None:
+            self.forward_end_s = ends
+        elif task.is_training:
+            self.training = Passage([begin for begin, _ in placed.forward], ends, self.profile.forward.seconds(task))
+        else:
             for stage, (begin, end) in enumerate(placed.forward):
                 self._push(stage, begin, end)
-        self.forward_end_s = [end for _, end in placed.forward]
+            self.forward_end_s = ends
         if placed.backward:
             begins, ends = ([one[i] for one in placed.backward] for i in (0, 1))
-            self.backwards.append(Backward(begins, ends, self.profile.backward.seconds(task)))
+            self.backwards.append(Passage(begins, ends, self.profile.backward.seconds(task)))
+        if task.is_training:
+            self.owed_s += self.profile.whole_s(task)
         self.last_arrival_s = task.arrival_s
         self.lengths.add(task.tokens)
         self.work_s += sum(end - begin for begin, end in (*placed.forward, *placed.backward))
@@ -135,17 +150,28 @@ class Timeline:
         ]
 
     def measured(self, placed: Placed, end_s: float) -> None:
-        """The replica says when the task's forward really ended: what is planned behind it moves by as much."""
-        late = end_s - placed.forward[-1][1]
-        if self.forward_end_s is None:
-            return
+        """The replica says when the task's forward really ended: what is planned behind it moves by as much.
+
+        What earlier measurements have moved since this was planned is not moved again: the tasks of one queue are all
+        late by the same delay."""
+        if self.forward_end_s is None or (placed.task.is_training and self.profile.stop_s is not None):
+            return  # with a gate nothing waits for training
+        late = end_s - placed.forward[-1][1] - (self.moved_s - placed.moved_s)
+        self.moved_s += late
         floor = placed.task.arrival_s
         self.forward_end_s = [max(floor, end + late) for end in self.forward_end_s]
-        for back in self.backwards:
+        for back in self._ways():
             back.begin_s = [max(floor, begin + late) for begin in back.begin_s]
             back.end_s = [max(floor, end + late) for end in back.end_s]
 
+    def trained(self, task: Task) -> None:
+        """The replica says that a training task is over, done or not."""
+        self.owed_s = max(0.0, self.owed_s - self.profile.whole_s(task))
+
     # Parts
+
+    def _ways(self) -> list[Passage]:
+        return [*self.backwards, self.training] if self.training is not None else self.backwards
 
     def _way_back(self, task: Task, ready: float) -> tuple[Interval, ...]:
         cost = self.profile.backward.seconds(task)
@@ -156,33 +182,48 @@ class Timeline:
             ready = begin + cost
         return tuple(reversed(way))
 
-    def _stop_s(self, stage: int, at: float) -> float:
-        """What stopping a backward costs that runs at this moment."""
-        runs = any(back.begin_s[stage] <= at < back.end_s[stage] for back in self.backwards)
-        return (self.profile.stop_s or 0.0) if runs else 0.0
+    def _stopped_s(self, stage: int, at: float) -> float:
+        """When a request that comes to this stage at `at` begins: training that runs there stops, or ends before."""
+        stop_s = self.profile.stop_s or 0.0
+        for way in self._ways():
+            if way.begin_s[stage] <= at < way.end_s[stage]:
+                return min(at + stop_s, way.end_s[stage])
+        return at
 
     def _busy_s(self, stage: int, begin: float, end: float) -> float:
         """How much of this gap planned backwards cover. On one stage they do not overlap."""
         return sum(max(0.0, min(end, back.end_s[stage]) - max(begin, back.begin_s[stage])) for back in self.backwards)
 
     def _push(self, stage: int, begin: float, end: float) -> None:
-        """A forward takes this stage: a backward that runs there is paused, one that would begin waits."""
+        """A request takes this stage: training that runs there is paused, what would begin waits."""
+        stop_s, last = self.profile.stop_s or 0.0, self.profile.stages - 1
+        if self.training is not None:
+            _pause(self.training, stage, begin, end, stop_s)
+            for reached in range(1, last + 1):
+                _not_before(self.training, reached, self.training.end_s[reached - 1])
+            if self.backwards:
+                _not_before(self.backwards[-1], last, self.training.end_s[last])
         for back in self.backwards:
-            if back.begin_s[stage] < begin < back.end_s[stage]:
-                back.end_s[stage] += end - begin + (self.profile.stop_s or 0.0)
-            elif begin <= back.begin_s[stage] < end:
-                _shift(back, stage, end)
-        before: Backward | None = None
+            _pause(back, stage, begin, end, stop_s)
+        before: Passage | None = None
         for back in self.backwards:  # and so what follows them, on this stage and on those they go on to
             for reached in reversed(range(self.profile.stages)):
                 earliest = before.end_s[reached] if before else 0.0
-                if reached + 1 < self.profile.stages:
+                if reached < last:
                     earliest = max(earliest, back.end_s[reached + 1])
-                if back.begin_s[reached] < earliest:
-                    _shift(back, reached, earliest)
+                _not_before(back, reached, earliest)
             before = back
 
 
-def _shift(back: Backward, stage: int, begin: float) -> None:
-    back.end_s[stage] += begin - back.begin_s[stage]
-    back.begin_s[stage] = begin
+def _pause(way: Passage, stage: int, begin: float, end: float, stop_s: float) -> None:
+    if way.begin_s[stage] < begin < way.end_s[stage]:
+        way.end_s[stage] += end - begin + stop_s
+    elif begin <= way.begin_s[stage] < end:
+        _not_before(way, stage, end)
+
+
+def _not_before(way: Passage, stage: int, begin: float) -> None:
+    later = begin - way.begin_s[stage]
+    if later > 0:
+        way.begin_s[stage] += later
+        way.end_s[stage] += later

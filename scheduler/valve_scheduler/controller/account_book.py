@@ -67,7 +67,7 @@ class AccountBook:
             wish = offline_pod(pod)
         except InvalidObject:
             return whose
-        profile = self._state.job(wish, now_s).profile
+        profile = self._state.asked.job(wish, now_s).profile
 
         return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
 

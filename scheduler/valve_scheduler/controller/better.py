@@ -68,7 +68,7 @@ class Better:
 
     def _job(self, pod: Object, owner: Owner | None, now_s: float, but: str) -> Job | None:
         try:
-            job = self._state.job(offline_pod(pod), now_s)
+            job = self._state.asked.job(offline_pod(pod), now_s)
         except InvalidObject:
             return None
         avoided = {node for node, until_s in (owner.avoid_until_s if owner else {}).items() if until_s > now_s}

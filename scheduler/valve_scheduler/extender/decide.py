@@ -75,10 +75,10 @@ class Extender:
         if full := barred(self._state, pod):
             return _filter_error(f"valve: {full}")
         self._remember(pod)
-        self._state.unreserve(pod.uid)
+        self._state.held.unreserve(pod.uid)
         ranking = self._rank(pod)
         rows, codes = self._codes(wanted, ranking)
-        pinned = self._state.holding(pod.uid)
+        pinned = self._state.held.holding(pod.uid)
         if pinned is not None:  # an earlier bind is undecided: only the same place can still be right
             codes = np.where(rows == self._state.row(pinned.node), np.int8(Reason.NONE), np.int8(Reason.NO_FREE_GPUS))
         passed = np.flatnonzero(codes == Reason.NONE)
@@ -96,7 +96,7 @@ class Extender:
         self._check_ready()
         wanted = arguments.get("NodeNames") or []
         pod = offline_pod(arguments["Pod"])
-        self._state.unreserve(pod.uid)
+        self._state.held.unreserve(pod.uid)
         ranking = self._rank(pod)
         rows = self._state.rows(wanted)
         shares = self._served.worth(np.where(rows < 0, 0.0, ranking.share[rows]), wanted, pod.base)
@@ -129,7 +129,7 @@ class Extender:
     async def _bind(self, arguments: Json) -> None:
         uid, node = arguments["PodUID"], arguments["Node"]
         pod = self._pods.get(uid) or await self._read(arguments)
-        held = self._state.holding(uid)
+        held = self._state.held.holding(uid)
         if held is not None and held.node != node:
             raise NoPlace(f"an earlier bind of the pod to {held.node} is undecided")
         if held is not None and not held.assumed_until_s:
@@ -138,21 +138,21 @@ class Extender:
             raise NoPlace(full)
         gpus, share = (held.gpu_uuids, held.share) if held else self._choose(pod, node)
         # Synchronous up to here: no other request has seen these GPUs as free.
-        self._state.assume(uid, node, gpus, self._now_s(), pod.namespace, share, pod.name)
+        self._state.held.assume(uid, node, gpus, self._now_s(), pod.namespace, share, pod.name)
         await self._post(pod, node, gpus, share)
         self._pods.pop(uid, None)
 
     def _reserve(self, pod: OfflinePod, node: str, ranking: Ranking) -> None:
         """Until it is bound other pods are offered other GPUs: without that one bind in seven failed under load."""
         row = self._state.row(node)
-        if row is None or self._state.holding(pod.uid) is not None or ranking.reason[row] != Reason.NONE:
+        if row is None or self._state.held.holding(pod.uid) is not None or ranking.reason[row] != Reason.NONE:
             return
         members = self._state.sets(pod.gpus).members[ranking.set_index[row]]
-        self._state.reserve(pod.uid, node, self._state.uuids(node, members.tolist()), self._now_s())
+        self._state.held.reserve(pod.uid, node, self._state.uuids(node, members.tolist()), self._now_s())
 
     def _choose(self, pod: OfflinePod, node: str) -> tuple[tuple[str, ...], float]:
         """The best set on the node by what is known now, which may be more than when it was filtered."""
-        self._state.unreserve(pod.uid)
+        self._state.held.unreserve(pod.uid)
         ranking = self._rank(pod)
         row = self._state.row(node)
         reason = Reason.STALE if row is None else Reason(ranking.reason[row])
@@ -182,7 +182,7 @@ class Extender:
                 await self._api.request("POST", f"{_pod_path(pod)}/binding", body=binding)
         except ApiError as error:
             await self._settle(pod, node, gpus, error)
-        self._state.confirm(pod.uid)
+        self._state.held.confirm(pod.uid)
         log.info("bound", extra={"pod": f"{pod.namespace}/{pod.name}", "node": node, **annotations})
 
     async def _settle(self, pod: OfflinePod, node: str, gpus: tuple[str, ...], error: ApiError) -> None:
@@ -197,9 +197,9 @@ class Extender:
             if found.uid == pod.uid and (found.node, found.gpu_uuids) == (node, gpus):
                 return
             if found.uid == pod.uid and found.node:
-                self._state.put_pod(found)
+                self._state.held.put_pod(found)
                 raise error
-        self._state.release(pod.uid)
+        self._state.held.release(pod.uid)
         raise error
 
     async def _read(self, arguments: Json) -> OfflinePod:
@@ -212,8 +212,8 @@ class Extender:
 
     def _rank(self, pod: OfflinePod) -> Ranking:
         now_s = self._now_s()
-        self._state.lapse(now_s)
-        return self._rankings.of(self._state.job(pod, now_s), now_s)
+        self._state.held.lapse(now_s)
+        return self._rankings.of(self._state.asked.job(pod, now_s), now_s)
 
     def _codes(self, wanted: list[str], ranking: Ranking) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
         """Row and Reason of each asked node; row -1 is a node that never reported."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from valve_kube.client import ApiError, KubeClient, Unreachable
 from valve_kube.objects import PodPlace, pod_place
 
-from valve_scheduler.placement.state import ClusterState, Holding
+from valve_scheduler.placement.holdings import Holding
+from valve_scheduler.placement.state import ClusterState
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Doubts:
         self._state = state
         self._now_s = now_s
         self._raised = asyncio.Event()
-        state.on_doubt = self._raised.set
+        state.held.on_doubt = self._raised.set
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -39,7 +40,7 @@ class Doubts:
 
     async def settle(self) -> None:
         """Ask for each holding that is due; one that gets no answer stays as it is and is asked for again."""
-        due = self._state.doubtful(self._now_s())
+        due = self._state.held.doubtful(self._now_s())
         for begin in range(0, len(due), _AT_ONCE):
             await asyncio.gather(*map(self._settle, due[begin : begin + _AT_ONCE]))
 
@@ -56,5 +57,5 @@ class Doubts:
         except Unreachable as error:
             log.warning("holding not verified", extra={"pod": pod, "error": str(error)})
             return
-        if self._state.settle(holding, place, self._now_s()):
+        if self._state.held.settle(holding, place, self._now_s()):
             log.info("holding released: its pod is gone", extra={"pod": pod, "node": holding.node})

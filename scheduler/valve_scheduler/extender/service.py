@@ -122,13 +122,13 @@ class ExtenderService:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             if self.pods.synced and _silent_s(self.pods) < SILENCE_S:
-                self.state.expire(time.time())
+                self.state.held.expire(time.time())
 
     def _refresh_gauges(self) -> None:
         ages = self.state.report_ages_s(time.time())
         metrics.oldest_report.set(ages.max() if len(ages) else 0.0)
         metrics.clock_skew.set(self.state.worst_skew_s())
-        metrics.assumed.set(sum(1 for holding in self.state.holdings() if holding.assumed_until_s))
+        metrics.assumed.set(sum(1 for holding in self.state.held.holdings() if holding.assumed_until_s))
         metrics.ready.set(self.can_answer())
 
 

@@ -21,6 +21,7 @@ from valve_scheduler.model.memory import (
     memory_factor,
     memory_weights,
 )
+from valve_scheduler.model.pairs import pair_indices
 from valve_scheduler.model.peaks import SPARE_SHARE, has_room, held_mib, peak_mib
 from valve_scheduler.model.sets import MAX_GPUS, set_members
 from valve_scheduler.model.throughput import SetChoice, best_sets, idle_share, set_throughput
@@ -45,6 +46,7 @@ __all__ = [
     "memory_factor",
     "memory_weights",
     "pair_alignment",
+    "pair_indices",
     "peak_mib",
     "prior_profile",
     "runnable_share",

@@ -64,7 +64,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
         return Explanation(pod=title, state="invalid", advice=str(error))
     if why := barred(state, wish):
         return Explanation(pod=title, state="barred", advice=why)
-    job, fleet, sets = state.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
+    job, fleet, sets = state.asked.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
     ranking = rank(fleet, sets, job, state.settings)
     found = ranked_nodes(fleet, ranking)
     advice = ""
@@ -79,7 +79,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),
         windows=tuple(_idle(state, node) for node, _ in best[:most]),
-        refusals=_refusals(fleet, ranking, state.closed_to(wish)),
+        refusals=_refusals(fleet, ranking, state.asked.closed_to(wish)),
         advice=advice,
     )
 

@@ -17,8 +17,8 @@ def barred(state: ClusterState, pod: OfflinePod) -> str:
     rule = policies.rule(pod.namespace)
     if rule.mode in ("off", "observe"):
         return f"a HarvestPolicy sets mode {rule.mode} for namespace {pod.namespace}"
-    held = state.holding(pod.uid)
-    used = state.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
+    held = state.held.holding(pod.uid)
+    used = state.held.in_use(pod.namespace) - (len(held.gpu_uuids) if held else 0)
     if rule.max_gpus is not None and used + pod.gpus > rule.max_gpus:
         return f"namespace {pod.namespace} uses {used} of the {rule.max_gpus} harvested GPUs its HarvestPolicy allows"
 

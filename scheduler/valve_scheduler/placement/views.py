@@ -13,7 +13,7 @@ from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, pod_place, workload_profile
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
-from valve_kube.shapes import NodeShape, PodShape
+from valve_kube.shapes import NodeShape, PodShape, ReportShape
 
 from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
@@ -35,9 +35,9 @@ RELIST_S = 600.0
 
 def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
     sink = Sink(
-        replace=lambda items: state.replace_pods(pod_place(item) for item in items),
-        put=lambda item: state.put_pod(pod_place(item)),
-        drop=lambda item: state.drop_pod(
+        replace=lambda items: state.held.replace_pods(pod_place(item) for item in items),
+        put=lambda item: state.held.put_pod(pod_place(item)),
+        drop=lambda item: state.held.drop_pod(
             item["metadata"]["uid"], is_deleted=bool(item["metadata"].get("deletionTimestamp"))
         ),
     )
@@ -59,7 +59,7 @@ def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], floa
             put(item, is_live=False)
 
     sink = Sink(replace=replace, put=put, drop=lambda item: state.drop_report(item["metadata"]["name"]))
-    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink)
+    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink, shape=ReportShape())
 
 
 def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
@@ -75,12 +75,12 @@ def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
 
     def replace(items: list[Json]) -> None:
         found = {key(item): read(item) for item in items}
-        state.replace_profiles({name: profile for name, profile in found.items() if profile is not None})
+        state.asked.replace_profiles({name: profile for name, profile in found.items() if profile is not None})
 
     sink = Sink(
         replace=replace,
-        put=lambda item: state.put_profile(*key(item), read(item)),
-        drop=lambda item: state.put_profile(*key(item), None),
+        put=lambda item: state.asked.put_profile(*key(item), read(item)),
+        drop=lambda item: state.asked.put_profile(*key(item), None),
     )
     return Reflector(client, f"{names.API_PATH}/offlineprofiles", sink)
 
@@ -103,12 +103,12 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
 
 def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
     def put(item: Json) -> None:
-        state.put_avoid(*avoid_list(item))
+        state.asked.put_avoid(*avoid_list(item))
 
     sink = Sink(
-        replace=lambda items: state.replace_avoids(dict(map(avoid_list, items))),
+        replace=lambda items: state.asked.replace_avoids(dict(map(avoid_list, items))),
         put=put,
-        drop=lambda item: state.put_avoid(avoid_list(item)[0], {}),
+        drop=lambda item: state.asked.put_avoid(avoid_list(item)[0], {}),
     )
     return Reflector(client, f"{names.API_PATH}/offlineworkloads", sink)
 

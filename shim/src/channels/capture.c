@@ -45,8 +45,10 @@ void valve_capture_reset(void)
 	valve_watched_reset();
 	if (uvm_fd)
 		uvm_fd = 0;
-	if (valve_rm.version || valve_rm.used || valve_rm.incomplete)
+	if (valve_rm.version || valve_rm.used || valve_rm.incomplete) {
 		rm_reset(&valve_rm);
+		valve_self_gate_reset();
+	}
 }
 
 /* ---- the real calls ---- */

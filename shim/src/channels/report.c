@@ -188,7 +188,7 @@ void valve_capture_report(bool wait)
 	if (valve_rm.is_mps)
 		valve_note(VALVE_NOTE_MPS, 0, 0, "an MPS object was allocated");
 	if (load_relaxed(&valve_shim.self_stopped))
-		valve_self_gate(true, VALVE_GATE_ALL); /* channels that came while we are stopped */
+		valve_self_gate_join();
 }
 
 void valve_capture_forget_reports(void)

@@ -31,6 +31,8 @@
 #define LOOK_MS         2000        /* an online process looks whether its descriptors are still there */
 #define REST_MIN_MS     50
 #define REST_MAX_MS     1000
+#define TICK_NS         1000000u
+#define TELL_AFTER      3  /* refusals in a row of what should run: an operator should know */
 #define EXIT_NO_DAEMON  69 /* EX_UNAVAILABLE */
 
 static struct {
@@ -83,14 +85,21 @@ static void obey(void)
 
 /* ---- the lease ---- */
 
+/* While stopped, whoever was to switch our channels may have done it: said once more, it costs a call. Launches wait beside a
+ * stop that the driver refuses. */
+static void stop_again(void)
+{
+	store_relaxed(&valve_shim.self_stopped, 1);
+	if (valve_self_gate(true, VALVE_GATE_ALL))
+		valve_launches_hold();
+}
+
 static void stop_own_channels(const char *why)
 {
 	session.stopped = true;
 	session.released = false;
 	VALVE_REGION->self_stops++;
-	store_relaxed(&valve_shim.self_stopped, 1);
-	if (valve_self_gate(true, VALVE_GATE_ALL))
-		valve_launches_hold();
+	stop_again();
 	valve_say(why);
 }
 
@@ -113,13 +122,6 @@ static bool is_lease_over(void)
 	return beat_ns && now > beat_ns && now - beat_ns > lease_ns;
 }
 
-/* While stopped, whoever was to switch our channels may have done it: said once more, it costs a call. */
-static void stop_again(void)
-{
-	store_relaxed(&valve_shim.self_stopped, 1);
-	valve_self_gate(true, VALVE_GATE_ALL);
-}
-
 static void lose_link(void)
 {
 	session.ask_seq = 0; /* an answer that lies in the socket is that of a valved that is gone */
@@ -132,6 +134,8 @@ static void lose_link(void)
 		valve_map_private(0, VALVE_ORDER_RUN);
 	else if (valve_launches_wait())
 		valve_launches_hold();
+	session.stopped |=
+	        load_relaxed(&valve_shim.self_stopped) != 0; /* by order: who would end that is gone */
 	if (session.stopped)
 		stop_again();
 }
@@ -149,6 +153,50 @@ static bool waits_for_leave(void)
 	return stands() && !valve_until_stands();
 }
 
+/* ---- what the driver refused of a stop or of its end is tried again ---- */
+
+static bool is_linked(void)
+{
+	return load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;
+}
+
+/* Channels are off that should run, and only valved knows whether its gate is open now. Without a link nobody does, until
+ * the lease is over or a valved is back. */
+static bool must_ask_again(void)
+{
+	return is_offline() && valve_self_gate_owes() && !load_relaxed(&valve_shim.self_stopped) &&
+	       !session.released && is_linked() && (valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP);
+}
+
+static bool may_try_again(void)
+{
+	if (!is_offline() || !valve_self_gate_owes())
+		return false;
+	return load_relaxed(&valve_shim.self_stopped) || session.released ||
+	       (is_linked() && !must_ask_again());
+}
+
+static uint64_t until_again_ns(uint64_t most_ns)
+{
+	uint64_t now = now_ns(), due_ns = valve_self_gate_due_ns(), rest_ns;
+
+	if (!may_try_again() && (!must_ask_again() || session.ask_seq))
+		return most_ns;
+	rest_ns = (due_ns > now ? due_ns - now : 0) + TICK_NS;
+	return rest_ns < most_ns ? rest_ns : most_ns;
+}
+
+static void try_again(void)
+{
+	bool disable = load_relaxed(&valve_shim.self_stopped);
+
+	if (may_try_again() && now_ns() >= valve_self_gate_due_ns())
+		valve_self_gate(disable, disable ? VALVE_GATE_ALL : VALVE_GATE_HELD);
+	if (!disable && is_offline() && valve_self_gate_owes() >= TELL_AFTER)
+		valve_note(VALVE_NOTE_NOT_ENABLED, 0, 0,
+		           "the driver refused to enable its channels: it is asked again");
+}
+
 static int send_schedule(uint16_t type, uint32_t *seq)
 {
 	struct valve_link_schedule message = {.h_client = 0};
@@ -164,8 +212,10 @@ static int send_schedule(uint16_t type, uint32_t *seq)
  * tries again. */
 static void ask_to_run(void)
 {
-	if (waits_for_leave() && !session.ask_seq && !load_relaxed(&valve_shim.untold) &&
-	    (session.stopped || !valve_announce_is_behind()))
+	bool again = must_ask_again() && now_ns() >= valve_self_gate_due_ns();
+
+	if ((waits_for_leave() || again) && !session.ask_seq && !load_relaxed(&valve_shim.untold) &&
+	    (session.stopped || again || !valve_announce_is_behind()))
 		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
 	if (session.may_run && !send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL))
 		session.may_run = false; /* it stops again what a gate met meanwhile */
@@ -187,7 +237,7 @@ static int take_ack(const struct valve_link_header *packet, int length, struct v
 
 	if (session.ask_seq && packet->seq == session.ask_seq) {
 		session.ask_seq = 0;
-		if (status != EAGAIN && waits_for_leave()) {
+		if (status != EAGAIN && (waits_for_leave() || must_ask_again())) {
 			end_stop();
 			session.may_run = true;
 		}
@@ -210,8 +260,11 @@ static void check_lease(void)
 	valve_until_check(session.released, &session.stopped);
 	if (!is_lease_over())
 		return;
-	if (load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED)
+	if (is_linked()) {
+		session.ask_seq = 0;
+		valve_link_receive(); /* what it took from us from outside is heard before the socket goes */
 		lose_link(); /* valved hangs; when it is back, a new conversation sorts out who is on and off */
+	}
 	if (load_relaxed(&VALVE_CONTROL->online_registered) && !session.stopped)
 		stop_own_channels("valved is gone and online work shares this GPU: this process is stopped "
 		                  "until valved is back");
@@ -257,7 +310,8 @@ static void serve(void)
 		lose_link(); /* somebody closed one behind our back: a new link brings new ones */
 		return;
 	}
-	count = syscall(SYS_poll, ready, 2, (int)(bounded_ns((uint64_t)rest_ms() * 1000000u) / 1000000u));
+	count = syscall(SYS_poll, ready, 2,
+	                (int)(until_again_ns(bounded_ns((uint64_t)rest_ms() * 1000000u)) / 1000000u));
 	if (count > 0 && ready[1].revents)
 		obey();
 	if (count > 0 && (ready[0].revents & ~POLLOUT) && valve_link_receive())
@@ -323,8 +377,7 @@ static void reconnect(void)
 	if (stands() && !(valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP))
 		end_stop();
 	session.released = session.refused = false;
-	valve_until_forget(
-	        session.stopped); /* the end of a grant that nobody ended is a stop like any other now */
+	valve_until_forget(); /* the end of a grant that nobody ended is a stop like any other now */
 	session.order_seq = 0;
 	session.linked_ns = now_ns();
 	valve_capture_forget_reports();
@@ -337,6 +390,17 @@ static void reconnect(void)
 	ask_to_run();
 }
 
+/* Until a valved is looked for again. */
+static void rest(uint64_t ns)
+{
+	uint64_t now = now_ns(), end_ns = now + ns;
+
+	for (; now < end_ns; now = now_ns()) {
+		sleep_ns(until_again_ns(end_ns - now));
+		try_again();
+	}
+}
+
 static void *keep(void *unused)
 {
 	uint32_t state;
@@ -346,12 +410,14 @@ static void *keep(void *unused)
 		if (state == VALVE_STATE_LINKED) {
 			serve();
 		} else {
-			sleep_ns(bounded_ns(retry_ns()));
+			rest(bounded_ns(retry_ns()));
 			check_lease(); /* a valved that is slow to answer delays no stop */
 			reconnect();
 		}
-		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF)
+		if (load_acquire(&valve_shim.state) != VALVE_STATE_OFF) {
 			check_lease();
+			try_again();
+		}
 	}
 	return NULL;
 }
@@ -375,7 +441,7 @@ void valve_register(void)
 	if (!swap_if(&valve_shim.state, &expected, VALVE_STATE_UNLINKED))
 		return;
 	memset(&session, 0, sizeof(session));
-	valve_until_forget(false);
+	valve_until_forget();
 	valve_shim.can_membarrier = !syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
 	valve_settings_read();
 	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;

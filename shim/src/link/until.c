@@ -17,8 +17,7 @@
 static struct {
 	uint64_t until_ns;
 	uint32_t gpu;
-	bool ours;        /* we told our channels to be off for it, whatever came of that */
-	bool stopped;     /* and they are */
+	bool stopped; /* we told our channels to be off for it; what the driver refused of that is tried again */
 	bool was_stopped; /* by another stop of our own, which goes on */
 } over;
 
@@ -50,13 +49,10 @@ bool valve_until_stands(void)
 	return over.stopped;
 }
 
-/* `stopped`: another stop of our own goes on. Else channels to come are no business of ours from here on. */
-void valve_until_forget(bool stopped)
+void valve_until_forget(void)
 {
-	if (over.ours && !stopped && load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_STOP)
-		store_relaxed(&valve_shim.self_stopped, 0);
 	over.until_ns = 0;
-	over.ours = over.stopped = over.was_stopped = false;
+	over.stopped = over.was_stopped = false;
 }
 
 uint64_t valve_until_rest_ns(uint64_t most_ns)
@@ -83,10 +79,11 @@ static void stop(uint64_t end_ns, uint32_t gpu, bool *stopped)
 	if (end_of(gpu) == end_ns) {
 		region->self_stops++;
 		store_relaxed(&valve_shim.self_stopped, 1);
-		over.ours = true;
 		over.was_stopped = *stopped;
-		if (valve_self_gate(true, VALVE_GATE_ALL) == 0)
-			*stopped = over.stopped = true; /* else the end of the lease holds the launches */
+		*stopped = over.stopped = true;
+		if (valve_self_gate(true, VALVE_GATE_ALL) &&
+		    load_relaxed(&valve_shim.state) != VALVE_STATE_LINKED)
+			valve_launches_hold();
 		over.until_ns = end_ns;
 		over.gpu = gpu;
 		valve_say("granted time is over and valved did not end it: this process has stopped itself");
@@ -97,9 +94,13 @@ static void stop(uint64_t end_ns, uint32_t gpu, bool *stopped)
 /* valved has stopped what we had stopped: from here on it is its stop. */
 static void drop(bool *stopped)
 {
-	if (over.stopped && !over.was_stopped)
+	if (over.stopped && !over.was_stopped) {
 		*stopped = false;
-	valve_until_forget(*stopped);
+		/* channels to come are no business of ours from here on */
+		if (load_relaxed(&VALVE_CONTROL->order) != VALVE_ORDER_STOP)
+			valve_self_gate_hand_over();
+	}
+	valve_until_forget();
 }
 
 /* `released`: nobody needs our channels off any more. */

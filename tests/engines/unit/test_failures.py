@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 from faults import Fault, cases
 from kv_node import KvNode, wait_for
@@ -81,3 +82,20 @@ def test_no_answer_is_wrong_when_a_function_of_the_hook_fails(node, monkeypatch,
     assert {request: done[request] for request in done} == {request: expected[request] for request in done}
     assert done.keys() | scheduler.failed == expected.keys()
     assert scheduler._valve.reconciler.told_mode is not Mode.FULL or not fault.raised
+
+
+@pytest.mark.parametrize("way", ["reset", "abandon"])
+def test_what_is_cached_again_after_a_look_that_failed_is_never_left_in_the_cache(node, way):
+    """Blocks that a look has forgotten are not evicted a second time when it withholds them; in that look alone."""
+    scheduler = hooked(node, blocks=40)
+    engine, pool = scheduler._valve.engine, scheduler.pool
+    engine.forget(np.array([5], dtype=np.uint32))
+    getattr(engine, way)()
+    block = pool.blocks[5]
+    pool.touch([block])
+    block.block_hash = "cached again"
+    pool.free_blocks([block])
+    engine.withhold(np.array([5], dtype=np.uint32))
+
+    assert block.block_hash is None
+    close(scheduler)

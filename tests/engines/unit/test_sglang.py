@@ -15,9 +15,10 @@ from sglang_world import Reclaimer, finish, give, lose, request_of, restart, run
 from toy_sglang import Scheduler
 from toy_world import prompts
 from valve_hook.reconciler import Reconciler
-from valve_hook.sglang import calls, memory
+from valve_hook.sglang import calls, engine, memory
 from valve_hook.sglang.check import Refused, can_forget
 from valve_hook.sglang.engine import SglangEngine
+from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone
 from valve_hook.sglang.steps import StepLedger
@@ -288,7 +289,7 @@ def the_hook_gives_up(world, overlap=True, remove=None):
     }
     assert late[0] not in ended
     assert node.book()["mode"] == Mode.NONE
-    assert set(lost) == set(np.flatnonzero(scheduler._valve.engine.taken).tolist())
+    assert set(lost) == set(np.flatnonzero(scheduler._valve.engine.free_pages.taken).tolist())
     give(node, scheduler, lost)
     scheduler.turn()
     assert set(lost) <= set(scheduler.allocator.free_pages.tolist())
@@ -444,10 +445,11 @@ CALLED = {
             "open_requests",
             "_retract",
             "_take_back",
-            "_evict",
+            "arrange",
         ),
-        *("arrange", "_in_use", "_take_off", "_free_pages", "_hand_out"),
     ],
+    engine: ["evict"],
+    FreePages: ["withhold", "release", "columns", "in_use", "numbers", "_take_off", "_hand_out"],
     Alone: ["look", "next_session", "need", "agree"],
     Table: ["begin", "read", "accept", "changed"],
     Book: ["write_gauges", "write_receipts", "acknowledge", "offer"],

@@ -16,7 +16,8 @@ def test_pages_that_were_withheld_before_it_raised_never_reach_a_request(world, 
     """The loss is handled a second time, the coarse way: what was taken off the free list stays off, once."""
     work = prompts(3, 16)
     scheduler, node = world(overlap=overlap)
-    engine, reconciler, calls = scheduler._valve.engine, scheduler._valve.reconciler, []
+    hook, calls = scheduler._valve, []
+    reconciler, free_pages = hook.reconciler, hook.engine.free_pages
     withhold = SglangEngine.withhold
 
     def late(each, blocks):
@@ -38,13 +39,13 @@ def test_pages_that_were_withheld_before_it_raised_never_reach_a_request(world, 
     lose(node, scheduler, [1, 2, 3])
     scheduler.add("last", *work[0][1:])
     finish(scheduler, ["last"])
-    off = np.flatnonzero(engine.taken)
+    off = np.flatnonzero(free_pages.taken)
 
     assert done | {"last": expected[work[0][0]]} == scheduler.done
-    assert np.array_equal(reconciler.withheld, engine.withheld)
-    assert np.array_equal(engine.taken, engine.withheld)
-    assert not set(off.tolist()) & set(engine._free_pages().tolist())
+    assert np.array_equal(reconciler.withheld, free_pages.withheld)
+    assert np.array_equal(free_pages.taken, free_pages.withheld)
+    assert not set(off.tolist()) & set(free_pages.numbers().tolist())
     give(node, scheduler, off.tolist())
     scheduler.add("again", *work[0][1:])
     finish(scheduler, ["again"])
-    assert not engine.taken.any()
+    assert not free_pages.taken.any()

@@ -96,7 +96,7 @@ def d2(rig: Rig) -> Outcome:
 
 def bare_probe(rig: Rig) -> Probe:
     """A probe that has opened nothing yet."""
-    argv = [rig.programs.path("probe"), str(rig.guard_path)]
+    argv = [rig.spins.programs.path("probe"), str(rig.spins.guard_path)]
     return Probe(argv, rig.machine.environment(), rig.enable_all)
 
 

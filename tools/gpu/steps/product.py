@@ -33,7 +33,7 @@ def product(rig: Rig) -> Iterator[LabNode]:
     need_product()
     from valve_tools.gpu.product_node import LabNode
 
-    folder = rig.next_base("product")
+    folder = rig.spins.next_base("product")
     folder.mkdir()
     with LabNode(folder, emulated=rig.machine.is_dry) as node:
         yield node
@@ -109,9 +109,9 @@ def c11(rig: Rig) -> Outcome:
 
 def call_costs(rig: Rig, node: LabNode, role: str) -> dict[str, Figure]:
     """What calls cost in a workload, with the shim (a role) or without it ("")."""
-    base = rig.next_base(f"costs{role}")
+    base = rig.spins.next_base(f"costs{role}")
     sock = base.with_suffix(".helper")
-    argv = [*rig.spin("idle", 60_000, base), "--sock", str(sock)]
+    argv = [*rig.spins.argv("idle", 60_000, base), "--sock", str(sock)]
     child = node.run(role, argv, name="costs", out=base.with_suffix(".out"))
     node.wait_for(sock.exists, "the workload is up", READY_S)
     with Talk(sock) as helper:
@@ -148,11 +148,11 @@ def summary_of(path: Path) -> dict[str, Any]:
 
 def traced_engine(rig: Rig, units: int, cycles: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """So many units of the offline engine under the tracer, with `cycles` random pauses: (its summary, the pauses)."""
-    base, engine, paused = rig.next_base("engine"), engine_of(rig), {"n": 0}
+    base, engine, paused = rig.spins.next_base("engine"), engine_of(rig), {"n": 0}
     argv = [*engine.offline(), "--units", str(units), "--report", "0.1"]
     out = base.with_suffix(".out")
     with out.open("wb") as sink:
-        child = subprocess.Popen(argv, env=rig.traced(base), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+        child = subprocess.Popen(argv, env=rig.spins.traced(base), stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
     try:
         rig.wait(lambda: b'"units"' in out.read_bytes() or child.poll() is not None, "the engine works", 180)
         if cycles:
@@ -189,7 +189,7 @@ def p4(rig: Rig) -> Outcome:
 
 def rate_of(rig: Rig, *, seconds: float) -> int:
     """Units that the offline engine does in so many seconds."""
-    base = rig.next_base("rate")
+    base = rig.spins.next_base("rate")
     with base.with_suffix(".out").open("wb") as sink:
         argv = [*engine_of(rig).offline(), "--duration", "4"]
         subprocess.run(argv, env=rig.machine.environment(), stdout=sink, stderr=sink, check=False, timeout=300)

@@ -78,7 +78,7 @@ def r3(rig: Rig) -> Outcome:
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(pipe)}
     subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **env}, check=True, timeout=30)
     try:
-        with rig.also_in_environment(env):
+        with rig.spins.also_in_environment(env):
             shared, rate = beside(rig)
     finally:  # the daemon that we started, by its own pipe folder
         stop = subprocess.Popen(["nvidia-cuda-mps-control"], env={**os.environ, **env}, stdin=subprocess.PIPE)

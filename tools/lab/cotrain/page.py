@@ -95,11 +95,11 @@ def sources(name: str) -> str:
 
 
 def stale(folder: Path) -> list[str]:
-    """Pages that another simulator or other planners made."""
+    """Pages that another simulator or other planners made; what was measured on an engine is none."""
     return [
         str(path)
         for path in sorted(folder.glob("*.md"))
-        if f"sha256 `{sources(path.stem)}`" not in path.read_text("utf-8")
+        if "sha256 `" in path.read_text("utf-8") and f"sha256 `{sources(path.stem)}`" not in path.read_text("utf-8")
     ]
 
 

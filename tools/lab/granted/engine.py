@@ -211,12 +211,11 @@ class Engine:
         context = self._context
         self._now += step_ms
         self._step += 1
-        self._deliver(decoding, done)
         granter = self._granter
-        if granter is None:
-            return 0.0
-        granter.stepped(decoding, context, step_ms, gap_ms, prefill=tokens > 0)
-        if not self._ends:
+        if granter is not None:
+            granter.stepped(decoding, context, step_ms, gap_ms, prefill=tokens > 0)
+        self._deliver(decoding, done)
+        if granter is None or not self._ends:
             return 0.0
         return self._pause()
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valve_tune.base.processes import mapped_by, sockets_of, with_children
+
 ENV_RUN_DIR = "VALVE_RUN_DIR"
 SYSTEM_RUN_DIR = Path("/run/valve")
 NAME = "weights.json"
 SOCKETS = ("link.sock", "valved.sock")  # of a valved (valved/paths.py)
 LOOK_S = 1.0  # between two looks at who maps a file: each reads all of /proc
 MAGIC = b"VALVEWTS"  # what a file of shared weights begins with
+DAEMONS = ("vllm_weight_cache_", "sglang_weight_cache_")  # how the engines name their sockets, one a GPU
 HOW = "its owner says so by valve run --online --share-weights, or by the annotation valve.gpu/share-weights"
 
 
@@ -109,6 +112,10 @@ class Permit:
             self._next_look = time.monotonic() + LOOK_S
             self._ask()
 
+    def covers(self, pid: int) -> bool:
+        """Is it a process of one of those?"""
+        return any(pid in with_children(one.processes) for one in self._of.values())
+
     def _ask(self) -> None:
         if not self._of:
             return
@@ -122,7 +129,9 @@ FREE = Permit(Owners(Path("/nowhere")), ())
 
 
 def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
-    """`word` is a file of shared weights, or the name or number of an online service."""
+    """`word` is a file of shared weights, or the name or number of an online service. The path is that of such a file,
+    or of the socket of the service's weight daemon.
+    """
     owners = owners or Owners()
     if "/" in word:
         path = Path(word)
@@ -135,16 +144,24 @@ def find(word: str, owners: Owners | None = None) -> tuple[Path, Permit]:
     permit = Permit(owners, [service])
     permit.check()
     files = sorted(set(weights_of(service)))
-    if not files:
+    found = files or sorted(set(daemons_of(service)))
+    if not found:
         raise NotShared(
-            f"{service} consents, but maps no file of valve tune share that this user may see; "
-            "weights on a GPU, as vLLM's and SGLang's daemons hold them, are not shared"
+            f"{service} consents, but maps no file of valve tune share that this user may see, and none of its "
+            "processes is a weight daemon (vllm preload, python -m sglang.srt.weight_cache.daemon)"
         )
-    if len(files) > 1:
-        raise NotShared(f"{service} consents, but maps several files of weights; name one")
-    permit = Permit(owners, [service], files[0])
+    if len(found) > 1:
+        raise NotShared(
+            f"{service} consents, but "
+            + (
+                "maps several files of weights; name one"
+                if files
+                else f"has {len(found)} weight daemons: a base on several GPUs is not shared"
+            )
+        )
+    permit = Permit(owners, [service], files[0] if files else None)
     permit.check()
-    return files[0], permit
+    return found[0], permit
 
 
 def _service(said: dict[str, Any]) -> SharingService:
@@ -166,15 +183,15 @@ def _may_exist(path: Path) -> bool:
 
 def weights_of(service: SharingService) -> Iterator[Path]:
     """Files of shared weights that its processes, and those that they started, map."""
-    for pid in _with_children(service.processes):
-        try:
-            lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-        except OSError:  # gone, or another user's
-            continue
-        for name in dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count(" /")):
-            path = Path(name)
-            if _is_weights(path):
-                yield path
+    for pid in with_children(service.processes):
+        yield from filter(_is_weights, mapped_by(pid))
+
+
+def daemons_of(service: SharingService) -> Iterator[Path]:
+    """Sockets of the engines' weight daemons among its processes. One of a draft model holds no base."""
+    for path in sockets_of(with_children(service.processes)):
+        if path.name.startswith(DAEMONS) and not path.name.endswith("_draft.sock"):
+            yield path
 
 
 def _is_weights(path: Path) -> bool:
@@ -185,23 +202,3 @@ def _is_weights(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def _with_children(roots: Iterable[tuple[int, int]]) -> list[int]:
-    """Of roots that are still who they were."""
-    stats = dict(_stats())
-    found = [pid for pid, start in roots if stats.get(pid, (0, 0))[1] == start]
-    for parent in found:  # it grows meanwhile
-        found.extend(pid for pid, (of, _) in stats.items() if of == parent and pid not in found)
-    return found
-
-
-def _stats() -> Iterator[tuple[int, tuple[int, int]]]:
-    """(pid, (parent, start time)) of all processes. The name may hold blanks and brackets: read from its end."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                words = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            yield int(entry.name), (int(words[1]), int(words[19]))

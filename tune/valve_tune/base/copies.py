@@ -1,4 +1,4 @@
-"""Copies from the host to a card, in pieces; before each a kernel of this process has run, so the gate was open.
+"""Copies between the host and a card, in pieces; before each a kernel of this process has run, so the gate was open.
 
 The gate stops kernels and not copies, which run on channels of their own. A piece that has begun ends in about a
 millisecond, whatever the gate does.
@@ -6,7 +6,7 @@ millisecond, whatever the gate does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -34,6 +34,18 @@ def copy(there: torch.Tensor, here: torch.Tensor, before: Before) -> None:
     for to, source in zip(there.split(rows), here.split(rows), strict=True):
         before()
         to.copy_(source, non_blocking=True)
+
+
+def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its elements in order, in pieces on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    if tensor.device.type == "cpu":
+        yield flat
+        return
+    before = when_open(tensor.device)
+    for piece in flat.split(max(1, PIECE_BYTES // tensor.element_size())):
+        before()
+        yield piece.cpu()
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str, before: Before) -> torch.Tensor:

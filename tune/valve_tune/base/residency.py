@@ -24,6 +24,8 @@ class Parked(Exception):
 class HostWindow:
     """`window` slots, each as large as a layer. Going through the layers in order and back costs 2 (L - W) loads."""
 
+    is_writable = False
+
     def __init__(
         self,
         tensors: Tensors,

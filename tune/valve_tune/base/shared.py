@@ -1,7 +1,7 @@
 """Frozen weights in shared memory on CPU: one copy for an engine and its trainer, mapped read-only by the trainer.
 
-Stands for the engines' weight daemons where there is no card. Tensors may be fused as engines fuse them; the trainer's
-are views of them.
+Tensors may be fused as engines fuse them; the trainer's are views of them. On a card the engines' weight daemons do
+this (base/daemon.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from valve_tune.base.consent import FREE, MAGIC, Permit
-from valve_tune.base.weights import BadBase, BaseChanged, StillWeights, Tensors, digest_of, split
-from valve_tune.tiles.decoder import DecoderShape
+from valve_tune.base.views import Sizes, as_checkpoint
+from valve_tune.base.weights import BadBase, BaseChanged, StillWeights, Tensors, digest_of, layers_in, split
 from valve_tune.tiles.grid import Phase
 
 ALIGNED = 64
@@ -89,11 +88,11 @@ class SharedFile:
 class SharedCopy(StillWeights):
     """The base of a job, as views of a shared file."""
 
-    def __init__(self, path: Path, shape: DecoderShape, permit: Permit = FREE) -> None:
+    def __init__(self, path: Path, sizes: Sizes, permit: Permit = FREE) -> None:
         self._file, self._permit = SharedFile(path), permit
-        views = unfused(self._file.tensors, shape)
-        self.digest = digest_of(views)
-        outer, self._layers = split(views, shape.layers)
+        self.tensors = as_checkpoint(self._file.tensors, sizes)
+        self.digest = digest_of(self.tensors)
+        outer, self._layers = split(self.tensors, layers_in(sizes))
         self.outer: Tensors = outer
 
     def enter(self, layer: int, phase: Phase) -> Tensors:
@@ -118,26 +117,3 @@ def adopt(module: torch.nn.Module, path: Path) -> SharedFile:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(False).data = file.tensors[name]
     return file
-
-
-def unfused(tensors: Mapping[str, torch.Tensor], shape: DecoderShape) -> dict[str, torch.Tensor]:
-    """Engines keep q, k, v in one matrix, gate and up in another, and pad the vocabulary: slice rows, copy nothing."""
-    found: dict[str, torch.Tensor] = {}
-    parts = {
-        "qkv_proj": (("q_proj", shape.q_width), ("k_proj", shape.kv_width), ("v_proj", shape.kv_width)),
-        "gate_up_proj": (("gate_proj", shape.mlp), ("up_proj", shape.mlp)),
-    }
-    for name, tensor in tensors.items():
-        name = name.replace(".base_layer.", ".")
-        fused = next((key for key in parts if f".{key}." in name), None)
-        if fused is None:
-            padded = name in ("model.embed_tokens.weight", "lm_head.weight")
-            found[name] = tensor[: shape.vocabulary] if padded else tensor
-            continue
-        start = 0
-        for part, rows in parts[fused]:
-            found[name.replace(fused, part)] = tensor[start : start + rows]
-            start += rows
-        if start != tensor.shape[0]:
-            raise BadBase(f"{name} has {tensor.shape[0]} rows, {start} were expected: tensor parallel or quantized?")
-    return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 
+from valve_tune.base.copies import on_host
 from valve_tune.tiles.grid import Phase
 
 Tensors = Mapping[str, torch.Tensor]
@@ -54,6 +56,11 @@ class FrozenWeights(Protocol):
         ...
 
     @property
+    def is_writable(self) -> bool:
+        """Could a stray write of this process change what another one computes with?"""
+        ...
+
+    @property
     def least_bytes(self) -> int:
         """Of the memory that the stash lies in: what no micro-batch does without."""
         ...
@@ -73,6 +80,7 @@ class FrozenWeights(Protocol):
 class StillWeights:
     """Weights in a place of their own that stays as it is."""
 
+    is_writable = False
     least_bytes = lent_bytes = 0
 
     def leave(self, layer: int, phase: Phase) -> None:
@@ -97,19 +105,34 @@ def shards(folder: Path) -> list[Path]:
     raise BadBase(f"{folder}: neither {SINGLE} nor {INDEX}")
 
 
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor of the checkpoint; its bytes are not read."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in shards(folder):
+        with _opened(path) as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    return found
+
+
 def stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint, one at a time."""
     for path in shards(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    yield name, file.get_tensor(name)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise BadBase(f"{path}: {error}") from error
-        except Exception as error:  # safetensors raises a class of its own that only derives from Exception
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise BadBase(f"{path}: {error}") from error
+        with _opened(path) as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadBase(f"{path}: {error}") from error
+    except Exception as error:  # safetensors raises a class of its own that only derives from Exception
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise BadBase(f"{path}: {error}") from error
 
 
 PREFIX = "model.layers."
@@ -123,13 +146,18 @@ def place(name: str) -> tuple[int, str]:
     return int(number), inside
 
 
+def layers_in(names: Iterable[str]) -> int:
+    return 1 + max((place(name)[0] for name in names), default=-1)
+
+
 def digest_of(tensors: Tensors) -> str:
     """Over names, types, shapes and bytes, in the order of names."""
     state = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().cpu()
+        tensor = tensors[name]
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        state.update(tensor.view(-1).view(torch.uint8).numpy())
+        for piece in on_host(tensor):
+            state.update(piece.view(torch.uint8).numpy())
     return state.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from valve_tune.serve import flags, jobs
+from valve_tune.serve import flags, fleet, jobs
 from valve_tune.serve.folder import FolderError
 from valve_tune.train.lines import DataError
 from valve_tune.train.spec import DTYPES, SpecError
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     one.set_defaults(run=share)
     add_publish(commands)
     add_serve(commands)
+    fleet.add_to(commands)
     one = commands.add_parser("doctor", help="check what training and publishing need")
     one.add_argument("--model", default="", metavar="DIR", help="also whether this base can be trained")
     one.set_defaults(run=doctor)

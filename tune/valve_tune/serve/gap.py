@@ -11,7 +11,7 @@ from types import TracebackType
 from valve_tune.serve.engines import EngineError, RunningEngine
 
 TOKENS = 192  # of one request; the next begins where it ends
-PIECES = 30  # watched before and after, so that both sides have a longest gap of their own
+PIECES = 30  # watched before, and at least after, so that both sides have a longest gap of their own
 WAIT_S = 60.0
 
 
@@ -50,8 +50,9 @@ class GapProbe:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._span = (self._span[0], time.monotonic())
-        if kind is None:
-            self._see(PIECES)
+        if kind is None:  # for as long as it was disturbed: of more gaps the longest is longer
+            during = sum(self._span[0] < each < self._span[1] for pieces in list(self._pieces) for each in list(pieces))
+            self._see(max(PIECES, during))
         self._is_over = True
         self._thread.join(WAIT_S)
 

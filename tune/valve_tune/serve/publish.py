@@ -15,17 +15,11 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from valve_tune.base.consent import find
 from valve_tune.serve import registry
 from valve_tune.serve.engines import EngineError, RunningEngine
 from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.gap import GapProbe, Gaps
-
-if TYPE_CHECKING:
-    from valve_tune.base.shared import SharedFile
-    from valve_tune.train.spec import JobSpec
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -60,17 +54,19 @@ def check_base(folder: JobFolder) -> None:
     word = folder.spec().share_weights if folder.exists() else ""
     if not word:
         return
-    from valve_tune.base.shared import SharedFile
-    from valve_tune.base.weights import BaseChanged
+    import torch  # slow to import, as what follows
 
+    from valve_tune.base.weights import BaseChanged
+    from valve_tune.train.build import shared_base
+
+    trained_on = _base_of(folder)
     try:
-        path = find(word)[0]
-        file, trained_on = SharedFile(path), _base_of(folder)
-        if trained_on and not _is_base(file, trained_on, folder.spec()):
-            raise BaseChanged(f"{path}: holds other weights than the job was trained on")
-    except BaseChanged as error:
-        raise FolderError(f"{folder.path}: not published: {error}") from None
+        base = shared_base(folder.spec(), "cuda" if torch.cuda.is_available() else "cpu")
+        if trained_on and base.digest != trained_on:
+            raise BaseChanged(f"{word}: holds other weights than the job was trained on")
     except (OSError, ValueError) as error:
+        if isinstance(error, BaseChanged) or isinstance(error.__cause__, BaseChanged):
+            raise FolderError(f"{folder.path}: not published: {error}") from None
         print(f"note: the shared weights were not checked again: {error}")
 
 
@@ -81,22 +77,6 @@ def _base_of(folder: JobFolder) -> str:
 
     saved = folder.checkpoints()
     return Cursor.parse((saved[-1][1] / CURSOR).read_text(encoding="utf-8")).base if saved else ""
-
-
-def _is_base(file: SharedFile, digest: str, spec: JobSpec) -> bool:
-    """A file may hold tensors fused as engines fuse them; the job's digest is of the parts."""
-    from valve_tune.base.shared import unfused
-    from valve_tune.base.weights import BadBase, digest_of
-
-    if digest_of(file.tensors) == digest:
-        return True
-    from valve_tune.model.family import shape_of
-    from valve_tune.train.build import config_of  # transformers is slow to import
-
-    try:
-        return digest_of(unfused(file.tensors, shape_of(config_of(Path(spec.model))))) == digest
-    except BadBase:
-        return False
 
 
 def check_plain(source: Path) -> None:

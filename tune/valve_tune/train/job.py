@@ -26,6 +26,7 @@ from valve_tune.tiles.grid import Grid, Phase, TileShape
 from valve_tune.tiles.orders import layer_major, whole
 from valve_tune.train.batch import Dataset, MicroBatch
 from valve_tune.train.build import open_model
+from valve_tune.train.guard import stand
 from valve_tune.train.report import Answer, Control, End, Going, Outcome, TrainEvent
 from valve_tune.train.spec import JobSpec
 from valve_tune.train.state import JobState, StepSums, job_digest
@@ -53,25 +54,29 @@ class Trainer:
         events: Callable[[TrainEvent], None] = lambda event: None,
         control: Control | None = None,
         make_model: Callable[[JobSpec], TileModel] = open_model,
+        settle: Callable[[JobSpec], None] | None = None,
     ) -> None:
+        """`settle` replaces what is set for the whole process, where the process is not the trainer's."""
         self.spec, self.dataset, self.events = spec, dataset, events
         self.control = control or Going()
-        self._make_model = make_model
+        self._make_model, self._settle = make_model, settle or set_process
         self._waited = 0.0
         self._needs = 0  # bytes that a micro-batch was seen not to do without
 
     def run(self) -> Outcome:
         """Until done, stopped or failed. Run again with the same `out` it takes up the newest whole checkpoint."""
-        _settle(self.spec)
+        self._settle(self.spec)
         try:
             self.model = self._make_model(self.spec)
             held_out = self.dataset.held_out
             job = job_digest(self.spec, self.dataset.digest, held_out.digest if held_out else "")
             self.state = JobState(self.spec, self.model.adapter, base=self.model.weights.digest, job=job)
             self._resume()
+            guard = stand(self.spec, self.model.weights)
         except (BadBase, NotShared, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
             return Outcome(end=End.FAILED, step=0, message=self._said(error))
-        return self._guarded()
+        with guard:
+            return self._guarded()
 
     def _guarded(self) -> Outcome:
         try:
@@ -280,7 +285,7 @@ def grid_of(spec: JobSpec, model: TileModel, tokens: int) -> Grid:
     return Grid(layers=model.layers, tokens=tokens, forward=shape, backward=shape)
 
 
-def _settle(spec: JobSpec) -> None:
+def set_process(spec: JobSpec) -> None:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic

@@ -31,8 +31,10 @@ def rate_at(spec: JobSpec, step: int) -> float:
 class Optimizer:
     """One step at a time; the adapter's tensors are changed in place."""
 
-    def __init__(self, spec: JobSpec, adapter: Adapter) -> None:
-        self._spec, self._named = spec, dict(adapter.tensors())
+    def __init__(self, spec: JobSpec, adapter: Adapter, frozen: str = "") -> None:
+        """`frozen`: tensors with this in their name are left as they are."""
+        self._spec = spec
+        self._named = {name: tensor for name, tensor in adapter.tensors() if not frozen or frozen not in name}
         self._adamw = torch.optim.AdamW(
             list(self._named.values()),
             lr=spec.learning_rate,
@@ -45,8 +47,9 @@ class Optimizer:
     def norm(self, gradients: Gradients) -> float:
         """Hands the gradients over, clips them and returns their norm before."""
         for path, pair in gradients.items():
-            self._named[f"{path}.lora_A.weight"].grad = pair.a
-            self._named[f"{path}.lora_B.weight"].grad = pair.b
+            for name, gradient in ((f"{path}.lora_A.weight", pair.a), (f"{path}.lora_B.weight", pair.b)):
+                if name in self._named:
+                    self._named[name].grad = gradient
         most = self._spec.max_grad_norm or math.inf
         return float(torch.nn.utils.clip_grad_norm_(self._named.values(), most, foreach=False))
 

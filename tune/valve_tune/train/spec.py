@@ -103,7 +103,7 @@ class JobSpec:
     span: int = number(0, 1 << 20, "tokens of a tile; 0: the whole row", default=0)
     layers_per_tile: int = number(1, 1024, "layers of a tile", default=1)
     share_weights: str = text(
-        "online service whose weights are mapped, with its owner's consent, or a file of valve tune share; CPU alone",
+        "online service whose weights are mapped, with its owner's consent, or (on a CPU) a file of valve tune share",
         default="",
         empty=True,
     )

@@ -1,0 +1,87 @@
+"""Packets to valved and its answers, on one connection. Only the link's thread waits for an answer."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from valve_hook import wire
+
+ANSWER_S = 5.0  # valved answers within milliseconds, or it is not well
+MOST_FDS = 64
+
+
+class NoDaemon(Exception):
+    """No session can be had now; the text says why."""
+
+
+class NotYet(NoDaemon):
+    """The answer is still to come: valved was restarted in the middle of it, or waits for the engine's ranks."""
+
+
+class Packets:
+    """One connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._seq = 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(ANSWER_S)
+            self._socket.connect(str(path))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, kind: wire.Message, body: bytes) -> int:
+        """Never waits: a full socket is an OSError. Any thread may send what has no answer."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+        seq = self._seq
+        self._socket.send(wire.packet(kind, body, seq, time.monotonic_ns()), socket.MSG_DONTWAIT)
+        return seq
+
+    def ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:
+        """The answer: its type, its body, its descriptors."""
+        seq = self.send(kind, body)
+        while True:
+            raw, fds = self._receive()
+            answer, answered, rest = wire.split(raw)
+            if answered == seq:
+                return answer, rest, array.array("i", fds).tolist()
+            close(fds)
+
+    def drain(self) -> None:
+        """What came unasked is of no use here; but it tells a connection that valved closed."""
+        self._socket.settimeout(0.0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                close(self._receive()[1])
+        self._socket.settimeout(ANSWER_S)
+
+    def _receive(self) -> tuple[bytes, list[int]]:
+        raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, MOST_FDS)
+        if not raw:
+            close(fds)
+            raise NotYet("valved closed the connection")
+        return raw, fds
+
+
+def refusal(kind: int, body: bytes) -> str:
+    """Why a HELLO was not welcome."""
+    if kind != wire.Message.REFUSED:
+        return f"HELLO was answered by type {kind}"
+    code, low, high, text = wire.REFUSED.unpack(body)
+    said = text.split(b"\0", 1)[0].decode("ascii", "replace")
+    return f"refused ({code}): {said}; valved speaks abi {low} to {high}, this hook {wire.LINK_ABI}"
+
+
+def close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,153 @@
+"""/route/training: what trainers of fleet jobs ask, and what an operator does. For the operator's token alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from valve_router.answers import is_allowed, refusal
+from valve_router.plan.task import Task
+from valve_router.settings import Settings
+from valve_router.training.desk import Desk
+from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
+
+SWEEP_S = 1.0
+Asked = dict[str, Any]
+
+
+class TrainingApi:
+    """SQLite forces every change to disk: that is done in threads, never on the loop that passes requests."""
+
+    def __init__(self, settings: Settings, ledger: FleetBooks, desk: Desk) -> None:
+        self._settings, self._ledger, self._desk = settings, ledger, desk
+        self._out: dict[int, tuple[str, Task, float]] = {}  # by trainer: replica, planned task, since (monotonic)
+
+    def add_to(self, app: web.Application) -> None:
+        for name in ("job", "join", "take", "seen"):
+            app.router.add_post(f"/{name}", self._json(getattr(self, f"_{name}")))
+        for name in ("push", "publish"):
+            app.router.add_post(f"/{name}", self._checked(getattr(self, f"_{name}")))
+        app.router.add_get("/jobs", self._checked(self._jobs))
+        app.router.add_get("/blob/{blob}", self._checked(self._blob))
+        app.cleanup_ctx.append(self._sweeping)
+
+    def _checked(self, handle: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
+        async def answer(request: web.Request) -> web.Response:
+            if self._settings.token and not self._settings.operator_token:
+                return refusal(403, "training needs --operator-token-file where clients have a token", "forbidden")
+            if not is_allowed(request, self._settings.operator_token):
+                return refusal(401, "the operator's token is needed", "invalid_api_key")
+            try:
+                return await handle(request)
+            except Gone as error:
+                return refusal(410, str(error), "gone")
+            except Refused as error:
+                return refusal(409, str(error), "conflict")
+            except (KeyError, TypeError, ValueError) as error:
+                return refusal(400, f"{type(error).__name__}: {error}", "invalid_request")
+
+        return answer
+
+    def _json(self, handle: Callable[[Asked], Awaitable[Asked]]) -> Any:
+        async def answer(request: web.Request) -> web.Response:
+            if request.content_type != "application/json":  # no page in a browser may say it
+                return refusal(415, "the body is application/json", "invalid_request")
+            asked = await request.json()
+            if not isinstance(asked, dict):
+                raise ValueError("the body is a JSON object")
+            return web.json_response(await handle(asked))
+
+        return self._checked(answer)
+
+    async def _sweeping(self, _: web.Application) -> Any:
+        task = asyncio.create_task(self._sweep())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        self._ledger.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await asyncio.to_thread(self._ledger.sweep, time.time())
+
+    async def _job(self, asked: Asked) -> Asked:
+        values = {name: int(asked[name]) for name in ("rounds", "round_batches", "tokens")}
+        await asyncio.to_thread(
+            lambda: self._ledger.add_job(str(asked["job"]), digest=str(asked["digest"]), now_s=time.time(), **values)
+        )
+        return {"job": asked["job"]}
+
+    async def _join(self, asked: Asked) -> Asked:
+        return asdict(await asyncio.to_thread(self._ledger.join, str(asked["job"]), str(asked["name"]), time.time()))
+
+    async def _seen(self, asked: Asked) -> Asked:
+        await asyncio.to_thread(self._ledger.seen, int(asked["trainer"]), time.time())
+        return {}
+
+    async def _take(self, asked: Asked) -> Asked:
+        """One of: number, wait (deferred), empty (push what you have), average (parts), version (moved), done."""
+        job, trainer, replica = str(asked["job"]), int(asked["trainer"]), str(asked.get("replica", ""))
+        self._over(trainer, float(asked.get("took_s", 0.0)))
+        row = await asyncio.to_thread(self._ledger.job, job)
+        if row["version"] != int(asked["version"]):
+            return {"version": row["version"]}
+        if row["version"] >= row["rounds"]:
+            return {"done": True, "version": row["version"]}
+        oldest = await asyncio.to_thread(self._ledger.oldest, job)
+        if oldest is None:
+            await asyncio.to_thread(self._ledger.seen, trainer, time.time())
+            parts = await asyncio.to_thread(self._ledger.parts, job)
+            return {"empty": True} if parts is None else {"average": parts}
+        now_s = time.monotonic()
+        queued_s = now_s - max(0.0, time.time() - oldest[1])
+        task = self._desk.may_train(replica, row["tokens"], queued_s, now_s)
+        if task is None:
+            await asyncio.to_thread(self._ledger.seen, trainer, time.time())
+            return {"wait": True}
+        try:
+            number = await asyncio.to_thread(self._ledger.take, job, trainer, time.time())
+        except Refused:
+            self._desk.trained(replica, task, 0.0)
+            raise
+        if number is None:
+            self._desk.trained(replica, task, 0.0)
+            return {"empty": True}
+        self._out[trainer] = (replica, task, now_s)
+        return {"number": number}
+
+    def _over(self, trainer: int, took_s: float) -> None:
+        if trainer in self._out:
+            replica, task, _ = self._out.pop(trainer)
+            self._desk.trained(replica, task, took_s)
+
+    async def _push(self, request: web.Request) -> web.Response:
+        said = json.loads(request.headers["X-Valve-Push"])
+        push = Push(
+            numbers=[int(one) for one in said["numbers"]],
+            tokens=int(said["tokens"]),
+            steps=int(said["steps"]),
+            blob=await request.read(),
+        )
+        values = (str(said["job"]), int(said["trainer"]), int(said["version"]), push, time.time())
+        return web.json_response({"is_new": await asyncio.to_thread(self._ledger.push, *values)})
+
+    async def _publish(self, request: web.Request) -> web.Response:
+        said = json.loads(request.headers["X-Valve-Push"])
+        values = (str(said["job"]), int(said["version"]), await request.read(), time.time())
+        return web.json_response({"version": await asyncio.to_thread(self._ledger.publish, *values)})
+
+    async def _jobs(self, _: web.Request) -> web.Response:
+        return web.json_response({"jobs": await asyncio.to_thread(self._ledger.jobs), "deferred": self._desk.deferred})
+
+    async def _blob(self, request: web.Request) -> web.Response:
+        body = await asyncio.to_thread(self._ledger.read, request.match_info["blob"])
+        return web.Response(body=body, content_type="application/octet-stream")

@@ -1,0 +1,320 @@
+"""What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
+
+A round is a number of micro-batches that are trained from one version of the adapter. A micro-batch waits, is out with
+a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept once.
+A trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid: what
+it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
+
+`now_s` is wall time: it must go on over a restart of the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+  name TEXT PRIMARY KEY, rounds INTEGER NOT NULL, round_batches INTEGER NOT NULL, version INTEGER NOT NULL DEFAULT 0,
+  digest TEXT NOT NULL, tokens INTEGER NOT NULL, begun_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (
+  job TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, queued_s REAL NOT NULL,
+  trainer INTEGER, kept INTEGER, PRIMARY KEY (job, number));
+CREATE TABLE IF NOT EXISTS trainers (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, name TEXT NOT NULL, seen_s REAL NOT NULL,
+  is_valid INTEGER NOT NULL DEFAULT 1);
+CREATE TABLE IF NOT EXISTS pushes (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, version INTEGER NOT NULL, name TEXT NOT NULL,
+  blob TEXT NOT NULL, tokens INTEGER NOT NULL, steps INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS versions (
+  job TEXT NOT NULL, version INTEGER NOT NULL, blob TEXT NOT NULL, tokens INTEGER NOT NULL,
+  PRIMARY KEY (job, version));
+CREATE INDEX IF NOT EXISTS batches_of ON batches (job, version, trainer, kept);
+"""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Refused(Exception):
+    """Why the ledger does not take this."""
+
+
+class Gone(Refused):
+    """The trainer was given up: it begins again at its last push."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    trainer: int
+    version: int
+    start: str  # blob of the version; empty: the adapter as its seed makes it
+    push: str  # blob of this trainer's last push in this round, or empty
+    tokens: int  # in that push
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Cumulative within a round: adapter, moments and tokens since the version, and the micro-batches new in it."""
+
+    numbers: Sequence[int]
+    tokens: int
+    steps: int
+    blob: bytes
+
+
+class FleetBooks:
+    def __init__(self, folder: Path, silent_s: float = 60.0) -> None:
+        self._blobs = folder / "blobs"
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._silent_s = silent_s
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(
+            folder / "training.sqlite3", timeout=30, check_same_thread=False, isolation_level=None
+        )
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(SCHEMA)
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+
+    # jobs
+
+    def add_job(self, name: str, *, rounds: int, round_batches: int, digest: str, tokens: int, now_s: float) -> None:
+        """`tokens`: of a usual micro-batch. The same job once more changes nothing; another of its name is refused."""
+        if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
+            raise Refused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
+        with self._change() as db:
+            row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
+            if row is not None:
+                if (row["rounds"], row["round_batches"], row["digest"]) != (rounds, round_batches, digest):
+                    raise Refused(f"there is another job {name}: its data, rounds or spec differ")
+                return
+            values = (name, rounds, round_batches, digest, tokens, now_s)
+            text = "INSERT INTO jobs (name, rounds, round_batches, digest, tokens, begun_s) VALUES (?, ?, ?, ?, ?, ?)"
+            db.execute(text, values)
+            _queue(db, name, 0, round_batches, now_s)
+
+    def job(self, name: str) -> dict[str, Any]:
+        with self._lock:
+            return _job(self._db, name)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """With what waits, is out and is kept in this round."""
+        counts = (
+            "SUM(trainer IS NULL AND kept IS NULL) AS waiting, SUM(trainer IS NOT NULL AND kept IS NULL) AS out, "
+            "SUM(kept IS NOT NULL) AS kept, "
+            "MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s"
+        )
+        with self._lock:
+            rows = self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall()
+            found = []
+            for row in rows:
+                text = f"SELECT {counts} FROM batches WHERE job = ? AND version = ?"
+                now = dict(self._db.execute(text, (row["name"], row["version"])).fetchone())
+                found.append({**dict(row), **{name: value or 0 for name, value in now.items()}})
+            return found
+
+    # trainers
+
+    def join(self, job: str, name: str, now_s: float) -> Joined:
+        """A trainer begins, or begins again: whoever had its name is given up."""
+        if not NAME.fullmatch(name):
+            raise Refused("a trainer has a name of letters, digits, ., - and _")
+        with self._change() as db:
+            row = _job(db, job)
+            for old in db.execute("SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid", (job, name)):
+                _give_up(db, old["id"])
+            found = db.execute("INSERT INTO trainers (job, name, seen_s) VALUES (?, ?, ?)", (job, name, now_s))
+            text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
+            push = db.execute(text, (job, row["version"], name)).fetchone()
+            return Joined(
+                trainer=int(found.lastrowid or 0),
+                version=row["version"],
+                start=_start(db, job, row["version"]),
+                push=push["blob"] if push else "",
+                tokens=push["tokens"] if push else 0,
+                steps=push["steps"] if push else 0,
+            )
+
+    def sweep(self, now_s: float) -> int:
+        """Give up who was silent; how many."""
+        with self._change() as db:
+            text = "SELECT id FROM trainers WHERE is_valid AND seen_s < ?"
+            silent = [row["id"] for row in db.execute(text, (now_s - self._silent_s,))]
+            for trainer in silent:
+                _give_up(db, trainer)
+            return len(silent)
+
+    def seen(self, trainer: int, now_s: float) -> None:
+        with self._change() as db:
+            _valid(db, trainer)
+            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+
+    # micro-batches
+
+    def oldest(self, job: str) -> tuple[int, float] | None:
+        """(number, when it was first queued) of what waits longest."""
+        with self._lock:
+            version = _job(self._db, job)["version"]
+            text = (
+                "SELECT number, queued_s FROM batches WHERE job = ? AND version = ? AND trainer IS NULL "
+                "AND kept IS NULL ORDER BY number LIMIT 1"
+            )
+            row = self._db.execute(text, (job, version)).fetchone()
+            return (row["number"], row["queued_s"]) if row else None
+
+    def take(self, job: str, trainer: int, now_s: float) -> int | None:
+        """The next micro-batch of the trainer's round, or None: nothing waits."""
+        with self._change() as db:
+            _valid(db, trainer)
+            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+            text = (
+                "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches "
+                "WHERE job = ? AND version = (SELECT version FROM jobs WHERE name = ?) "
+                "AND trainer IS NULL AND kept IS NULL) RETURNING number"
+            )
+            row = db.execute(text, (trainer, job, job, job)).fetchone()
+            return int(row["number"]) if row else None
+
+    def push(self, job: str, trainer: int, version: int, push: Push, now_s: float) -> bool:
+        """Keep what the trainer has computed since its last push. False: this very push was kept already."""
+        blob = self._write(push.blob)
+        with self._change() as db:
+            name = _valid(db, trainer)
+            if version != _job(db, job)["version"]:
+                raise Gone(f"version {version} of {job} is over")
+            text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
+            last = db.execute(text, (job, version, name)).fetchone()
+            if last is not None and (last["blob"], last["tokens"], last["steps"]) == (blob, push.tokens, push.steps):
+                return False
+            if last is not None and push.tokens <= last["tokens"]:
+                raise Refused("a push holds more tokens than the one before it")
+            numbers, named = json.dumps(list(push.numbers)), "number IN (SELECT value FROM json_each(?))"
+            text = f"SELECT COUNT(*) FROM batches WHERE job = ? AND trainer = ? AND kept IS NULL AND {named}"
+            held = db.execute(text, (job, trainer, numbers)).fetchone()[0]
+            if not push.numbers or held != len(set(push.numbers)) or held != len(push.numbers):
+                raise Refused("a push names micro-batches that this trainer holds, each once")
+            text = "INSERT INTO pushes (job, version, name, blob, tokens, steps) VALUES (?, ?, ?, ?, ?, ?)"
+            kept = db.execute(text, (job, version, name, blob, push.tokens, push.steps)).lastrowid
+            db.execute(f"UPDATE batches SET kept = ? WHERE job = ? AND {named}", (kept, job, numbers))
+            db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+            return True
+
+    # versions
+
+    def parts(self, job: str) -> list[dict[str, Any]] | None:
+        """The last push of each trainer, when every micro-batch of the round is kept; else None."""
+        with self._lock:
+            version = _job(self._db, job)["version"]
+            text = "SELECT COUNT(*) FROM batches WHERE job = ? AND version = ? AND kept IS NULL"
+            if self._db.execute(text, (job, version)).fetchone()[0]:
+                return None
+            text = (
+                "SELECT name, blob, tokens FROM pushes WHERE id IN (SELECT MAX(id) FROM pushes WHERE job = ? "
+                "AND version = ? GROUP BY name) ORDER BY name"
+            )
+            return [dict(row) for row in self._db.execute(text, (job, version))]
+
+    def publish(self, job: str, version: int, blob: bytes, now_s: float) -> int:
+        """The average of round `version` becomes the next version. Twice the same is once; another one is refused."""
+        name = self._write(blob)
+        parts = self.parts(job)
+        with self._change() as db:
+            row = _job(db, job)
+            there = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version + 1)).fetchone()
+            if there is not None:
+                if there["blob"] != name:
+                    raise Refused(f"version {version + 1} of {job} is another one")
+                return version + 1
+            if row["version"] != version or not parts:
+                raise Refused(f"round {version} of {job} is not whole")
+            tokens = sum(part["tokens"] for part in parts)
+            db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (job, version + 1, name, tokens))
+            db.execute("UPDATE jobs SET version = ? WHERE name = ?", (version + 1, job))
+            if version + 1 < row["rounds"]:
+                _queue(db, job, version + 1, row["round_batches"], now_s)
+            return version + 1
+
+    def version(self, job: str, version: int) -> str:
+        with self._lock:
+            return _start(self._db, job, version)
+
+    def kept_of(self, job: str) -> list[tuple[int, int]]:
+        """(micro-batch, push) of all that is kept: what tests and `status` count."""
+        with self._lock:
+            text = "SELECT number, kept FROM batches WHERE job = ? AND kept IS NOT NULL ORDER BY number"
+            return [(row["number"], row["kept"]) for row in self._db.execute(text, (job,))]
+
+    # blobs
+
+    def read(self, blob: str) -> bytes:
+        if not DIGEST.fullmatch(blob) or not (self._blobs / blob).is_file():
+            raise Refused(f"no blob {blob[:64]}")
+        return (self._blobs / blob).read_bytes()
+
+    def _write(self, content: bytes) -> str:
+        """Whole before a row names it."""
+        name = hashlib.sha256(content).hexdigest()
+        path = self._blobs / name
+        if not path.exists():
+            beside = self._blobs / f".{name}.{os.getpid()}.{threading.get_ident()}"
+            with beside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        return name
+
+
+def _queue(db: sqlite3.Connection, job: str, version: int, count: int, now_s: float) -> None:
+    rows = ((job, version * count + number, version, now_s) for number in range(count))
+    db.executemany("INSERT INTO batches (job, number, version, queued_s) VALUES (?, ?, ?, ?)", rows)
+
+
+def _job(db: sqlite3.Connection, name: str) -> dict[str, Any]:
+    row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise Refused(f"no job {name}")
+    return dict(row)
+
+
+def _start(db: sqlite3.Connection, job: str, version: int) -> str:
+    row = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version)).fetchone()
+    return str(row["blob"]) if row else ""
+
+
+def _valid(db: sqlite3.Connection, trainer: int) -> str:
+    row = db.execute("SELECT name FROM trainers WHERE id = ? AND is_valid", (trainer,)).fetchone()
+    if row is None:
+        raise Gone("this trainer was given up")
+    return str(row["name"])
+
+
+def _give_up(db: sqlite3.Connection, trainer: int) -> None:
+    db.execute("UPDATE trainers SET is_valid = 0 WHERE id = ?", (trainer,))
+    db.execute("UPDATE batches SET trainer = NULL WHERE trainer = ? AND kept IS NULL", (trainer,))

@@ -1,0 +1,72 @@
+"""What every round reads: the objects of the cluster as the watches show them, and the placement state made of them."""
+
+from collections.abc import Callable
+
+from valve_kube import names
+from valve_kube.client import Json, KubeClient
+from valve_kube.objects import pod_place
+from valve_kube.reflector import Reflector, Sink
+
+from valve_scheduler.controller.store import Store
+from valve_scheduler.placement.rank import PlacementSettings
+from valve_scheduler.placement.state import ClusterState
+from valve_scheduler.placement.views import (
+    grounds_view,
+    nodes_view,
+    pods_view,
+    policies_view,
+    profiles_view,
+    workloads_view,
+)
+
+_NO_SINK = Sink(replace=lambda _: None, put=lambda _: None, drop=lambda _: None)
+
+
+class Caches:
+    def __init__(self, client: KubeClient, placement: PlacementSettings, now_s: Callable[[], float]) -> None:
+        self.state = ClusterState(placement)
+        self.pods, self.nodes, self.workloads, self.accounts, self.profiles = (Store() for _ in range(5))
+        self.labels: dict[str, dict[str, str]] = {}
+        self.views = [
+            self.pods.tee(pods_view(client, self.state)),
+            self.nodes.tee(nodes_view(client, self.state, now_s)),
+            self.profiles.tee(profiles_view(client, self.state)),
+            self.workloads.tee(workloads_view(client, self.state)),
+            policies_view(client, self.state),
+            grounds_view(client, self.labels, self.state.asked.grounds),
+            self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
+        ]
+        self._accounts_view = self.views[-1]
+
+    def missing(self) -> list[str]:
+        """Accounts are not waited for: after a rollback their CRD may be one that this release does not know."""
+        return [view.path for view in self.views if not view.synced and view is not self._accounts_view]
+
+    @property
+    def has_accounts(self) -> bool:
+        return self._accounts_view.synced
+
+    def running(self) -> list[Json]:
+        return [
+            pod
+            for pod in self.pods.items.values()
+            if pod_place(pod).gpu_uuids
+            and (pod.get("status") or {}).get("phase") == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        ]
+
+    def node(self, name: str) -> Json:
+        """The GPUHarvestNode; empty for one that never reported."""
+        return self.nodes.items.get(("", name), {})
+
+    def nodes_by_name(self) -> dict[str, Json]:
+        return {name: node for (_, name), node in self.nodes.items.items()}
+
+    def fresh_nodes(self, now_s: float) -> dict[str, Json]:
+        fresh = self.state.fresh_gpus(now_s)
+        return {name: node for name, node in self.nodes_by_name().items() if name in fresh}
+
+    def reported(self, node: str, pod_uid: str) -> Json | None:
+        """What the node says of an offline pod."""
+        status = self.node(node).get("status") or {}
+        return next((entry for entry in status.get("offline") or [] if entry["podUID"] == pod_uid), None)

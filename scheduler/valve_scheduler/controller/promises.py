@@ -1,0 +1,151 @@
+"""Watches what running offline pods were promised, and moves those that do not get it.
+
+What a round must not forget lives in OfflineWorkload status."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from valve_kube.client import Json
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import PodPlace, is_bare, offline_pod, phase_in_force, pod_place, started_at_s
+
+from valve_scheduler.controller.apart import apart, each
+from valve_scheduler.controller.belief import Belief
+from valve_scheduler.controller.better import Better
+from valve_scheduler.controller.caches import Caches
+from valve_scheduler.controller.conditions import Told
+from valve_scheduler.controller.given import memory_given
+from valve_scheduler.controller.guarded import Guards
+from valve_scheduler.controller.hands import Hands
+from valve_scheduler.controller.monitor import (
+    MonitorSettings,
+    Owner,
+    Sample,
+    Track,
+    observe,
+    with_policy,
+)
+from valve_scheduler.controller.records import Records
+from valve_scheduler.controller.tally import count
+from valve_scheduler.controller.turns import choose, gone
+from valve_scheduler.controller.waiting import Waiting
+from valve_scheduler.controller.workload_book import WorkloadBook
+from valve_scheduler.controller.workloads import moved_for, owner_of
+
+
+class Promises:
+    def __init__(
+        self,
+        caches: Caches,
+        hands: Hands,
+        book: WorkloadBook,
+        waiting: Waiting,
+        belief: Belief,
+        now_s: Callable[[], float],
+        settings: MonitorSettings,
+    ) -> None:
+        self._caches, self._hands, self._book = caches, hands, book
+        self._waiting, self._belief, self._now_s, self._settings = waiting, belief, now_s, settings
+        self._tracks: dict[str, Track] = {}  # by UID of the pod
+        self._records, self._guards, self._better = Records(), Guards(), Better(caches.state)
+
+    async def round(self) -> None:
+        await self._belief.look()
+        now_s, rules = self._now_s(), self._rules()
+        running = self._caches.running()
+        samples = [sample for _, sample in each(running, self._sample)]
+        known = self._tracks
+        self._tracks = {
+            sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
+        }
+        count(known, self._tracks)
+        workloads = self._caches.workloads.items
+        stored = {item["spec"]["ownerUID"]: one for item, one in each(workloads.values(), owner_of)}
+        owners = self._records.merged(stored, now_s, rules)
+        homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in workloads.values()}
+        pods = {pod["metadata"]["uid"]: pod for pod in running}
+        self._guards.look(running, self._caches.fresh_nodes(now_s), self._rules, now_s)
+        waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
+        movable = self._better.movable(waiting, pods, owners, now_s, self._guards.of)
+        chosen = choose(movable, owners, len(running), now_s, rules, homes)
+        for uid, tracks in _by_owner(chosen).items():
+            with apart(pods[tracks[0].sample.pod_uid]):
+                owners[uid] = await self._move(uid, tracks, owners.get(uid, Owner()), pods)
+        of_owner, lost = _by_owner(self._tracks.values()), await self._waiting.unreachable(now_s)
+        await self._book.round(running, owners, of_owner, now_s, rules, lost, self._guards.told(now_s))
+        self._hands.forget_all_but({pod["metadata"]["uid"] for pod in self._caches.pods.items.values()})
+
+    async def _move(self, uid: str, tracks: list[Track], before: Owner, pods: dict[str, Json]) -> Owner:
+        """Evict pods of one owner. Their evictions are stored first: what cannot be stored is not done, or a restart
+        would forget back-off and budget. An eviction that is refused afterwards is taken back."""
+        now_s, rules = self._now_s(), self._rules()
+        owner, guarded = before, self._guards.of
+        for track in tracks:
+            owner = gone(owner, track, now_s, rules, was_guarded=track.sample.pod_uid in guarded)
+        of_owner = _by_owner(self._tracks.values()).get(uid, [])
+        if not await self._book.save(uid, owner, of_owner, now_s, rules, self._guards.told(now_s).get(uid)):
+            return before
+        done = before
+        for track in tracks:
+            pod = track.sample.pod_uid
+            why = (Told.GPU_GUARDED, f"{guarded[pod].why}; moved") if pod in guarded else moved_for(track)
+            if await self._hands.evict(pods[pod], *why):
+                done = gone(done, track, now_s, rules, was_guarded=pod in guarded)
+                self._records.keep(uid, done)
+
+        return done
+
+    def _rules(self, node: str | None = None) -> MonitorSettings:
+        """SLA windows of the node's policy; without a node the eviction budget of the whole cluster."""
+        policies = self._caches.state.policies
+        spec = policies.of_node(self._caches.labels.get(node, {})) if node else policies.of_cluster()
+        return with_policy(self._settings, spec)
+
+    def _sample(self, pod: Json) -> Sample | None:
+        """None for a pod its node has not reported, for what cannot be read, and where best effort is left alone."""
+        place = pod_place(pod)
+        try:
+            wish = offline_pod(pod)
+        except InvalidObject:
+            return None
+        reported = self._caches.reported(place.node, place.uid)
+        if reported is None or (wish.sla <= 0 and self._rules(place.node).floor <= 0):
+            return None
+        profile = self._caches.state.asked.job(wish, self._now_s()).profile
+
+        return Sample(
+            pod_uid=place.uid,
+            owner_uid=wish.owner_uid,
+            namespace=wish.namespace,
+            gpus=wish.gpus,
+            node=place.node,
+            sla=wish.sla,
+            standalone_tokens_per_s=profile.standalone_tokens_per_s if profile else 0.0,
+            runtime_s=self._now_s() - started_at_s(pod),
+            demand_s=float(reported.get("demandSeconds", 0.0)),
+            tokens=reported.get("usefulTokens"),
+            runnable_s=reported.get("runnableSeconds"),
+            is_held=self._is_held(place),
+            is_movable=not is_bare(pod),
+            is_measured=self._belief.covers(self._caches.profiles.items.get((wish.namespace, wish.profile), {})),
+            memory=memory_given(self._caches.node(place.node), place.gpu_uuids),
+        )
+
+    def _is_held(self, place: PodPlace) -> bool:
+        """Something keeps the pod from running that is no fault of its node: by our own word, or by the node's."""
+        policies = self._caches.state.policies
+        if policies.brake or policies.paused(self._caches.labels.get(place.node, {})):
+            return True
+        node = self._caches.node(place.node)
+        status = node.get("status") or {}
+        if phase_in_force(status, node.get("spec") or {}) != "Harvesting":
+            return True
+        harvestable = {gpu["uuid"] for gpu in status.get("gpus") or [] if gpu.get("harvestable")}
+        return not harvestable.issuperset(place.gpu_uuids)
+
+
+def _by_owner(tracks: Iterable[Track]) -> dict[str, list[Track]]:
+    found: defaultdict[str, list[Track]] = defaultdict(list)
+    for track in tracks:
+        found[track.sample.owner_uid].append(track)
+    return found

@@ -1,0 +1,211 @@
+"""The ledger of fleet jobs: nothing dropped, nothing counted twice, whoever dies; and when a trainer may train."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from valve_router.plan.task import Task, TaskKind
+from valve_router.replicas import Replicas
+from valve_router.settings import Settings
+from valve_router.training.desk import Desk
+from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
+
+BATCHES = 12
+
+
+def begin(folder, rounds=2, batches=BATCHES, silent_s=60.0):
+    ledger = FleetBooks(folder, silent_s)
+    ledger.add_job("j", rounds=rounds, round_batches=batches, digest="d", tokens=100, now_s=0.0)
+    return ledger
+
+
+def push(ledger, joined, numbers, tokens, steps=1, content=b"", now=1.0):
+    one = Push(numbers=numbers, tokens=tokens, steps=steps, blob=content or f"{joined.trainer}/{tokens}".encode())
+    return ledger.push("j", joined.trainer, joined.version, one, now)
+
+
+def test_what_a_dead_trainer_held_waits_again_and_what_it_pushed_stays(tmp_path):
+    ledger = begin(tmp_path)
+    first = ledger.join("j", "a", 0.0)
+    held = [ledger.take("j", first.trainer, 0.0) for _ in range(4)]
+    assert push(ledger, first, held[:2], 200)
+
+    assert ledger.sweep(100.0) == 1
+
+    other = ledger.join("j", "b", 100.0)
+    assert [ledger.take("j", other.trainer, 100.0) for _ in range(2)] == held[2:]
+    again = ledger.join("j", "a", 100.0)
+    assert (again.tokens, again.steps, ledger.read(again.push)) == (200, 1, f"{first.trainer}/200".encode())
+
+
+def test_a_trainer_that_was_given_up_never_counts_what_another_computes(tmp_path):
+    ledger = begin(tmp_path)
+    lost = ledger.join("j", "a", 0.0)
+    number = ledger.take("j", lost.trainer, 0.0)
+    now = ledger.join("j", "a", 1.0)
+
+    with pytest.raises(Gone):
+        push(ledger, lost, [number], 100)
+    with pytest.raises(Gone):
+        ledger.take("j", lost.trainer, 1.0)
+
+    assert ledger.take("j", now.trainer, 1.0) == number
+    assert push(ledger, now, [number], 100)
+    assert len(ledger.kept_of("j")) == 1
+
+
+def test_a_push_whose_answer_was_lost_counts_once(tmp_path):
+    ledger = begin(tmp_path)
+    one = ledger.join("j", "a", 0.0)
+    number = ledger.take("j", one.trainer, 0.0)
+
+    assert push(ledger, one, [number], 100)
+    assert not push(ledger, one, [number], 100)
+
+    assert len(ledger.kept_of("j")) == 1
+    with pytest.raises(Refused):
+        push(ledger, one, [number], 200)
+    with pytest.raises(Refused):
+        push(ledger, one, [number + 1], 300)
+
+
+def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
+    ledger = begin(tmp_path, batches=2)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    for joined in (one, two):
+        assert ledger.parts("j") is None
+        with pytest.raises(Refused):
+            ledger.publish("j", 0, b"half", 0.0)
+        push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100 + joined.trainer)
+
+    assert [part["tokens"] for part in ledger.parts("j")] == [100 + one.trainer, 100 + two.trainer]
+    assert ledger.publish("j", 0, b"average", 2.0) == 1
+    assert ledger.publish("j", 0, b"average", 2.0) == 1  # whose answer was lost
+    with pytest.raises(Refused):
+        ledger.publish("j", 0, b"other", 2.0)
+    with pytest.raises(Gone):
+        push(ledger, one, [0], 500)  # its round is over
+    assert ledger.read(ledger.join("j", "a", 3.0).start) == b"average"
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["join", "take", "push", "again", "late", "sweep"])), max_size=80
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS)
+def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twice(tmp_path_factory, steps):
+    ledger = begin(tmp_path_factory.mktemp("ledger"), rounds=1)
+    there, held, tokens, dead = {}, {}, {}, []
+    now = 0.0
+    kept: set[int] = set()
+    for name, act in steps:
+        now += 1.0
+        if act == "join":
+            dead += [there[name]] if name in there else []
+            there[name] = ledger.join("j", name, now)
+            held[name], tokens[name] = [], there[name].tokens
+        elif act == "sweep":
+            ledger.sweep(now + 1000.0)
+            dead += there.values()
+            there.clear()
+        elif act == "late" and dead:
+            with pytest.raises(Gone):
+                push(ledger, dead[-1], [0], 10_000)
+        elif name in there and act == "take":
+            number = ledger.take("j", there[name].trainer, now)
+            if number is not None:
+                assert number not in kept
+                held[name].append(number)
+        elif name in there and act in ("push", "again") and held[name]:
+            tokens[name] += 100 * len(held[name])
+            push(ledger, there[name], held[name], tokens[name], now=now)
+            if act == "again":
+                assert not push(ledger, there[name], held[name], tokens[name], now=now)
+            kept |= set(held[name])
+            held[name] = []
+        numbers = [number for number, _ in ledger.kept_of("j")]
+        assert sorted(kept) == numbers
+    last = ledger.join("j", "last", now)
+    ledger.sweep(now + 1000.0)
+    last = ledger.join("j", "last", now + 1000.0)
+    rest = []
+    while (number := ledger.take("j", last.trainer, now + 1000.0)) is not None:
+        rest.append(number)
+    assert sorted([*kept, *rest]) == list(range(BATCHES))
+    ledger.close()
+
+
+def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path):
+    """kill -9 within a push: before its commit it is nothing, after it is whole."""
+    begin(tmp_path).close()
+    child = os.fork()
+    if not child:
+        ledger = FleetBooks(tmp_path)
+        one = ledger.join("j", "a", 0.0)
+        push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 100)
+        number = ledger.take("j", one.trainer, 0.0)
+        with ledger._change() as db:
+            db.execute("UPDATE batches SET kept = 7 WHERE number = ?", (number,))
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+    ledger = FleetBooks(tmp_path)
+
+    assert [number for number, _ in ledger.kept_of("j")] == [0]
+    again = ledger.join("j", "a", 1.0)
+    assert again.tokens == 100
+    assert ledger.take("j", again.trainer, 1.0) == 1
+
+
+def test_another_job_of_the_same_name_is_refused(tmp_path):
+    ledger = begin(tmp_path)
+    ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="d", tokens=100, now_s=9.0)
+    with pytest.raises(Refused, match="another job"):
+        ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="other", tokens=100, now_s=9.0)
+
+
+def seated(count=2):
+    settings = Settings(replicas=tuple(f"http://r{number}:1" for number in range(count)))
+    replicas = Replicas(settings, lambda: 0.0)
+    return replicas, Desk(settings, replicas)
+
+
+def test_training_waits_for_requests_and_never_longer_than_the_age_limit():
+    replicas, desk = seated(1)
+    timeline = replicas.all[0].timeline
+    assert desk.may_train("0", 100, 0.0, 0.0) is not None
+    late = Task(arrival_s=1.0, tokens=100)
+    timeline.lengths.add(100)
+    timeline.profile = type(timeline.profile)(
+        stages=1, forward=timeline.profile.forward, backward=timeline.profile.forward
+    )
+    long = Task(arrival_s=1.0, tokens=60_000, kind=TaskKind.TRAINING)
+
+    assert desk.may_train("0", long.tokens, 1.0, late.arrival_s) is None
+    assert desk.deferred == 1
+    assert desk.may_train("0", long.tokens, 1.0, 62.0) is not None
+
+
+def test_a_replica_that_owes_more_than_another_waits_and_a_trainer_of_no_replica_never_does():
+    _, desk = seated(2)
+    given = [desk.may_train("0", 100, 0.0, 0.0) for _ in range(6)]
+    assert desk.may_train("1", 100, 0.0, 0.0) is not None
+    assert None in [*given, *(desk.may_train("0", 100, 0.0, 0.0) for _ in range(6))]
+    assert all(desk.may_train("elsewhere", 100, 0.0, 0.0) for _ in range(9))
+
+
+def test_what_is_over_is_owed_no_more():
+    replicas, desk = seated(1)
+    task = desk.may_train("0", 100, 0.0, 0.0)
+    assert replicas.all[0].timeline.owed_s > 0
+
+    desk.trained("0", task, 0.7)
+
+    assert replicas.all[0].timeline.owed_s == 0.0
+    assert replicas.all[0].timeline.profile.backward.seconds(task) == pytest.approx(0.7)

@@ -1,0 +1,29 @@
+"""The router's training queue as a process, without its proxy: python fleet_router.py FOLDER PORT"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scheduler"))
+
+from aiohttp import web
+from valve_router.replicas import Replicas
+from valve_router.settings import Settings
+from valve_router.training.api import TrainingApi
+from valve_router.training.desk import Desk
+from valve_router.training.ledger import FleetBooks
+
+
+def main(folder: str, port: str) -> None:
+    settings = Settings(replicas=("http://127.0.0.1:9",))
+    training = web.Application(client_max_size=1 << 28)
+    ledger = FleetBooks(Path(folder), silent_s=float("1e6"))
+    TrainingApi(settings, ledger, Desk(settings, Replicas(settings, lambda: 0.0))).add_to(training)
+    app = web.Application(client_max_size=1 << 28)
+    app.add_subapp("/route/training", training)
+    web.run_app(app, host="127.0.0.1", port=int(port), print=lambda *_: print("listens", flush=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

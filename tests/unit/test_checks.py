@@ -1,0 +1,90 @@
+"""The checks of `make check` find what they are for: each is shown what breaks its rule, and what keeps it."""
+
+from __future__ import annotations
+
+import pytest
+from valve_tools.check import firstlines, sizes, wiring
+
+OWNER = "class Gate:\n    def __init__(self):\n        self.opened: Callable[[], None] = lambda: None\n"
+LISTENER = "class {0}:\n    def __init__(self):\n        self.listener = Listener()\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gate.opened = self.thaw",
+        "gate.opened = lambda: None",
+        "gate.opened = sharing.after(x)",
+        "gate.opened.append(f)",
+    ],
+)
+def test_a_callable_is_never_set_from_another_file(line: str) -> None:
+    sources = {"valved/gate/wake.py": OWNER, "valved/node/x.py": f"def build(gate, self):\n    {line}\n"}
+
+    assert wiring.judge(sources) == [
+        "valved/node/x.py:2: opened is set from outside; give it to the constructor, or tell the room's listener"
+    ]
+
+
+def test_a_figure_that_is_called_like_a_callable_is_no_finding() -> None:
+    user = "def count(state):\n    state.opened = len(state.all)\n"
+
+    assert wiring.judge({"valved/gate/wake.py": OWNER, "valved/node/x.py": user}) == []
+
+
+def test_a_room_never_has_two_listeners_and_the_daemon_never_five() -> None:
+    rooms = {f"valved/{room}/a.py": LISTENER.format("A") for room in ("gate", "clients", "kv", "node")}
+    assert wiring.judge(rooms) == []
+
+    assert "kv has 2 listeners" in wiring.judge({**rooms, "valved/kv/b.py": LISTENER.format("B")})[0]
+    assert wiring.judge({**rooms, "valved/kube/a.py": LISTENER.format("A")}) == [
+        "the daemon has 5 listeners, 4 are allowed"
+    ]
+
+
+def test_of_twenty_functions_never_two_have_more_than_45_lines() -> None:
+    short = [(f"valved/a.py:{n}", 10) for n in range(18)]
+
+    assert list(sizes.long_functions([*short, ("valved/b.py:1", 46), ("valved/b.py:2", 10)])) == []
+    assert list(sizes.long_functions([*short, ("valved/b.py:1", 46), ("valved/b.py:2", 50)])) == [
+        "valved: 2 of 20 functions have more than 45 lines"
+    ]
+
+
+def test_what_is_over_its_cap_never_grows_and_leaves_its_list_when_it_is_small() -> None:
+    listed = {"old.py": 500}
+
+    def judged(found: dict[str, int]) -> list[str]:
+        return list(sizes.over(found, 400, listed, "lines"))
+
+    assert judged({"old.py": 500, "new.py": 400}) == []
+    assert judged({"old.py": 501}) == ["old.py: 501 lines, 500 are allowed"]
+    assert judged({"old.py": 500, "new.py": 401}) == ["new.py: 401 lines, 400 are allowed"]
+    assert "take it out" in judged({"old.py": 400})[0]
+    assert "nowhere else" in judged({})[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "import os\n"),
+        ("a.py", '"""Helpers for the gate and its tests."""\n'),
+        ("a.py", '"""The gate."""\n'),
+        ("a.c", "#include <math.h>\n"),
+        ("a.c", "/* SPDX-License-Identifier: MIT */\n#include <math.h>\n"),
+    ],
+)
+def test_a_file_never_begins_without_a_line_that_says_what_it_does(name: str, text: str) -> None:
+    assert firstlines.judge(name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("__init__.py", ""),
+        ("a.py", '"""Decides when offline work may run again."""\n'),
+        ("a.c", "/*\n * SPDX-License-Identifier: MIT\n *\n * Waits on doorbells and closes gates.\n */\n"),
+    ],
+)
+def test_a_first_line_that_says_what_the_file_does_is_no_finding(name: str, text: str) -> None:
+    assert firstlines.judge(name, text) == ""

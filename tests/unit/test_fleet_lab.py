@@ -1,0 +1,102 @@
+"""The fleet in the lab: replicas that are not the planner's, claims that can fail, and a page that goes stale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from valve_router.plan.task import Task, TaskKind
+from valve_tools.lab.fleet import cells, claims, freed
+from valve_tools.lab.fleet.load import STOP_S, Arrivals, Fleet
+from valve_tools.lab.fleet.page import Found, page
+from valve_tools.lab.fleet.policies import POLICIES
+from valve_tools.lab.fleet.proofs import proofs
+from valve_tools.lab.fleet.run import Run, World
+from valve_tools.lab.fleet.stages import FOREVER, Stages
+from valve_tools.replay import provenance
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return [cell for setting in cells.quick()[:3] for cell in cells.work(setting)]
+
+
+def train(at):
+    return Task(arrival_s=at, tokens=150, kind=TaskKind.TRAINING)
+
+
+def test_a_request_stops_training_and_training_loses_no_work():
+    fleet = Fleet(stages=1)
+    forward_s, backward_s = fleet.profile.forward.seconds(train(0.0)), fleet.profile.backward.seconds(train(0.0))
+    node = Stages(fleet.profile)
+    training = node.take(train(0.0), 0.0)
+
+    request = node.take(Task(arrival_s=0.05, tokens=150), 0.05)
+    node.advance(FOREVER)
+
+    assert request.response_s == pytest.approx(STOP_S + forward_s)
+    assert training.end_s == pytest.approx(2 * forward_s + backward_s + 0.0, abs=2 * STOP_S)
+
+
+def test_without_a_gate_a_request_waits_for_all_of_it():
+    fleet = Fleet(stages=1, has_gate=False)
+    node = Stages(fleet.profile)
+    training = node.take(train(0.0), 0.0)
+
+    request = node.take(Task(arrival_s=0.05, tokens=150), 0.05)
+
+    assert request.forward_end_s == pytest.approx(training.end_s + fleet.profile.forward.seconds(request.task))
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("name", ["pack", "printed", "separate"])
+def test_every_task_runs_and_none_waits_longer_than_the_age_limit(has_gate, name):
+    world = World(fleet=Fleet(has_gate=has_gate), arrivals=Arrivals(per_s=20.0, training=0.5, count=150), seed=3)
+    run = Run(world, POLICIES[name])
+
+    found = run.figures()
+
+    assert found.unserved == 0
+    assert found.oldest_s <= 62.0
+    assert all(ran.end_s < FOREVER for _, ran in run.ran)
+    assert sorted(ran.task.tokens for _, ran in run.ran) == sorted(task.tokens for task in run.tasks)
+
+
+def test_the_same_seed_gives_the_same_figures():
+    world = World(fleet=Fleet(), arrivals=Arrivals(per_s=8.0, training=0.3, count=80), seed=3, noise=0.2)
+    assert Run(world, POLICIES["pack"]).figures() == Run(world, POLICIES["pack"]).figures()
+    other = replace(world, seed=4)
+    assert Run(world, POLICIES["pack"]).figures() != Run(other, POLICIES["pack"]).figures()
+
+
+def test_the_proofs_hold():
+    assert [claim.claim for claim in proofs(12) if not claim.ok] == []
+
+
+def test_with_a_gate_pack_is_within_a_point_of_every_rival_and_a_worse_one_would_be_missed(quick):
+    assert claims.missed(quick, "gate") == []
+    swapped = [
+        replace(cell, figures=tuple(replace(one, attainment=one.attainment - 0.05) for one in cell.figures))
+        if cell.policy == "pack"
+        else cell
+        for cell in quick
+    ]
+    assert {one.rival for one in claims.missed(swapped, "gate")} == {"least response", "round robin", "separate"}
+    assert any(not claim.ok for claim in claims.claims(swapped))
+
+
+def test_packing_and_granting_free_the_most_and_keep_the_target():
+    found = [freed.work(one) for one in freed.quick()]
+    assert all(claim.ok for claim in freed.claims(found))
+    assert found[0].gpus["packed, granted"] > found[0].gpus["spread, idle"] + 0.1
+
+
+def test_the_page_names_what_is_missed_and_goes_stale_with_the_planner(quick, tmp_path, monkeypatch):
+    made = page(Found(cells=quick, proofs=[], freed=[]), "said\n")
+    (tmp_path / "README.md").write_text(made["README.md"])
+    assert provenance.stale(tmp_path) == []
+
+    told = provenance.source
+    monkeypatch.setattr(provenance, "source", lambda name: told(name) + ("x" if name.endswith("score") else ""))
+
+    assert len(provenance.stale(tmp_path)) == 1

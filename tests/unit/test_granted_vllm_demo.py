@@ -1,0 +1,91 @@
+"""The verdict of `make demo-granted-vllm`, on figures that are made up."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from valve_tools.engines.figures import Verdict
+from valve_tools.engines.granted_demo import PROMPTS, Answer, Clients, Outcome, Plan, Served
+
+PLAN = Plan()
+ANSWERS = [Answer(prompt=number % 11, text=f"text {number % 11}", tpot_ms=60.0) for number in range(110)]
+WITHOUT = Served(consents=False, answers=ANSWERS, grants=0, broken=0, granted_s=0.0, batch_tokens_s=20.0, outlived=True)
+WITH = replace(WITHOUT, consents=True, grants=70, granted_s=5.0, batch_tokens_s=90.0)
+BATCH = {"c0": ["a"], "c1": ["b"]}
+
+
+def outcome(without=WITHOUT, with_it=WITH, batch=BATCH):
+    return Outcome(pairs=[(WITHOUT, WITH), (without, with_it)], batches=[BATCH, batch], undisturbed=BATCH)
+
+
+def late(count):
+    return [replace(each, tpot_ms=200.0) if number < count else each for number, each in enumerate(ANSWERS)]
+
+
+def test_two_rounds_in_which_all_is_as_promised_are_kept():
+    assert outcome().verdict(PLAN) is Verdict.KEPT
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"without": replace(WITHOUT, grants=1)},
+        {"with_it": replace(WITH, answers=[replace(ANSWERS[0], text="another"), *ANSWERS[1:]])},
+        {"batch": {"c0": ["a"], "c1": ["another"]}},
+        {"batch": {"c0": ["a"]}},
+    ],
+    ids=["time without consent", "another answer", "another answer of the batch", "an answer is missing"],
+)
+def test_no_noise_excuses_a_grant_without_consent_or_another_answer(broken):
+    noisy = replace(broken.pop("without", WITHOUT), answers=late(50))
+    assert outcome(without=noisy, **broken).verdict(PLAN) is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    "missed",
+    [replace(WITH, grants=0), replace(WITH, answers=late(4)), replace(WITH, batch_tokens_s=20.0)],
+    ids=["nothing granted", "late", "no gain"],
+)
+def test_a_promise_that_is_missed_is_void_only_where_the_service_alone_misses_too(missed):
+    assert outcome(with_it=missed).verdict(PLAN) is Verdict.BROKEN
+    assert outcome(without=replace(WITHOUT, answers=late(4)), with_it=missed).verdict(PLAN) is Verdict.VOID
+
+
+def test_a_batch_that_was_over_too_soon_is_never_a_pass():
+    assert outcome(with_it=replace(WITH, outlived=False)).verdict(PLAN) is Verdict.VOID
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Answers as vLLM's completions do: an event for each token, then one without a choice."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        for number in range(body["max_tokens"]):
+            event = {"choices": [{"text": f" {body['prompt'][0]}.{number}"}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64  # all clients come at once; the usual five would turn some away
+
+
+def test_each_client_reads_its_whole_answer_and_the_same_come_to_every_server():
+    with Server(("127.0.0.1", 0), Streaming) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        plan = replace(PLAN, rate=1e6, tokens=3)
+        first, second = (Clients(port=server.server_port, plan=plan).send(22) for _ in range(2))
+        server.shutdown()
+
+    assert {(each.prompt, each.text) for each in first} == {(each.prompt, each.text) for each in second}
+    assert len({each.text for each in first}) == PROMPTS
+    assert all(each.text.count(".") == 3 and each.tpot_ms >= 0 for each in first)

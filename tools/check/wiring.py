@@ -1,0 +1,109 @@
+"""How the daemon's rooms reach whoever stands above them: by one listener a room, and by nothing else.
+
+A callable that somebody sets from outside after construction is a way that no reader of the class can follow: each is
+given to the constructor instead. What must stay late is a listener (node/news.py). SOURCES are questions that only the
+Kubernetes room can answer, which is built last; nobody adds one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from valve_tools.check.tree import ROOT, tracked
+
+LISTENER = "listener"
+MOST_LISTENERS = 4
+SOURCES = frozenset({"ceiling", "has_shim"})
+
+
+def findings() -> list[str]:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in tracked(".py")}
+    return judge({name: text for name, text in sources.items() if name.startswith("valved/")})
+
+
+def judge(sources: Mapping[str, str]) -> list[str]:
+    trees = {name: ast.parse(text, filename=name) for name, text in sources.items()}
+    callables = {name for tree in trees.values() for name in _callables(tree)} - SOURCES - {LISTENER}
+    problems = [
+        f"{name}:{line}: {attribute} is set from outside; give it to the constructor, or tell the room's listener"
+        for name, tree in trees.items()
+        for line, attribute in _set_from_outside(tree)
+        if attribute in callables
+    ]
+    rooms = defaultdict[str, list[str]](list)
+    for name, tree in trees.items():
+        room = name.split("/")[1]
+        rooms[room].extend(f"{name}:{line}" for line in _listeners(tree))
+    problems += [f"{room} has {len(at)} listeners: {', '.join(at)}" for room, at in rooms.items() if len(at) > 1]
+    number = sum(len(at) for at in rooms.values())
+    if number > MOST_LISTENERS:
+        problems.append(f"the daemon has {number} listeners, {MOST_LISTENERS} are allowed")
+    return problems
+
+
+def _callables(tree: ast.Module) -> Iterator[str]:
+    """Attributes that hold something to be called, or a list of such."""
+    for owner in ast.walk(tree):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for node in ast.walk(owner):
+            if isinstance(node, ast.AnnAssign) and _is_callable(node.annotation):
+                if isinstance(node.target, ast.Attribute) and _is_self(node.target.value):
+                    yield node.target.attr
+                elif isinstance(node.target, ast.Name) and node in owner.body:
+                    yield node.target.id
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                yield from (one.attr for one in node.targets if isinstance(one, ast.Attribute) and _is_self(one.value))
+            elif isinstance(node, ast.FunctionDef):
+                yield from _kept_arguments(node)
+
+
+def _kept_arguments(function: ast.FunctionDef) -> Iterator[str]:
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    given = {one.arg for one in arguments if one.annotation is not None and _is_callable(one.annotation)}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in given:
+            yield from (one.attr for one in node.targets if isinstance(one, ast.Attribute) and _is_self(one.value))
+
+
+def _is_callable(annotation: ast.expr) -> bool:
+    text = ast.unparse(annotation).strip("'\"")
+    return text.startswith(("Callable", "list[Callable", "Signaller"))
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _may_be_called(value: ast.expr) -> bool:
+    """A function, a method, or what a method returns; not a number, a set or the length of one."""
+    is_made = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return is_made or isinstance(value, ast.Lambda | ast.Attribute | ast.Name)
+
+
+def _set_from_outside(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and _may_be_called(node.value):
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and not _is_self(target.value):
+                    yield node.lineno, target.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            held = node.func.value
+            if node.func.attr in ("append", "insert") and isinstance(held, ast.Attribute) and not _is_self(held.value):
+                yield node.lineno, held.attr
+
+
+def _listeners(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Attribute) and target.attr == LISTENER and _is_self(target.value):
+                    yield node.lineno
+
+
+if __name__ == "__main__":
+    problems = findings()
+    print("\n".join(problems))
+    raise SystemExit(bool(problems))

@@ -1,0 +1,298 @@
+"""`make demo-granted-vllm`: a real vLLM ahead of its stated target, beside another that works through a batch.
+
+The same requests come in pairs of rounds, without the owner's consent and with it, beside the same batch, on one
+emulated GPU and under the product's own binaries. Judged are counts: grants, requests over the target, answers. The
+answers of both sides are compared with those of engines that nothing paused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from valve_hook.policy.misses import MissSettings
+from valve_tools.bench.row import percentile
+from valve_tools.demo.granted import DRIVER, MOST_OVER, TABLE_WIDTH
+from valve_tools.demo.node import VALVE, EmulatedNode
+from valve_tools.engines.demo import EXIT_VOID, end, favour
+from valve_tools.engines.figures import Verdict
+from valve_tools.engines.sides import CONFIG, STEP_US, Sides
+
+from valved.model.rungs import Rung
+
+POOL_MIB = 256  # both KV caches and more: no memory moves
+PROMPTS, PROMPT_TOKENS = 11, 24
+UNSEEN = MissSettings().trial + 12  # requests that only teach the hook that the service keeps its target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    rounds: int = 2
+    requests: int = 110
+    rate: float = 8.0
+    tokens: int = 12
+    tpot_ms: float = 150.0
+    gap_ms: float = 400.0
+    batch: int = 300
+
+    def words(self, *, consents: bool) -> list[str]:
+        slo = f"tpot={self.tpot_ms:g}ms,gap={self.gap_ms:g}ms"
+        return ["--slo", slo, "--grant" if consents else "--no-grant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    prompt: int
+    text: str
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One condition of one round, of the requests after the first."""
+
+    consents: bool
+    answers: list[Answer]
+    grants: int
+    broken: int
+    granted_s: float
+    batch_tokens_s: float
+    outlived: bool
+    """The batch had work all the while."""
+
+    def over(self, plan: Plan) -> int:
+        return sum(answer.tpot_ms > plan.tpot_ms for answer in self.answers)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    pairs: list[tuple[Served, Served]] = field(default_factory=list)
+    """Without consent and with it."""
+    batches: list[dict[str, list[str]]] = field(default_factory=list)
+    undisturbed: dict[str, list[str]] = field(default_factory=dict)
+
+    def wrongs(self) -> list[str]:
+        """What must never be, on however noisy a machine: time without consent, another answer."""
+        found = [
+            f"round {number}: time was granted without consent"
+            for number, (without, _) in enumerate(self.pairs, 1)
+            if without.grants
+        ]
+        texts: dict[int, set[str]] = {}
+        for answer in (answer for pair in self.pairs for served in pair for answer in served.answers):
+            texts.setdefault(answer.prompt, set()).add(answer.text)
+        changed = sum(len(each) > 1 for each in texts.values())
+        if changed:
+            found.append(f"{changed} of {len(texts)} prompts were not answered the same every time")
+        for number, batch in enumerate(self.batches, 1):
+            other = sum(batch.get(name) != text for name, text in self.undisturbed.items())
+            if other or len(batch) != len(self.undisturbed):
+                found.append(f"batch {number}: {other} answers are not those of an undisturbed one")
+        return found
+
+    def doubts(self, plan: Plan) -> list[str]:
+        """Why this machine says nothing about the rest."""
+        found = []
+        for number, (without, with_it) in enumerate(self.pairs, 1):
+            if without.over(plan) > MOST_OVER * len(without.answers) + 1:
+                found.append(f"round {number}: {without.over(plan)} requests are over the target without any grant")
+            if not (without.outlived and with_it.outlived):
+                found.append(f"round {number}: the batch was over before the requests")
+        return found
+
+    def misses(self, plan: Plan) -> list[str]:
+        found = []
+        for number, (without, with_it) in enumerate(self.pairs, 1):
+            if not with_it.grants:
+                found.append(f"round {number}: nothing was granted with consent")
+            if with_it.over(plan) > MOST_OVER * len(with_it.answers) + 1:
+                found.append(f"round {number}: {with_it.over(plan)} requests over the target with consent")
+            if with_it.batch_tokens_s <= without.batch_tokens_s:
+                found.append(f"round {number}: the batch was no faster with consent")
+        return found
+
+    def verdict(self, plan: Plan) -> Verdict:
+        if self.wrongs():
+            return Verdict.BROKEN
+        if self.doubts(plan):
+            return Verdict.VOID
+        return Verdict.BROKEN if self.misses(plan) else Verdict.KEPT
+
+
+@dataclass(slots=True, kw_only=True)
+class Demo:
+    sides: Sides
+    plan: Plan
+    say: Callable[[str], None]
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def perform(self) -> None:
+        self.sides.prepare()
+        requests = self.sides.write_requests(self.plan.batch)[0]
+        for number in range(self.plan.rounds):
+            order = (False, True) if number % 2 == 0 else (True, False)
+            served = {consents: self.serve(requests, consents=consents) for consents in order}
+            self.outcome.pairs.append((served[False], served[True]))
+        self.say("the batch once more, without Valve")
+        alone = self.sides.start_batch("", "undisturbed", requests)
+        self.outcome.undisturbed = self.sides.finish(alone, "undisturbed").tokens
+
+    def serve(self, requests: Path, *, consents: bool) -> Served:
+        """The batch starts when the hook has seen the service keep its target: an idle card ends it in no time."""
+        sides, plan, name = self.sides, self.plan, f"batch-{len(self.outcome.batches)}"
+        self.say(f"a server whose owner {'consents' if consents else 'does not consent'}")
+        command = sides.command("serve", *sides.engine_flags(), "--port", str(sides.port))
+        launch = [str(VALVE), "run", "--online", "--name", "server", *plan.words(consents=consents), "--", *command]
+        server = sides.node.run("", launch, name="server", env=sides.environment())
+        try:
+            sides.wait_for_server(server)
+            clients = Clients(port=sides.port, plan=plan)
+            clients.send(UNSEEN)
+            self.say("a batch under Valve")
+            batch = sides.start_batch("offline", name, requests)
+            sides.wait_for_work(batch, name)
+            sides.wait_for_tokens(batch, name)
+            self.say(f"{plan.requests} requests beside it")
+            served = self.judged(clients, name, batch, consents=consents)
+            self.say("waiting for the batch to end")
+            self.outcome.batches.append(sides.finish(batch, name).tokens)
+            return served
+        finally:
+            end(server)
+
+    def judged(self, clients: Clients, name: str, batch: subprocess.Popen[bytes], *, consents: bool) -> Served:
+        begun_s, before = time.monotonic(), self.tokens(name)
+        answers = clients.send(self.plan.requests)
+        passed_s, granted = time.monotonic() - begun_s, self.sides.services()["server"].granted
+        return Served(
+            consents=consents,
+            answers=answers,
+            grants=granted.grants,
+            broken=granted.broken,
+            granted_s=granted.granted_ns / 1e9,
+            batch_tokens_s=(self.tokens(name) - before) / passed_s,
+            outlived=batch.poll() is None,
+        )
+
+    def tokens(self, name: str) -> int:
+        """0 when the batch is over: then nothing is judged."""
+        batch = self.sides.services().get(name)
+        return int(batch.useful_tokens) if batch is not None else 0
+
+
+class Clients:
+    """They come when they will, the same for each server."""
+
+    def __init__(self, *, port: int, plan: Plan) -> None:
+        self._port, self._plan = port, plan
+        self._chance = random.Random(5)
+        self._prompts = [[self._chance.randrange(10, 900) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+    def send(self, count: int) -> list[Answer]:
+        answers: list[Answer] = []
+        threads = []
+        for number in range(count):
+            time.sleep(self._chance.expovariate(self._plan.rate))
+            threads.append(threading.Thread(target=self._ask, args=(number % PROMPTS, answers)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        if len(answers) != count:
+            raise RuntimeError(f"{count - len(answers)} of {count} requests failed; see server.log")
+        return answers
+
+    def _ask(self, prompt: int, answers: list[Answer]) -> None:
+        body = {
+            "model": "tiny", "prompt": self._prompts[prompt], "max_tokens": self._plan.tokens, "temperature": 0.0,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        text, came_s = "", []
+        with urllib.request.urlopen(request, timeout=600) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    came_s.append(time.monotonic())
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        tpot_ms = 1e3 * (came_s[-1] - came_s[0]) / max(1, self._plan.tokens - 1)
+        answers.append(Answer(prompt=prompt, text=text, tpot_ms=tpot_ms))
+
+
+def show(console: Console, outcome: Outcome, plan: Plan) -> Verdict:
+    table = Table(title=f"A vLLM that promises {plan.tpot_ms:g} ms a token", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("round", "owner", "TPOT mean", "p99", "over target", "grants", "broken", "granted", "batch"):
+        table.add_column(name, justify="left" if name == "owner" else "right")
+    for number, pair in enumerate(outcome.pairs, 1):
+        for one in pair:
+            tokens_ms = sorted(answer.tpot_ms for answer in one.answers)
+            table.add_row(
+                str(number),
+                "consents" if one.consents else "does not consent",
+                f"{sum(tokens_ms) / len(tokens_ms):.1f} ms",
+                f"{percentile(tokens_ms, 0.99):.1f} ms",
+                f"{one.over(plan)} of {len(one.answers)}",
+                str(one.grants),
+                str(one.broken),
+                f"{one.granted_s:.1f} s",
+                f"{one.batch_tokens_s:.0f} tokens/s",
+            )
+    console.print(table)
+    console.print(f"Load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors.")
+    verdict = outcome.verdict(plan)
+    for line in (*outcome.wrongs(), *outcome.doubts(plan), *outcome.misses(plan)):
+        console.print(line)
+    console.print(f"[bold]{verdict.value}[/]")
+    return verdict
+
+
+def main() -> int:
+    usual = Plan()
+    parser = argparse.ArgumentParser(prog="make demo-granted-vllm", description=__doc__)
+    parser.add_argument("--engines", type=Path, default=Path(".venv-engines"), help="made by make test-engines")
+    parser.add_argument("--rounds", type=int, default=usual.rounds, help="of a server without consent and one with it")
+    parser.add_argument("--requests", type=int, default=usual.requests, help="that are judged, of each server")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="requests of each batch")
+    parser.add_argument("--rung", choices=[rung.value for rung in Rung], default=Rung.GATE.value)
+    parser.add_argument("--port", type=int, default=18241)
+    parser.add_argument("--keep", type=Path, help="leave logs and outputs in this folder")
+    chosen = parser.parse_args()
+    python = chosen.engines.resolve() / "bin" / "python"
+    if not python.exists():
+        print(f"{chosen.engines}: no engines here; make test-engines installs them", file=sys.stderr)
+        return 2
+    plan = Plan(rounds=chosen.rounds, requests=chosen.requests, batch=chosen.batch)
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    config = CONFIG.format(pool_mib=POOL_MIB, remap="helper")
+    config += f'\n[granted]\nrung = "{chosen.rung}"\nprobed_driver = "{DRIVER}"\n'
+    with tempfile.TemporaryDirectory(prefix="valve-granted-") as scratch:
+        folder = chosen.keep.resolve() if chosen.keep else Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        with EmulatedNode(folder, config=config) as node:
+            favour(node.start_valved())
+            sides = Sides(node=node, folder=folder, python=python, port=chosen.port, step_us=STEP_US)
+            demo = Demo(sides=sides, plan=plan, say=console.print)
+            demo.perform()
+    verdict = show(console, demo.outcome, plan)
+    return {Verdict.KEPT: 0, Verdict.BROKEN: 1, Verdict.VOID: EXIT_VOID}[verdict]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

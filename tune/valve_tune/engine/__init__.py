@@ -1,0 +1,1 @@
+"""The trainer inside an engine's process."""

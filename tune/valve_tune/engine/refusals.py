@@ -1,0 +1,42 @@
+"""Why a vLLM trains nobody, in words; empty where it may. What was not tried here is refused, not tried there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def why_not(config: Any) -> str:
+    """Of the engine's configuration."""
+    parallel, scheduling = config.parallel_config, config.scheduler_config
+    compiled = getattr(config.compilation_config.mode, "name", config.compilation_config.mode)
+    reasons = {
+        "a card: the lane in the engine was run on the CPU alone": config.device_config.device_type != "cpu",
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "CUDA graphs and compiled models: start it with --enforce-eager": not config.model_config.enforce_eager
+        or compiled not in (None, 0, "NONE"),
+        "speculative decoding": config.speculative_config is not None,
+        "adapters that it serves: start it without --enable-lora": config.lora_config is not None,
+        "a KV connector": config.kv_transfer_config is not None,
+        "answers without tokens": config.model_config.runner_type != "generate",
+        "steps that are scheduled ahead: start it with --no-async-scheduling": bool(scheduling.async_scheduling),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def why_not_job(values: dict[str, Any]) -> str:
+    """Of a job: what of `valve tune run` has no meaning inside an engine."""
+    reasons = {
+        "share_weights": "vLLM packs its weights in a form of its own; the job has a copy",
+        "stash_mib": "there is no card, and so no pool to borrow from",
+        "resident_layers": "there is no card to keep layers on",
+    }
+    return next((f"{name}: {reason}" for name, reason in reasons.items() if values.get(name)), "")
+
+
+def why_not_threads(wanted: int, there: int) -> str:
+    """torch's threads are the engine's to choose: to change them here would change what it computes."""
+    if wanted in (0, there):
+        return ""
+    return f"threads: the engine's process computes with {there}, the job wants {wanted}; set it to {there} or 0"

@@ -1,0 +1,262 @@
+"""`valve tune fleet`: one trainer of a fleet job. A router hands out micro-batches and decides when this node trains.
+
+Killed at any moment, the same command goes on from its last push: what it computed since then is queued again and
+counts once. It pushes every --push-steps steps, and where the round ends. A router that is away is asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from valve_tune.serve.control import FolderControl
+from valve_tune.serve.engines import EngineError, RunningEngine
+from valve_tune.serve.folder import FolderError, JobFolder
+from valve_tune.serve.publish import hand_over, new_version, token_in
+from valve_tune.serve.runner import rows_of
+from valve_tune.train.average import METHODS
+
+WAIT_S = 0.2  # until a trainer that may not train asks again
+AWAY_S = 1.0
+GIVE_UP_S = 600.0  # a router that is away for so long
+OVER = "over"
+
+
+class RouterAway(Exception):
+    """It does not answer, and what was asked may have happened or not."""
+
+
+class GivenUp(Exception):
+    """The router took this trainer for dead."""
+
+
+class RouterLink:
+    def __init__(self, url: str, token: str = "") -> None:
+        if urlsplit(url).scheme not in ("http", "https"):
+            raise FolderError(f"--router {url}: not a URL such as http://127.0.0.1:8100")
+        self._url, self._token = url.rstrip("/") + "/route/training/", token
+
+    def ask(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        body = json.dumps(asked).encode()
+        found: dict[str, Any] = json.loads(self._call(path, body, {"Content-Type": "application/json"}))
+        return found
+
+    def send(self, path: str, said: dict[str, Any], document: bytes) -> dict[str, Any]:
+        heads = {"Content-Type": "application/octet-stream", "X-Valve-Push": json.dumps(said)}
+        found: dict[str, Any] = json.loads(self._call(path, document, heads))
+        return found
+
+    def blob(self, name: str) -> bytes:
+        return self._call(f"blob/{name}", None, {}) if name else b""
+
+    def _call(self, path: str, body: bytes | None, heads: dict[str, str]) -> bytes:
+        request = urllib.request.Request(self._url + path, data=body, headers=heads)
+        if self._token:
+            request.add_header("Authorization", f"Bearer {self._token}")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                content: bytes = answer.read()
+                return content
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            if error.code == 410:
+                raise GivenUp(text) from None
+            if error.code >= 500:
+                raise RouterAway(text) from None
+            raise FolderError(f"{self._url}{path}: {error.code} {text}") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RouterAway(str(error)) from None
+
+
+class FleetWorker:
+    """`trainer` is a `train.part.PartTrainer`, or what a test plays in its place."""
+
+    def __init__(
+        self,
+        link: RouterLink,
+        trainer: Any,
+        *,
+        job: str,
+        name: str,
+        replica: str = "",
+        push_steps: int = 10,
+        moved: Callable[[int, bytes], None] = lambda version, document: None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._link, self._trainer = link, trainer
+        self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
+        self._moved, self._say = moved, say
+        self._number = 0
+        self._is_unsure = False
+        self.version = -1
+        self._took_s = 0.0
+
+    def run(self) -> int:
+        """Until the job is done: its last version."""
+        away_since: float | None = None
+        while True:
+            try:
+                if self._is_unsure:
+                    self._settle()
+                if self._number == 0:
+                    self._join()
+                away_since = None
+                if self._once() == OVER:
+                    return self.version
+            except GivenUp as error:
+                self._say(f"the router gave this trainer up ({error}); going on from its last push")
+                self._number = 0
+            except RouterAway as error:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > GIVE_UP_S:
+                    raise FolderError(f"the router is away: {error}") from None
+                self._is_unsure = True
+                time.sleep(AWAY_S)
+
+    def _settle(self) -> None:
+        """An answer is lost, and with it perhaps a micro-batch that is ours, or that a push was kept. The same push
+        once more counts once; before it was answered nothing more is computed on top. Then this trainer begins anew."""
+        if self._number:
+            with contextlib.suppress(GivenUp, FolderError):
+                self._push()
+        self._number, self._is_unsure = 0, False
+
+    def _join(self) -> None:
+        joined = self._link.ask("join", {"job": self._job, "name": self._name})
+        start = self._link.blob(joined["start"])
+        self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
+        if joined["version"] != self.version and joined["version"] > 0:
+            self._moved(joined["version"], start)
+        self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
+        self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
+
+    def _once(self) -> str:
+        asked = {"job": self._job, "trainer": self._number, "version": self.version, "replica": self._replica}
+        told = self._link.ask("take", {**asked, "took_s": self._took_s})
+        self._took_s = 0.0
+        if "number" in told:
+            began = time.monotonic()
+            self._trainer.compute(told["number"])
+            self._took_s = time.monotonic() - began
+            if self._trainer.steps_since_push >= self._push_steps:
+                self._push()
+        elif told.get("done"):
+            return OVER
+        elif "version" in told:
+            self._number = 0
+        elif "average" in told:
+            self._average(told["average"])
+        elif told.get("empty") and self._has_more():
+            self._push()
+        else:
+            time.sleep(WAIT_S)
+        return ""
+
+    def _has_more(self) -> bool:
+        self._trainer.step()
+        return bool(self._trainer.since_push)
+
+    def _push(self) -> None:
+        trainer = self._trainer
+        if not trainer.since_push:
+            return
+        said = {"job": self._job, "trainer": self._number, "version": self.version, "numbers": trainer.since_push}
+        self._link.send("push", {**said, "tokens": trainer.tokens, "steps": trainer.steps}, trainer.document())
+        trainer.pushed()
+        self._say(f"version {self.version}: pushed {trainer.steps} steps, {trainer.tokens:,} tokens")
+
+    def _average(self, parts: list[dict[str, Any]]) -> None:
+        """Whoever sees a whole round averages it; all come to the same, and the first one counts."""
+        documents = [(self._link.blob(part["blob"]), int(part["tokens"])) for part in parts]
+        document = self._trainer.averaged(documents)
+        try:
+            self._link.send("publish", {"job": self._job, "version": self.version}, document)
+        except FolderError as error:  # another machine came to other last bits, and was first
+            self._say(str(error))
+        self._number = 0
+
+
+def command(options: argparse.Namespace) -> int:
+    from valve_tune.serve import flags
+    from valve_tune.train.part import PartTrainer
+
+    values = flags.values(options)
+    spec, rows = rows_of({**values, "max_steps": max(1, options.rounds * options.sync_steps)})
+    folder = JobFolder(spec.out)
+    link = RouterLink(options.router, token_in(options.token_file))
+    job = options.job or folder.path.name
+    with folder.claimed(spec):
+        control = FolderControl(folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(130))  # as safe as a kill: the same command goes on
+        trainer = PartTrainer(spec, rows, options.average, control=control)
+        batches = options.sync_steps * spec.gradient_accumulation_steps
+        mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
+        digest = f"{trainer.digest}/{options.average}"
+        link.ask(
+            "job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest}
+        )
+        publish = publisher(folder, trainer, job, options.publish_to)
+        worker = FleetWorker(
+            link,
+            trainer,
+            job=job,
+            name=options.worker or folder.path.name,
+            replica=options.replica,
+            push_steps=options.push_steps,
+            moved=publish,
+            say=lambda text: print(text, flush=True),
+        )
+        version = worker.run()
+        trainer.state.finish()
+    print(f"done: version {version} of {job} is in {folder.path}")
+    return 0
+
+
+def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int, bytes], None]:
+    """A version of the fleet becomes a folder here, and an adapter of that name in this node's engine."""
+
+    def publish(version: int, _: bytes) -> None:
+        trainer.state.finish()  # the trainer has just taken the version up
+        home = folder.path / "published" / f"{job}-v{version}"
+        path = home if home.is_dir() else new_version(folder, job, folder.path, (f"{job}-v{version - 1}",))
+        if not engine_url:
+            return
+        try:
+            done = hand_over(RunningEngine(engine_url, ""), path, job, 2, probe=False)
+            print(f"{engine_url} answers as {done.name}", flush=True)
+        except EngineError as error:
+            print(f"valve tune: version {version} is not in the engine: {error}", file=sys.stderr)
+
+    return publish
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from valve_tune.serve import flags
+
+    one = commands.add_parser("fleet", help="train a part of a fleet job that a router queues beside requests")
+    flags.add(one)
+    one.add_argument("--router", required=True, metavar="URL", help="valve route serve --training DIR")
+    one.add_argument("--token-file", default="", metavar="FILE", help="holds the router's operator token")
+    one.add_argument("--job", default="", help="the same for all of its trainers (default: the name of --out)")
+    one.add_argument("--worker", default="", help="this trainer's own name (default: the name of --out)")
+    one.add_argument(
+        "--replica", default="", metavar="URL", help="the replica beside which it trains, as the router has it"
+    )
+    one.add_argument("--rounds", type=int, default=1, help="averages until the job is done")
+    one.add_argument("--sync-steps", type=int, default=100, help="optimizer steps of all trainers from one to the next")
+    one.add_argument("--average", choices=METHODS[:2], default=METHODS[0])
+    one.add_argument("--push-steps", type=int, default=10, help="steps that a dead node costs at most")
+    one.add_argument("--publish-to", default="", metavar="URL", help="this node's engine gets every version")
+    one.set_defaults(run=command)

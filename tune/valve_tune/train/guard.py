@@ -1,0 +1,62 @@
+"""Beside a trainer that could write to the weights it shares: a process (train/after.py) that looks at them once the
+trainer was killed. One that ends by itself has looked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from valve_tune.base.weights import BaseChanged, FrozenWeights
+from valve_tune.train.spec import JobSpec
+
+BEGUN = "shared-base.sha256"
+LOOKS_AFTER = "valve_tune.train.after"
+
+
+class NoGuard:
+    """Nothing that the job could write is anybody else's."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+
+class Guard(NoGuard):
+    def __init__(self, spec: JobSpec, weights: FrozenWeights) -> None:
+        """Also refuses weights that are not those which this job began with."""
+        self._weights, begun = weights, Path(spec.out, BEGUN)
+        if begun.exists() and begun.read_text().strip() != weights.digest:
+            raise BaseChanged(
+                f"share_weights: {spec.share_weights} holds other weights than when this job began: another base, or "
+                f"something has written there; if it is the same base, start that service again ({begun} holds the sum)"
+            )
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        begun.write_text(weights.digest + "\n")
+        argv = [sys.executable, "-m", LOOKS_AFTER]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+        self._tell({"spec": spec.to_json(), "digest": weights.digest})
+
+    def _tell(self, word: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(word).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is not None:
+                self._weights.check()
+        finally:
+            with contextlib.suppress(OSError):  # somebody has killed it
+                self._tell("looked")
+            self._process.communicate()
+
+
+def stand(spec: JobSpec, weights: FrozenWeights) -> NoGuard:
+    return Guard(spec, weights) if weights.is_writable else NoGuard()

@@ -1,0 +1,105 @@
+"""Judges who asks to be welcomed: who it is, which place it may have, and whether there is room; refuses the others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, Refused
+from valved.clients.identity import NoPlace, Peer, Place, identify, place
+from valved.clients.outbox import Arrived
+from valved.config import QuotaTable
+from valved.gate.wake import GateService
+from valved.machine.ports import ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ProcessId, Role
+from valved.state.journal import Journal
+from valved.state.registry import Books
+
+CLIENT_SLOTS = 4096  # MAX_CLIENTS of valved/native/internal.h
+REFUSALS_KEPT = 4096  # processes whose last refusal is remembered
+
+
+class Connection(Protocol):
+    """One peer's socket, as this service sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def uid(self) -> int: ...
+
+    def send(
+        self, kind: LinkType, body: Body, seq: int, fds: tuple[int, ...] = (), arrived: Arrived | None = None
+    ) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Admission:
+    def __init__(
+        self, books: Books, gating: GateService, journal: Journal, processes: ProcessPort, quota: QuotaTable
+    ) -> None:
+        self._books = books
+        self._gating = gating
+        self._journal = journal
+        self._processes = processes
+        self._quota = quota
+        self._refused: dict[ProcessId, str] = {}
+
+    def peer(self, connection: Connection, seq: int) -> Peer | None:
+        """Who is at the other end. None: it is gone, or it was refused as there is no descriptor to look at it with."""
+        try:
+            return identify(connection.pid, connection.uid, self._processes)
+        except OSError:
+            text = "valved is out of descriptors"
+            connection.send(LinkType.REFUSED, Refused(code=Refusal.QUOTA, text=text), seq)
+            self.count_refusal(Refusal.QUOTA)
+            return None
+
+    def judge(self, hello: Hello, peer: Peer, *, is_scarce: bool) -> Place | NoPlace:
+        given = place(_role(hello.wanted_role), peer, self._books)
+        return given if isinstance(given, NoPlace) else self._no_room(peer, given, is_scarce) or given
+
+    def _no_room(self, peer: Peer, given: Place, is_scarce: bool) -> NoPlace | None:
+        """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
+        online has room that nobody else can take."""
+        if given.service in self._gating.online:
+            return None
+        quota, books = self._quota, self._books
+        most = quota.clients_per_uid if peer.uid else quota.root_clients
+        of_claim = len(books.services[given.service].clients) if given.service in books.services else 0
+        if books.per_process[peer.process] >= quota.clients_per_process:
+            text = f"process {peer.process.pid} has {quota.clients_per_process} clients already"
+        elif max(books.per_home[peer.uid, peer.cgroup], of_claim) >= most:
+            text = f"user {peer.uid} has {most} clients there already"
+        elif len(books.clients) >= CLIENT_SLOTS - quota.kept_for_online:
+            text = "the places that are left are for online services"
+        elif is_scarce:
+            text = "the descriptors that are left are for online services"
+        else:
+            return None
+        return NoPlace(code=Refusal.QUOTA, text=text)
+
+    def refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
+        connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
+        self._gating.counters.refuse(why.code.name.lower())
+        if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
+            self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
+        self._refused[peer.process] = why.text
+        if len(self._refused) > REFUSALS_KEPT:
+            del self._refused[next(iter(self._refused))]
+
+    def count_refusal(self, code: Refusal) -> None:
+        self._gating.counters.refuse(code.name.lower())
+
+
+def why_not(hello: Hello) -> NoPlace | None:
+    """Of this release's own accord, whoever asks."""
+    if not hello.abi_min <= ABI <= hello.abi_max:
+        text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
+        return NoPlace(code=Refusal.VERSION, text=text)
+    return None
+
+
+def _role(value: int) -> Role:
+    return Role(value) if value in set(Role) else Role.NONE

@@ -1,0 +1,118 @@
+"""Books which processes are claimed for a role, and ends a service with its last client and its claimed process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from valved.clients.departures import ANEW
+from valved.clients.exits import Exits
+from valved.clients.identity import NOT_YET, ClaimSource, Peer, Silence, own_cgroup
+from valved.gate.wake import GateService
+from valved.machine.ports import GatePort, ProcessPort
+from valved.model.events import EventKind
+from valved.model.ids import ClientId, ProcessId, Role, ServiceId
+from valved.state.journal import Journal
+from valved.state.registry import Books, Claim
+
+
+class ClaimedRoots:
+    def __init__(
+        self,
+        gate: GatePort,
+        books: Books,
+        gating: GateService,
+        journal: Journal,
+        processes: ProcessPort,
+        exits: Exits,
+        leave: Callable[[ClientId, str], None],
+        ended: Callable[[ServiceId], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`leave` ends a client; `ended`: a service is in no book any more; `changed`: the books differ."""
+        self.pods: ClaimSource | None = None  # on a Kubernetes node
+        self._gate = gate
+        self._books = books
+        self._gating = gating
+        self._journal = journal
+        self._processes = processes
+        self._exits = exits
+        self._leave = leave
+        self._ended = ended
+        self._changed = changed
+
+    def claim(self, pid: int, start_time: int, role: Role, name: str) -> Claim | None:
+        """Claim a process for a role. None: it is gone, or its number means another process by now."""
+        root = ProcessId(pid=pid, start_time=start_time)
+        if self._processes.start_time(pid) != start_time:
+            return None
+        known = self._books.claims.get(root)
+        if known is not None and known.role is not role:
+            self._drop_claim(known)
+        cgroup = own_cgroup(pid, self._processes) if os.geteuid() == 0 else ""
+        self._book_claim(root, role, name or self._processes.comm(pid), cgroup)
+        return self._books.claims.get(root)
+
+    def _book_claim(self, root: ProcessId, role: Role, name: str, cgroup: str) -> None:
+        known = self._books.claims.get(root)
+        claim = self._books.claim(root, role, name, cgroup)
+        if known is claim:
+            return
+        if role is Role.ONLINE:
+            try:
+                self._gating.add_service(claim.service, frozenset())
+            except Exception:
+                self._drop_service(claim.service)  # and its claim with it: a claim without a gate protects nobody
+                raise
+        self._journal.emit(EventKind.CLAIMED, service=claim.service, reason=role.name.lower(), pid=root.pid, name=name)
+        self.watch_root(root)
+        self._changed()
+
+    def ask_pods(self, peer: Peer) -> bool:
+        """A peer nobody has claimed may live in a pod that says what it is. False: that pod is not known yet."""
+        if self.pods is None or self._books.find_claim(peer.chain, peer.cgroup) is not None:
+            return True
+        found = self.pods.claim_of(peer)
+        if found is NOT_YET:
+            return False
+        if not isinstance(found, Silence):
+            self._book_claim(peer.process, found.role, found.name, found.cgroup)
+        return True
+
+    def watch_root(self, root: ProcessId) -> None:
+        if not self._exits.watch(root, root.pid, lambda: self.root_gone(root)):
+            self.root_gone(root)
+
+    def root_gone(self, root: ProcessId) -> None:
+        """A claimed process ended. Its service lives as long as one of its clients does."""
+        self._exits.forget(root)
+        claim = self._books.claims.get(root)
+        if claim is not None and not self._books.services[claim.service].clients:
+            self._drop_claim(claim)
+
+    def _drop_claim(self, claim: Claim) -> None:
+        self._exits.forget(claim.root)
+        for client in list(self._books.services[claim.service].clients):
+            self._leave(client, ANEW)
+        if claim.service in self._books.services:
+            self._drop_service(claim.service)
+
+    def drop_if_empty(self, service: ServiceId) -> None:
+        """A service without clients ends with its claimed process; an unclaimed one ends at once."""
+        entry = self._books.services.get(service)
+        if entry is None or entry.clients:
+            return
+        root = entry.root
+        if root is None or self._processes.start_time(root.pid) != root.start_time:
+            if root is not None:
+                self._exits.forget(root)
+            self._drop_service(service)
+
+    def _drop_service(self, service: ServiceId) -> None:
+        if service in self._gating.online:
+            self._gating.remove_service(service)
+        else:
+            self._gate.remove_service(service)  # whatever its hooks took of the gate
+        self._books.drop_service(service)
+        self._ended(service)
+        self._changed()

@@ -1,0 +1,27 @@
+"""What the gate's room reports to whoever stands above: one listener for all of it."""
+
+from __future__ import annotations
+
+from valved.machine.ports import Stamp
+
+
+class GateListener:
+    """Does nothing. The daemon's (node/news.py) overrides each of these."""
+
+    def drained(self) -> None:
+        """Stamps were read: a GPU may have stopped."""
+
+    def opened(self) -> None:
+        """A GPU may have opened."""
+
+    def stop_failed(self, stamp: Stamp) -> None:
+        """Offline work on this GPU may run on."""
+
+    def standing_changed(self) -> None:
+        """Other holds than those of services and of moving memory."""
+
+    def clients_changed(self) -> None:
+        """Clients, channels or consents of somebody. Called before any of them is answered."""
+
+    def frozen_changed(self) -> None:
+        """The list of frozen processes."""

@@ -1,0 +1,276 @@
+"""ChannelPort over the native gate: finds the way that reaches a channel, and hands each issuer its list.
+
+A channel is reached by the best rung of the ladder that works for its RM client. A rung is tried before it is used, and
+why one was not used is kept for `valve status`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from valve_abi import Feature
+
+from valved.gate import readings
+from valved.gate.armed import LADDER, ArmedChannel, ArmedChannels, GateClient, RmNumbers, is_worse, weakest
+from valved.machine.ports import ArmResult
+from valved.model.ids import ChannelRef, ClientId, GpuIndex, Reach
+from valved.native._gate import ffi, lib
+
+_STOPPING = (lib.VALVE_GPU_STOPPED, lib.VALVE_GPU_STOPPING, lib.VALVE_GPU_FAILED)
+_INVALID_CHANNEL = 0x21
+_NOT_SUPPORTED = 0x56
+_GONE = frozenset({_INVALID_CHANNEL, 0x23, 0x31, 0x33, 0x57})  # RM statuses of a channel that does not exist
+
+
+class NativeChannels:
+    """`clients` and `infos` are the gate's own: who is here, and its cards."""
+
+    def __init__(self, gate: Any, clients: Mapping[ClientId, GateClient], infos: Sequence[Any], refusal: str) -> None:
+        self._gate = gate
+        self._clients = clients
+        self._infos = infos
+        self._refusal = refusal
+        self._channels = ArmedChannels()
+        self._reasons: dict[tuple[GpuIndex, Reach], str] = {}  # why a rung was not used, last time
+        self._view = ffi.new("struct valve_view *")
+
+    def add_channel(self, client: ClientId, channel: ChannelRef) -> ArmResult:
+        holder = self._clients[client]
+        if self._refusal or not 0 <= channel.gpu < len(self._infos):
+            return ArmResult(status=0, reach=Reach.NONE, want_fd=False, gated=False)
+        numbers = holder.rm_clients.setdefault(channel.h_client, RmNumbers())
+        entry = ArmedChannel(ref=channel, client=client, reach=numbers.reach or Reach.CHANNEL_OWN)
+        if holder.is_given_up:
+            entry.reach = Reach.NONE
+            self._channels.put(entry)
+            return ArmResult(status=_NOT_SUPPORTED, reach=Reach.NONE, want_fd=False, gated=False)
+        known = self._channels.get(client, channel.h_client, channel.h_channel)
+        entry.app_disabled = known is not None and known.app_disabled and known.ref.cid == channel.cid
+        status = 0 if known is not None and known.ref == channel else self._verify(channel)
+        if status != 0:
+            return ArmResult(status=status, reach=Reach.NONE, want_fd=False, gated=False, is_known=False)
+        if channel.compute:
+            status = self._climb(holder, numbers, entry)
+        self._channels.put(entry)
+        return ArmResult(
+            status=status,
+            reach=entry.reach,
+            want_fd=numbers.fd < 0 and is_worse(entry.reach, Reach.CHANNEL_FD),
+            gated=entry.is_armed and self._is_stopping(channel.gpu),
+        )
+
+    def _verify(self, channel: ChannelRef) -> int:
+        """Does the driver know this channel under the number that the shim was given? 0, or an RM status."""
+        cid = ffi.new("uint32_t *")
+        status: int = lib.valve_gpu_cid(self._gate, channel.gpu, channel.h_client, channel.h_channel, cid)
+        if status == 0 and channel.cid and cid[0] != channel.cid:
+            return _INVALID_CHANNEL
+        return status if status in _GONE else 0  # cannot be asked here (older branch, refusal): the test decides
+
+    def _climb(
+        self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, start: Reach = Reach.CHANNEL_OWN
+    ) -> int:
+        """Arm on the best rung that works, from the one this RM client is known to need. Sets entry.reach."""
+        status = 0
+        for reach in LADDER[LADDER.index(numbers.reach or start) :]:
+            missing = self._missing(holder, numbers, reach)
+            if missing is None:
+                entry.reach = reach
+                status = self._try_and_arm(entry, is_tested=reach is numbers.reach)
+                if status in (0, -errno.ETIMEDOUT):  # a driver that hangs now has refused nothing
+                    numbers.reach = reach
+                    return status
+                missing = readings.status_text(status)
+            self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
+        if status and self._is_failing(entry.ref.gpu):
+            return self._arm_untested(holder, numbers, entry, status)
+        self._arm(
+            entry.ref.gpu, run_now=[] if entry.app_disabled else [entry]
+        )  # takes back what the tries left, while it still has a rung
+        entry.reach = Reach.NONE
+        self._arm(entry.ref.gpu)
+        return status
+
+    def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, status: int) -> int:
+        """A GPU that nobody can stop now is no judge of a rung: take the best that lacks nothing, which is tried again
+        with all others.
+        """
+        entry.reach = next(reach for reach in LADDER if self._missing(holder, numbers, reach) is None)
+        self._channels.put(entry)
+        self._arm(entry.ref.gpu)
+        return status
+
+    def _missing(self, holder: GateClient, numbers: RmNumbers, reach: Reach) -> str | None:
+        """What this rung lacks, before anything is tried."""
+        if reach is Reach.CHANNEL_FD and numbers.fd < 0:
+            return "the workload's nvidiactl fd has not been passed"
+        needed = {Reach.CHANNEL_SELF: Feature.SELF_GATE, Reach.LAUNCH_GATE: Feature.HOLD}.get(reach, 0)
+        if needed and lib.valve_gate_orders(self._gate):
+            return "this kernel cannot ring an eventfd without waiting (io_setup)"
+        lib.valve_client_view(holder.native, self._view, False)
+        return "the client does not offer it" if needed & ~self._view.features else None
+
+    def _try_and_arm(self, entry: ArmedChannel, *, is_tested: bool) -> int:
+        gpu, status = entry.ref.gpu, 0
+        if not (is_tested or entry.app_disabled or self._is_gated(gpu)):  # else stopping it is the test
+            native = ffi.new("struct valve_entry *", self._entry(entry))
+            status = lib.valve_gpu_try(self._gate, gpu, native)
+        if status not in (0, -errno.ETIMEDOUT):
+            return status
+        self._channels.put(entry)  # also where the driver hangs: the mail is read when it comes back
+        return self._arm(gpu, stop_now=[entry]) or status
+
+    def _entry(self, channel: ArmedChannel, leaving: GateClient | None = None) -> dict[str, Any]:
+        holder = leaving or self._clients[channel.client]
+        numbers = holder.rm_clients[channel.ref.h_client]
+        by_fd = channel.reach is Reach.CHANNEL_FD
+        return {
+            "client": holder.native,
+            "reach": LADDER.index(channel.reach),
+            "h_client": channel.ref.h_client,
+            "h_channel": channel.ref.h_channel,
+            "fd": numbers.fd if by_fd else -1,
+            "h_target": channel.ref.h_client if by_fd else 0,
+            "h_subdevice": numbers.h_subdevice if by_fd else 0,
+            "keep_off": int(_is_kept_off(channel)),
+        }
+
+    def _arm(
+        self,
+        gpu: GpuIndex,
+        stop_now: Sequence[ArmedChannel] = (),
+        run_now: Sequence[ArmedChannel] = (),
+        leaving: GateClient | None = None,
+    ) -> int:
+        """Hand the issuer its new list. 0, or what stopping `stop_now` met (only while the GPU is stopped)."""
+        groups = [
+            [self._entry(channel) for channel in sorted(self._channels.armed(gpu), key=_step_order)],
+            [self._entry(channel) for channel in stop_now],
+            [self._entry(channel, leaving) for channel in sorted(run_now, key=_step_order)],
+        ]
+        arguments: list[Any] = []
+        for group in groups:
+            arguments += [ffi.new("struct valve_entry[]", group), len(group)]
+        return int(lib.valve_arm(self._gate, gpu, *arguments))
+
+    def remove_channel(self, client: ClientId, h_client: int, h_channel: int) -> None:
+        """Forget a channel that its process frees. It is not enabled first: an enabled channel would run its group."""
+        channel = self._channels.pop(client, h_client, h_channel)
+        if channel is not None and channel.is_armed:
+            self._arm(channel.ref.gpu)
+
+    def stop_again(self, client: ClientId, h_client: int) -> None:
+        """One call for all: the driver is asked nothing else, however often a process says this."""
+        mine = [c for c in self._channels.of(client) if c.ref.h_client == h_client and c.is_armed]
+        for gpu in {channel.ref.gpu for channel in mine}:
+            if self._is_gated(gpu):
+                self._arm(gpu, stop_now=[channel for channel in mine if channel.ref.gpu == gpu])
+
+    def give_up(self, client: ClientId, why: str) -> None:
+        holder = self._clients[client]
+        holder.is_given_up = True
+        mine = self._channels.pop_client(client)
+        for gpu in {channel.ref.gpu for channel in mine}:
+            gone = [channel for channel in mine if channel.ref.gpu == gpu]
+            self._reasons[gpu, Reach.CHANNEL_OWN] = f"{Reach.CHANNEL_OWN.value}: {why}"
+            self._arm(gpu, run_now=[channel for channel in gone if channel.is_armed])
+        for channel in mine:
+            channel.reach = Reach.NONE
+            self._channels.put(channel)
+
+    def give_rm_client(
+        self, client: ClientId, gpu: GpuIndex, h_client: int, h_device: int, h_subdevice: int, fd: int
+    ) -> None:
+        del gpu, h_device  # each channel names its GPU; a call needs client and subdevice only
+        holder = self._clients[client]
+        numbers = holder.rm_clients.setdefault(h_client, RmNumbers())
+        numbers.h_subdevice = h_subdevice
+        if fd < 0:
+            return
+        if lib.valve_client_take_fd(holder.native, fd) != 0:
+            return  # more RM clients than a process has any use for; the fd is closed
+        numbers.fd = fd
+        mine = [c for c in self._channels if c.client == client and c.ref.h_client == h_client and c.ref.compute]
+        for channel in mine:
+            if is_worse(channel.reach, Reach.CHANNEL_FD):
+                self._upgrade(holder, numbers, channel)
+
+    def _upgrade(self, holder: GateClient, numbers: RmNumbers, channel: ArmedChannel) -> None:
+        """The fd has come: climb again from its rung. Orders that the old rung gave stand until the next wake, which
+        takes back every order of every client in the plan."""
+        numbers.reach = None
+        self._climb(holder, numbers, channel, start=Reach.CHANNEL_FD)
+
+    def note_app_disabled(self, client: ClientId, h_client: int, h_channel: int, disabled: bool) -> None:
+        channel = self._channels.get(client, h_client, h_channel)
+        if channel is None or channel.app_disabled == disabled:
+            return
+        channel.app_disabled = disabled
+        self._arm(channel.ref.gpu, stop_now=[channel] if channel.is_ours_to_run else ())
+
+    def _is_failing(self, gpu: GpuIndex) -> bool:
+        return bool(lib.valve_gpu_state(self._gate, gpu) == lib.VALVE_GPU_FAILED)
+
+    def _is_stopping(self, gpu: GpuIndex) -> bool:
+        """Stopped, or tried to be: what is armed here now is switched on with the rest."""
+        return lib.valve_gpu_state(self._gate, gpu) in _STOPPING
+
+    def reach(self, gpu: GpuIndex) -> tuple[Reach, str]:
+        if self._refusal:
+            return Reach.NONE, self._refusal
+        used = weakest(channel.reach for channel in self._channels if channel.ref.gpu == gpu and channel.ref.compute)
+        status = self._infos[gpu].status
+        if used is None:
+            note = f"own RM client: {readings.status_text(status)}" if status else "not tested: no offline channel yet"
+            return (Reach.CHANNEL_FD if status else Reach.CHANNEL_OWN), note
+        better = (self._reasons.get((gpu, rung)) for rung in LADDER if is_worse(used, rung))
+        return used, "; ".join(filter(None, better))
+
+    def disabled(self) -> tuple[ChannelRef, ...]:
+        gpus = filter(self._is_gated, map(GpuIndex, range(len(self._infos))))  # also those about to be stopped
+        return tuple(channel.ref for gpu in gpus for channel in self._channels.armed(gpu) if channel.is_ours_to_run)
+
+    def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
+        return sum(self._enable(channel, unless_held=False) == 0 for channel in channels)
+
+    def enable_unless_held(self, channel: ChannelRef) -> bool | None:
+        status = self._enable(channel, unless_held=True)
+        return None if status == -errno.EBUSY else status == 0
+
+    def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
+        if self._refusal or not 0 <= channel.gpu < len(self._infos):
+            return -errno.ENODEV
+        return int(lib.valve_gpu_enable(self._gate, channel.gpu, channel.h_client, channel.h_channel, unless_held))
+
+    def client_leaves(self, client: ClientId, holder: GateClient, *, lives_on: bool) -> tuple[ChannelRef, ...]:
+        """Those that were off. What can be done without their process is done later if it lives on, else now."""
+        off = list[ChannelRef]()
+        mine = self._channels.pop_client(client)
+        for gpu in {channel.ref.gpu for channel in mine}:
+            gone = [channel for channel in mine if channel.ref.gpu == gpu and channel.is_ours_to_run]
+            kept = _can_wait(gone) if lives_on else []
+            is_off = self._is_gated(gpu)
+            self._arm(gpu, run_now=[channel for channel in gone if channel not in kept], leaving=holder)
+            is_off |= lives_on and self._is_gated(gpu)  # a stop may have come before the new list
+            off.extend(channel.ref for channel in (kept if lives_on else gone) if is_off)
+        return tuple(off)
+
+    def _is_gated(self, gpu: GpuIndex) -> bool:
+        return bool(lib.valve_gpu_gated(self._gate, gpu))
+
+
+def _is_kept_off(channel: ArmedChannel) -> bool:
+    """Left out when channels are run. A process that switches its own knows its own."""
+    return channel.app_disabled and channel.reach in (Reach.CHANNEL_OWN, Reach.CHANNEL_FD)
+
+
+def _can_wait(gone: Sequence[ArmedChannel]) -> list[ArmedChannel]:
+    """Whose client is gone, and we can enable them later all the same: other rungs go through the client itself."""
+    return [channel for channel in gone if channel.reach is Reach.CHANNEL_OWN]
+
+
+def _step_order(channel: ArmedChannel) -> tuple[int, bool, int, int]:
+    """Neighbours share a step: gate.h, struct valve_entry."""
+    return LADDER.index(channel.reach), _is_kept_off(channel), channel.client, channel.ref.h_client

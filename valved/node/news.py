@@ -1,0 +1,87 @@
+"""What a change in a room below means for those above: read here who is told, and in which order.
+
+The KV room has a listener of its own, kv/service.py, and reports nothing further up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from valved.clients.register import ClientsListener, Register
+from valved.clients.sharing import SharedWeights
+from valved.errors import ValveError
+from valved.gate.freeze import Ladder
+from valved.gate.granting import Granting
+from valved.gate.listener import GateListener
+from valved.machine.ports import Stamp
+from valved.model.consent import Said
+from valved.model.events import EventKind
+from valved.model.ids import Role
+from valved.node.api import Node
+from valved.node.handover import Handover
+from valved.node.kv import Kv
+from valved.state import pending
+from valved.state.journal import Journal
+
+
+class GateNews(GateListener):
+    def __init__(
+        self,
+        register: Register,
+        ladder: Ladder,
+        granting: Granting,
+        sharing: SharedWeights,
+        handover: Handover,
+        kv: Kv | None,
+    ) -> None:
+        self._channels = register.channels
+        self._ladder = ladder
+        self._granting = granting
+        self._sharing = sharing
+        self._handover = handover
+        self._kv = kv
+
+    def drained(self) -> None:
+        self._ladder.thaw()
+        if self._kv is not None:
+            self._kv.turn.gate_drained()
+
+    def opened(self) -> None:
+        self._channels.schedules.release()
+        self._ladder.thaw()
+
+    def stop_failed(self, stamp: Stamp) -> None:
+        self._ladder.gate_failed(stamp)
+
+    def standing_changed(self) -> None:
+        self._channels.lease.refresh()
+
+    def clients_changed(self) -> None:
+        try:
+            self._granting.refresh()
+        finally:  # a consent that was taken back stands in no file because something else failed
+            self._sharing.refresh()
+
+    def frozen_changed(self) -> None:
+        self._handover.save_soon()
+
+
+class ClientsNews(ClientsListener):
+    def __init__(self, handover: Handover, node: Node, journal: Journal, run_dir: Path) -> None:
+        self._handover = handover
+        self._node = node
+        self._journal = journal
+        self._run_dir = run_dir
+
+    def books_changed(self) -> None:
+        self._handover.save_soon()
+
+    def someone_knocks(self) -> None:
+        """Take up what `valve run --online` left while no valved answered."""
+        for claim in pending.take(self._run_dir):
+            try:
+                said = Said(slo=claim.slo, grant=claim.grant, share_weights=claim.share_weights)
+                self._node.launch(claim.pid, claim.start_time, Role.ONLINE, claim.name, said)
+            except (ValveError, OSError) as error:
+                text = f"claim of process {claim.pid}, left while no valved answered: {error}"
+                self._journal.emit(EventKind.NOTED, reason=text)
