@@ -249,7 +249,7 @@ def _read_twice(cells: Sequence[CellResult]) -> str:
         return ""
     head = _row("load", "target", "gap ms", "C ms", "first reading", "fresh replays", "so many")
     apart = max(abs(cell.ttft_first - cell.ttft_more) for cell in ours(cells) if cell.ttft_first is not None)
-    note = "A P99 TTFT above the bound is read anew, of fresh replays alone; the cell is judged by these.\n"
+    note = "A P99 TTFT above half of the bound is read anew, of fresh replays alone; the cell is judged by these.\n"
     note += f"Readings are up to {apart:.0f} points apart: what holds or fails by less may be noise.\n"
     return "\n".join(["## Cells read twice\n", note, head, "|" + "---|" * 7, *rows, ""])
 
