@@ -23,6 +23,8 @@ WAITED = 0.5
 STEADY, LESS = 0.7, 0.1
 """Of the target: a cycle no longer than that gives every reader credit, so the reserve does not hold it back. A missed
 target takes LESS of it; what a kept one gives back is such that one in 200 may miss."""
+RESERVE_FLOOR = 0.5
+"""The least reserve, in prefill bursts. Granted time begins lower: it knows what requests needed."""
 LEAST_MS = 2.0
 """A plan must be able to add so much; below it decode runs alone."""
 REMEMBERED = 4096
@@ -52,7 +54,7 @@ class Ours(Planner):
         self._goal = goal
         self._predictor = predictor
         self._credits = Credits(goal.step_ms)
-        self._misses = MissSettings()
+        self._misses = MissSettings(floor=RESERVE_FLOOR)
         self._reserve = TimeReserve(self._misses)
         self._steady = STEADY
         self._burst_ms = 0.0

@@ -64,8 +64,8 @@ counted, as its reserve is learnt; the rivals' margins were fitted to them. Gran
 trainer as they are, keeps every target and lies between idle time and HARLI: what it lacks is what decode
 leaves of the processors while it runs. Where a claim is missed, the cause:
 
-- ours over one of its rivals: one group (A100, reasoning trace, 2 times the step, 0.98 of `harli_most_sm`). Its reserve
-  for prompts is kept back from every request and spent by few. The rivals' zeros are targets missed by a little, so a
+- ours over one of its rivals: two groups (A100, 2 times the step: conversation with 0.95 of `harli_most_sm`, reasoning
+  with 0.98). Its reserve for prompts is kept back from every request and spent by few. The rivals' zeros are targets missed by a little, so a
   group with a zero says little; the figures beside the zeros say what was trained.
 - `static_share` misses the first token's target, because prompts have 60 % of the card; `llmstation` misses at 2
   times the step because a prompt's time is in no step's target. With its clamp it trains beside decode alone and
