@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import time
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Packets:
         try:
             self._socket.settimeout(ANSWER_S)
             self._socket.connect(str(path))
+            # A socket with a time-out waits before it sends, whatever MSG_DONTWAIT says; an engine's step sends, too.
+            self._socket.settimeout(0.0)
         except BaseException:
             self._socket.close()
             raise
@@ -49,8 +52,10 @@ class Packets:
 
     def ask(self, kind: wire.Message, body: bytes) -> tuple[int, bytes, list[int]]:
         """The answer: its type, its body, its descriptors."""
+        self._wait(select.POLLOUT)
         seq = self.send(kind, body)
         while True:
+            self._wait(select.POLLIN)
             raw, fds = self._receive()
             answer, answered, rest = wire.split(raw)
             if answered == seq:
@@ -59,11 +64,15 @@ class Packets:
 
     def drain(self) -> None:
         """What came unasked is of no use here; but it tells a connection that valved closed."""
-        self._socket.settimeout(0.0)
         with contextlib.suppress(BlockingIOError):
             while True:
                 close(self._receive()[1])
-        self._socket.settimeout(ANSWER_S)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        if not poll.poll(ANSWER_S * 1000):
+            raise TimeoutError("valved does not answer")
 
     def _receive(self) -> tuple[bytes, list[int]]:
         raw, fds, _, _ = socket.recv_fds(self._socket, wire.LINK_MAX, MOST_FDS)
