@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from unittest import mock
 
 import pytest
 from lent_fds import lend
@@ -302,6 +303,29 @@ def test_a_packet_that_waits_in_valved_never_counts_as_arrived():
     assert read + sum(1 for _ in iter(lambda: len(peer.recv(2048)), 0)) == count
     peer.close()
     loop.close()
+
+
+def test_a_client_that_reads_is_never_dropped_for_one_that_did_not():
+    """Whoever hears that a packet has arrived may send at once, and find the socket full again."""
+    answers = [BlockingIOError, None, BlockingIOError, None]  # of the socket, in turn
+    peer, loop, timers = mock.Mock(), mock.Mock(), []
+
+    def later(*_):
+        timers.append(mock.Mock())
+        return timers[-1]
+
+    loop.call_later.side_effect = later
+    peer.sendmsg.side_effect = answers
+    box = outbox.Outbox(loop, peer, pytest.fail)
+
+    assert box.send(b"first", (), lambda: box.send(b"second", ()))
+    flush = loop.add_writer.call_args.args[1]
+    flush()
+    flush()
+
+    assert peer.sendmsg.call_count == len(answers)
+    assert timers
+    assert all(one.cancel.called for one in timers)
 
 
 def test_a_thousand_conversations_leave_no_descriptor_behind(server):

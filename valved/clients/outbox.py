@@ -89,6 +89,9 @@ class Outbox:
         return True
 
     def _watch(self, taken: int) -> None:
+        """One watch at a time: whoever is told that a packet has arrived may send, and begin to wait, within a flush."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = self._loop.call_later(PATIENCE_S, self._look, taken)
 
     def _look(self, taken: int) -> None:
