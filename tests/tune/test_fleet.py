@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from command import HERE, Command, until
 from jobs import Counting, job, model_folder
 from tiny import base, conversations
 from valve_tune.model.adapter import LoraPair
-from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway
+from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway, RouterLink
 from valve_tune.train import average
 from valve_tune.train.average import APART, FROZEN_A, PRODUCTS, Part
 from valve_tune.train.part import ADAPTER, PartTrainer
@@ -160,7 +161,8 @@ class Played:
         self.waiting, self.out = sorted(self.waiting + self.out), []
         tokens, blob, steps = self.pushed
         push = "push" if blob else ""
-        return {"version": 0, "trainer": self.number, "start": "", "push": push, "tokens": tokens, "steps": steps}
+        kept = {"push": push, "tokens": tokens, "steps": steps}
+        return {"version": 0, "trainer": self.number, "start": "", "silent_s": 60.0, **kept}
 
     def take(self, asked):
         if asked["trainer"] != self.number or self.draw.random() < 0.1:
@@ -229,15 +231,15 @@ def test_whatever_answers_are_lost_every_micro_batch_is_in_the_version_once(seed
 
 
 class Router:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, silent_s: float = 1e6) -> None:
+        self.folder, self.silent_s = folder, silent_s
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             self.port = one.getsockname()[1]
         self.start()
 
     def start(self) -> None:
-        argv = [sys.executable, str(HERE / "fleet_router.py"), str(self.folder), str(self.port)]
+        argv = [sys.executable, str(HERE / "fleet_router.py"), str(self.folder), str(self.port), str(self.silent_s)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         assert "listens" in self.process.stdout.readline()
 
@@ -253,6 +255,39 @@ class Router:
         with urllib.request.urlopen(f"{self.url}/route/training/jobs") as answer:
             found = json.load(answer)["jobs"]
         return found[0] if found else {"kept": 0, "version": -1}
+
+
+class Slow(Adds):
+    """Computes until the router has heard of its trainer twice more, or was not told for long."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self.told, self._ask = threading.Semaphore(0), link.ask
+        link.ask = self.ask
+
+    def ask(self, path, asked):
+        answer = self._ask(path, asked)
+        if path == "seen":
+            self.told.release()
+        return answer
+
+    def compute(self, number):
+        for _ in range(2):
+            self.told.acquire(timeout=10)
+        super().compute(number)
+
+
+def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed_twice(tmp_path):
+    router = Router(tmp_path / "queue", silent_s=4.0)
+    try:
+        link = RouterLink(router.url)
+        link.ask("job", {"job": "j", "rounds": 1, "round_batches": 1, "tokens": 1, "digest": "d"})
+        said: list[str] = []
+        FleetWorker(link, Slow(link), job="j", name="a", say=said.append).run()
+        assert not [text for text in said if "gave" in text]
+        with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
+            assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 2  # one for each version
+    finally:
+        router.kill()
 
 
 def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_path):

@@ -60,6 +60,8 @@ class Joined:
     push: str  # blob of this trainer's last push in this round, or empty
     tokens: int  # in that push
     steps: int
+    silent_s: float  # who says nothing for so long is given up
+    given_up: tuple[int, ...] = ()  # who had its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class Push:
     numbers: Sequence[int]
     tokens: int
     steps: int
-    blob: bytes
+    blob: bytes | memoryview
 
 
 class FleetBooks:
@@ -147,8 +149,10 @@ class FleetBooks:
             raise Refused("a trainer has a name of letters, digits, ., - and _")
         with self._change() as db:
             row = _job(db, job)
-            for old in db.execute("SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid", (job, name)):
-                _give_up(db, old["id"])
+            text = "SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid"
+            given_up = tuple(old["id"] for old in db.execute(text, (job, name)))
+            for old in given_up:
+                _give_up(db, old)
             found = db.execute("INSERT INTO trainers (job, name, seen_s) VALUES (?, ?, ?)", (job, name, now_s))
             text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
             push = db.execute(text, (job, row["version"], name)).fetchone()
@@ -159,16 +163,18 @@ class FleetBooks:
                 push=push["blob"] if push else "",
                 tokens=push["tokens"] if push else 0,
                 steps=push["steps"] if push else 0,
+                silent_s=self._silent_s,
+                given_up=given_up,
             )
 
-    def sweep(self, now_s: float) -> int:
-        """Give up who was silent; how many."""
+    def sweep(self, now_s: float) -> list[int]:
+        """Give up who was silent: whom."""
         with self._change() as db:
             text = "SELECT id FROM trainers WHERE is_valid AND seen_s < ?"
             silent = [row["id"] for row in db.execute(text, (now_s - self._silent_s,))]
             for trainer in silent:
                 _give_up(db, trainer)
-            return len(silent)
+            return silent
 
     def seen(self, trainer: int, now_s: float) -> None:
         with self._change() as db:
@@ -240,7 +246,7 @@ class FleetBooks:
             )
             return [dict(row) for row in self._db.execute(text, (job, version))]
 
-    def publish(self, job: str, version: int, blob: bytes, now_s: float) -> int:
+    def publish(self, job: str, version: int, blob: bytes | memoryview, now_s: float) -> int:
         """The average of round `version` becomes the next version. Twice the same is once; another one is refused."""
         name = self._write(blob)
         parts = self.parts(job)
@@ -277,7 +283,7 @@ class FleetBooks:
             raise Refused(f"no blob {blob[:64]}")
         return (self._blobs / blob).read_bytes()
 
-    def _write(self, content: bytes) -> str:
+    def _write(self, content: bytes | memoryview) -> str:
         """Whole before a row names it."""
         name = hashlib.sha256(content).hexdigest()
         path = self._blobs / name

@@ -13,10 +13,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from valve_tune.serve.folder import FolderError, JobFolder
 from valve_tune.serve.publish import hand_over, new_version, token_in
 from valve_tune.serve.runner import rows_of
 from valve_tune.train.average import METHODS
+from valve_tune.train.report import Answer
 
 WAIT_S = 0.2  # until a trainer that may not train asks again
 AWAY_S = 1.0
@@ -53,8 +55,8 @@ class RouterLink:
         return found
 
     def send(self, path: str, said: dict[str, Any], document: bytes) -> dict[str, Any]:
-        heads = {"Content-Type": "application/octet-stream", "X-Valve-Push": json.dumps(said)}
-        found: dict[str, Any] = json.loads(self._call(path, document, heads))
+        body = json.dumps(said).encode() + b"\n" + document  # a line of a head has 8,190 bytes, and numbers may be more
+        found: dict[str, Any] = json.loads(self._call(path, body, {"Content-Type": "application/octet-stream"}))
         return found
 
     def blob(self, name: str) -> bytes:
@@ -93,14 +95,16 @@ class FleetWorker:
         push_steps: int = 10,
         moved: Callable[[int, bytes], None] = lambda version, document: None,
         say: Callable[[str], None] = print,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link, self._trainer = link, trainer
         self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
-        self._moved, self._say = moved, say
+        self._moved, self._say, self._is_paused = moved, say, is_paused
         self._number = 0
         self._is_unsure = False
         self.version = -1
         self._took_s = 0.0
+        self._silent_s = 60.0
 
     def run(self) -> int:
         """Until the job is done: its last version."""
@@ -112,7 +116,9 @@ class FleetWorker:
                 if self._number == 0:
                     self._join()
                 away_since = None
-                if self._once() == OVER:
+                with self._alive(self._number):
+                    said = self._once()
+                if said == OVER:
                     return self.version
             except GivenUp as error:
                 self._say(f"the router gave this trainer up ({error}); going on from its last push")
@@ -124,6 +130,24 @@ class FleetWorker:
                 self._is_unsure = True
                 time.sleep(AWAY_S)
 
+    @contextlib.contextmanager
+    def _alive(self, trainer: int) -> Iterator[None]:
+        """The router hears of this trainer beside work that takes longer than it waits for a word. Not while the job is
+        paused: then others train what it holds."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(self._silent_s / 4):
+                with contextlib.suppress(RouterAway, GivenUp, FolderError):  # the next word of the work meets it, too
+                    if not self._is_paused():
+                        self._link.ask("seen", {"trainer": trainer})
+
+        threading.Thread(target=tell, name="fleet-alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
     def _settle(self) -> None:
         """An answer is lost, and with it perhaps a micro-batch that is ours, or that a push was kept. The same push
         once more counts once; before it was answered nothing more is computed on top. Then this trainer begins anew."""
@@ -134,10 +158,13 @@ class FleetWorker:
 
     def _join(self) -> None:
         joined = self._link.ask("join", {"job": self._job, "name": self._name})
-        start = self._link.blob(joined["start"])
-        self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
-        if joined["version"] != self.version and joined["version"] > 0:
-            self._moved(joined["version"], start)
+        self._silent_s = joined["silent_s"]
+        with self._alive(joined["trainer"]):
+            start = self._link.blob(joined["start"])
+            if joined["version"] != self.version and joined["version"] > 0:
+                self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
+                self._moved(joined["version"], start)
+            self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
         self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
 
@@ -217,6 +244,7 @@ def command(options: argparse.Namespace) -> int:
             push_steps=options.push_steps,
             moved=publish,
             say=lambda text: print(text, flush=True),
+            is_paused=lambda: control.answer() is Answer.PAUSE,
         )
         version = worker.run()
         trainer.state.finish()
