@@ -336,3 +336,48 @@ def test_one_sweep_that_fails_is_never_the_last(tmp_path, monkeypatch):
             task.cancel()
 
     asyncio.run(run())
+
+
+def blobs(folder):
+    return sorted(path.read_bytes() for path in (folder / "blobs").iterdir())
+
+
+def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_needs_always_is(tmp_path):
+    ledger = begin(tmp_path, batches=3)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    mine = [ledger.take("j", one.trainer, 0.0) for _ in range(2)]
+    other = ledger.take("j", two.trainer, 0.0)
+    push(ledger, one, mine[:1], 100, content=b"a1")
+    with pytest.raises(Refused):
+        push(ledger, one, [other], 200, content=b"refused")
+    assert blobs(tmp_path) == [b"a1"]
+    push(ledger, one, mine[1:], 200, content=b"a2")
+    push(ledger, two, [other], 100, content=b"b1")
+    assert not push(ledger, two, [other], 100, content=b"b1")
+    parts = ledger.parts("j")
+    with pytest.raises(Refused):
+        ledger.publish("j", 1, b"refused", 1.0)
+    assert [ledger.read(part["blob"]) for part in parts] == blobs(tmp_path) == [b"a2", b"b1"]
+
+    ledger.publish("j", 0, b"average", 1.0)
+
+    assert blobs(tmp_path) == [b"average"]
+    with pytest.raises(Gone):
+        ledger.read(parts[0]["blob"])  # somebody else is averaging still
+    for left in (".left.1.2", "0" * 64):
+        (tmp_path / "blobs" / left).write_bytes(b"of a router that was killed")
+    ledger.close()
+    again = FleetBooks(tmp_path)
+    assert again.read(again.version("j", 1)) == b"average"
+    assert blobs(tmp_path) == [b"average"]
+
+
+def test_a_blob_of_two_names_is_never_dropped_for_one_of_them(tmp_path):
+    ledger = begin(tmp_path, batches=3)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    for joined in (one, two):
+        push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100, content=b"same")
+    push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 200, content=b"more")
+    assert blobs(tmp_path) == [b"more", b"same"]
+    ledger.publish("j", 0, b"same", 1.0)  # the average of the same is the same
+    assert blobs(tmp_path) == [b"same"]

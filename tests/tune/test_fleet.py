@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import sqlite3
 import subprocess
@@ -21,7 +22,7 @@ from command import HERE, Command, until
 from jobs import Counting, job, model_folder
 from tiny import base, conversations
 from valve_tune.model.adapter import LoraPair
-from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway, RouterLink
+from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway, RouterLink, own_name
 from valve_tune.train import average
 from valve_tune.train.average import APART, FROZEN_A, PRODUCTS, Part
 from valve_tune.train.part import ADAPTER, PartTrainer
@@ -283,11 +284,46 @@ def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed
         link.ask("job", {"job": "j", "rounds": 1, "round_batches": 1, "tokens": 1, "digest": "d"})
         said: list[str] = []
         FleetWorker(link, Slow(link), job="j", name="a", say=said.append).run()
-        assert not [text for text in said if "gave" in text]
+        assert not [text for text in said if "gone" in text]
         with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
             assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 2  # one for each version
     finally:
         router.kill()
+
+
+def test_two_nodes_with_folders_of_one_name_never_give_each_other_up(monkeypatch, tmp_path):
+    names = set()
+    for host in ("node1", "node2"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        names |= {own_name(tmp_path / card / "chat") for card in ("0", "1")}
+    assert len(names) == 4
+    assert all(re.fullmatch(r"node[12]-chat-[0-9a-f]{6}", name) for name in names)
+
+
+class Two:
+    """A version has come while this node was away; it has pushed since."""
+
+    def ask(self, path, asked):
+        if path == "join":
+            return {"version": 1, "trainer": 1, "start": "v1", "push": "p", "tokens": 1, "steps": 1, "silent_s": 60.0}
+        return {"done": True}
+
+    def blob(self, name):
+        return {"v1": b"[0, 1]", "p": b"[0, 1, 2]", "": b""}[name]
+
+
+def test_a_trainer_that_comes_back_never_hands_its_own_part_over_as_the_version():
+    handed: list[list[int]] = []
+
+    class Begun(Adds):
+        def begin(self, start, push, tokens, steps):
+            super().begin(start, push or start, tokens, steps)
+
+    trainer = Begun()
+    FleetWorker(
+        Two(), trainer, job="j", name="a", moved=lambda *_: handed.append(list(trainer.inside)), say=print
+    ).run()
+    assert (handed, trainer.inside) == ([[0, 1]], [0, 1, 2])
 
 
 def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_path):

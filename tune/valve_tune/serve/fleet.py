@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import http.client
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,7 +43,7 @@ class RouterAway(Exception):
 
 
 class GivenUp(Exception):
-    """The router took this trainer for dead."""
+    """The router took this trainer for dead, or what it asked for is over."""
 
 
 class RouterLink:
@@ -121,8 +124,9 @@ class FleetWorker:
                 if said == OVER:
                     return self.version
             except GivenUp as error:
-                self._say(f"the router gave this trainer up ({error}); going on from its last push")
+                self._say(f"what this trainer had is gone ({error}); going on from its last push")
                 self._number = 0
+                time.sleep(WAIT_S)
             except RouterAway as error:
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > GIVE_UP_S:
@@ -214,6 +218,11 @@ class FleetWorker:
         self._number = 0
 
 
+def own_name(path: Path) -> str:
+    """Two nodes may have the same folders, and one node two folders of one name."""
+    return f"{socket.gethostname()}-{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+
+
 def command(options: argparse.Namespace) -> int:
     from valve_tune.serve import flags
     from valve_tune.train.part import PartTrainer
@@ -239,7 +248,7 @@ def command(options: argparse.Namespace) -> int:
             link,
             trainer,
             job=job,
-            name=options.worker or folder.path.name,
+            name=options.worker or own_name(folder.path),
             replica=options.replica,
             push_steps=options.push_steps,
             moved=publish,
@@ -278,7 +287,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     one.add_argument("--router", required=True, metavar="URL", help="valve route serve --training DIR")
     one.add_argument("--token-file", default="", metavar="FILE", help="holds the router's operator token")
     one.add_argument("--job", default="", help="the same for all of its trainers (default: the name of --out)")
-    one.add_argument("--worker", default="", help="this trainer's own name (default: the name of --out)")
+    one.add_argument("--worker", default="", help="this trainer's own name (default: of the host and --out)")
     one.add_argument(
         "--replica", default="", metavar="URL", help="the replica beside which it trains, as the router has it"
     )
