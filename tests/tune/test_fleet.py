@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -21,10 +22,18 @@ import torch
 from command import HERE, Command, until
 from jobs import Counting, job, model_folder
 from tiny import base, conversations
+from valve_tune.base.consent import NotShared
+from valve_tune.base.weights import BadBase, StillWeights
 from valve_tune.model.adapter import LoraPair
+from valve_tune.serve import cli
 from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway, RouterLink, own_name
+from valve_tune.serve.folder import STOP, FolderError, JobFolder
 from valve_tune.train import average
 from valve_tune.train.average import APART, FROZEN_A, PRODUCTS, Part
+from valve_tune.train.batch import IGNORED
+from valve_tune.train.build import open_model
+from valve_tune.train.guard import BEGUN
+from valve_tune.train.job import Hopeless, Stopped
 from valve_tune.train.part import ADAPTER, PartTrainer
 
 RANK, INPUTS, OUTPUTS = 3, 10, 8
@@ -324,6 +333,83 @@ def test_a_trainer_that_comes_back_never_hands_its_own_part_over_as_the_version(
         Two(), trainer, job="j", name="a", moved=lambda *_: handed.append(list(trainer.inside)), say=print
     ).run()
     assert (handed, trainer.inside) == ([[0, 1]], [0, 1, 2])
+
+
+class Silent(Counting):
+    """Its first step has no label."""
+
+    tokens = 100
+
+    def __len__(self) -> int:
+        return 10
+
+    def step(self, step: int) -> Any:
+        batches = super().step(step)
+        for batch in batches if step == 0 else ():
+            batch.labels[:] = IGNORED
+        return batches
+
+
+def test_micro_batches_without_a_label_never_end_the_job_nor_come_again(model, tmp_path):
+    spec = job(model, tmp_path / "out", warmup_steps=0)
+    trainer = PartTrainer(spec, Silent(spec), PRODUCTS)
+    for number in range(2):
+        trainer.compute(number)
+    assert (trainer.since_push, trainer.steps) == ([0, 1], 0)
+    before = trainer.tokens
+    assert before > 0
+    trainer.begin(b"", trainer.document(), trainer.tokens, 0)
+    for number in range(2, 4):
+        trainer.compute(number)
+    assert (trainer.since_push, trainer.steps) == ([2, 3], 1)
+    assert trainer.tokens > before
+
+
+@pytest.fixture
+def worked(model, tmp_path, monkeypatch):
+    """`valve tune fleet` in this process, where a worker only does what it is told; its folder and exit code."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(RouterLink, "ask", lambda *_: {})
+    folder = JobFolder(tmp_path / "out")
+
+    def work(act) -> tuple[JobFolder, int]:
+        spec = job(model, folder.path, share_weights="chat")
+        monkeypatch.setattr("valve_tune.serve.fleet.rows_of", lambda values: (spec, Silent(spec)))
+        own = open_model(job(model, tmp_path / "own"))
+        monkeypatch.setattr("valve_tune.train.build.shared_base", lambda *_: own.weights)
+        monkeypatch.setattr(StillWeights, "is_writable", True)
+        monkeypatch.setattr(FleetWorker, "run", lambda _: act(folder))
+        return folder, cli.main(["fleet", "--router", "http://127.0.0.1:9", "--model", str(model), "--out", "x"])
+
+    return work
+
+
+def test_a_trainer_of_a_fleet_job_never_works_on_weights_of_others_without_a_guard(worked):
+    there = []
+    folder, code = worked(lambda folder: there.append((folder.path / BEGUN).exists()) or 4)
+    assert (there, code, folder.status().state) == ([True], 0, "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [
+        (Stopped(), "cancelled", 130),
+        (Hopeless("nothing to learn"), "failed", 1),
+        (BadBase("another base"), "failed", 1),
+        (NotShared("no longer"), "failed", 1),
+        (FolderError("the router is away"), "failed", 1),
+    ],
+)
+def test_an_end_of_a_fleet_job_is_never_a_traceback(worked, capsys, error, state, code):
+    def act(folder):
+        assert folder.status().state == "running"
+        if state == "cancelled":
+            folder.want(STOP)
+        raise error
+
+    folder, found = worked(act)
+    assert (found, folder.status().state) == (code, state)
+    assert folder.status().message in capsys.readouterr().err
 
 
 def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_path):

@@ -24,13 +24,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
+from valve_tune.base.consent import NotShared
+from valve_tune.base.weights import BadBase
+from valve_tune.model.adapter import BadAdapter
+from valve_tune.model.names import BadTarget
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.engines import EngineError, RunningEngine
-from valve_tune.serve.folder import FolderError, JobFolder
+from valve_tune.serve.folder import GO, FolderError, JobFolder
+from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.publish import hand_over, new_version, token_in
-from valve_tune.serve.runner import rows_of
+from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
-from valve_tune.train.report import Answer
+from valve_tune.train.data import Rows
+from valve_tune.train.guard import stand
+from valve_tune.train.report import Answer, End, Outcome
+from valve_tune.train.spec import JobSpec
 
 WAIT_S = 0.2  # until a trainer that may not train asks again
 AWAY_S = 1.0
@@ -225,40 +235,67 @@ def own_name(path: Path) -> str:
 
 def command(options: argparse.Namespace) -> int:
     from valve_tune.serve import flags
-    from valve_tune.train.part import PartTrainer
+    from valve_tune.train.job import Hopeless, Stopped
 
     values = flags.values(options)
     spec, rows = rows_of({**values, "max_steps": max(1, options.rounds * options.sync_steps)})
     folder = JobFolder(spec.out)
-    link = RouterLink(options.router, token_in(options.token_file))
     job = options.job or folder.path.name
     with folder.claimed(spec):
-        control = FolderControl(folder)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os._exit(130))  # as safe as a kill: the same command goes on
-        trainer = PartTrainer(spec, rows, options.average, control=control)
-        batches = options.sync_steps * spec.gradient_accumulation_steps
-        mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
-        digest = f"{trainer.digest}/{options.average}"
-        link.ask(
-            "job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest}
-        )
-        publish = publisher(folder, trainer, job, options.publish_to)
-        worker = FleetWorker(
-            link,
-            trainer,
-            job=job,
-            name=options.worker or own_name(folder.path),
-            replica=options.replica,
-            push_steps=options.push_steps,
-            moved=publish,
-            say=lambda text: print(text, flush=True),
-            is_paused=lambda: control.answer() is Answer.PAUSE,
-        )
-        version = worker.run()
-        trainer.state.finish()
+        folder.want(GO)
+        folder.say("running", folder.status().step)
+        try:
+            version = train(options, spec, rows, folder, job)
+            end, message = End.DONE, ""
+        except Stopped:
+            end, message = End.STOPPED, "stopped; the same command goes on from the last push"
+        except torch.OutOfMemoryError as error:
+            end, message = End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size"
+        except (BadBase, NotShared, BadTarget, BadAdapter, FolderError, Hopeless, OSError) as error:
+            end, message = End.FAILED, str(error)
+        outcome = Outcome(end=end, step=folder.status().step, message=message)
+        folder.say(state_after(outcome, folder), outcome.step, message)
+    if end is not End.DONE:
+        print(f"valve tune: {folder.path}: {message}", file=sys.stderr)
+        return INTERRUPTED if end is End.STOPPED else 1
     print(f"done: version {version} of {job} is in {folder.path}")
     return 0
+
+
+def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFolder, job: str) -> int:
+    """The last version."""
+    from valve_tune.train.part import PartTrainer
+
+    link = RouterLink(options.router, token_in(options.token_file))
+    control = FolderControl(folder)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))  # as safe as a kill: the same command goes on
+    trainer = PartTrainer(spec, rows, options.average, control=control)
+    batches = options.sync_steps * spec.gradient_accumulation_steps
+    mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
+    digest = f"{trainer.digest}/{options.average}"
+    link.ask("job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest})
+    publish = publisher(folder, trainer, job, options.publish_to)
+
+    def moved(version: int, document: bytes) -> None:
+        folder.say("running", version * options.sync_steps)
+        publish(version, document)
+
+    worker = FleetWorker(
+        link,
+        trainer,
+        job=job,
+        name=options.worker or own_name(folder.path),
+        replica=options.replica,
+        push_steps=options.push_steps,
+        moved=moved,
+        say=lambda text: print(text, flush=True),
+        is_paused=lambda: control.answer() is Answer.PAUSE,
+    )
+    with stand(spec, trainer.model.weights):
+        version = worker.run()
+        trainer.state.finish()
+    return version
 
 
 def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int, bytes], None]:
