@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from valve_router.plan.active import Active, Demand, advise
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
 
+log = logging.getLogger("valve_router")
 LOOK_S = 5.0
 LATELY_S = 60.0
 LENGTHS = 1000  # requests whose lengths are looked at
@@ -24,7 +26,10 @@ class Advice:
 
     async def run(self) -> None:
         while True:
-            self.look()
+            try:
+                self.look()
+            except Exception:  # the next look may do better
+                log.exception("nobody knows how many replicas should be awake")
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:

@@ -68,7 +68,7 @@ async def assembled(settings: Settings, access: Access | None = None) -> AsyncIt
         Operators(settings, replicas, proxy.counts, advice).add_to(app)
         if settings.training_folder:
             ledger = FleetBooks(Path(settings.training_folder), settings.training_silent_s)
-            training = web.Application(client_max_size=settings.training_bytes)
+            training = web.Application()
             TrainingApi(settings, ledger, Desk(settings, replicas)).add_to(training)
             app.add_subapp("/route/training", training)
         app.router.add_route("*", "/{path:.*}", proxy.handle)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import sqlite3
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from valve_router.advice import Advice
 from valve_router.plan.task import Task, TaskKind
 from valve_router.replicas import Replicas
+from valve_router.server import assembled
 from valve_router.settings import Settings
+from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
 
@@ -34,7 +41,7 @@ def test_what_a_dead_trainer_held_waits_again_and_what_it_pushed_stays(tmp_path)
     held = [ledger.take("j", first.trainer, 0.0) for _ in range(4)]
     assert push(ledger, first, held[:2], 200)
 
-    assert ledger.sweep(100.0) == 1
+    assert ledger.sweep(100.0) == [first.trainer]
 
     other = ledger.join("j", "b", 100.0)
     assert [ledger.take("j", other.trainer, 100.0) for _ in range(2)] == held[2:]
@@ -209,3 +216,168 @@ def test_what_is_over_is_owed_no_more():
 
     assert replicas.all[0].timeline.owed_s == 0.0
     assert replicas.all[0].timeline.profile.backward.seconds(task) == pytest.approx(0.7)
+
+
+class Asking:
+    """The whole router as trainers see it: its proxy takes 1,000 bytes of a body, its queue 40,000."""
+
+    def __init__(self, folder, client):
+        self.folder, self.client = folder, client
+
+    async def ask(self, path, **asked):
+        async with self.client.post(f"/route/training/{path}", json=asked) as answer:
+            return await answer.json()
+
+    async def send(self, path, document, **said):
+        body = json.dumps(said).encode() + b"\n" + document
+        heads = {"Content-Type": "application/octet-stream"}
+        async with self.client.post(f"/route/training/{path}", data=body, headers=heads) as answer:
+            return answer.status, await answer.text()
+
+    async def begun(self, batches):
+        """A trainer that holds a whole round."""
+        await self.ask("job", job="j", rounds=1, round_batches=batches, digest="d", tokens=9)
+        joined = await self.ask("join", job="j", name="a")
+        with sqlite3.connect(self.folder / "training.sqlite3") as db:
+            db.execute("UPDATE batches SET trainer = ?", (joined["trainer"],))
+        said = {"trainer": joined["trainer"], "numbers": list(range(batches)), "tokens": 9, "steps": 1}
+        return {"job": "j", "version": 0, **said}
+
+
+def asked(folder, talk):
+    settings = Settings(
+        replicas=("http://127.0.0.1:9",), training_folder=str(folder), body_bytes=1000, training_bytes=40_000
+    )
+
+    async def run():
+        async with assembled(settings) as app, TestClient(TestServer(app)) as client:
+            await talk(Asking(folder, client))
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_larger_than_a_request_may_be_is_never_refused(tmp_path):
+    async def talk(router):
+        said = await router.begun(1)
+        assert (await router.send("push", b"x" * 50_000, **said))[0] == 413
+        assert await router.send("push", b"x" * 20_000, **said) == (200, '{"is_new": true}')
+        assert await router.send("publish", b"y" * 20_000, job="j", version=0) == (200, '{"version": 1}')
+        async with router.client.post("/v1/completions", data=b"x" * 20_000) as answer:
+            assert answer.status == 413
+
+    asked(tmp_path, talk)
+
+
+def test_a_push_of_thousands_of_micro_batches_is_never_refused(tmp_path):
+    async def talk(router):
+        assert await router.send("push", b"x", **await router.begun(3000)) == (200, '{"is_new": true}')
+
+    asked(tmp_path, talk)
+
+
+def test_a_push_that_a_page_in_a_browser_may_send_is_never_taken(tmp_path):
+    async def talk(router):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+            async with router.client.post(
+                "/route/training/push", data=b"{}\n", headers={"Content-Type": kind}
+            ) as answer:
+                assert answer.status == 415
+
+    asked(tmp_path, talk)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["joined again", "silent"])
+def test_what_a_given_up_trainer_had_in_hand_never_stays_in_the_plan(tmp_path, monkeypatch, how):
+    monkeypatch.setattr("valve_router.training.api.SWEEP_S", 0.001)
+    replicas, desk = seated(1)
+    ledger = begin(tmp_path, silent_s=-1.0)
+    api, timeline = TrainingApi(Settings(replicas=("http://r0:1",)), ledger, desk), replicas.all[0].timeline
+
+    async def run():
+        joined = await api._join({"job": "j", "name": "a"})
+        await api._take({"job": "j", "trainer": joined["trainer"], "version": 0, "replica": "0"})
+        assert timeline.owed_s > 0
+        if how == "joined again":
+            await api._join({"job": "j", "name": "a"})
+            assert timeline.owed_s == 0.0
+            return
+        sweeping = asyncio.create_task(api._sweep())
+        await asyncio.wait_for(until(lambda: timeline.owed_s == 0.0), 30)
+        sweeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_one_sweep_that_fails_is_never_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("valve_router.training.api.SWEEP_S", 0.001)
+    monkeypatch.setattr("valve_router.advice.LOOK_S", 0.001)
+    _, desk = seated(1)
+    settings, turns = Settings(replicas=("http://r0:1",)), []
+    api, advice = TrainingApi(settings, begin(tmp_path), desk), Advice(settings, Replicas(settings, lambda: 0.0))
+
+    def fails(*_):
+        turns.append(1)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(api._ledger, "sweep", fails)
+    monkeypatch.setattr(advice, "look", fails)
+
+    async def run():
+        for forever in (api._sweep(), advice.run()):
+            turns.clear()
+            task = asyncio.create_task(forever)
+            await asyncio.wait_for(until(lambda: len(turns) > 2 or task.done()), 30)  # noqa: B023
+            assert not task.done()
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def blobs(folder):
+    return sorted(path.read_bytes() for path in (folder / "blobs").iterdir())
+
+
+def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_needs_always_is(tmp_path):
+    ledger = begin(tmp_path, batches=3)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    mine = [ledger.take("j", one.trainer, 0.0) for _ in range(2)]
+    other = ledger.take("j", two.trainer, 0.0)
+    push(ledger, one, mine[:1], 100, content=b"a1")
+    with pytest.raises(Refused):
+        push(ledger, one, [other], 200, content=b"refused")
+    assert blobs(tmp_path) == [b"a1"]
+    push(ledger, one, mine[1:], 200, content=b"a2")
+    push(ledger, two, [other], 100, content=b"b1")
+    assert not push(ledger, two, [other], 100, content=b"b1")
+    parts = ledger.parts("j")
+    with pytest.raises(Refused):
+        ledger.publish("j", 1, b"refused", 1.0)
+    assert [ledger.read(part["blob"]) for part in parts] == blobs(tmp_path) == [b"a2", b"b1"]
+
+    ledger.publish("j", 0, b"average", 1.0)
+
+    assert blobs(tmp_path) == [b"average"]
+    with pytest.raises(Gone):
+        ledger.read(parts[0]["blob"])  # somebody else is averaging still
+    for left in (".left.1.2", "0" * 64):
+        (tmp_path / "blobs" / left).write_bytes(b"of a router that was killed")
+    ledger.close()
+    again = FleetBooks(tmp_path)
+    assert again.read(again.version("j", 1)) == b"average"
+    assert blobs(tmp_path) == [b"average"]
+
+
+def test_a_blob_of_two_names_is_never_dropped_for_one_of_them(tmp_path):
+    ledger = begin(tmp_path, batches=3)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    for joined in (one, two):
+        push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100, content=b"same")
+    push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 200, content=b"more")
+    assert blobs(tmp_path) == [b"more", b"same"]
+    ledger.publish("j", 0, b"same", 1.0)  # the average of the same is the same
+    assert blobs(tmp_path) == [b"same"]

@@ -1,4 +1,4 @@
-"""The router's training queue as a process, without its proxy: python fleet_router.py FOLDER PORT"""
+"""The router's training queue as a process, without its proxy: python fleet_router.py FOLDER PORT SILENT_S"""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks
 
 
-def main(folder: str, port: str) -> None:
+def main(folder: str, port: str, silent_s: str) -> None:
     settings = Settings(replicas=("http://127.0.0.1:9",))
-    training = web.Application(client_max_size=1 << 28)
-    ledger = FleetBooks(Path(folder), silent_s=float("1e6"))
+    training = web.Application()
+    ledger = FleetBooks(Path(folder), silent_s=float(silent_s))
     TrainingApi(settings, ledger, Desk(settings, Replicas(settings, lambda: 0.0))).add_to(training)
-    app = web.Application(client_max_size=1 << 28)
+    app = web.Application(client_max_size=settings.body_bytes)
     app.add_subapp("/route/training", training)
     web.run_app(app, host="127.0.0.1", port=int(port), print=lambda *_: print("listens", flush=True))
 

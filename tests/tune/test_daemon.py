@@ -32,8 +32,9 @@ from valve_tune.base.shared import publish
 from valve_tune.base.views import Seal, as_checkpoint
 from valve_tune.base.weights import BadBase, BaseChanged, read_folder
 from valve_tune.model.hollow import around
-from valve_tune.train.build import shared_base
+from valve_tune.train.build import open_model, shared_base
 from valve_tune.train.guard import stand
+from valve_tune.train.job import Trainer
 from valve_tune.train.report import End
 
 NAME = "vllm_weight_cache_0.sock"
@@ -246,7 +247,7 @@ class Written(OwnCopy):
 
 
 @pytest.mark.parametrize("end", ["well", "by an error"])
-def test_a_guard_that_was_killed_never_costs_the_job_and_an_error_is_never_left_without_a_look(
+def test_a_guard_that_was_killed_never_costs_the_job_and_no_end_is_ever_left_without_a_look(
     tmp_path: Path, end: str
 ) -> None:
     folder = jobs.model_folder(tmp_path / "base")
@@ -262,7 +263,27 @@ def test_a_guard_that_was_killed_never_costs_the_job_and_an_error_is_never_left_
             assert not weights.looked
             if end == "by an error":
                 raise ZeroDivisionError
-    assert weights.looked == (end == "by an error")
+    assert weights.looked == 1
+
+
+def test_a_job_whose_daemon_takes_its_word_back_never_says_that_it_looked_at_weights_it_did_not(
+    tmp_path: Path,
+) -> None:
+    """Such a job ends with an outcome, not with an error."""
+    folder = jobs.model_folder(tmp_path / "base")
+    spec = jobs.job(folder, tmp_path / "out", share_weights="chat")
+
+    class Stained(Written):
+        def permitted(self) -> None:
+            raise NotShared("no longer")
+
+        def check(self) -> None:
+            super().check()
+            raise BaseChanged("a stray write")
+
+    weights = Stained.read(folder, 3, torch.float32)
+    outcome = Trainer(spec, jobs.Counting(spec), make_model=lambda _: open_model(spec, weights=weights)).run()
+    assert (weights.looked, outcome.end, outcome.message) == (1, End.FAILED, "a stray write")
 
 
 def test_weights_that_are_not_those_a_job_began_with_are_refused_at_its_next_start(tmp_path: Path) -> None:

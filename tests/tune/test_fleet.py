@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,10 +22,18 @@ import torch
 from command import HERE, Command, until
 from jobs import Counting, job, model_folder
 from tiny import base, conversations
+from valve_tune.base.consent import NotShared
+from valve_tune.base.weights import BadBase, StillWeights
 from valve_tune.model.adapter import LoraPair
-from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway
+from valve_tune.serve import cli
+from valve_tune.serve.fleet import FleetWorker, GivenUp, RouterAway, RouterLink, own_name
+from valve_tune.serve.folder import STOP, FolderError, JobFolder
 from valve_tune.train import average
 from valve_tune.train.average import APART, FROZEN_A, PRODUCTS, Part
+from valve_tune.train.batch import IGNORED
+from valve_tune.train.build import open_model
+from valve_tune.train.guard import BEGUN
+from valve_tune.train.job import Hopeless, Stopped
 from valve_tune.train.part import ADAPTER, PartTrainer
 
 RANK, INPUTS, OUTPUTS = 3, 10, 8
@@ -160,7 +171,8 @@ class Played:
         self.waiting, self.out = sorted(self.waiting + self.out), []
         tokens, blob, steps = self.pushed
         push = "push" if blob else ""
-        return {"version": 0, "trainer": self.number, "start": "", "push": push, "tokens": tokens, "steps": steps}
+        kept = {"push": push, "tokens": tokens, "steps": steps}
+        return {"version": 0, "trainer": self.number, "start": "", "silent_s": 60.0, **kept}
 
     def take(self, asked):
         if asked["trainer"] != self.number or self.draw.random() < 0.1:
@@ -229,15 +241,15 @@ def test_whatever_answers_are_lost_every_micro_batch_is_in_the_version_once(seed
 
 
 class Router:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, silent_s: float = 1e6) -> None:
+        self.folder, self.silent_s = folder, silent_s
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             self.port = one.getsockname()[1]
         self.start()
 
     def start(self) -> None:
-        argv = [sys.executable, str(HERE / "fleet_router.py"), str(self.folder), str(self.port)]
+        argv = [sys.executable, str(HERE / "fleet_router.py"), str(self.folder), str(self.port), str(self.silent_s)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         assert "listens" in self.process.stdout.readline()
 
@@ -253,6 +265,151 @@ class Router:
         with urllib.request.urlopen(f"{self.url}/route/training/jobs") as answer:
             found = json.load(answer)["jobs"]
         return found[0] if found else {"kept": 0, "version": -1}
+
+
+class Slow(Adds):
+    """Computes until the router has heard of its trainer twice more, or was not told for long."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self.told, self._ask = threading.Semaphore(0), link.ask
+        link.ask = self.ask
+
+    def ask(self, path, asked):
+        answer = self._ask(path, asked)
+        if path == "seen":
+            self.told.release()
+        return answer
+
+    def compute(self, number):
+        for _ in range(2):
+            self.told.acquire(timeout=10)
+        super().compute(number)
+
+
+def test_a_micro_batch_that_takes_longer_than_the_router_waits_is_never_computed_twice(tmp_path):
+    router = Router(tmp_path / "queue", silent_s=4.0)
+    try:
+        link = RouterLink(router.url)
+        link.ask("job", {"job": "j", "rounds": 1, "round_batches": 1, "tokens": 1, "digest": "d"})
+        said: list[str] = []
+        FleetWorker(link, Slow(link), job="j", name="a", say=said.append).run()
+        assert not [text for text in said if "gone" in text]
+        with sqlite3.connect(tmp_path / "queue" / "training.sqlite3") as db:
+            assert db.execute("SELECT COUNT(*) FROM trainers").fetchone()[0] == 2  # one for each version
+    finally:
+        router.kill()
+
+
+def test_two_nodes_with_folders_of_one_name_never_give_each_other_up(monkeypatch, tmp_path):
+    names = set()
+    for host in ("node1", "node2"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        names |= {own_name(tmp_path / card / "chat") for card in ("0", "1")}
+    assert len(names) == 4
+    assert all(re.fullmatch(r"node[12]-chat-[0-9a-f]{6}", name) for name in names)
+
+
+class Two:
+    """A version has come while this node was away; it has pushed since."""
+
+    def ask(self, path, asked):
+        if path == "join":
+            return {"version": 1, "trainer": 1, "start": "v1", "push": "p", "tokens": 1, "steps": 1, "silent_s": 60.0}
+        return {"done": True}
+
+    def blob(self, name):
+        return {"v1": b"[0, 1]", "p": b"[0, 1, 2]", "": b""}[name]
+
+
+def test_a_trainer_that_comes_back_never_hands_its_own_part_over_as_the_version():
+    handed: list[list[int]] = []
+
+    class Begun(Adds):
+        def begin(self, start, push, tokens, steps):
+            super().begin(start, push or start, tokens, steps)
+
+    trainer = Begun()
+    FleetWorker(
+        Two(), trainer, job="j", name="a", moved=lambda *_: handed.append(list(trainer.inside)), say=print
+    ).run()
+    assert (handed, trainer.inside) == ([[0, 1]], [0, 1, 2])
+
+
+class Silent(Counting):
+    """Its first step has no label."""
+
+    tokens = 100
+
+    def __len__(self) -> int:
+        return 10
+
+    def step(self, step: int) -> Any:
+        batches = super().step(step)
+        for batch in batches if step == 0 else ():
+            batch.labels[:] = IGNORED
+        return batches
+
+
+def test_micro_batches_without_a_label_never_end_the_job_nor_come_again(model, tmp_path):
+    spec = job(model, tmp_path / "out", warmup_steps=0)
+    trainer = PartTrainer(spec, Silent(spec), PRODUCTS)
+    for number in range(2):
+        trainer.compute(number)
+    assert (trainer.since_push, trainer.steps) == ([0, 1], 0)
+    before = trainer.tokens
+    assert before > 0
+    trainer.begin(b"", trainer.document(), trainer.tokens, 0)
+    for number in range(2, 4):
+        trainer.compute(number)
+    assert (trainer.since_push, trainer.steps) == ([2, 3], 1)
+    assert trainer.tokens > before
+
+
+@pytest.fixture
+def worked(model, tmp_path, monkeypatch):
+    """`valve tune fleet` in this process, where a worker only does what it is told; its folder and exit code."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(RouterLink, "ask", lambda *_: {})
+    folder = JobFolder(tmp_path / "out")
+
+    def work(act) -> tuple[JobFolder, int]:
+        spec = job(model, folder.path, share_weights="chat")
+        monkeypatch.setattr("valve_tune.serve.fleet.rows_of", lambda values: (spec, Silent(spec)))
+        own = open_model(job(model, tmp_path / "own"))
+        monkeypatch.setattr("valve_tune.train.build.shared_base", lambda *_: own.weights)
+        monkeypatch.setattr(StillWeights, "is_writable", True)
+        monkeypatch.setattr(FleetWorker, "run", lambda _: act(folder))
+        return folder, cli.main(["fleet", "--router", "http://127.0.0.1:9", "--model", str(model), "--out", "x"])
+
+    return work
+
+
+def test_a_trainer_of_a_fleet_job_never_works_on_weights_of_others_without_a_guard(worked):
+    there = []
+    folder, code = worked(lambda folder: there.append((folder.path / BEGUN).exists()) or 4)
+    assert (there, code, folder.status().state) == ([True], 0, "succeeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [
+        (Stopped(), "cancelled", 130),
+        (Hopeless("nothing to learn"), "failed", 1),
+        (BadBase("another base"), "failed", 1),
+        (NotShared("no longer"), "failed", 1),
+        (FolderError("the router is away"), "failed", 1),
+    ],
+)
+def test_an_end_of_a_fleet_job_is_never_a_traceback(worked, capsys, error, state, code):
+    def act(folder):
+        assert folder.status().state == "running"
+        if state == "cancelled":
+            folder.want(STOP)
+        raise error
+
+    folder, found = worked(act)
+    assert (found, folder.status().state) == (code, state)
+    assert folder.status().message in capsys.readouterr().err
 
 
 def test_killed_trainers_and_a_killed_queue_cost_time_and_no_micro_batch(tmp_path):

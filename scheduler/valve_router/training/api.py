@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -18,7 +19,9 @@ from valve_router.settings import Settings
 from valve_router.training.desk import Desk
 from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
 
+log = logging.getLogger("valve_router")
 SWEEP_S = 1.0
+DOCUMENT = "application/octet-stream"
 Asked = dict[str, Any]
 
 
@@ -27,13 +30,13 @@ class TrainingApi:
 
     def __init__(self, settings: Settings, ledger: FleetBooks, desk: Desk) -> None:
         self._settings, self._ledger, self._desk = settings, ledger, desk
-        self._out: dict[int, tuple[str, Task, float]] = {}  # by trainer: replica, planned task, since (monotonic)
+        self._out: dict[int, tuple[str, Task]] = {}  # by trainer: replica, planned task
 
     def add_to(self, app: web.Application) -> None:
         for name in ("job", "join", "take", "seen"):
             app.router.add_post(f"/{name}", self._json(getattr(self, f"_{name}")))
         for name in ("push", "publish"):
-            app.router.add_post(f"/{name}", self._checked(getattr(self, f"_{name}")))
+            app.router.add_post(f"/{name}", self._document(getattr(self, f"_{name}")))
         app.router.add_get("/jobs", self._checked(self._jobs))
         app.router.add_get("/blob/{blob}", self._checked(self._blob))
         app.cleanup_ctx.append(self._sweeping)
@@ -77,7 +80,11 @@ class TrainingApi:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await asyncio.to_thread(self._ledger.sweep, time.time())
+            try:
+                for trainer in await asyncio.to_thread(self._ledger.sweep, time.time()):
+                    self._over(trainer, 0.0)
+            except Exception:  # a full disk, say: the next sweep may do better
+                log.exception("silent trainers were not given up")
 
     async def _job(self, asked: Asked) -> Asked:
         values = {name: int(asked[name]) for name in ("rounds", "round_batches", "tokens")}
@@ -87,7 +94,10 @@ class TrainingApi:
         return {"job": asked["job"]}
 
     async def _join(self, asked: Asked) -> Asked:
-        return asdict(await asyncio.to_thread(self._ledger.join, str(asked["job"]), str(asked["name"]), time.time()))
+        joined = await asyncio.to_thread(self._ledger.join, str(asked["job"]), str(asked["name"]), time.time())
+        for trainer in joined.given_up:
+            self._over(trainer, 0.0)
+        return asdict(joined)
 
     async def _seen(self, asked: Asked) -> Asked:
         await asyncio.to_thread(self._ledger.seen, int(asked["trainer"]), time.time())
@@ -113,41 +123,51 @@ class TrainingApi:
         if task is None:
             await asyncio.to_thread(self._ledger.seen, trainer, time.time())
             return {"wait": True}
+        self._out[trainer] = (replica, task)  # before the ledger says so: who gives the trainer up meanwhile finds it
         try:
             number = await asyncio.to_thread(self._ledger.take, job, trainer, time.time())
-        except Refused:
-            self._desk.trained(replica, task, 0.0)
+        except BaseException:
+            self._over(trainer, 0.0)
             raise
         if number is None:
-            self._desk.trained(replica, task, 0.0)
+            self._over(trainer, 0.0)
             return {"empty": True}
-        self._out[trainer] = (replica, task, now_s)
         return {"number": number}
 
     def _over(self, trainer: int, took_s: float) -> None:
         if trainer in self._out:
-            replica, task, _ = self._out.pop(trainer)
+            replica, task = self._out.pop(trainer)
             self._desk.trained(replica, task, took_s)
 
-    async def _push(self, request: web.Request) -> web.Response:
-        said = json.loads(request.headers["X-Valve-Push"])
+    def _document(self, handle: Callable[[Asked, memoryview], Awaitable[Asked]]) -> Any:
+        """The body: a line of JSON, then a checkpoint. aiohttp reads only the root application's limit, the proxy's."""
+
+        async def answer(request: web.Request) -> web.Response:
+            if request.content_type != DOCUMENT:  # no page in a browser may say it
+                return refusal(415, f"the body is {DOCUMENT}", "invalid_request")
+            body = await request.clone(client_max_size=self._settings.training_bytes).read()
+            end = body.index(b"\n")
+            return web.json_response(await handle(json.loads(body[:end]), memoryview(body)[end + 1 :]))
+
+        return self._checked(answer)
+
+    async def _push(self, said: Asked, document: memoryview) -> Asked:
         push = Push(
             numbers=[int(one) for one in said["numbers"]],
             tokens=int(said["tokens"]),
             steps=int(said["steps"]),
-            blob=await request.read(),
+            blob=document,
         )
         values = (str(said["job"]), int(said["trainer"]), int(said["version"]), push, time.time())
-        return web.json_response({"is_new": await asyncio.to_thread(self._ledger.push, *values)})
+        return {"is_new": await asyncio.to_thread(self._ledger.push, *values)}
 
-    async def _publish(self, request: web.Request) -> web.Response:
-        said = json.loads(request.headers["X-Valve-Push"])
-        values = (str(said["job"]), int(said["version"]), await request.read(), time.time())
-        return web.json_response({"version": await asyncio.to_thread(self._ledger.publish, *values)})
+    async def _publish(self, said: Asked, document: memoryview) -> Asked:
+        values = (str(said["job"]), int(said["version"]), document, time.time())
+        return {"version": await asyncio.to_thread(self._ledger.publish, *values)}
 
     async def _jobs(self, _: web.Request) -> web.Response:
         return web.json_response({"jobs": await asyncio.to_thread(self._ledger.jobs), "deferred": self._desk.deferred})
 
     async def _blob(self, request: web.Request) -> web.Response:
         body = await asyncio.to_thread(self._ledger.read, request.match_info["blob"])
-        return web.Response(body=body, content_type="application/octet-stream")
+        return web.Response(body=body, content_type=DOCUMENT)

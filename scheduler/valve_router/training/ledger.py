@@ -17,7 +17,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ CREATE TABLE IF NOT EXISTS versions (
   PRIMARY KEY (job, version));
 CREATE INDEX IF NOT EXISTS batches_of ON batches (job, version, trainer, kept);
 """
+NEEDED = """
+SELECT blob FROM versions UNION SELECT blob FROM pushes WHERE id IN (
+  SELECT MAX(pushes.id) FROM pushes JOIN jobs ON jobs.name = pushes.job AND jobs.version = pushes.version
+  GROUP BY pushes.job, pushes.name)
+"""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -60,6 +65,8 @@ class Joined:
     push: str  # blob of this trainer's last push in this round, or empty
     tokens: int  # in that push
     steps: int
+    silent_s: float  # who says nothing for so long is given up
+    given_up: tuple[int, ...] = ()  # who had its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,7 @@ class Push:
     numbers: Sequence[int]
     tokens: int
     steps: int
-    blob: bytes
+    blob: bytes | memoryview
 
 
 class FleetBooks:
@@ -85,6 +92,7 @@ class FleetBooks:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(SCHEMA)
+        self._drop(path.name for path in list(self._blobs.iterdir()))  # what a router that was killed left over
 
     def close(self) -> None:
         with self._lock:
@@ -147,8 +155,10 @@ class FleetBooks:
             raise Refused("a trainer has a name of letters, digits, ., - and _")
         with self._change() as db:
             row = _job(db, job)
-            for old in db.execute("SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid", (job, name)):
-                _give_up(db, old["id"])
+            text = "SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid"
+            given_up = tuple(old["id"] for old in db.execute(text, (job, name)))
+            for old in given_up:
+                _give_up(db, old)
             found = db.execute("INSERT INTO trainers (job, name, seen_s) VALUES (?, ?, ?)", (job, name, now_s))
             text = "SELECT * FROM pushes WHERE job = ? AND version = ? AND name = ? ORDER BY id DESC LIMIT 1"
             push = db.execute(text, (job, row["version"], name)).fetchone()
@@ -159,16 +169,18 @@ class FleetBooks:
                 push=push["blob"] if push else "",
                 tokens=push["tokens"] if push else 0,
                 steps=push["steps"] if push else 0,
+                silent_s=self._silent_s,
+                given_up=given_up,
             )
 
-    def sweep(self, now_s: float) -> int:
-        """Give up who was silent; how many."""
+    def sweep(self, now_s: float) -> list[int]:
+        """Give up who was silent: whom."""
         with self._change() as db:
             text = "SELECT id FROM trainers WHERE is_valid AND seen_s < ?"
             silent = [row["id"] for row in db.execute(text, (now_s - self._silent_s,))]
             for trainer in silent:
                 _give_up(db, trainer)
-            return len(silent)
+            return silent
 
     def seen(self, trainer: int, now_s: float) -> None:
         with self._change() as db:
@@ -203,8 +215,7 @@ class FleetBooks:
 
     def push(self, job: str, trainer: int, version: int, push: Push, now_s: float) -> bool:
         """Keep what the trainer has computed since its last push. False: this very push was kept already."""
-        blob = self._write(push.blob)
-        with self._change() as db:
+        with self._written(push.blob) as (blob, beside), self._change() as db:
             name = _valid(db, trainer)
             if version != _job(db, job)["version"]:
                 raise Gone(f"version {version} of {job} is over")
@@ -223,7 +234,10 @@ class FleetBooks:
             kept = db.execute(text, (job, version, name, blob, push.tokens, push.steps)).lastrowid
             db.execute(f"UPDATE batches SET kept = ? WHERE job = ? AND {named}", (kept, job, numbers))
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
-            return True
+            beside.replace(self._blobs / blob)
+        if last is not None:
+            self._drop([last["blob"]])
+        return True
 
     # versions
 
@@ -240,11 +254,10 @@ class FleetBooks:
             )
             return [dict(row) for row in self._db.execute(text, (job, version))]
 
-    def publish(self, job: str, version: int, blob: bytes, now_s: float) -> int:
+    def publish(self, job: str, version: int, blob: bytes | memoryview, now_s: float) -> int:
         """The average of round `version` becomes the next version. Twice the same is once; another one is refused."""
-        name = self._write(blob)
         parts = self.parts(job)
-        with self._change() as db:
+        with self._written(blob) as (name, beside), self._change() as db:
             row = _job(db, job)
             there = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version + 1)).fetchone()
             if there is not None:
@@ -258,7 +271,9 @@ class FleetBooks:
             db.execute("UPDATE jobs SET version = ? WHERE name = ?", (version + 1, job))
             if version + 1 < row["rounds"]:
                 _queue(db, job, version + 1, row["round_batches"], now_s)
-            return version + 1
+            beside.replace(self._blobs / name)
+        self._drop([part["blob"] for part in parts])
+        return version + 1
 
     def version(self, job: str, version: int) -> str:
         with self._lock:
@@ -273,22 +288,33 @@ class FleetBooks:
     # blobs
 
     def read(self, blob: str) -> bytes:
-        if not DIGEST.fullmatch(blob) or not (self._blobs / blob).is_file():
+        if not DIGEST.fullmatch(blob):
             raise Refused(f"no blob {blob[:64]}")
-        return (self._blobs / blob).read_bytes()
+        try:
+            return (self._blobs / blob).read_bytes()
+        except FileNotFoundError:
+            raise Gone(f"blob {blob} is no longer needed: its round is over") from None
 
-    def _write(self, content: bytes) -> str:
-        """Whole before a row names it."""
+    @contextlib.contextmanager
+    def _written(self, content: bytes | memoryview) -> Iterator[tuple[str, Path]]:
+        """Its name, and a file that is whole on disk: whoever takes the content gives the file its name."""
         name = hashlib.sha256(content).hexdigest()
-        path = self._blobs / name
-        if not path.exists():
-            beside = self._blobs / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        beside = self._blobs / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        try:
             with beside.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
-        return name
+            yield name, beside
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _drop(self, blobs: Iterable[str]) -> None:
+        """Those that nobody begins at or averages any more. A row may name one that another has dropped."""
+        with self._lock:
+            needed = {row["blob"] for row in self._db.execute(NEEDED)}
+            for blob in set(blobs) - needed:
+                (self._blobs / blob).unlink(missing_ok=True)
 
 
 def _queue(db: sqlite3.Connection, job: str, version: int, count: int, now_s: float) -> None:

@@ -8,24 +8,39 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import http.client
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
+from valve_tune.base.consent import NotShared
+from valve_tune.base.weights import BadBase
+from valve_tune.model.adapter import BadAdapter
+from valve_tune.model.names import BadTarget
 from valve_tune.serve.control import FolderControl
 from valve_tune.serve.engines import EngineError, RunningEngine
-from valve_tune.serve.folder import FolderError, JobFolder
+from valve_tune.serve.folder import GO, FolderError, JobFolder
+from valve_tune.serve.jobs import INTERRUPTED
 from valve_tune.serve.publish import hand_over, new_version, token_in
-from valve_tune.serve.runner import rows_of
+from valve_tune.serve.runner import rows_of, state_after
 from valve_tune.train.average import METHODS
+from valve_tune.train.data import Rows
+from valve_tune.train.guard import stand
+from valve_tune.train.report import Answer, End, Outcome
+from valve_tune.train.spec import JobSpec
 
 WAIT_S = 0.2  # until a trainer that may not train asks again
 AWAY_S = 1.0
@@ -38,7 +53,7 @@ class RouterAway(Exception):
 
 
 class GivenUp(Exception):
-    """The router took this trainer for dead."""
+    """The router took this trainer for dead, or what it asked for is over."""
 
 
 class RouterLink:
@@ -53,8 +68,8 @@ class RouterLink:
         return found
 
     def send(self, path: str, said: dict[str, Any], document: bytes) -> dict[str, Any]:
-        heads = {"Content-Type": "application/octet-stream", "X-Valve-Push": json.dumps(said)}
-        found: dict[str, Any] = json.loads(self._call(path, document, heads))
+        body = json.dumps(said).encode() + b"\n" + document  # a line of a head has 8,190 bytes, and numbers may be more
+        found: dict[str, Any] = json.loads(self._call(path, body, {"Content-Type": "application/octet-stream"}))
         return found
 
     def blob(self, name: str) -> bytes:
@@ -93,14 +108,16 @@ class FleetWorker:
         push_steps: int = 10,
         moved: Callable[[int, bytes], None] = lambda version, document: None,
         say: Callable[[str], None] = print,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link, self._trainer = link, trainer
         self._job, self._name, self._replica, self._push_steps = job, name, replica, push_steps
-        self._moved, self._say = moved, say
+        self._moved, self._say, self._is_paused = moved, say, is_paused
         self._number = 0
         self._is_unsure = False
         self.version = -1
         self._took_s = 0.0
+        self._silent_s = 60.0
 
     def run(self) -> int:
         """Until the job is done: its last version."""
@@ -112,17 +129,38 @@ class FleetWorker:
                 if self._number == 0:
                     self._join()
                 away_since = None
-                if self._once() == OVER:
+                with self._alive(self._number):
+                    said = self._once()
+                if said == OVER:
                     return self.version
             except GivenUp as error:
-                self._say(f"the router gave this trainer up ({error}); going on from its last push")
+                self._say(f"what this trainer had is gone ({error}); going on from its last push")
                 self._number = 0
+                time.sleep(WAIT_S)
             except RouterAway as error:
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > GIVE_UP_S:
                     raise FolderError(f"the router is away: {error}") from None
                 self._is_unsure = True
                 time.sleep(AWAY_S)
+
+    @contextlib.contextmanager
+    def _alive(self, trainer: int) -> Iterator[None]:
+        """The router hears of this trainer beside work that takes longer than it waits for a word. Not while the job is
+        paused: then others train what it holds."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(self._silent_s / 4):
+                with contextlib.suppress(RouterAway, GivenUp, FolderError):  # the next word of the work meets it, too
+                    if not self._is_paused():
+                        self._link.ask("seen", {"trainer": trainer})
+
+        threading.Thread(target=tell, name="fleet-alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def _settle(self) -> None:
         """An answer is lost, and with it perhaps a micro-batch that is ours, or that a push was kept. The same push
@@ -134,10 +172,13 @@ class FleetWorker:
 
     def _join(self) -> None:
         joined = self._link.ask("join", {"job": self._job, "name": self._name})
-        start = self._link.blob(joined["start"])
-        self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
-        if joined["version"] != self.version and joined["version"] > 0:
-            self._moved(joined["version"], start)
+        self._silent_s = joined["silent_s"]
+        with self._alive(joined["trainer"]):
+            start = self._link.blob(joined["start"])
+            if joined["version"] != self.version and joined["version"] > 0:
+                self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
+                self._moved(joined["version"], start)
+            self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
         self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
 
@@ -187,41 +228,74 @@ class FleetWorker:
         self._number = 0
 
 
+def own_name(path: Path) -> str:
+    """Two nodes may have the same folders, and one node two folders of one name."""
+    return f"{socket.gethostname()}-{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+
+
 def command(options: argparse.Namespace) -> int:
     from valve_tune.serve import flags
-    from valve_tune.train.part import PartTrainer
+    from valve_tune.train.job import Hopeless, Stopped
 
     values = flags.values(options)
     spec, rows = rows_of({**values, "max_steps": max(1, options.rounds * options.sync_steps)})
     folder = JobFolder(spec.out)
-    link = RouterLink(options.router, token_in(options.token_file))
     job = options.job or folder.path.name
     with folder.claimed(spec):
-        control = FolderControl(folder)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: os._exit(130))  # as safe as a kill: the same command goes on
-        trainer = PartTrainer(spec, rows, options.average, control=control)
-        batches = options.sync_steps * spec.gradient_accumulation_steps
-        mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
-        digest = f"{trainer.digest}/{options.average}"
-        link.ask(
-            "job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest}
-        )
-        publish = publisher(folder, trainer, job, options.publish_to)
-        worker = FleetWorker(
-            link,
-            trainer,
-            job=job,
-            name=options.worker or folder.path.name,
-            replica=options.replica,
-            push_steps=options.push_steps,
-            moved=publish,
-            say=lambda text: print(text, flush=True),
-        )
-        version = worker.run()
-        trainer.state.finish()
+        folder.want(GO)
+        folder.say("running", folder.status().step)
+        try:
+            version = train(options, spec, rows, folder, job)
+            end, message = End.DONE, ""
+        except Stopped:
+            end, message = End.STOPPED, "stopped; the same command goes on from the last push"
+        except torch.OutOfMemoryError as error:
+            end, message = End.FAILED, f"out of memory: {error}; lower max_length or per_device_train_batch_size"
+        except (BadBase, NotShared, BadTarget, BadAdapter, FolderError, Hopeless, OSError) as error:
+            end, message = End.FAILED, str(error)
+        outcome = Outcome(end=end, step=folder.status().step, message=message)
+        folder.say(state_after(outcome, folder), outcome.step, message)
+    if end is not End.DONE:
+        print(f"valve tune: {folder.path}: {message}", file=sys.stderr)
+        return INTERRUPTED if end is End.STOPPED else 1
     print(f"done: version {version} of {job} is in {folder.path}")
     return 0
+
+
+def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFolder, job: str) -> int:
+    """The last version."""
+    from valve_tune.train.part import PartTrainer
+
+    link = RouterLink(options.router, token_in(options.token_file))
+    control = FolderControl(folder)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))  # as safe as a kill: the same command goes on
+    trainer = PartTrainer(spec, rows, options.average, control=control)
+    batches = options.sync_steps * spec.gradient_accumulation_steps
+    mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
+    digest = f"{trainer.digest}/{options.average}"
+    link.ask("job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest})
+    publish = publisher(folder, trainer, job, options.publish_to)
+
+    def moved(version: int, document: bytes) -> None:
+        folder.say("running", version * options.sync_steps)
+        publish(version, document)
+
+    worker = FleetWorker(
+        link,
+        trainer,
+        job=job,
+        name=options.worker or own_name(folder.path),
+        replica=options.replica,
+        push_steps=options.push_steps,
+        moved=moved,
+        say=lambda text: print(text, flush=True),
+        is_paused=lambda: control.answer() is Answer.PAUSE,
+    )
+    with stand(spec, trainer.model.weights):
+        version = worker.run()
+        trainer.state.finish()
+    return version
 
 
 def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int, bytes], None]:
@@ -250,7 +324,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     one.add_argument("--router", required=True, metavar="URL", help="valve route serve --training DIR")
     one.add_argument("--token-file", default="", metavar="FILE", help="holds the router's operator token")
     one.add_argument("--job", default="", help="the same for all of its trainers (default: the name of --out)")
-    one.add_argument("--worker", default="", help="this trainer's own name (default: the name of --out)")
+    one.add_argument("--worker", default="", help="this trainer's own name (default: of the host and --out)")
     one.add_argument(
         "--replica", default="", metavar="URL", help="the replica beside which it trains, as the router has it"
     )

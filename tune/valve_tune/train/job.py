@@ -16,7 +16,7 @@ import torch
 
 from valve_tune.base.consent import NotShared
 from valve_tune.base.memory import NoRoom, StashLost
-from valve_tune.base.weights import BadBase
+from valve_tune.base.weights import BadBase, BaseChanged
 from valve_tune.model.adapter import BadAdapter, Gradients
 from valve_tune.model.dropout import Draw
 from valve_tune.model.interface import TileModel
@@ -75,8 +75,11 @@ class Trainer:
             guard = stand(self.spec, self.model.weights)
         except (BadBase, NotShared, BadTarget, BadAdapter, ForeignCursor, OSError, Hopeless) as error:
             return Outcome(end=End.FAILED, step=0, message=self._said(error))
-        with guard:
-            return self._guarded()
+        try:
+            with guard:
+                return self._guarded()
+        except BaseChanged as error:  # seen at the end of a job that failed of something else, perhaps of just that
+            return self._outcome(End.FAILED, str(error))
 
     def _guarded(self) -> Outcome:
         try:

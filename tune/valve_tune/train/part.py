@@ -15,7 +15,7 @@ from valve_tune.train import average
 from valve_tune.train.average import FROZEN_A, Part, pairs_bytes, pairs_from, parcel, unparcel
 from valve_tune.train.batch import Dataset
 from valve_tune.train.build import open_model
-from valve_tune.train.job import Hopeless, Trainer, set_process
+from valve_tune.train.job import Trainer, set_process
 from valve_tune.train.optimizer import Optimizer
 from valve_tune.train.report import Control, TrainEvent
 from valve_tune.train.spec import JobSpec
@@ -86,8 +86,9 @@ class PartTrainer(Trainer):
         """With what was added up; nothing if that is nothing."""
         if not self._open:
             return
-        if not self._labels:
-            raise Hopeless(f"micro-batches {self._open} have no label: nothing to learn from")
+        if not self._labels:  # nothing to learn from, and nobody else need look at them again
+            self._done(0)
+            return
         sums = self.state.sums
         for pair in sums.gradients.values():
             pair.a /= self._labels
@@ -95,10 +96,6 @@ class PartTrainer(Trainer):
         sums.loss /= self._labels
         step = self.state.cursor.step
         loss, norm, rate = self._update(step)
-        self.since_push += self._open
-        self.tokens += self._open_tokens
-        self.steps += 1
-        self.steps_since_push += 1
         self.events(
             TrainEvent(
                 kind="step",
@@ -110,6 +107,13 @@ class PartTrainer(Trainer):
                 grad_norm=norm,
             )
         )
+        self._done(1)
+
+    def _done(self, steps: int) -> None:
+        self.since_push += self._open
+        self.tokens += self._open_tokens
+        self.steps += steps
+        self.steps_since_push += 1
         self._clear()
 
     def pushed(self) -> None:
