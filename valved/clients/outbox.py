@@ -89,7 +89,7 @@ class Outbox:
         return True
 
     def _watch(self, taken: int) -> None:
-        """One watch at a time: whoever is told that a packet has arrived may send, and begin to wait, within a flush."""
+        """One watch at a time: whoever is told that a packet has arrived may send within a flush, and begin to wait."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(PATIENCE_S, self._look, taken)

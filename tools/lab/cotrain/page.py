@@ -65,8 +65,8 @@ trainer as they are, keeps every target and lies between idle time and HARLI: wh
 leaves of the processors while it runs. Where a claim is missed, the cause:
 
 - ours over one of its rivals: two groups (A100, 2 times the step: conversation with 0.95 of `harli_most_sm`, reasoning
-  with 0.98). Its reserve for prompts is kept back from every request and spent by few. The rivals' zeros are targets missed by a little, so a
-  group with a zero says little; the figures beside the zeros say what was trained.
+  with 0.98). Its reserve for prompts is kept back from every request and spent by few. The rivals' zeros are targets
+  missed by a little, so a group with a zero says little; the figures beside the zeros say what was trained.
 - `static_share` misses the first token's target, because prompts have 60 % of the card; `llmstation` misses at 2
   times the step because a prompt's time is in no step's target. With its clamp it trains beside decode alone and
   leaves most of a wide target unused.
