@@ -90,9 +90,9 @@ class Exchange:
         if allowed is not None:
             self._but = [one for one in self._replicas.all if not allowed & names_of(one)]
         if message.request_headers.end_of_stream or self._asked_mode in (ProcessingMode.NONE, ProcessingMode.STREAMED):
-            return [self._pick("") or self._headers("request_headers", chosen=True)]
+            return [self._pick("") or self._answer("request_headers", chosen=True)]
         if self._asked_mode != ProcessingMode.FULL_DUPLEX_STREAMED:  # Envoy sends the whole body after this answer
-            return [self._headers("request_headers")]
+            return [self._answer("request_headers")]
         return []
 
     def _on_request_body(self, message: Any) -> list[Any]:
@@ -100,7 +100,7 @@ class Exchange:
         if self._asked_mode != ProcessingMode.FULL_DUPLEX_STREAMED:
             is_new = self._sent is None
             refusal = self._pick(prompt_of(piece.body)) if is_new else None
-            return [refusal or self._body("request_body", chosen=is_new)]
+            return [refusal or self._answer("request_body", chosen=is_new)]
         if self._sent is not None:
             return [echo("request_body", piece)]
         self._pieces.append(piece)
@@ -121,7 +121,7 @@ class Exchange:
         refusal = self._pick(prompt_of(b"".join(one.body for one in self._pieces)))
         if refusal is not None:
             return [refusal]
-        answers = [self._headers("request_headers", chosen=True)]
+        answers = [self._answer("request_headers", chosen=True)]
         answers += [echo("request_body", one) for one in self._pieces]
         self._let_go()
         return answers
@@ -151,15 +151,9 @@ class Exchange:
             refusal.immediate_response.headers.set_headers.append(header(key, value))
         return refusal
 
-    def _headers(self, kind: str, *, chosen: bool = False) -> Any:
+    def _answer(self, kind: str, *, chosen: bool = False) -> Any:
         answer = ProcessingResponse(**{kind: {}})
         if chosen:
-            self._name(answer, getattr(answer, kind).response)
-        return answer
-
-    def _body(self, kind: str, *, chosen: bool = False) -> Any:
-        answer = ProcessingResponse(**{kind: {}})
-        if chosen and self._sent is not None:
             self._name(answer, getattr(answer, kind).response)
         return answer
 
@@ -182,7 +176,7 @@ class Exchange:
         served = served_of(message)
         if served and served != endpoint_of(self._sent.replica):
             self._moved(served)
-        answer = self._headers("response_headers")
+        answer = self._answer("response_headers")
         mutation = answer.response_headers.response.header_mutation
         mutation.set_headers.append(header(REPLICA_HEADER, self._sent.replica.name))
         if message.response_headers.end_of_stream:
@@ -202,7 +196,7 @@ class Exchange:
             self._finish(is_whole=True)
         if self._answer_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
             return [echo("response_body", piece)]
-        return [self._body("response_body")]
+        return [self._answer("response_body")]
 
     def _on_response_trailers(self, message: Any) -> list[Any]:
         self._finish(is_whole=True)
