@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from valve_tools.lab.cotrain import flexllm
 from valve_tools.lab.cotrain.cells import MARGINS, Cell
 from valve_tools.lab.cotrain.page import LAWS, chart, claims_table, foot, row, spread_of, table
+from valve_tools.lab.cotrain.readings import flexllm_reading
 from valve_tools.lab.cotrain.steptables import LLAMA70B_STEPS
 from valve_tools.replay.svg import curves
 
@@ -30,26 +31,6 @@ rate; the trace of the paper cannot be had. A policy that misses a target gets 0
 has no knob, and has seen the requests once before they are counted. All are told the published table, FlexLLM
 without depth, as it is published. `{flexllm.OURS}` has what FlexLLM has: rows in the batch, and layers on a
 second stream. Tokens a second and card.
-"""
-READING = """\
-What the runs say. On the step tables with a wide target (110 and 80 ms) FlexLLM trains a quarter more than Separate
-for each card at light load. With a narrow one its rows cost 11 ms before the first of them is of use, and beside decode
-it trains next to nothing: what it trains is trained in idle time, which `idle` has as well. Where a claim is missed,
-the cause:
-
-- F12, loss from light to heavy load: met on OPT-13B (0.15). On the step tables one request a second is heavy: a prompt
-  of 332 tokens takes 100 ms and an answer two seconds and more, so idle time, in which most of the light load's tokens
-  are trained, is gone. LLaMA-30B loses a third at 10 requests a second, most of it past 4. On Vidur's table of the 70B
-  FlexLLM misses a target at 10 requests a second, and is counted as 0.
-- F15, where temporal sharing or a second stream loses no more than FlexLLM: they train in that idle time, too.
-- ours with the same tiles, over FlexLLM under 25 ms: 1.08 to 1.09 and not 1.15. Over `idle` FlexLLM adds 0 to 2 tokens
-  a second there and ours 9 to 32; the idle time that both have hides it in the ratio.
-- ours below FlexLLM at heavy load (nine groups with the same tiles, by 1 to 14 %; four with split processors, by 2 to
-  18 %): it keeps a reserve for prompts, and leaves out rows that buy less than 60 % of what the card could do.
-  FlexLLM fills each step to its target, with the margin that was chosen for these requests. On rooflines rows in the
-  batch cost less than a split of the processors does.
-- ours with split processors passes 1.15 in two of four narrow groups. In the others (0.5 requests a second) the service
-  alone is within 3 ms (70B) or 9 ms (34B) of the target at P99: missed targets have taken its steady share away.
 """
 
 
@@ -95,7 +76,7 @@ def flexllm_page(cells: Sequence[Cell]) -> dict[str, str]:
         "# FlexLLM: training tokens in the batch of the engine\n",
         LAWS,
         SETTING,
-        READING,
+        flexllm_reading(cells),
         claims_table(flexllm.claims(cells)),
         *parts,
         table("All runs", (*head, "margin"), _rows(cells)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import valve_hook.cotrain
 import valve_hook.policy
 import valve_tools.lab.cotrain
-from valve_tools.lab.cotrain import harli, shared
+from valve_tools.lab.cotrain import harli, readings, shared
 from valve_tools.lab.cotrain.cells import MARGINS, Cell
 from valve_tools.replay.svg import grouped_bars
 from valve_tools.sim.metrics import Claim
@@ -39,43 +39,6 @@ rule for requests get the margin under their step target ({", ".join(f"{margin:g
 suits them, chosen in hindsight; ours, granted and idle get none. Tokens a second and card that is used:
 Separate uses two. `ours_shared` trains the served base over one copy of the weights, as `temporal`, `chunked`,
 `llmstation` and `flexllm_greedy` do; the others can train any base, and have a copy of it.
-"""
-READING_HARLI = """\
-What the runs say about the paper. On the Ada the mark is met by less than the printed mean: at 40 ms a split in
-tenths leaves decode 30 % of the processors, so at most 0.7 of each card trains. The A100's gain hangs on memory:
-with two copies of the same base most layers are copied for each pass; over one copy (`harli_closest_shared`) the
-same planner gains on both cards. Where a claim is missed, the cause:
-
-- H3: the plan has no margin, and is kept until the prediction for it misses. The excess is below one percent.
-- H4: our law has training in proportion to its processors; a gain of 2.01 on two cards needs a layer that runs as
-  fast on a part of them as on all.
-- H6, H7: profiled up to 512 tokens and 64 sequences, asked up to 3,000 and 96. A batch of 96 on few processors is
-  bound by work and not by memory, which no line through smaller batches says. Stage two has no intercept, so it
-  says a slowdown where there is none: equal factors for every pair are no plane through the origin.
-- ours has no target for a step, as its readers' credit counts: P99 TPOT is within 40 ms in every pair, and the P99 step
-  is above it in five of the eight cells of the A100 with two copies (41 to 63 ms).
-
-`race` misses the target throughout: it counts step by step, and the gaps between steps add to its pauses.
-"""
-READING_SHARED = """\
-What the runs say. Ours trains most in 15 of the 16 groups, by 2 to 7 % over the best rival with a margin found in
-hindsight (28 % in one, where the others miss), and keeps every target. It has seen the requests once before they are
-counted, as its reserve is learnt; the rivals' margins were fitted to them. Granted time, which leaves engine and
-trainer as they are, keeps every target and lies between idle time and HARLI: what it lacks is what decode
-leaves of the processors while it runs. Where a claim is missed, the cause:
-
-- ours over one of its rivals: two groups (A100, 2 times the step: conversation with 0.95 of `harli_most_sm`, reasoning
-  with 0.98). Its reserve for prompts is kept back from every request and spent by few. The rivals' zeros are targets
-  missed by a little, so a group with a zero says little; the figures beside the zeros say what was trained.
-- `static_share` misses the first token's target, because prompts have 60 % of the card; `llmstation` misses at 2
-  times the step because a prompt's time is in no step's target. With its clamp it trains beside decode alone and
-  leaves most of a wide target unused.
-- `temporal` passes where a micro-batch of 1,024 tokens takes less than the quarter of the first token's time that
-  the target leaves, and misses on the Ada, where it takes longer.
-- granted time over idle time: in one group (Ada, reasoning trace) the policy grants nothing at all, and the two are
-  alike: the ratio is 1 but for rounding, and the claim asks for no less.
-
-P99 over 35 to 134 requests a group is nearly the worst of them.
 """
 COMMON = ("machines.py", "engine.py", "cells.py")
 OWN = {
@@ -188,7 +151,7 @@ def harli_page(cells: Sequence[Cell], exact: dict[str, harli.Accuracy]) -> dict[
         "# HARLI: training beside decode by split processors\n",
         LAWS,
         SETTING_HARLI,
-        READING_HARLI,
+        readings.harli_reading(cells),
         claims_table(found),
         "Ada roofline and A100 layer table, law `bandwidth`, over Separate:\n",
         "![over Separate, bandwidth law](harli-bandwidth.svg)\n",
@@ -271,7 +234,7 @@ def shared_page(cells: Sequence[Cell]) -> dict[str, str]:
         "# All ways of training beside serving, under one target\n",
         LAWS,
         SETTING_SHARED,
-        READING_SHARED,
+        readings.shared_reading(cells),
         claims_table(found),
         *(
             f"Target {name.removeprefix('shared-').removesuffix('.svg')}:\n\n![tokens kept]({name})\n"
