@@ -90,7 +90,7 @@ def test_a_killed_job_goes_on_with_the_same_command_and_says_the_same_losses(job
 
 def test_a_paused_job_takes_no_step_and_goes_on_where_it_was(job):
     command, run, folder = job
-    process = command.start(*run, "--max-steps", "400", FAKE_TILE_S="0.002")
+    process = command.start(*run, "--max-steps", "1000000", FAKE_TILE_S="0.002")
     until(lambda: losses(folder), "a step")
     command.run("pause", "mine")
     until(lambda: folder.status().state == "paused", "paused")
@@ -151,9 +151,9 @@ def test_a_job_whose_data_changed_is_never_resumed_on_other_batches(job):
 
 def test_two_processes_never_work_on_one_job(job):
     command, run, folder = job
-    process = command.start(*run, "--max-steps", "1000", FAKE_TILE_S="0.01")
+    process = command.start(*run, "--max-steps", "1000000", FAKE_TILE_S="0.01")
     until(lambda: losses(folder), "a step")
-    assert f"process {process.pid} works on this job" in command.run(*run, "--max-steps", "1000", code=2)
+    assert f"process {process.pid} works on this job" in command.run(*run, "--max-steps", "1000000", code=2)
     process.kill()
     process.communicate()
 

@@ -62,6 +62,16 @@ def test_the_daemon_of_a_service_is_found_by_where_its_processes_listen(valved: 
     assert list(sockets_of([os.getpid()])) == [listening]
 
 
+def test_a_descriptor_closed_meanwhile_never_hides_a_socket(tmp_path: Path) -> None:
+    """The listing's own descriptor takes the lowest free number, and is closed when the links are read."""
+    with open(os.devnull) as below, socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / NAME))
+        server.listen()
+        assert below.fileno() < server.fileno()
+        below.close()
+        assert list(sockets_of([os.getpid()])) == [tmp_path / NAME]
+
+
 def test_the_daemon_of_a_service_without_consent_is_never_asked(valved: Valved, listening: Path) -> None:
     valved.says(False)
     with pytest.raises(NotShared, match="does not consent"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 LISTENS = 1 << 16  # __SO_ACCEPTCON in the flags of /proc/net/unix
@@ -37,16 +38,19 @@ def mapped_by(pid: int) -> Iterator[Path]:
 
 def sockets_of(pids: Iterable[int]) -> Iterator[Path]:
     """Unix sockets at which they listen, by their paths."""
-    held: set[str] = set()
-    for pid in pids:
-        try:
-            held.update(str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:
-            continue
+    held = {link for pid in pids for link in _descriptors(pid)}
     for line in Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]:
         words = line.split(maxsplit=7)  # address, references, protocol, flags, type, state, inode, path
         if len(words) == 8 and int(words[3], 16) & LISTENS and f"socket:[{words[6]}]" in held:
             yield Path(words[7])
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    """What they are. One that is closed meanwhile, such as that of the listing itself, hides no other."""
+    with suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                yield str(each.readlink())
 
 
 def _stats() -> Iterator[tuple[int, tuple[int, int]]]:
