@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from valve_hook.followed import Row
 from valve_hook.grants import Asking
 from valve_hook.link import Link
 from valve_hook.policy.granting import EngineFacts
 from valve_hook.vllm import check
+from valve_hook.vllm.rows import StepRows
 
 log = logging.getLogger("valve")
 MARK, PAUSES, BEGUN = "_valve_wrapped", "_valve_pauses", "_valve_begun_ns"
@@ -47,6 +47,7 @@ class CorePauses:
         self.core, self.scheduler = core, core.scheduler
         self.asking = Asking(link, refused=why_not(core))
         self.facts = EngineFacts(max_num_seqs=int(self.scheduler.max_num_running_reqs))
+        self._rows = StepRows()
         self._unfinished = 0  # requests of the last step that got no token from it
         self._resume_ns = 0  # of a pause that waits for what is in flight
         if self.asking.refused:
@@ -128,7 +129,8 @@ class CorePauses:
         self.asking.stepped(getattr(output, BEGUN, now_ns), now_ns, count, prefill=is_prefill)
         if self.asking.policy is None:
             return
-        odd, plain, names = told((outputs or {}).values(), self.asking.reading)
+        batches, reading = (outputs or {}).values(), self.asking.reading
+        odd, plain, names = self._rows.told(output.num_scheduled_tokens, batches, reading)
         self._unfinished = count - plain - sum(tokens > 0 for _, tokens, _ in odd)
         self.asking.delivered(odd, now_ns, plain=plain, names=names)
         self.asking.left(output.finished_req_ids, now_ns)
@@ -144,25 +146,6 @@ class CorePauses:
         """The engine goes on, and asks no more."""
         log.exception("valve: %s; the engine goes on without pauses", what)
         self.asking.refuse("the hook failed")
-
-
-def told(batches: Collection[Any], reading: Collection[str]) -> tuple[list[Row], int, Collection[str]]:
-    """What is out of the ordinary in a step's output, how many of `reading` got one token and go on, and, unless all
-    of them did, whom the output is for: one that is at its prompt again is in the step, and gets none.
-    """
-    odd, count = [], 0
-    for batch in batches:
-        count += len(batch.outputs)
-        odd += [
-            (each.request_id, len(each.new_token_ids), each.finish_reason is not None)
-            for each in batch.outputs
-            if each.finish_reason is not None or len(each.new_token_ids) != 1 or each.request_id not in reading
-        ]
-    plain = count - len(odd)
-    # Whoever ends is a reader who got a token: no reason to look at all others by name.
-    if plain + sum(tokens > 0 and name in reading for name, tokens, _ in odd) >= len(reading):
-        return odd, plain, ()
-    return odd, plain, {each.request_id for batch in batches for each in batch.outputs}
 
 
 def wrap_engine_core(link: Callable[[], Link | None]) -> None:

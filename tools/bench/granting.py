@@ -18,7 +18,7 @@ from valve_hook.grant_page import GrantPage
 from valve_hook.grants import Asking
 from valve_hook.policy.granting import EngineFacts, GrantCost, GrantPolicy, GrantSettings, Target
 from valve_hook.policy.misses import MissSettings
-from valve_hook.vllm.pauses import told
+from valve_hook.vllm.rows import StepRows
 from valve_tools.bench.row import Row, row_of
 
 STEPS = 6_000
@@ -113,7 +113,7 @@ def _hook_steps(requests: int) -> tuple[list[float], list[float], int]:
     settings = GrantSettings(grants_per_s=1e9, least_worth=-1.0, misses=MissSettings(trial=0))
     hook, names, now = Asking(Consented(), settings=settings), count(), time.monotonic_ns()
     facts = EngineFacts(running=requests, kv_pool=10**8, kv_mapped=10**8, max_num_seqs=1_024)
-    batch, scheduled, wanted = Outputs([]), dict[str, int](), 0
+    batch, scheduled, rows, wanted = Outputs([]), dict[str, int](), StepRows(), 0
     following, wanting = [], []
     for step in range(STEPS):
         begun = time.thread_time_ns()
@@ -126,7 +126,7 @@ def _hook_steps(requests: int) -> tuple[list[float], list[float], int]:
             first.finish_reason = "length" if step % TURNOVER == TURNOVER - 1 else None
             hook.stepped(now + 500_000, now + 7_000_000, requests, prefill=False)
             now += 7_000_000
-            odd, plain, served = told((batch,), hook.reading)
+            odd, plain, served = rows.told(scheduled, (batch,), hook.reading)
             hook.delivered(odd, now, plain=plain, names=served)
             if first.finish_reason:
                 del batch.outputs[0], scheduled[first.request_id]

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console
@@ -34,6 +34,13 @@ DRIVER = "580.159.04"  # of the emulated card
 TRIAL = MissSettings().trial
 TABLE_WIDTH = 110
 MOST_OVER = 0.01  # promise P10, where the service alone misses next to nothing
+
+
+class Promise(Protocol):
+    @property
+    def tpot_ms(self) -> float: ...
+    @property
+    def gap_ms(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +63,12 @@ class Plan:
         """Of the node."""
         return f'[granted]\nrung = "{self.rung}"\nprobed_driver = "{DRIVER}"\n'
 
-    def words(self, *, consents: bool) -> list[str]:
-        slo = f"tpot={self.tpot_ms:g}ms,gap={self.gap_ms:g}ms"
-        return ["--slo", slo, "--grant" if consents else "--no-grant"]
+
+def launch(name: str, plan: Promise, *, consents: bool) -> list[str]:
+    """How an owner starts a service that states a target, up to the service's own command."""
+    slo = f"tpot={plan.tpot_ms:g}ms,gap={plan.gap_ms:g}ms"
+    words = ["--slo", slo, "--grant" if consents else "--no-grant"]
+    return [str(VALVE), "run", "--online", "--name", name, *words, "--"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +130,8 @@ class GrantedDemo:
             "offline", [str(OFFLINE), "--unit-us", str(UNIT_US), "--report", "0.1"], name="batch", out=job_out
         )
         node.wait_for(lambda: b"units" in job_out.read_bytes(), "the offline job works")
-        argv = [str(VALVE), "run", "--online", "--name", "chat", *self.plan.words(consents=consents), "--"]
-        child = node.run("", [*argv, *self.plan.service()], name=f"chat-{tag}", out=out)
+        argv = [*launch("chat", self.plan, consents=consents), *self.plan.service()]
+        child = node.run("", argv, name=f"chat-{tag}", out=out)
         seen: list[Any] = []
 
         def look() -> bool:

@@ -229,15 +229,6 @@ def test_a_reader_that_is_at_its_prompt_again_is_never_credited_with_a_token(pla
     assert followed.context == before + 2
 
 
-def test_a_request_that_ends_never_makes_the_hook_look_at_all_others_by_name():
-    rows = [SimpleNamespace(request_id=name, new_token_ids=[7], finish_reason=None) for name in "abc"]
-    rows[0].finish_reason = "length"
-    batch = SimpleNamespace(outputs=rows)
-
-    assert pauses.told((batch,), set("abc")) == ([("a", 1, True)], 2, ())
-    assert pauses.told((batch,), set("abcd"))[2] == set("abc")  # one of them got nothing: who is it?
-
-
 def test_a_hook_that_fails_never_stops_the_engine(played):
     played.core.scheduler.add("a", 30)
     played.core.scheduler.kv_cache_manager = None
