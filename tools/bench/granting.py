@@ -1,6 +1,6 @@
 """What the granting policy costs a step of the engine: telling it of the step, and asking for a decision.
 
-Distribution over the steps of a service with 8, 64 and 512 requests that decode; one request ends and one begins now
+Distribution over the steps of a service with 8 to 512 requests that decode; one request ends and one begins now
 and then, so that no path is left out. Time is the thread's own: what others take of the core is not the policy's.
 """
 
@@ -29,7 +29,7 @@ COST = GrantCost(stop_ms=0.1, wake_ms=0.1, bubble_ms=0.1, damage_ms=0.1)
 
 
 def bench_granting() -> Iterator[Row]:
-    for requests in (8, 64, 512):
+    for requests in (8, 64, 256, 512):
         telling, deciding, granted = _steps(requests)
         note = f"{granted} of {STEPS} granted"
         yield row_of("granting", f"decide-{requests}", "us", deciding, BUDGET_US, judged="p99", note=note)

@@ -11,7 +11,9 @@ from valve_hook.vllm.rows import StepRows, row
 
 NAMES = "abcdefg"
 CHANGES = st.lists(
-    st.lists(st.tuples(st.sampled_from(["end", "arrive", "strange", "prompt", "back", "leave"]), st.sampled_from(NAMES))),
+    st.lists(
+        st.tuples(st.sampled_from(["end", "arrive", "strange", "prompt", "back", "leave"]), st.sampled_from(NAMES))
+    ),
     max_size=12,
 )
 
