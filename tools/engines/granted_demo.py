@@ -37,8 +37,9 @@ from valved.model.rungs import Rung
 POOL_MIB = 256  # both KV caches and more: no memory moves
 PROMPTS, PROMPT_TOKENS = 11, 24
 JUDGED = """\
-ok: no time without consent, pauses with it, at most 1 % (and one) over the target, the batch faster with consent, and all
-answers of both sides those of undisturbed engines. VOID: this server misses its target by itself on this machine."""
+ok: no time without consent, pauses with it, at most 1 % (and one) over the target, the batch faster with consent, all
+answers those of undisturbed engines. VOID: without consent, too, this server misses its target on this machine, or a
+batch was over before the requests."""
 UNSEEN = MissSettings().trial + 12  # requests that only teach the hook that the service keeps its target
 
 

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from valve_hook.followed import Followed
 from valve_hook.vllm.rows import StepRows, row
 
-NAMES = "abcdefg"
-CHANGES = st.lists(
-    st.lists(
-        st.tuples(st.sampled_from(["end", "arrive", "strange", "prompt", "back", "leave"]), st.sampled_from(NAMES))
-    ),
-    max_size=12,
-)
+NAMES = "abc"
+KINDS = ["end", "arrive", "strange", "prompt", "out", "back", "leave"]
+CHANGES = st.lists(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)), max_size=4), max_size=12)
 
 
 class Engine:
-    """Requests that decode, are at their prompt again, or end; some came before anybody followed them."""
+    """Requests that decode, are at their prompt, are put out, or end; some came before anybody followed them."""
 
     def __init__(self):
-        self.running, self.at_prompt, self.reading = [], set(), Followed()
+        self.running, self.at_prompt, self.out, self.reading = [], set(), set(), Followed()
 
     def step(self, changes, rows, fronts):
         """What the step's rows say, and what a look at each of them says."""
@@ -36,18 +32,22 @@ class Engine:
                 ending.add(name)
             elif change == "prompt":
                 self.at_prompt.add(name)
+            elif change == "out":
+                self.out.add(name)
             elif change == "back":
                 self.at_prompt.discard(name)
+                self.out.discard(name)
             elif change == "leave" and name in self.running:
                 self._gone(name)
-        served = [name for name in self.running if name not in self.at_prompt]
+        scheduled = [name for name in self.running if name not in self.out]
+        served = [name for name in scheduled if name not in self.at_prompt]
         outputs = [
             SimpleNamespace(request_id=n, new_token_ids=[7], finish_reason="length" if n in ending else None)
             for n in served
         ]
         batches = [SimpleNamespace(outputs=outputs[front::fronts]) for front in range(fronts)]
         reading = self.reading.readers
-        said = rows.told(dict.fromkeys(self.running, 1), batches, reading)
+        said = rows.told(dict.fromkeys(scheduled, 1), batches, reading)
         full = [row(each) for each in outputs if each.finish_reason is not None or each.request_id not in reading]
         before = set(reading)
         self.reading.delivered(said[0], said[1], said[2])
@@ -60,6 +60,8 @@ class Engine:
         self.reading.forget(name)
 
 
+@example([[("arrive", "a")], [("arrive", "b"), ("prompt", "b")], [("back", "b")]], 1)  # a first token after chunks
+@example([[("arrive", "a"), ("arrive", "b")], [("strange", "c"), ("out", "b")]], 1)  # as many as read, not the same
 @given(CHANGES, st.integers(min_value=1, max_value=3))
 def test_a_row_out_of_the_ordinary_is_never_passed_by(steps, fronts):
     engine, rows = Engine(), StepRows()
