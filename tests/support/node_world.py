@@ -13,7 +13,7 @@ from fake_prover import FakeProver
 from lent_fds import lend
 from virtual import VirtualClock
 
-from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
+from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, RefusedMessage, RmClient, Schedule
 from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
@@ -294,7 +294,7 @@ class World:
         return packet.seq
 
     def refusal(self, connection):
-        assert isinstance(connection.last, Refused)
+        assert isinstance(connection.last, RefusedMessage)
         return connection.last.code
 
     def run(self, ms):

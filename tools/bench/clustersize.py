@@ -33,7 +33,7 @@ from valve_scheduler.controller.retries import Retries
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings
-from valve_scheduler.placement.reach import Reach
+from valve_scheduler.placement.reach import ReachVerdicts
 from valve_scheduler.placement.state import ClusterState
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Json
@@ -266,7 +266,7 @@ def _round() -> Iterable[Row]:
 async def _rounds() -> dict[str, list[float]]:
     state, reports = state_of(1_000)
     jobs = [Job(gpus=1 + n % 4, sla=0.3 + n / WAITING / 2, profile=PROFILE) for n in range(WAITING)]
-    retries, reach = Retries(state), Reach(state)
+    retries, reach = Retries(state), ReachVerdicts(state)
     took: dict[str, list[float]] = {"requeue": [], "out of reach": []}
     for number in range(ROUNDS):
         for index in range(33):  # a second's reports

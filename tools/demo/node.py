@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
-from valved.cli.client import Node, is_running
+from valved.cli.client import NodeClient, is_running
 
 Seen = TypeVar("Seen")
 
@@ -128,7 +128,7 @@ class EmulatedNode:
 
     def status(self) -> Any:
         """One answer of GetStatus."""
-        connection = Node(self.run_dir)
+        connection = NodeClient(self.run_dir)
         try:
             return connection.status()
         finally:

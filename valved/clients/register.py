@@ -27,7 +27,7 @@ from valved.clients.claimed import ClaimedRoots
 from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
 from valved.clients.identity import (
-    NoPlace,
+    NotAdmitted,
     Peer,
     trust_domain,
 )
@@ -134,7 +134,7 @@ class Register:
         if refusal is None and not self.claimed.ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again
         given = refusal or self.admission.judge(hello, peer, is_scarce=is_scarce)
-        if isinstance(given, NoPlace):
+        if isinstance(given, NotAdmitted):
             self.admission.refuse(connection, packet.seq, given, peer)
             return None
         service = given.service
@@ -151,7 +151,7 @@ class Register:
         fds = self._create(client, role, service)
         if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, EXIT)):
             self._take_back(client, service, created=fds is not None)
-            why = NoPlace(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
+            why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
             self.admission.refuse(connection, packet.seq, why, peer)
             return None
         entry = ClientEntry(

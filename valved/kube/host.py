@@ -17,7 +17,7 @@ from valved.machine.ports import GatePort, GpuInfo, ProcessPort
 from valved.model.ids import GpuIndex
 from valved.node.brake import Brake
 from valved.node.kv import Kv
-from valved.policy.guard import Verdict
+from valved.policy.guard import GpuVerdict
 from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, Books
 from valved.state.stats import GpuAccount
@@ -56,7 +56,7 @@ class LastHeard:
 
     holdings: tuple[HeldDevices, ...] = ()
     cards: Mapping[bytes, CardUse] = field(default_factory=dict)
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[GpuVerdict, ...] = ()
     has_holdings: bool = False  # the kubelet has answered once
     is_clean: bool = False  # the last reconciliation went through
 

@@ -46,7 +46,7 @@ from valved.kv.ranges import Ranges
 from valved.kv.reserve import Reserve
 from valved.kv.supply import Supply
 from valved.kv.tables import Tables
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.kv.whole import WholeRanges
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
@@ -67,7 +67,7 @@ class KvService:
         ranges: Ranges,
         layouts: Layouts,
         tables: Tables,
-        unheeded: Unheeded,
+        unheeded: UnheededRanges,
         outside: Outside,
         supply: Supply,
         reserve: Reserve,

@@ -28,7 +28,7 @@ from valved.kv.service import KvService
 from valved.kv.supply import Supply
 from valved.kv.tables import Tables
 from valved.kv.turn import GateTurn
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
@@ -93,7 +93,7 @@ def put_together(
     counters, changes = MemoryCounters(), Changes()
     log = ReclaimLog(counters)
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
-    unheeded = Unheeded(books, journal, clock, changes)
+    unheeded = UnheededRanges(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
     layouts = Layouts(books, tables, clock, work)
