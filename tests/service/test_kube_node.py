@@ -411,7 +411,7 @@ async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(t
 @scenario
 async def test_a_pod_to_be_profiled_gets_its_memory_in_steps_from_its_first_second(tmp_path):
     async with kube_node(tmp_path) as node:
-        ceiling = node.world.kv.lender.ceiling
+        ceiling = node.world.kv.lender._share
         node.room.api.found({"spec": {"resolved": {"profile": [OFFLINE_UID]}}})
         node.put(pod("batch-0", OFFLINE_UID, role="offline"))
         node.world.processes.add(400, cgroup=group(OFFLINE_UID))

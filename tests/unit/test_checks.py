@@ -32,6 +32,20 @@ def test_a_figure_that_is_called_like_a_callable_is_no_finding() -> None:
     assert wiring.judge({"valved/gate/wake.py": OWNER, "valved/node/x.py": user}) == []
 
 
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [("valved/compose.py", "build"), ("scheduler/valve_scheduler/extender/x.py", "__init__")],
+)
+def test_whoever_puts_parts_together_never_sets_their_attributes(file: str, function: str) -> None:
+    owner = "class Consents:\n    def __init__(self):\n        self.pods: Pods | None = None\n"
+    late = f"def {function}(consents, pods, self):\n    consents.pods = pods\n    self.x = 1\n    tls.minimum = 1\n"
+
+    assert wiring.judge({"valved/clients/consents.py": owner, file: late}) == [
+        f"{file}:2: pods is set where parts are put together; give it to the constructor"
+    ]
+    assert wiring.judge({"valved/clients/consents.py": owner, "valved/clients/x.py": late.replace(function, "f")}) == []
+
+
 def test_a_room_never_has_two_listeners_and_the_daemon_never_five() -> None:
     rooms = {f"valved/{room}/a.py": LISTENER.format("A") for room in ("gate", "clients", "kv", "node")}
     assert wiring.judge(rooms) == []

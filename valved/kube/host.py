@@ -10,7 +10,9 @@ from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
+from valved.kube.offline import OfflineBook
 from valved.kube.podresources import HeldDevices
+from valved.kube.pods import PodBook
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo, ProcessPort
@@ -48,6 +50,14 @@ class Host:
         """Of these GPUs, up to this moment."""
         self.gating.drain()
         return [self.gating.gpus[gpu.index] for gpu in gpus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeBooks:
+    """What the cluster says of this node's pods. Older than the daemon's parts: those that need it ask it."""
+
+    pods: PodBook
+    offline: OfflineBook = field(default_factory=OfflineBook)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -59,7 +59,7 @@ FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED}
 
 
 class KvService:
-    """Who the register talks to (its KvMemory), and who listens to the books."""
+    """Gets what the clients' room reports of KV memory, and listens to the books."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class KvService:
         self._ladder = ladder
         self._uuids = {info.index: info.uuid for info in books.gpus}
         changes.listener = self.apply
-        register.memory = self
 
     @property
     def features(self) -> Feature:

@@ -15,7 +15,7 @@ from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
 from valved.kv.grow import Growth
 from valved.kv.layouts import Layouts
-from valved.kv.lend import Lender, Lending
+from valved.kv.lend import Lender, Lending, Shares
 from valved.kv.looks import Looks
 from valved.kv.moves import Moves
 from valved.kv.outside import Outside
@@ -87,6 +87,7 @@ def put_together(
     outside_port: OutsidePort,
     work: WorkPort,
     closer: CloserPort,
+    shares: Shares | None,
 ) -> Kv:
     settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
@@ -110,9 +111,8 @@ def put_together(
     lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)
     reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
-    lender = Lender(books, supply, lending, clock, changes)
+    lender = Lender(books, supply, lending, clock, changes, shares)
     looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
-    report = MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids))
     service = KvService(
         books=books,
         ranges=ranges,
@@ -148,6 +148,6 @@ def put_together(
         looks=looks,
         service=service,
         log=log,
-        report=report,
+        report=MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids)),
         settings=settings,
     )
