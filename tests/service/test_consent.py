@@ -170,7 +170,7 @@ def test_no_pause_is_granted_after_a_namespace_took_its_word_back(tmp_path, how)
 def test_what_a_namespace_says_of_other_things_wakes_nobody(tmp_path):
     _, pods = in_pod(tmp_path)
     heard = []
-    pods.changed = lambda: heard.append(1)
+    pods.listener.pods_changed = lambda: heard.append(1)
     space = {"metadata": {"name": "serving", "labels": {"team": "a"}}}
 
     pods.replace_namespaces([space])

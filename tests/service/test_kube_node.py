@@ -316,7 +316,7 @@ async def test_an_update_that_says_nothing_new_wakes_nobody(tmp_path):
         await registered(node)
         node.put(pod("other-0", UIDS[2], phase="Running"))
         changes = []
-        node.room.book.changed = lambda: changes.append(1)
+        node.room.book.listener.pods_changed = lambda: changes.append(1)
 
         node.put({**pod("other-0", UIDS[2], phase="Running"), "status": {"phase": "Running", "conditions": [{}]}})
         assert changes == []
