@@ -281,7 +281,7 @@ async def test_late_cdi_devices_hold_the_gpus_of_the_pod_that_got_the_slot(tmp_p
         assert written["devices"][0]["containerEdits"] == {"deviceNodes": [{"path": "/dev/nvidia1"}]}
 
         node.kubelet.held.clear()
-        node.room.book.changed()
+        node.room.book.listener.pods_changed()
         await until(lambda: not (cdi_folder / "valve.gpu-valve-slot-00.json").exists())
 
 
