@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from valved import paths
-from valved.clients.consents import Consents
+from valved.clients.consents import Consents, PodWords
 from valved.clients.exits import Reactor
+from valved.clients.identity import ClaimSource
 from valved.clients.register import Register
 from valved.clients.sharing import SharedWeights
 from valved.config import Config
@@ -21,6 +23,7 @@ from valved.gate.permits import GateSettings
 from valved.gate.slices import Slices
 from valved.gate.wake import GateService
 from valved.gate.worth import Worths
+from valved.kv.lend import Shares
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort, OutsidePort, ProcessPort, ProverPort, WorkPort
 from valved.model.events import EventKind
@@ -42,6 +45,10 @@ from valved.state.stats import NodeCounters
 from valved.state.trace import LineFile
 
 
+class Pods(ClaimSource, PodWords, Protocol):
+    """What a Kubernetes node says of a peer's pod: its role, whom it trusts, and what it consents to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
     """What the daemon needs of the machine."""
@@ -60,6 +67,8 @@ class Outer:
     boot: str
     stop: Callable[[], None]
     version: str
+    pods: Pods | None = None  # on a Kubernetes node
+    shares: Shares | None = None  # there, too
     is_ours: Callable[[], bool] = lambda: True  # whether the run folder is still this daemon's
     files: Sequence[tuple[LineFile, bool]] = ()  # events are written there
 
@@ -98,7 +107,9 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     books = Books()
     gating = GateService(gate, books, journal, clock, _settings(config), NodeCounters())
     rooms = (gate, books, gating, journal, clock, processes)
-    register = Register(*rooms, outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir))
+    slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
+    limits = (outer.reactor, config.quota, config.link, outer.prover, Lived(run_dir))
+    register = Register(*rooms, *limits, outer.pods, keeps_files=slices.is_on)
     ladder = Ladder(books, gating, journal, clock, config.ladder, outer.signal, register.leave)
     kv = _memory(config, outer, books, gating, register, ladder, journal)
     leaving = Leaving.of(config, gate, books, register, journal, clock, processes, outer.signal)
@@ -122,9 +133,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     if config.guard_bystanders and not config.kube.node:  # on a Kubernetes node valved/kube looks, with pods
         who = (books, gating, processes, journal, gate.gpus(), ladder.freeze_stranger, leftovers.expected)
         bystanders = Bystanders(*who)
-    consents = Consents(books, gating, journal, config.granted.said())
-    slices = Slices(gate.granting, books, config.granted.slices(), gate.driver_version())
-    register.channels.keeps_files = slices.is_on
+    consents = Consents(books, gating, journal, config.granted.said(), outer.pods)
     worths = Worths(gate.granting, gating, books, clock)
     granting = Granting(gate.granting, gating, books, consents.of, lambda: len(leftovers) > 0, slices, worths)
     sharing = SharedWeights(books, gating, consents.of, run_dir / paths.WEIGHTS_FILE)
@@ -147,7 +156,7 @@ def build(config: Config, run_dir: Path, outer: Outer) -> Daemon:
     switches = (gating, register, brake, reporter, handover, journal, consents)
     node = Node(*switches, lease_ns=config.lease_ns, stop=outer.stop)
     gating.listener = GateNews(register, ladder, granting, sharing, handover, kv)
-    register.listener = ClientsNews(handover, node, journal, run_dir)
+    register.listener = ClientsNews(handover, node, journal, run_dir, kv)
     return Daemon(
         gate=gate,
         clock=clock,
@@ -203,4 +212,5 @@ def _memory(
         outside_port=outer.uvm,
         work=outer.work,
         closer=outer.closer,
+        shares=outer.shares,
     )

@@ -17,9 +17,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from valved import paths
 from valved.clients.server import LinkServer
@@ -43,6 +41,10 @@ from valved.state import pending
 from valved.state import saved as state
 from valved.state.trace import LineFile
 
+if TYPE_CHECKING:
+    from valved.kube.host import KubeBooks
+    from valved.kube.room import Room
+
 
 def _outer(
     config: Config,
@@ -51,6 +53,7 @@ def _outer(
     processes: ProcessPort,
     prover: ProverPort,
     stop: Callable[[], None],
+    books: KubeBooks | None,
 ) -> Outer:
     loop = asyncio.get_running_loop()
 
@@ -74,6 +77,8 @@ def _outer(
         version=_version(),
         is_ours=folder.is_ours,
         files=_files(config, folder.path),
+        pods=books.pods if books is not None else None,
+        shares=books.offline.levels if books is not None else None,
     )
 
 
@@ -88,7 +93,7 @@ def take_over(daemon: Daemon, config: Config, run_dir: Path, mode_flag: Mode | N
     if saved is not None:
         daemon.handover.restore(saved, config.link.come_back_s)
     if mode_flag is not None:
-        daemon.handover.policy = msgspec.structs.replace(daemon.handover.policy, mode=None)
+        daemon.handover.keep(mode=None)
     daemon.brake.set_mode(daemon.handover.policy.mode or mode_flag or config.mode, "start")
     daemon.brake.look_at_file()
     daemon.sharing.begin()
@@ -100,7 +105,8 @@ async def run(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     run_dir = folder.path
     closer = Closer()
-    daemon = build(config, run_dir, _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set))
+    kube = _kube_books(config)
+    daemon = build(config, run_dir, _outer(config, folder, gate, processes, RmProver(loop, closer), stop.set, kube))
     link = LinkServer(loop, daemon.register, run_dir / paths.LINK_SOCKET, config.quota.hello_s, closer)
     loop.add_reader(gate.stamps_fd(), daemon.gating.drain)
     take_over(daemon, config, run_dir, mode_flag)
@@ -110,7 +116,7 @@ async def run(
     watch = FolderWatch(run_dir)
     if watch.fd >= 0:
         loop.add_reader(watch.fd, _look_at_folder, watch, daemon.brake)
-    room = _kube_room(config, run_dir, daemon, processes)  # before the link opens: it guards every GPU
+    room = _kube_room(config, run_dir, daemon, processes, kube)  # before the link opens: it guards every GPU
     link.start()
     servers = await _open_api(config, daemon.node, run_dir)
     metrics = await _start_metrics(config, daemon, room)
@@ -150,11 +156,22 @@ async def run(
         gate.close()
 
 
-def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort) -> Any:
+def _kube_books(config: Config) -> KubeBooks | None:
     if not config.kube.node:
         return None
+    from valved.kube.host import KubeBooks  # numpy: only on such a node
+    from valved.kube.pods import PodBook
+
+    return KubeBooks(pods=PodBook(all_gpu_pods=config.kube.all_gpu_pods))
+
+
+def _kube_room(
+    config: Config, run_dir: Path, daemon: Daemon, processes: ProcessPort, books: KubeBooks | None
+) -> Room | None:
+    if books is None:
+        return None
     from valved.kube.host import Host
-    from valved.kube.room import Room  # numpy and the API client: only on such a node
+    from valved.kube.room import Room  # and the API client
 
     host = Host(
         gate=daemon.gate,
@@ -171,9 +188,7 @@ def _kube_room(config: Config, run_dir: Path, daemon: Daemon, processes: Process
         kv=daemon.kv,
         consents=daemon.consents,
     )
-    room = Room(host, config.kube)
-    daemon.consents.pods = room.book
-    return room
+    return Room(host, config.kube, books)
 
 
 async def _open_api(config: Config, node: Node, run_dir: Path) -> list[Any]:
@@ -185,7 +200,7 @@ async def _open_api(config: Config, node: Node, run_dir: Path) -> list[Any]:
     return servers
 
 
-async def _start_metrics(config: Config, daemon: Daemon, room: Any) -> Any:
+async def _start_metrics(config: Config, daemon: Daemon, room: Room | None) -> Any:
     if not config.metrics_port:
         return None
     from valved.metrics import serve_metrics

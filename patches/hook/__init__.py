@@ -6,3 +6,7 @@ them says how.
 """
 
 VERSION = "0.1.0"
+
+
+class Refused(Exception):
+    """Valve stays away from this engine; the text says why and what to do."""

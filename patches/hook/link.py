@@ -61,7 +61,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """Where this rank's blocks lie."""
 
     blocks: int
@@ -123,7 +123,7 @@ class Link:
     role: int = 0
     said: str = ""  # why there is no session; for people
     wanted: Attach | None = None
-    layout: Layout | None = None
+    layout: BlockLayout | None = None
     on_tick: Callable[[], None] | None = None  # called by the thread now and then, while there is a connection
     connections: int = 0
     _packets: Packets | None = None  # while there is a connection
@@ -131,7 +131,7 @@ class Link:
     _renew_s: float = RENEW_S
     _has_memory: bool = False
     _again_at: float | None = None  # when to tell a refused layout again
-    _refused: Layout | None = None  # and said so, once
+    _refused: BlockLayout | None = None  # and said so, once
     _has_failed: bool = False  # and said so, once
     _is_waiting: bool = False  # somebody waits for `_answered`
     _poke: threading.Event = field(default_factory=threading.Event)
@@ -182,7 +182,7 @@ class Link:
     def next_session(self, last: Session | None) -> Session | None:
         return self.sessions.after(last)
 
-    def register_layout(self, layout: Layout) -> None:
+    def register_layout(self, layout: BlockLayout) -> None:
         self.layout = layout
         self._poke.set()
 
@@ -275,7 +275,7 @@ class Link:
                 log.exception("valve: a look at the idle engine failed; the engine goes on")
             self._has_failed = True
 
-    def _tell(self, packets: Packets, layout: Layout | None, wanted: Attach | None) -> None:
+    def _tell(self, packets: Packets, layout: BlockLayout | None, wanted: Attach | None) -> None:
         for body in layout.bodies() if layout is not None else ():
             kind, answer, fds = packets.ask(wire.Message.KV_LAYOUT, body)
             close(fds)
@@ -289,7 +289,7 @@ class Link:
     def _is_due(self) -> bool:
         return self._again_at is not None and time.monotonic() >= self._again_at
 
-    def _stay_out(self, layout: Layout | None, why: str) -> None:
+    def _stay_out(self, layout: BlockLayout | None, why: str) -> None:
         """valved would say the same in two seconds. Requests are counted on; and it is asked again in a while."""
         self.said, self._again_at = why, time.monotonic() + AGAIN_S
         if layout is not self._refused:

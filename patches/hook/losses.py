@@ -19,7 +19,7 @@ NOTHING_WRITTEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Spread:
     hit: frozenset[int]  # indices into the tables
     bad: NDArray[np.uint32]  # every block whose content must not be used, the lost ones among them
 
@@ -30,7 +30,7 @@ def spread(
     first_written: Callable[[int], int],
     copies: Iterable[tuple[int, int]],
     blocks: int,
-) -> Verdict:
+) -> Spread:
     """The fixpoint over the blocks of each request, in order. `first_written` is asked about those that are hit: the
     index of the first block that a step in flight may write. `copies`: (source, target) blocks that a step in flight
     copies. Numbers from `blocks` on belong to nobody.
@@ -53,4 +53,4 @@ def spread(
                 bad[np.minimum(np.array(tables[index][first:], dtype=np.uint32), nobody)] = True
                 bad[nobody] = False
         hit |= now
-    return Verdict(hit=frozenset(hit), bad=np.flatnonzero(bad).astype(np.uint32))
+    return Spread(hit=frozenset(hit), bad=np.flatnonzero(bad).astype(np.uint32))

@@ -1,10 +1,9 @@
 """The hook's one state machine, the same for every engine: read the table, act on losses, keep the book.
 
-An engine's adapter (`Engine`) carries out what is decided here in the engine's own terms. Nothing raised inside reaches
-the engine. After any failure the ledger may be wrong, so it is asked no more (`is_sure`): the next loss is handled the
-coarse way. When that fails, too, nothing is reclaimed from this engine any more (mode NONE); what valved had begun to
-take by then ends requests with an error, for nobody can vouch for their tokens, and blocks without memory stay
-withheld.
+An `EngineAdapter` carries out what is decided here in the engine's own terms. Nothing raised inside reaches the engine.
+After any failure the ledger may be wrong, so it is asked no more (`is_sure`): the next loss is handled the coarse way.
+When that fails, too, nothing is reclaimed from this engine any more (mode NONE); what valved had begun to take by then
+ends requests with an error, for nobody can vouch for their tokens, and blocks without memory stay withheld.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger("valve")
 Mask = NDArray[np.bool_]
 
 
-class Engine(Protocol):
+class EngineAdapter(Protocol):
     """What the hook asks of an engine, in the engine's own terms."""
 
     def discard(self, running: Mapping[str, int], left: Collection[str]) -> dict[str, Sequence[int]]:
@@ -81,7 +80,7 @@ class Receipts:
 @dataclass(slots=True, kw_only=True)
 class Reconciler:
     link: Linked
-    engine: Engine
+    engine: EngineAdapter
     ledger: Ledger
     blocks: int
     mode: Mode

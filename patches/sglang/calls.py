@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from valve_hook import VERSION
+from valve_hook import VERSION, Refused
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Reconciler
 from valve_hook.sglang.aside import QueueAside
-from valve_hook.sglang.check import Refused, judge
+from valve_hook.sglang.check import judge
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.memory import layout_of
 from valve_hook.sglang.ranks import Alone, Ranks, ranks_of
@@ -24,10 +24,10 @@ from valve_hook.wire import Mode
 log = logging.getLogger("valve")
 ATTACH_WAIT_S = 1.0
 MOST_BLIND_STEPS = 3  # then requests end with an error, lest they compute the same for ever
-_current: SchedulerHook | None = None  # one scheduler per process
+_current: SglangHook | None = None  # one scheduler per process
 
 
-class SchedulerHook:
+class SglangHook:
     """One per Scheduler."""
 
     def __init__(self, scheduler: Any, ranks: Alone | Ranks, mode: Mode) -> None:
@@ -187,9 +187,9 @@ class SchedulerHook:
         return ended, names
 
 
-def _hook(scheduler: Any) -> SchedulerHook | None:
+def _hook(scheduler: Any) -> SglangHook | None:
     global _current  # noqa: PLW0603 - SGLang runs one scheduler per process
-    hook: SchedulerHook | None = scheduler.__dict__.get("_valve")
+    hook: SglangHook | None = scheduler.__dict__.get("_valve")
     if "_valve" in scheduler.__dict__:
         return hook
     scheduler._valve = None
@@ -206,12 +206,12 @@ def _hook(scheduler: Any) -> SchedulerHook | None:
     return hook
 
 
-def _make(scheduler: Any, link: Link, version: str) -> SchedulerHook:
+def _make(scheduler: Any, link: Link, version: str) -> SglangHook:
     """All ranks attach or none."""
     mode, ranks = judge(version, scheduler), ranks_of(scheduler, link)
     hook = None
     try:
-        hook = SchedulerHook(scheduler, ranks, mode)
+        hook = SglangHook(scheduler, ranks, mode)
     finally:
         is_well = ranks.agree(hook is not None)
     if not is_well:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from valve_hook import VERSION
+from valve_hook import VERSION, Refused
 from valve_hook.link import ENV_RUN_DIR
 from valve_hook.wire import Mode
 
@@ -26,10 +26,6 @@ SCHEDULER_NAMES = (
 ROWS_NAMES = ("req_to_token", "write", "free")
 TREE_NAMES = ("_evict_device_next_node", "_evict_device_leaf", "tree_components")
 CORE_NAMES = ("evict_device_start", "evict_device_end", "collect_path_info", "collect_full_device_indices")
-
-
-class Refused(Exception):
-    """Valve stays away; the text says why."""
 
 
 def judge(version: str, scheduler: Any) -> Mode:

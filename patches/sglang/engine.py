@@ -30,7 +30,7 @@ MANY = 32  # running requests, beyond which they are not looked at one by one
 
 
 class SglangEngine:
-    """`valve_hook.reconciler.Engine` over a Scheduler. Blocks are pages; page 0 is padding."""
+    """`valve_hook.reconciler.EngineAdapter` over a Scheduler. Blocks are pages; page 0 is padding."""
 
     def __init__(self, scheduler: Any, ranks: int = 1) -> None:
         self.scheduler = scheduler

@@ -14,8 +14,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from valve_hook.link import Layout, Tensor
-from valve_hook.sglang.check import Refused, refuse, refuse_pool
+from valve_hook import Refused
+from valve_hook.link import BlockLayout, Tensor
+from valve_hook.sglang.check import refuse, refuse_pool
 from valve_hook.shim import kv_ranges, shim_call
 from valve_hook.torch_pool import ORDINARY, own_pool
 from valve_hook.wire import KV_ELASTIC
@@ -65,9 +66,9 @@ def around_create(original: Callable[..., Any], pool: Any) -> Any:
         return made
 
 
-def layout_of(pool: Any, pages: int, page_tokens: int) -> Layout:
+def layout_of(pool: Any, pages: int, page_tokens: int) -> BlockLayout:
     refuse_pool(pool)
-    return Layout(
+    return BlockLayout(
         blocks=pages,
         block_tokens=page_tokens,
         tensors=[_run(buffer, page_tokens) for buffer in (*pool.k_buffer, *pool.v_buffer)],

@@ -24,7 +24,7 @@ COARSE_S = 0.001  # a socket's own clock
 
 
 class LoopPauses:
-    """One per Scheduler; `hook` is its SchedulerHook."""
+    """One per Scheduler; `hook` is its SglangHook."""
 
     def __init__(self, scheduler: Any, hook: Any) -> None:
         self.scheduler, self.hook = scheduler, hook

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from valve_hook import VERSION
+from valve_hook import VERSION, Refused
 from valve_hook.ledger import Ledger
 from valve_hook.link import Attach, Link, process_link
 from valve_hook.reconciler import Reconciler
@@ -32,7 +32,7 @@ NEVER = object()  # no session
 UNHEEDED = "_valve_unheeded"  # on a step's output: why nobody heeds valved's table for it; empty where somebody does
 
 
-class SchedulerHook:
+class VllmHook:
     """One per Scheduler."""
 
     def __init__(self, scheduler: Any, link: Link, mode: Mode, engine: str) -> None:
@@ -255,8 +255,8 @@ class SchedulerHook:
         ]
 
 
-def _hook(scheduler: Any) -> SchedulerHook | Progress | None:
-    hook: SchedulerHook | Progress | None = scheduler.__dict__.get("_valve")
+def _hook(scheduler: Any) -> VllmHook | Progress | None:
+    hook: VllmHook | Progress | None = scheduler.__dict__.get("_valve")
     if "_valve" in scheduler.__dict__:
         return hook
     scheduler._valve, scheduler._valve_why = None, "no valved was found"
@@ -264,7 +264,7 @@ def _hook(scheduler: Any) -> SchedulerHook | Progress | None:
         link = process_link()
         if link is not None:
             hook = scheduler._valve = _make_hook(scheduler, link)
-    except check.Refused as refused:
+    except Refused as refused:
         scheduler._valve_why = str(refused)
         log.warning("valve: not attached, nothing is reclaimed from this engine: %s", refused)
     except Exception as error:
@@ -273,7 +273,7 @@ def _hook(scheduler: Any) -> SchedulerHook | Progress | None:
     return hook
 
 
-def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
+def _make_hook(scheduler: Any, link: Link) -> VllmHook | Progress:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     try:
@@ -285,13 +285,13 @@ def _make_hook(scheduler: Any, link: Link) -> SchedulerHook | Progress:
         progress = Progress(scheduler, link)
         link.on_tick = progress.tell_tokens
         return progress
-    return SchedulerHook(scheduler, link, Mode.FULL, engine)
+    return VllmHook(scheduler, link, Mode.FULL, engine)
 
 
 def built(scheduler: Any) -> None:
     """A Scheduler stands: attach now, not at its first request, which may be hours away."""
     hook = _hook(scheduler)
-    if isinstance(hook, SchedulerHook) and type(scheduler).__module__.startswith("vllm."):
+    if isinstance(hook, VllmHook) and type(scheduler).__module__.startswith("vllm."):
         try:  # another class may go on building itself, and take blocks for it
             hook.begin_idle()
         except Exception:

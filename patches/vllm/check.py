@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from valve_hook import VERSION
+from valve_hook import VERSION, Refused
 
 OLDEST = (0, 29)  # num_stale_output_tokens and drop_stale_output; one backing tensor with strides
 NEWEST = (0, 33)
@@ -38,10 +38,6 @@ SLEEP_MODES = ("enable_sleep_mode", "enable_cumem_allocator")  # vLLM then maps 
 EXECUTORS = ("uni", "mp")
 DRAFTS = ("", "ngram")  # others were never run: their drafts hold state of their own
 STEP = "run this engine without Valve's memory, or without that feature"
-
-
-class Refused(Exception):
-    """Valve stays away; the text says why and what to do."""
 
 
 class MemoryRefused(Refused):

@@ -30,7 +30,7 @@ LOOK_AT_WAITING = 32  # waiting requests whose need is added up: enough to ask f
 
 
 class VllmEngine:
-    """`valve_hook.reconciler.Engine` over a Scheduler."""
+    """`valve_hook.reconciler.EngineAdapter` over a Scheduler."""
 
     def __init__(self, scheduler: Any, *, is_offline: bool = True) -> None:
         self.scheduler = scheduler

@@ -18,7 +18,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from valve_hook.link import Layout, Tensor, process_link
+from valve_hook import Refused
+from valve_hook.link import BlockLayout, Tensor, process_link
 from valve_hook.shim import may_have_holes, shim_call
 from valve_hook.vllm import check
 from valve_hook.vllm.calls import UNHEEDED
@@ -83,7 +84,7 @@ def range_flags(config: Any, cache: Any) -> int:
     """Elastic where the scheduler's hook will heed the table: it asks the same, of the same."""
     try:
         check.judge(config, cache)
-    except check.Refused as refused:
+    except Refused as refused:
         log.warning("valve: the KV cache has its memory from the start: %s", refused)
         return 0
     except Exception:
@@ -104,11 +105,11 @@ def tensor_of(base: int, tensor: Any) -> Tensor:
     )
 
 
-def layout_of(base: int, cache: Any) -> Layout:
+def layout_of(base: int, cache: Any) -> BlockLayout:
     """Precondition: `check.judge` let it pass, so there is one group and one tensor whose pages are in one piece."""
     spec = cache.kv_cache_groups[0].kv_cache_spec
     tensors = [tensor_of(base, tensor) for tensor in cache.kv_cache_tensors]
-    return Layout(blocks=cache.num_blocks, block_tokens=spec.block_size, tensors=tensors)
+    return BlockLayout(blocks=cache.num_blocks, block_tokens=spec.block_size, tensors=tensors)
 
 
 def storage_base(runner: Any) -> int:

@@ -143,7 +143,7 @@ class _Event(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class ListPage:
     """A part of a list, the version of the whole, and the token for what follows."""
 
     items: list[Json]
@@ -154,10 +154,10 @@ class Page:
 class Shape:
     """How answers of one kind of object are read: here all of them, as they come."""
 
-    def page(self, raw: bytes) -> Page:
+    def page(self, raw: bytes) -> ListPage:
         answer: Json = msgspec.json.decode(raw)
         metadata = answer["metadata"]
-        return Page(
+        return ListPage(
             items=answer.get("items") or [],
             version=metadata["resourceVersion"],
             next_token=metadata.get("continue", ""),
@@ -176,11 +176,11 @@ class PodShape(Shape):
         self._events = msgspec.json.Decoder(_Event)
         self._pods = msgspec.json.Decoder(_Pod)
 
-    def page(self, raw: bytes) -> Page:
+    def page(self, raw: bytes) -> ListPage:
         found = self._pages.decode(raw)
         items = [_slim(pod) for pod in found.items or []]
 
-        return Page(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
+        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
     def event(self, line: bytes) -> Json:
         found = self._events.decode(line)
@@ -198,11 +198,11 @@ class NodeShape(Shape):
         self._events = msgspec.json.Decoder(_Event)
         self._nodes = msgspec.json.Decoder(_Node)
 
-    def page(self, raw: bytes) -> Page:
+    def page(self, raw: bytes) -> ListPage:
         found = self._pages.decode(raw)
         items = [_shared(node) for node in found.items or []]
 
-        return Page(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
+        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
     def event(self, line: bytes) -> Json:
         found = self._events.decode(line)
@@ -219,12 +219,12 @@ class ReportShape(Shape):
     def __init__(self) -> None:
         self._pages = msgspec.json.Decoder(_RawPage)
 
-    def page(self, raw: bytes) -> Page:
+    def page(self, raw: bytes) -> ListPage:
         """One report after another: the objects of all of a page would leave holes between what is kept."""
         found = self._pages.decode(raw)
         items = [_packed(msgspec.json.decode(item)) for item in found.items or []]
 
-        return Page(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
+        return ListPage(items=items, version=found.metadata.version, next_token=found.metadata.next_token)
 
     def event(self, line: bytes) -> Json:
         found = super().event(line)

@@ -25,7 +25,7 @@ from valve_tools.cluster.webhook import start_webhook
 from valve_tools.cluster.workpods import PODS
 from valve_tools.emulator import node as emulated
 
-from valved.cli.client import Node
+from valved.cli.client import NodeClient
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -44,7 +44,7 @@ def valved(node: RealNode) -> RealNode:
 
 
 def status(node: RealNode) -> Any:
-    connection = Node(node.run_dir)
+    connection = NodeClient(node.run_dir)
     try:
         return connection.status()
     finally:

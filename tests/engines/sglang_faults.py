@@ -29,14 +29,14 @@ def functions() -> list[tuple[Any, str]]:
     """Of the hook, those that SGLang does not call itself: what is raised in them must stay inside."""
     from valve_hook.reconciler import Reconciler
     from valve_hook.sglang import engine
-    from valve_hook.sglang.calls import SchedulerHook
+    from valve_hook.sglang.calls import SglangHook
     from valve_hook.sglang.engine import SglangEngine
     from valve_hook.sglang.free_pages import FreePages
     from valve_hook.sglang.steps import StepLedger
     from valve_hook.shared import Book, Table
 
     called: dict[Any, list[str]] = {
-        SchedulerHook: ["before_choose", "after_choose", "_look", "_settle", "_disbelieved"],
+        SglangHook: ["before_choose", "after_choose", "_look", "_settle", "_disbelieved"],
         Reconciler: ["sync", "peek", "hit", "publish", "_heed", "_safely", "_act", "_discard"],
         SglangEngine: [
             *("discard", "forget", "withhold", "release", "reset", "gauges", "launch", "wait", "come_in"),

@@ -20,13 +20,13 @@ def functions() -> list[tuple[type, str]]:
     from valve_hook.ledger import Ledger
     from valve_hook.reconciler import Reconciler
     from valve_hook.shared import Book, Table
-    from valve_hook.vllm.calls import SchedulerHook
+    from valve_hook.vllm.calls import VllmHook
     from valve_hook.vllm.engine import VllmEngine
     from valve_hook.vllm.prefixes import Prefixes
     from valve_hook.vllm.progress import Progress
 
     called = {
-        SchedulerHook: ["before_schedule", "after_schedule", "before_update", "_note_idle"],
+        VllmHook: ["before_schedule", "after_schedule", "before_update", "_note_idle"],
         Reconciler: ["sync", "publish", "_heed", "_safely", "_act", "_discard"],
         Ledger: ["admit", "follow", "tend", "retain", "dismiss", "launch", "believe", "judge", "first_written"],
         VllmEngine: ["discard", "forget", "withhold", "release", "reset", "gauges", "record"],

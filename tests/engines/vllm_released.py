@@ -37,7 +37,7 @@ def pytest_configure() -> None:
         return links[0]
 
     calls.process_link = fresh_link
-    make = calls.SchedulerHook.__init__
+    make = calls.VllmHook.__init__
 
     def counted(self: Any, *arguments: Any, **options: Any) -> None:
         global _attached  # noqa: PLW0603
@@ -45,7 +45,7 @@ def pytest_configure() -> None:
         self.settle()
         _attached += self.link.session is not None
 
-    calls.SchedulerHook.__init__ = counted
+    calls.VllmHook.__init__ = counted
     plugin.register()
 
 

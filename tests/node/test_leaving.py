@@ -9,11 +9,11 @@ import pytest
 from node_rig import Offline, Online, nothing_left_off, service
 from valve.v1 import node_pb2
 
-from valved.cli.client import Node
+from valved.cli.client import NodeClient
 
 
 def set_mode(node, mode):
-    connection = Node(node.run_dir)
+    connection = NodeClient(node.run_dir)
     connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=mode))
     connection.close()
 

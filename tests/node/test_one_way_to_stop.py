@@ -14,12 +14,12 @@ import pytest
 from node_rig import Offline, Online, nothing_left_off
 from valve.v1 import node_pb2
 
-from valved.cli.client import Node, is_running
+from valved.cli.client import NodeClient, is_running
 from valved.cli.exits import CliError
 
 
 def set_mode(node, mode):
-    connection = Node(node.run_dir)
+    connection = NodeClient(node.run_dir)
     connection.call(connection.stub.SetPolicy, node_pb2.Policy(mode=mode))
     connection.close()
 

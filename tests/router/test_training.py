@@ -19,7 +19,7 @@ from valve_router.server import assembled
 from valve_router.settings import Settings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
+from valve_router.training.ledger import FleetBooks, Gone, LedgerRefused, Push
 
 BATCHES = 12
 
@@ -74,9 +74,9 @@ def test_a_push_whose_answer_was_lost_counts_once(tmp_path):
     assert not push(ledger, one, [number], 100)
 
     assert len(ledger.kept_of("j")) == 1
-    with pytest.raises(Refused):
+    with pytest.raises(LedgerRefused):
         push(ledger, one, [number], 200)
-    with pytest.raises(Refused):
+    with pytest.raises(LedgerRefused):
         push(ledger, one, [number + 1], 300)
 
 
@@ -85,14 +85,14 @@ def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
     for joined in (one, two):
         assert ledger.parts("j") is None
-        with pytest.raises(Refused):
+        with pytest.raises(LedgerRefused):
             ledger.publish("j", 0, b"half", 0.0)
         push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100 + joined.trainer)
 
     assert [part["tokens"] for part in ledger.parts("j")] == [100 + one.trainer, 100 + two.trainer]
     assert ledger.publish("j", 0, b"average", 2.0) == 1
     assert ledger.publish("j", 0, b"average", 2.0) == 1  # whose answer was lost
-    with pytest.raises(Refused):
+    with pytest.raises(LedgerRefused):
         ledger.publish("j", 0, b"other", 2.0)
     with pytest.raises(Gone):
         push(ledger, one, [0], 500)  # its round is over
@@ -173,7 +173,7 @@ def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path)
 def test_another_job_of_the_same_name_is_refused(tmp_path):
     ledger = begin(tmp_path)
     ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="d", tokens=100, now_s=9.0)
-    with pytest.raises(Refused, match="another job"):
+    with pytest.raises(LedgerRefused, match="another job"):
         ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="other", tokens=100, now_s=9.0)
 
 
@@ -348,14 +348,14 @@ def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_
     mine = [ledger.take("j", one.trainer, 0.0) for _ in range(2)]
     other = ledger.take("j", two.trainer, 0.0)
     push(ledger, one, mine[:1], 100, content=b"a1")
-    with pytest.raises(Refused):
+    with pytest.raises(LedgerRefused):
         push(ledger, one, [other], 200, content=b"refused")
     assert blobs(tmp_path) == [b"a1"]
     push(ledger, one, mine[1:], 200, content=b"a2")
     push(ledger, two, [other], 100, content=b"b1")
     assert not push(ledger, two, [other], 100, content=b"b1")
     parts = ledger.parts("j")
-    with pytest.raises(Refused):
+    with pytest.raises(LedgerRefused):
         ledger.publish("j", 1, b"refused", 1.0)
     assert [ledger.read(part["blob"]) for part in parts] == blobs(tmp_path) == [b"a2", b"b1"]
 

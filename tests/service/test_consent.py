@@ -112,9 +112,9 @@ def pod(**words: str) -> dict[str, object]:
 
 
 def in_pod(tmp_path, **words: str) -> tuple[World, PodBook]:
-    world, pods = World(tmp_path), PodBook()
+    pods = PodBook()
+    world = World(tmp_path, pods=pods)
     pods.replace([pod(role="online", **words)])
-    world.consents.pods = pods
     world.processes.add(700)
     claim = PodClaim(role=Role.ONLINE, name="serving/chat", cgroup=CGROUP)
     root = ProcessId(pid=700, start_time=world.processes.start_time(700))
@@ -148,7 +148,7 @@ def test_a_namespace_speaks_for_its_pods_until_it_takes_its_word_back(tmp_path):
 def test_no_pause_is_granted_after_a_namespace_took_its_word_back(tmp_path, how):
     """The native side goes by what it was told: somebody must tell it."""
     world, pods = in_pod(tmp_path)
-    pods.changed = world.granting.refresh
+    pods.listener.pods_changed = world.granting.refresh
     space = {"metadata": {"name": "serving", "annotations": annotated(slo="tpot=60ms", grant="true")}}
     silent = {"metadata": {"name": "serving"}}
     (service,) = world.gating.online
@@ -170,7 +170,7 @@ def test_no_pause_is_granted_after_a_namespace_took_its_word_back(tmp_path, how)
 def test_what_a_namespace_says_of_other_things_wakes_nobody(tmp_path):
     _, pods = in_pod(tmp_path)
     heard = []
-    pods.changed = lambda: heard.append(1)
+    pods.listener.pods_changed = lambda: heard.append(1)
     space = {"metadata": {"name": "serving", "labels": {"team": "a"}}}
 
     pods.replace_namespaces([space])

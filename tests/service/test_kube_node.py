@@ -281,7 +281,7 @@ async def test_late_cdi_devices_hold_the_gpus_of_the_pod_that_got_the_slot(tmp_p
         assert written["devices"][0]["containerEdits"] == {"deviceNodes": [{"path": "/dev/nvidia1"}]}
 
         node.kubelet.held.clear()
-        node.room.book.changed()
+        node.room.book.listener.pods_changed()
         await until(lambda: not (cdi_folder / "valve.gpu-valve-slot-00.json").exists())
 
 
@@ -316,7 +316,7 @@ async def test_an_update_that_says_nothing_new_wakes_nobody(tmp_path):
         await registered(node)
         node.put(pod("other-0", UIDS[2], phase="Running"))
         changes = []
-        node.room.book.changed = lambda: changes.append(1)
+        node.room.book.listener.pods_changed = lambda: changes.append(1)
 
         node.put({**pod("other-0", UIDS[2], phase="Running"), "status": {"phase": "Running", "conditions": [{}]}})
         assert changes == []
@@ -411,7 +411,7 @@ async def test_a_policy_s_mode_gives_way_to_the_node_s_own_and_both_to_nothing(t
 @scenario
 async def test_a_pod_to_be_profiled_gets_its_memory_in_steps_from_its_first_second(tmp_path):
     async with kube_node(tmp_path) as node:
-        ceiling = node.world.kv.lender.ceiling
+        ceiling = node.world.kv.lender._share
         node.room.api.found({"spec": {"resolved": {"profile": [OFFLINE_UID]}}})
         node.put(pod("batch-0", OFFLINE_UID, role="offline"))
         node.world.processes.add(400, cgroup=group(OFFLINE_UID))

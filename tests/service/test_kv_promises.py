@@ -6,6 +6,7 @@ import errno
 
 import pytest
 from memory_world import BASE, Hook, KvWorld
+from node_world import Shares
 
 from valved.abi.kv_link import KvLayoutPart
 from valved.abi.link import LinkType, Malformed
@@ -18,9 +19,9 @@ from valved.policy.columns import MAX_PLANES
 GPU = GpuIndex(0)
 
 
-def node(tmp_path, *, remap=Remap.COOPERATIVE, handles=24, columns=16):
+def node(tmp_path, *, remap=Remap.COOPERATIVE, handles=24, columns=16, shares=None):
     memory = MemoryTable(handle_mib=2, remap=remap, headroom_min_mib=2, headroom_max_mib=2, tau_s=1.0, tau_min_s=0.2)
-    world = KvWorld(tmp_path, config=Config(memory=memory), handles=handles)
+    world = KvWorld(tmp_path, config=Config(memory=memory), handles=handles, shares=shares)
     offline = world.engine("offline", columns=columns)
     offline.shim.has_stepped = False
     world.run(500)
@@ -31,9 +32,10 @@ def node(tmp_path, *, remap=Remap.COOPERATIVE, handles=24, columns=16):
 
 def test_free_handles_that_a_need_counts_on_are_never_anothers(tmp_path):
     """Cooperative: the first waits for a step of the offline engine, and the second could live on what is free."""
-    world, offline = node(tmp_path, handles=36, columns=32)
+    shares = Shares(1.0)
+    world, offline = node(tmp_path, handles=36, columns=32, shares=shares)
     offline.shim.steps = True
-    world.kv.lender.ceiling = lambda service: 0.0  # what comes free stays free
+    shares.share = 0.0  # what comes free stays free
     first, second = (world.engine("online", columns=16, name=name) for name in ("first", "second"))
     for engine in (first, second) * 2:
         world.gate.finish(engine.shim.client)

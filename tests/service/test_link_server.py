@@ -21,7 +21,7 @@ from valved.abi.link import (
     Channel,
     Hello,
     LinkType,
-    Refused,
+    RefusedMessage,
     RmClient,
     Schedule,
     Welcome,
@@ -141,7 +141,7 @@ def test_a_refusal_is_sent_before_the_end(server):
 
     packet, _ = hear(sock)
 
-    assert isinstance(packet.body, Refused)
+    assert isinstance(packet.body, RefusedMessage)
     assert is_closed(sock)
 
 

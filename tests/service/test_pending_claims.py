@@ -10,7 +10,7 @@ import pytest
 from node_world import World
 
 from valved.cli import run as cli_run
-from valved.cli.client import Node
+from valved.cli.client import NodeClient
 from valved.model.ids import Role
 from valved.state import pending
 
@@ -51,13 +51,13 @@ def test_a_valved_that_does_not_answer_never_keeps_an_online_process_from_starti
     monkeypatch.setenv("VALVE_RUN_DIR", str(tmp_path))
     became, deadlines = [], []
     monkeypatch.setattr(cli_run, "become", lambda argv, env: became.append(env) or 0)
-    call = Node.call
+    call = NodeClient.call
 
     def timed(self, method, request, *, deadline_s=10.0):
         deadlines.append(deadline_s)
         return call(self, method, request, deadline_s=deadline_s)
 
-    monkeypatch.setattr(Node, "call", timed)
+    monkeypatch.setattr(NodeClient, "call", timed)
     options = SimpleNamespace(argv=["true"], online=True, name="chat", ungated=False, **UNSAID)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "valved.sock"))

@@ -7,6 +7,7 @@ import errno
 import numpy as np
 import pytest
 from memory_world import BASE, Hook, KvWorld
+from node_world import Shares
 
 from valved.abi.kv_link import KvHow, KvMode, KvOp
 from valved.abi.link import LinkType
@@ -50,9 +51,9 @@ def test_an_offline_engine_alone_gets_all_that_it_can_use(world):
     assert len(offline.backed()) == 64
 
 
-def test_an_offline_engine_is_lent_no_more_than_its_ceiling(world):
-    share = 0.25
-    world.kv.lender.ceiling = lambda service: share
+def test_an_offline_engine_is_lent_no_more_than_its_ceiling(tmp_path):
+    shares = Shares(0.25)
+    world = KvWorld(tmp_path, config=CONFIG, handles=20, shares=shares)
     offline = world.engine("offline", columns=16)
     world.run(500)
     [engine] = world.kv.books.engines.values()
@@ -60,15 +61,16 @@ def test_an_offline_engine_is_lent_no_more_than_its_ceiling(world):
     assert len(offline.backed()) == 16
     assert world.kv.lender.short_of_ceiling(engine) == 0
     assert world.kv.lender.withheld(engine) == {0: 12 * 2 << 20}
-    share = 0.5
+    shares.share = 0.5
     world.kv.looks.look()
     world.run(500)
 
     assert len(offline.backed()) == 32
-    share = 0.25
+    shares.share = 0.25
     assert world.kv.lender.short_of_ceiling(engine) == -4  # nothing is taken for it
     world.run(500)
     assert len(offline.backed()) == 32
+    world.check()
 
 
 def test_a_stop_that_hangs_on_some_gpu_never_keeps_memory_from_growing_for_ever(world):

@@ -66,65 +66,72 @@ class Pods:
     def trust_of(self, namespace):
         return ""
 
+    def said_of(self, cgroup):
+        return ()
+
+
+@pytest.fixture
+def kube(tmp_path):
+    """A Kubernetes node, where pods say what their processes are."""
+    world = World(tmp_path, config=CONFIG, pods=Pods())
+    yield world
+    world.check()
+
 
 POD = "/kubepods/pod8b1c/"
 
 
-def test_all_containers_of_an_online_pod_are_one_service(world):
-    world.register.claimed.pods = Pods()
-    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
-    world.processes.add(200, cgroup=POD + "engine")
-    world.processes.add(300, cgroup=POD + "worker")
+def test_all_containers_of_an_online_pod_are_one_service(kube):
+    kube.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    kube.processes.add(200, cgroup=POD + "engine")
+    kube.processes.add(300, cgroup=POD + "worker")
 
-    engine, worker = world.hello(200, wanted=Role.NONE), world.hello(300, wanted=Role.OFFLINE)
+    engine, worker = kube.hello(200, wanted=Role.NONE), kube.hello(300, wanted=Role.OFFLINE)
 
     assert (engine.last.role, worker.last.role) == (Role.ONLINE, Role.ONLINE)
     assert engine.last.service == worker.last.service
-    assert world.books.services[engine.last.service].name == "serving/chat-0"
+    assert kube.books.services[engine.last.service].name == "serving/chat-0"
 
 
-def test_the_first_process_of_a_pod_may_end_before_the_others(world):
+def test_the_first_process_of_a_pod_may_end_before_the_others(kube):
     """A launcher script comes and goes; the pod's service lives as long as anybody in it does."""
-    world.register.claimed.pods = Pods()
-    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
-    world.processes.add(200, cgroup=POD + "engine")
-    world.processes.add(300, cgroup=POD + "engine")
-    first, second = world.hello(200, wanted=Role.NONE), world.hello(300, wanted=Role.NONE)
+    kube.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    kube.processes.add(200, cgroup=POD + "engine")
+    kube.processes.add(300, cgroup=POD + "engine")
+    first, second = kube.hello(200, wanted=Role.NONE), kube.hello(300, wanted=Role.NONE)
 
-    world.processes.end(200)
-    third = world.hello(world.processes.add(301, cgroup=POD + "engine"), wanted=Role.NONE)
+    kube.processes.end(200)
+    third = kube.hello(kube.processes.add(301, cgroup=POD + "engine"), wanted=Role.NONE)
 
     assert third.last.service == second.last.service == first.last.service
 
-    world.processes.end(300)
-    world.processes.end(301)
+    kube.processes.end(300)
+    kube.processes.end(301)
 
-    assert not world.books.services
-    assert not world.books.claims
+    assert not kube.books.services
+    assert not kube.books.claims
 
 
-def test_a_pod_that_nobody_has_told_of_is_asked_to_knock_again(world):
+def test_a_pod_that_nobody_has_told_of_is_asked_to_knock_again(kube):
     """No answer at all: the shim passes through and comes back; a refusal would be for good."""
-    world.register.claimed.pods = Pods()
-    world.processes.add(200, cgroup=POD + "engine")
+    kube.processes.add(200, cgroup=POD + "engine")
 
-    connection = world.hello(200, wanted=Role.NONE)
+    connection = kube.hello(200, wanted=Role.NONE)
 
     assert connection.sent == []
     assert connection.client is None
 
-    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    kube.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
 
-    assert world.hello(200, wanted=Role.NONE).last.role is Role.ONLINE
+    assert kube.hello(200, wanted=Role.NONE).last.role is Role.ONLINE
 
 
-def test_a_launchers_claim_is_older_than_the_pods(world):
-    world.register.claimed.pods = Pods()
-    world.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
-    world.processes.add(200, cgroup=POD + "engine")
-    world.node.launch(200, 2000, Role.OFFLINE, "batch")
+def test_a_launchers_claim_is_older_than_the_pods(kube):
+    kube.register.claimed.pods.answer = PodClaim(role=Role.ONLINE, name="serving/chat-0", cgroup=POD)
+    kube.processes.add(200, cgroup=POD + "engine")
+    kube.node.launch(200, 2000, Role.OFFLINE, "batch")
 
-    assert world.hello(200, wanted=Role.NONE).last.role is Role.OFFLINE
+    assert kube.hello(200, wanted=Role.NONE).last.role is Role.OFFLINE
 
 
 def test_a_process_that_nobody_claimed_is_never_online(world):

@@ -150,9 +150,11 @@ def test_the_nearest_place_is_believed(tmp_path: Path) -> None:
     assert told(world) == {"chat": True}, "a bad target says nothing of weights"
 
 
-def test_an_annotation_that_is_taken_off_is_no_consent_from_then_on(world: World) -> None:
-    pods = PodBook(changed=world.gating.listener.clients_changed)
-    world.consents.pods = pods
+def test_an_annotation_that_is_taken_off_is_no_consent_from_then_on(tmp_path: Path) -> None:
+    pods = PodBook()
+    world = World(tmp_path, pods=pods)
+    world.sharing.begin()
+    pods.listener.pods_changed = world.gating.listener.clients_changed  # type: ignore[method-assign]
 
     def pod(**words: str) -> dict[str, object]:
         marks = {f"{names.DOMAIN}/{key.replace('_', '-')}": value for key, value in words.items()}

@@ -14,7 +14,8 @@ from node_world import World
 from valve_kube.client import KubeClient
 
 from valved.config import KubeTable
-from valved.kube.host import Host
+from valved.kube.host import Host, KubeBooks
+from valved.kube.pods import PodBook
 from valved.kube.room import Room
 from valved.machine.cards import CardUse
 from valved.machine.clock import LoopClock
@@ -116,7 +117,8 @@ class KubeNode:
 
     def __init__(self, folder, **table):
         self.folder = folder
-        self.world = World(folder, gpus=2)
+        self.books = KubeBooks(pods=PodBook(all_gpu_pods=table.get("all_gpu_pods", False)))
+        self.world = World(folder, gpus=2, pods=self.books.pods, shares=self.books.offline.levels)
         self.kubelet = FakeKubelet(folder)
         self.runtime = FakeRuntime(folder / "nri.sock")
         self.api = Api()
@@ -135,7 +137,7 @@ class KubeNode:
 
     def start_room(self):
         """On the loop's own clock: sockets are real. The world's virtual clock stands still."""
-        self.room = Room(self.host(), self.table, KubeClient(self.access), list_s=0.5)
+        self.room = Room(self.host(), self.table, self.books, KubeClient(self.access), list_s=0.5)
         self.room.counting._cards = self.cards
         self._running = asyncio.ensure_future(self.room.run())
 

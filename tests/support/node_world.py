@@ -13,7 +13,7 @@ from fake_prover import FakeProver
 from lent_fds import lend
 from virtual import VirtualClock
 
-from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, Refused, RmClient, Schedule
+from valved.abi.link import Channel, Feature, Hello, LinkType, Packet, RefusedMessage, RmClient, Schedule
 from valved.compose import Outer, build
 from valved.config import Config
 from valved.kv import journey
@@ -153,10 +153,31 @@ class FakeConnection:
         return [(seq, body.status) for kind, body, seq, _ in self.sent if kind is LinkType.ACK]
 
 
+class Shares:
+    """Which share of its columns every offline engine is lent at most."""
+
+    def __init__(self, share):
+        self.share = share
+
+    def share_of(self, cgroup):
+        return self.share
+
+
 class World:
     """A daemon as main builds it, with the outside replaced. `folder` holds the state and the pause file."""
 
-    def __init__(self, folder: Path, gpus=2, config=None, gate=None, clock=None, processes=None, boot="boot"):
+    def __init__(
+        self,
+        folder: Path,
+        gpus=2,
+        config=None,
+        gate=None,
+        clock=None,
+        processes=None,
+        boot="boot",
+        pods=None,
+        shares=None,
+    ):
         self.folder = folder
         self.journey_failures: list[object] = []
         journey.failed = self.journey_failures.append
@@ -182,6 +203,8 @@ class World:
             boot=boot,
             stop=self._stop,
             version="test",
+            pods=pods,
+            shares=shares,
         )
         daemon = build(msgspec.structs.replace(self.config, guard_bystanders=False), folder, outer)
         for name in daemon.__slots__:
@@ -294,7 +317,7 @@ class World:
         return packet.seq
 
     def refusal(self, connection):
-        assert isinstance(connection.last, Refused)
+        assert isinstance(connection.last, RefusedMessage)
         return connection.last.code
 
     def run(self, ms):

@@ -29,7 +29,7 @@ def world(tmp_path, monkeypatch):
         schedulers[id(scheduler.tree)] = scheduler
         link = Link(build="test", path=nodes[-1].path, retry_s=0.02, gone_s=0.0)
         link.start()
-        scheduler._valve = calls._current = calls.SchedulerHook(scheduler, Alone(link), mode)
+        scheduler._valve = calls._current = calls.SglangHook(scheduler, Alone(link), mode)
         scheduler._valve.attach("toy")
         wait_for(lambda: link.session is not None, "attached")
         return scheduler, nodes[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from valve_tools.check import firstlines, sizes, wiring
+from valve_tools.check import firstlines, names, sizes, wiring
 
 OWNER = "class Gate:\n    def __init__(self):\n        self.opened: Callable[[], None] = lambda: None\n"
 LISTENER = "class {0}:\n    def __init__(self):\n        self.listener = Listener()\n"
@@ -30,6 +30,20 @@ def test_a_figure_that_is_called_like_a_callable_is_no_finding() -> None:
     user = "def count(state):\n    state.opened = len(state.all)\n"
 
     assert wiring.judge({"valved/gate/wake.py": OWNER, "valved/node/x.py": user}) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [("valved/compose.py", "build"), ("scheduler/valve_scheduler/extender/x.py", "__init__")],
+)
+def test_whoever_puts_parts_together_never_sets_their_attributes(file: str, function: str) -> None:
+    owner = "class Consents:\n    def __init__(self):\n        self.pods: Pods | None = None\n"
+    late = f"def {function}(consents, pods, self):\n    consents.pods = pods\n    self.x = 1\n    tls.minimum = 1\n"
+
+    assert wiring.judge({"valved/clients/consents.py": owner, file: late}) == [
+        f"{file}:2: pods is set where parts are put together; give it to the constructor"
+    ]
+    assert wiring.judge({"valved/clients/consents.py": owner, "valved/clients/x.py": late.replace(function, "f")}) == []
 
 
 def test_a_room_never_has_two_listeners_and_the_daemon_never_five() -> None:
@@ -88,3 +102,16 @@ def test_a_file_never_begins_without_a_line_that_says_what_it_does(name: str, te
 )
 def test_a_first_line_that_says_what_the_file_does_is_no_finding(name: str, text: str) -> None:
     assert firstlines.judge(name, text) == ""
+
+
+def test_no_second_class_of_one_name_comes_into_the_product() -> None:
+    one, other, third = "valved/kv/a.py", "patches/hook/b.py", "tune/valve_tune/c.py"
+
+    assert names.judge([(one, "Place"), (other, "Engine"), ("tools/sim/d.py", "Place")], {}) == []
+    assert names.judge([(one, "Place"), (other, "Place")], {}) == [
+        f"class Place is in {other}, {one}: give each a name of its own"
+    ]
+    pair = {"Place": {one, other}}
+    assert names.judge([(one, "Place"), (other, "Place")], pair) == []
+    assert names.judge([(one, "Place"), (other, "Place"), (third, "Place")], pair) != []
+    assert names.judge([(one, "Place")], pair) == ["class Place has one meaning now: take it out of TWICE"]

@@ -43,7 +43,7 @@ BODIES = {
         region_bytes=u32,
     ),
     LinkType.REFUSED: st.builds(
-        link.Refused, code=st.sampled_from(link.Refusal), text=ascii_of(95), abi_min=u16, abi_max=u16
+        link.RefusedMessage, code=st.sampled_from(link.Refusal), text=ascii_of(95), abi_min=u16, abi_max=u16
     ),
     LinkType.ACK: st.builds(link.Ack, status=u32, want_fd=st.booleans()),
     LinkType.RM_CLIENT: st.builds(
@@ -238,7 +238,7 @@ def test_python_and_c_agree_on_every_byte(tmp_path):
         abi=1, role=2, features=3, service=4, client=5, control_bytes=6, region_bytes=7
     )
     assert read[LinkType.NOTE] == link.NoteMessage(code=1, h_client=2, h_channel=3, text="note")
-    assert read[LinkType.REFUSED] == link.Refused(code=link.Refusal.VERSION, text="no", abi_min=3, abi_max=4)
+    assert read[LinkType.REFUSED] == link.RefusedMessage(code=link.Refusal.VERSION, text="no", abi_min=3, abi_max=4)
 
 
 C_PROGRAM = """

@@ -17,7 +17,7 @@ from valve_kube.injection import Skipped
 from valve_scheduler.webhook.admission import (
     AdmissionSettings,
     Backend,
-    Refused,
+    PodRefused,
     mutate_offline,
     mutate_online,
 )
@@ -89,7 +89,7 @@ def test_gpus_that_kueue_cannot_count_are_refused() -> None:
     under_kueue = pod(counted, annotations={names.GPUS_REQUIRED: "2"})
     under_kueue["metadata"]["labels"] = {"kueue.x-k8s.io/podset": "main"}
 
-    with pytest.raises(Refused, match="write the limit"):
+    with pytest.raises(PodRefused, match="write the limit"):
         mutate_offline(under_kueue, SETTINGS)
 
 
@@ -175,7 +175,7 @@ def test_a_sidecar_of_an_offline_pod_gets_no_gpu_whatever_its_image_says() -> No
     ],
 )
 def test_an_offline_pod_that_cannot_run_is_refused_with_the_cure(bad: Pod, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PodRefused, match=why):
         mutate_offline(bad, SETTINGS)
 
 

@@ -93,9 +93,10 @@ class Fleet:
         self._list()
 
     def begin_extender(self) -> None:
-        self.state = ClusterState(PlacementSettings())
+        raised = asyncio.Event()
+        self.state = ClusterState(PlacementSettings(), doubted=raised.set)
         self.extender = Extender(self.state, self, now_s=lambda: self.now_s, can_answer=lambda: True)
-        self.doubts = Doubts(self, self.state, lambda: self.now_s)  # type: ignore[arg-type]
+        self.doubts = Doubts(self, self.state, lambda: self.now_s, raised)  # type: ignore[arg-type]
         client: Any = self
         self.own = [
             pods_view(client, self.state),

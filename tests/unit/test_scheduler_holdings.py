@@ -24,12 +24,13 @@ class World:
 
     def __init__(self, *nodes: Json) -> None:
         self.now_s = NOW_S
-        self.state = ClusterState(PlacementSettings())
+        raised = asyncio.Event()
+        self.state = ClusterState(PlacementSettings(), doubted=raised.set)
         self.pods: dict[str, Json] = {}
         self.refusal: Exception | None = None
         for node in nodes or (harvest_node("n1", cards=1),):
             self.state.put_report(node_report(node), NOW_S)
-        self.doubts = Doubts(self, self.state, lambda: self.now_s)  # type: ignore[arg-type]
+        self.doubts = Doubts(self, self.state, lambda: self.now_s, raised)  # type: ignore[arg-type]
         self.extender = Extender(self.state, self, now_s=lambda: self.now_s, can_answer=lambda: True)
         self.watch = pods_view(self, self.state)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from valve_kube.objects import node_report, pod_place
 from valve_scheduler.controller.retries import ROUND_S, Retries
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings, Reason, rank
-from valve_scheduler.placement.reach import Reach
+from valve_scheduler.placement.reach import ReachVerdicts
 from valve_scheduler.placement.state import ClusterState
 
 NODES = ("n1", "n2", "n3")
@@ -54,7 +54,10 @@ def test_a_round_never_takes_longer_than_its_time_and_the_rest_comes_next() -> N
 
 def test_verdicts_on_what_is_out_of_reach_never_hold_up_the_loop_either() -> None:
     state, clock = busy(n1=0.5), Clock(0.01)
-    reach, waiting = Reach(state, clock), [Job(gpus=1, sla=0.6 + n / 10_000, profile=PROFILE) for n in range(300)]
+    reach, waiting = (
+        ReachVerdicts(state, clock),
+        [Job(gpus=1, sla=0.6 + n / 10_000, profile=PROFILE) for n in range(300)],
+    )
     first = dict(asyncio.run(reach.of(waiting, NOW_S)))
 
     assert 0 < len(first) < 20

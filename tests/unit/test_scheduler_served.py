@@ -12,7 +12,7 @@ from valve_scheduler.extender.decide import Extender
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.served import ServedBases
 from valve_scheduler.placement.state import ClusterState
-from valve_scheduler.webhook.admission import AdmissionSettings, Refused, mutate_offline
+from valve_scheduler.webhook.admission import AdmissionSettings, PodRefused, mutate_offline
 
 Json = dict[str, Any]
 FINETUNE = {names.KIND: names.FINETUNE, names.BASE: "llama-8b"}
@@ -89,7 +89,7 @@ def test_a_kind_or_base_that_cannot_be_is_refused_by_name(annotations: dict[str,
     bad = pod("p", annotations=annotations)
     with pytest.raises(InvalidObject, match=said):
         offline_pod(bad)
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(PodRefused, match=said):
         mutate_offline(bad, AdmissionSettings())
 
 

@@ -6,7 +6,7 @@ import pytest
 from reports import NOW_S
 from valve_kube.policies import read_policies
 from valve_scheduler.controller.monitor import MonitorSettings, with_policy
-from valve_scheduler.controller.shadows import Shadow, Standing, is_news, standing, status_of
+from valve_scheduler.controller.shadows import PolicyStanding, Shadow, is_news, standing, status_of
 
 Json = dict[str, Any]
 NODES = {"n1": {"pool": "a"}, "n2": {"pool": "a", "zone": "1"}, "n3": {"pool": "b"}}
@@ -16,7 +16,7 @@ def policy(name: str, **spec: Any) -> Json:
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
 
 
-def judged(*items: Json, modes: dict[str, str] | None = None) -> dict[str, Standing]:
+def judged(*items: Json, modes: dict[str, str] | None = None) -> dict[str, PolicyStanding]:
     policies = read_policies(items)
     return {item["metadata"]["name"]: standing(item, policies, NODES, modes or {}) for item in items}
 
@@ -89,9 +89,9 @@ def test_a_policy_whose_labels_no_node_has_is_told_so() -> None:
 
 def test_it_is_news_when_it_begins_and_when_something_else_does_it() -> None:
     one = policy("b", mode="off")
-    by_policy = status_of(one, Standing(nodes=1, in_force=0, shadows=((Shadow.OTHER_POLICY, "x"),)), NOW_S)
-    by_node = status_of(one, Standing(nodes=1, in_force=1, shadows=((Shadow.NODE_MODE, "y"),)), NOW_S)
-    free = status_of(one, Standing(nodes=1, in_force=1), NOW_S)
+    by_policy = status_of(one, PolicyStanding(nodes=1, in_force=0, shadows=((Shadow.OTHER_POLICY, "x"),)), NOW_S)
+    by_node = status_of(one, PolicyStanding(nodes=1, in_force=1, shadows=((Shadow.NODE_MODE, "y"),)), NOW_S)
+    free = status_of(one, PolicyStanding(nodes=1, in_force=1), NOW_S)
 
     assert is_news(one, by_policy)
     assert not is_news({**one, "status": by_policy}, by_policy)

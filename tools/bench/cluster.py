@@ -17,8 +17,6 @@ import os
 import re
 import ssl
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +32,17 @@ from valve_scheduler.cli.pause import Paused, pause, resume
 from valve_tools.bench.clustersize import peak_mib
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api, Json
-from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, free_port, wait_for
-from valve_tools.cluster.fleet import create_nodes, delete_pods, gpu_uuids, install_crds, node_name, offline_pod, report
+from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, control_plane, free_port, wait_for
+from valve_tools.cluster.fleet import (
+    UntilStopped,
+    create_nodes,
+    delete_pods,
+    gpu_uuids,
+    install_crds,
+    node_name,
+    offline_pod,
+    report,
+)
 from valve_tools.cluster.listeners import READY, heard
 from valve_tools.cluster.tap import calls
 
@@ -57,13 +64,12 @@ KINDS = (("", 1), ("0.2", 1), ("", 2), ("0.3", 2), ("0.5", 1), ("0.2", 4))
 """(SLA, GPUs) of the pods, in turn."""
 
 
-class Telemetry(threading.Thread):
+class Telemetry(UntilStopped):
     """Rewrites one node report after another until told to stop."""
 
     def __init__(self, api: Api) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._api = api
-        self._done = threading.Event()
         random = np.random.default_rng(2)
         self._drawn = [report(index, random) for index in range(251)]
         for each in self._drawn:
@@ -81,21 +87,13 @@ class Telemetry(threading.Thread):
             self._api.patch(path, {"status": drawn | {"gpus": gpus, "observedAt": now_text()}})
             self.written += 1
 
-    def stop(self) -> None:
-        self._done.set()
-        self.join()
-
 
 @functools.cache
 def _measured() -> dict[str, Row]:
-    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
-        plane = ControlPlane(Path(folder), binaries(Path.cwd()), SERVERS)
-        try:
-            plane.start()
-            plane.kill("kube-controller-manager")
-            return _run(plane)
-        finally:
-            plane.stop()
+    with control_plane(binaries(Path.cwd()), SERVERS) as plane:
+        plane.start()
+        plane.kill("kube-controller-manager")
+        return _run(plane)
 
 
 def _run(plane: ControlPlane) -> dict[str, Row]:

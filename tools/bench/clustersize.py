@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,11 +32,11 @@ from valve_scheduler.controller.retries import Retries
 from valve_scheduler.extender.decide import Extender
 from valve_scheduler.model import ThroughputCurve, WorkloadProfile
 from valve_scheduler.placement.rank import Job, PlacementSettings
-from valve_scheduler.placement.reach import Reach
+from valve_scheduler.placement.reach import ReachVerdicts
 from valve_scheduler.placement.state import ClusterState
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Json
-from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
+from valve_tools.cluster.controlplane import NotBuilt, binaries, control_plane, wait_for
 from valve_tools.cluster.fleet import (
     create_nodes,
     gpu_uuids,
@@ -266,7 +265,7 @@ def _round() -> Iterable[Row]:
 async def _rounds() -> dict[str, list[float]]:
     state, reports = state_of(1_000)
     jobs = [Job(gpus=1 + n % 4, sla=0.3 + n / WAITING / 2, profile=PROFILE) for n in range(WAITING)]
-    retries, reach = Retries(state), Reach(state)
+    retries, reach = Retries(state), ReachVerdicts(state)
     took: dict[str, list[float]] = {"requeue": [], "out of reach": []}
     for number in range(ROUNDS):
         for index in range(33):  # a second's reports
@@ -289,35 +288,29 @@ def _memory() -> Iterable[Row]:
     except NotBuilt as reason:
         print(f"cluster-memory: skipped, {reason}", file=sys.stderr)
         return
-    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
-        plane = ControlPlane(Path(folder), programs)
-        try:
-            plane.start()
-            plane.kill("kube-controller-manager")
-            install_crds(plane.api, Path.cwd() / "helm/valve")
-            create_nodes(plane.api, MEMORY_NODES)
-            plane.api.each(("POST", PODS_PATH, pod) for pod in _full_cluster())
-            extender, probes = plane.start_extender()
-            plane.start_scheduler(extender)
-            ports = {"extender": probes, "controller": plane.start_controller()}
-            for name, port in ports.items():
-                _wait_ready(name, port)
-            time.sleep(ROUNDS_S)  # the controller's rounds go over all of it
-            note = (
-                f"{OFFLINE_PODS:,} offline and {OTHER_PODS:,} other pods of {len(json.dumps(placed_pod(0, 1))):,} bytes"
-            )
-            for name in ports:
-                peak = peak_mib(plane.processes[name].pid)
-                yield row_of("cluster-memory", f"{name}, peak", "MiB", [peak], LIMIT_MIB, note=note)
-            yield row_of(
-                "cluster-memory",
-                "kube-scheduler, peak",
-                "MiB",
-                [peak_mib(plane.processes["kube-scheduler"].pid)],
-                None,
-            )
-        finally:
-            plane.stop()
+    with control_plane(programs) as plane:
+        plane.start()
+        plane.kill("kube-controller-manager")
+        install_crds(plane.api, Path.cwd() / "helm/valve")
+        create_nodes(plane.api, MEMORY_NODES)
+        plane.api.each(("POST", PODS_PATH, pod) for pod in _full_cluster())
+        extender, probes = plane.start_extender()
+        plane.start_scheduler(extender)
+        ports = {"extender": probes, "controller": plane.start_controller()}
+        for name, port in ports.items():
+            _wait_ready(name, port)
+        time.sleep(ROUNDS_S)  # the controller's rounds go over all of it
+        note = f"{OFFLINE_PODS:,} offline and {OTHER_PODS:,} other pods of {len(json.dumps(placed_pod(0, 1))):,} bytes"
+        for name in ports:
+            peak = peak_mib(plane.processes[name].pid)
+            yield row_of("cluster-memory", f"{name}, peak", "MiB", [peak], LIMIT_MIB, note=note)
+        yield row_of(
+            "cluster-memory",
+            "kube-scheduler, peak",
+            "MiB",
+            [peak_mib(plane.processes["kube-scheduler"].pid)],
+            None,
+        )
 
 
 def _full_cluster() -> Iterator[Json]:

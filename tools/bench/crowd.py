@@ -24,7 +24,7 @@ from valve.v1 import node_pb2
 from valved.abi import link
 from valved.abi.link import LinkType
 from valved.abi.region import Page, control_page, fill_region, region_page, set_submitted
-from valved.cli.client import Node
+from valved.cli.client import NodeClient
 from valved.cli.run import start_time
 from valved.model.ids import Role
 
@@ -82,7 +82,7 @@ class Crowd:
         work = [self._be_offline] * offline + [self._be_online] * online
         for number, be in enumerate(work):
             self._children.append(_fork(lambda sock, be=be, n=number: be(sock, n)))  # type: ignore[misc]
-        connection = Node(self._run_dir)  # gRPC only after the last fork
+        connection = NodeClient(self._run_dir)  # gRPC only after the last fork
         for number, (pid, _) in enumerate(self._children):
             role = node_pb2.ROLE_OFFLINE if number < offline else node_pb2.ROLE_ONLINE
             request = node_pb2.LaunchRequest(pid=pid, start_time=start_time(pid), role=role, name=f"n{number}")

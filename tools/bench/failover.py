@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
-from valve_tools.cluster.controlplane import CHART_LEASE, ControlPlane, NotBuilt, binaries, wait_for
+from valve_tools.cluster.controlplane import CHART_LEASE, ControlPlane, NotBuilt, binaries, control_plane, wait_for
 from valve_tools.cluster.fleet import Heartbeat, create_nodes, install_crds, offline_pod
 
 NODES, KILLS = 40, 5
@@ -32,13 +31,9 @@ def bench() -> Iterable[Row]:
     except NotBuilt as reason:
         print(f"failover: skipped, {reason}", file=sys.stderr)
         return []
-    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
-        plane = ControlPlane(Path(folder), programs)
-        try:
-            plane.start()
-            return [_measured(plane)]
-        finally:
-            plane.stop()
+    with control_plane(programs) as plane:
+        plane.start()
+        return [_measured(plane)]
 
 
 def _measured(plane: ControlPlane) -> Row:

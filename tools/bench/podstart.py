@@ -15,7 +15,6 @@ import re
 import select
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from pathlib import Path
 from valve_kube import names
 from valve_tools.bench.row import Row, row_of
 from valve_tools.cluster.api import Api
-from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, wait_for
+from valve_tools.cluster.controlplane import ControlPlane, NotBuilt, binaries, control_plane, wait_for
 from valve_tools.cluster.fleet import install_crds
 from valve_tools.cluster.helm import Helm
 from valve_tools.cluster.node import RealNode, missing
@@ -167,12 +166,8 @@ def bench() -> Iterable[Row]:
     if problem:
         print(f"pod-start: skipped, {problem}", file=sys.stderr)
         return []
-    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
-        plane = ControlPlane(Path(folder), programs)
-        try:
-            return measure(plane, int(os.environ.get("VALVE_PAIRS", PAIRS)))
-        finally:
-            plane.stop()
+    with control_plane(programs) as plane:
+        return measure(plane, int(os.environ.get("VALVE_PAIRS", PAIRS)))
 
 
 BENCHES = {"pod-start": bench}

@@ -1,8 +1,8 @@
 """How the daemon's rooms reach whoever stands above them: by one listener a room, and by nothing else.
 
 A callable that somebody sets from outside after construction is a way that no reader of the class can follow: each is
-given to the constructor instead. What must stay late is a listener (node/news.py). SOURCES are questions that only the
-Kubernetes room can answer, which is built last; nobody adds one.
+given to the constructor instead. So is every part: no constructor, and no file that puts parts together, sets an
+attribute of another object. What must stay late is a listener (node/news.py). The scheduler keeps the same two rules.
 """
 
 from __future__ import annotations
@@ -15,25 +15,35 @@ from valve_tools.check.tree import ROOT, tracked
 
 LISTENER = "listener"
 MOST_LISTENERS = 4
-SOURCES = frozenset({"ceiling", "has_shim"})
+PRODUCT = ("valved/", "scheduler/")
+COMPOSERS = frozenset({"valved/compose.py", "valved/daemon.py", "valved/node/kv.py"})
 
 
 def findings() -> list[str]:
     sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in tracked(".py")}
-    return judge({name: text for name, text in sources.items() if name.startswith("valved/")})
+    return judge({name: text for name, text in sources.items() if name.startswith(PRODUCT)})
 
 
 def judge(sources: Mapping[str, str]) -> list[str]:
     trees = {name: ast.parse(text, filename=name) for name, text in sources.items()}
-    callables = {name for tree in trees.values() for name in _callables(tree)} - SOURCES - {LISTENER}
+    callables = {name for tree in trees.values() for name in _callables(tree)} - {LISTENER}
+    own = {name for tree in trees.values() for name in _own(tree)} - callables
     problems = [
         f"{name}:{line}: {attribute} is set from outside; give it to the constructor, or tell the room's listener"
         for name, tree in trees.items()
         for line, attribute in _set_from_outside(tree)
         if attribute in callables
     ]
+    problems += [
+        f"{name}:{line}: {attribute} is set where parts are put together; give it to the constructor"
+        for name, tree in trees.items()
+        for line, attribute in _set_while_composing(tree, is_composer=name in COMPOSERS)
+        if attribute in own - {LISTENER}
+    ]
     rooms = defaultdict[str, list[str]](list)
     for name, tree in trees.items():
+        if not name.startswith("valved/"):
+            continue
         room = name.split("/")[1]
         rooms[room].extend(f"{name}:{line}" for line in _listeners(tree))
     problems += [f"{room} has {len(at)} listeners: {', '.join(at)}" for room, at in rooms.items() if len(at) > 1]
@@ -93,6 +103,28 @@ def _set_from_outside(tree: ast.Module) -> Iterator[tuple[int, str]]:
             held = node.func.value
             if node.func.attr in ("append", "insert") and isinstance(held, ast.Attribute) and not _is_self(held.value):
                 yield node.lineno, held.attr
+
+
+def _own(tree: ast.Module) -> Iterator[str]:
+    """Attributes that classes of the product give to themselves; what a library's object has is its own affair."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            )
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+
+
+def _set_while_composing(tree: ast.Module, *, is_composer: bool) -> Iterator[tuple[int, str]]:
+    places = tree.body if is_composer else []
+    places += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    for place in places:
+        for node in ast.walk(place) if isinstance(place, ast.FunctionDef | ast.AsyncFunctionDef) else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_self(node.value):
+                yield node.lineno, node.attr
 
 
 def _listeners(tree: ast.Module) -> Iterator[int]:

@@ -15,8 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,14 @@ class ControlPlane:
 def _die_with_parent() -> None:
     os.setpgid(0, 0)  # a Ctrl-C is for us; we end them in order
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def control_plane(programs: Path, environment: Mapping[str, str] | None = None) -> Iterator[ControlPlane]:
+    """One in a folder of its own, for the caller to start. Everything of it ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="valve-bench-") as folder:
+        plane = ControlPlane(Path(folder), programs, environment)
+        try:
+            yield plane
+        finally:
+            plane.stop()

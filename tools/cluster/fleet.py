@@ -140,15 +140,26 @@ def delete_pods(api: Api, namespace: str = "default") -> None:
     wait_for("the pods to go", lambda: not api.get(path)["items"])
 
 
-class Heartbeat(threading.Thread):
+class UntilStopped(threading.Thread):
+    """Its `run` goes on until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._done = threading.Event()
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
+class Heartbeat(UntilStopped):
     """Renews the reports of a fleet, as daemons do: after 90 s without one a node takes no offline work."""
 
     def __init__(self, api: Api, count: int, *, every_s: float = 20.0) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._api = api
         self._count = count
         self._every_s = every_s
-        self._done = threading.Event()
 
     def run(self) -> None:
         while not self._done.wait(self._every_s):
@@ -157,10 +168,6 @@ class Heartbeat(threading.Thread):
                 # The API server may be down, or the node gone: a daemon tries again, too.
                 with contextlib.suppress(OSError, http.client.HTTPException, Refused):
                     self._api.patch(path, {"status": {"observedAt": _now()}})
-
-    def stop(self) -> None:
-        self._done.set()
-        self.join()
 
 
 def delete_nodes(api: Api) -> None:

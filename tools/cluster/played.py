@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 
 from valve_kube import names
 from valve_tools.cluster.api import Api, Json, Refused
+from valve_tools.cluster.fleet import UntilStopped
 
 LOOK_EVERY_S = 0.5
 ONLY_OURS = f"labelSelector={names.ROLE.replace('/', '%2F')}%3D{names.OFFLINE}"
 
 
-class PlayedPods(threading.Thread):
+class PlayedPods(UntilStopped):
     """Bound pods run, evicted pods end; each look reports `seconds` of work at `rate(pod)` tokens a second."""
 
     def __init__(self, api: Api, rate: Callable[[Json], float], *, seconds: float, real: str) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._api = api
         self._rate = rate
         self._seconds = seconds
         self._real = real  # the node with a kubelet of its own
-        self._done = threading.Event()
         self._entries: dict[str, Json] = {}
 
     def run(self) -> None:
@@ -32,10 +31,6 @@ class PlayedPods(threading.Thread):
             # A pod may be gone between two calls, the API server busy: the next look sees what is.
             with contextlib.suppress(OSError, http.client.HTTPException, Refused):
                 self._look()
-
-    def stop(self) -> None:
-        self._done.set()
-        self.join()
 
     def _look(self) -> None:
         reports: dict[str, list[Json]] = defaultdict(list)

@@ -27,7 +27,7 @@ from valve_tools.demo.cluster_pods import PodWatch
 from valve_tools.demo.cluster_screen import Screen
 from valve_tools.demo.rounds import OFFLINE, ONLINE
 
-from valved.cli.client import Node
+from valved.cli.client import NodeClient
 from valved.cli.exits import CliError
 
 Json = dict[str, Any]
@@ -67,7 +67,7 @@ class Stage:
         return wait_for("valved answers", self._asked, PATIENCE_S)
 
     def _asked(self) -> Any:
-        connection = Node(self.node.run_dir)
+        connection = NodeClient(self.node.run_dir)
         try:
             return connection.status()
         except CliError:  # a busy machine: again

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from valve_tools.emulator import node as emulated
 from valve_tools.emulator.client import Emulator
 
-from valved.cli.client import Node, is_running
+from valved.cli.client import NodeClient, is_running
 
 Seen = TypeVar("Seen")
 
@@ -34,6 +34,8 @@ class NodeError(Exception):
 
 class EmulatedNode:
     """Use as a context manager. Everything started through it is gone afterwards."""
+
+    valve: Sequence[str] = (str(VALVE),)
 
     def __init__(
         self, folder: Path, *, options: emulated.Options | None = None, mode: str = "harvest", config: str = ""
@@ -128,7 +130,7 @@ class EmulatedNode:
 
     def status(self) -> Any:
         """One answer of GetStatus."""
-        connection = Node(self.run_dir)
+        connection = NodeClient(self.run_dir)
         try:
             return connection.status()
         finally:
@@ -140,7 +142,7 @@ class EmulatedNode:
         return len(os.listdir(f"/proc/{self.valved.pid}/fd"))
 
     def valve_command(self, *arguments: str) -> list[str]:
-        return [str(VALVE), *arguments]
+        return [*self.valve, *arguments]
 
     # workloads
 
@@ -156,11 +158,11 @@ class EmulatedNode:
         """Start a program: role "online" or "offline" through `valve run`, "" without Valve."""
         command = [str(part) for part in argv]
         if role:
-            command = [str(VALVE), "run", f"--{role}", *(["--name", name] if name else []), "--", *command]
+            command = [*self.valve, "run", f"--{role}", *(["--name", name] if name else []), "--", *command]
         sink = out.open("wb") if out else (self.folder / f"{name or 'program'}.log").open("ab")
         with sink:
             child = subprocess.Popen(command, env=self.environment(env), stdout=sink, stderr=subprocess.STDOUT, cwd="/")
-        self._children.append(child)
+        self.adopt(child)
         return child
 
     def adopt(self, child: subprocess.Popen[Any]) -> None:

@@ -147,7 +147,7 @@ class Engine:
         self.desk: Desk | None = Desk() if column else None
         self.hook: Any = None
         if self.desk is not None:
-            self.hook = scheduler._valve = calls.SchedulerHook(scheduler, self.desk, Mode.FULL, "vllm rig")  # type: ignore[arg-type]
+            self.hook = scheduler._valve = calls.VllmHook(scheduler, self.desk, Mode.FULL, "vllm rig")  # type: ignore[arg-type]
             count = self.pool.num_gpu_blocks
             self.desk.begin([block // column for block in range(count)], 2 * scheduler.max_num_running_reqs, 512)
 

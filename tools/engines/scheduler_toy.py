@@ -92,7 +92,7 @@ def main() -> None:
     desk = Desk()
     desk.begin([block // COLUMN for block in range(pool.num_gpu_blocks)], 2 * REQUESTS, 257)
     scheduler = scheduler_of(pool, tables)
-    hook = scheduler._valve = calls.SchedulerHook(scheduler, desk, Mode.FULL, "toy rig")  # type: ignore[arg-type]
+    hook = scheduler._valve = calls.VllmHook(scheduler, desk, Mode.FULL, "toy rig")  # type: ignore[arg-type]
     hook.before_schedule()
     for number in range(REQUESTS):
         tables[f"request-{number}"] = pool.get_new_blocks(BLOCKS_EACH)

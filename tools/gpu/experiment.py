@@ -1,7 +1,8 @@
-"""What an experiment is: a question, what its answer decides, and the function that asks it."""
+"""What an experiment is: a function that asks a question, and what its answer decides."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,16 +23,23 @@ class Experiment:
     opt_in: bool = False  # only when named: it does what the others never do
 
 
-def ask(
-    name: str, seconds: int, run: Callable[[Rig], Outcome], question: str, decides: str, silicon: str = ""
-) -> Experiment:
-    """A row of the catalogue in the order in which it is read."""
-    return Experiment(name=name, seconds=seconds, run=run, question=question, decides=decides, silicon=silicon)
+def experiment(
+    name: str, *, seconds: int, decides: str, silicon: str = "", opt_in: bool = False
+) -> Callable[[Callable[[Rig], Outcome]], Experiment]:
+    """Makes an experiment of a function. The first paragraph of its docstring is the question."""
+
+    def of(run: Callable[[Rig], Outcome]) -> Experiment:
+        question = " ".join((inspect.getdoc(run) or "").partition("\n\n")[0].split())
+        return Experiment(
+            name=name, question=question, decides=decides, seconds=seconds, run=run, silicon=silicon, opt_in=opt_in
+        )
+
+    return of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Experiments for one call of at most ten minutes."""
+    """Experiments for one call of at most ten minutes, in order of value and safety."""
 
     name: str
     about: str

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from valve_tools.demo.node import PATIENCE_S, EmulatedNode
 from valve_tools.gpu import leash
@@ -25,6 +25,8 @@ ENGINE_S = 240.0  # a cold PyTorch reads gigabytes before it says a word
 
 
 class LabNode(EmulatedNode):
+    valve = VALVE
+
     def __init__(self, folder: Path, *, emulated: bool) -> None:
         super().__init__(folder)
         self.config = f"leave_grace_s = {GRACE_S}\n{self.config}"
@@ -52,19 +54,9 @@ class LabNode(EmulatedNode):
         leash.note(self.folder, [valved.pid])
         return valved
 
-    def run(
-        self,
-        role: str,
-        argv: Sequence[str | Path],
-        *,
-        name: str = "",
-        env: Mapping[str, str] | None = None,
-        out: Path | None = None,
-    ) -> subprocess.Popen[bytes]:
-        claim = [*VALVE, "run", f"--{role}", *(["--name", name] if name else []), "--"] if role else []
-        child = super().run("", [*claim, *argv], name=name, env=env, out=out)
+    def adopt(self, child: subprocess.Popen[Any]) -> None:
+        super().adopt(child)
         leash.note(self.folder, [child.pid])
-        return child
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -49,7 +49,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class RefusedMessage:
     code: Refusal
     abi_min: int = ABI
     abi_max: int = ABI
@@ -153,7 +153,7 @@ def _refusal(value: int) -> Refusal:
 CODECS: dict[int, Codec] = {
     LinkType.HELLO: Plain(Hello, valve_abi.LINK_HELLO),
     LinkType.WELCOME: Plain(Welcome, valve_abi.LINK_WELCOME),
-    LinkType.REFUSED: Plain(Refused, valve_abi.LINK_REFUSED, code=_refusal),
+    LinkType.REFUSED: Plain(RefusedMessage, valve_abi.LINK_REFUSED, code=_refusal),
     LinkType.ACK: Plain(Ack, valve_abi.LINK_ACK),
     LinkType.RM_CLIENT: Plain(RmClient, valve_abi.LINK_RM_CLIENT),
     LinkType.CHANNEL_ADD: Plain(Channel, valve_abi.LINK_CHANNEL),

@@ -30,7 +30,7 @@ EXITS = {
 }
 
 
-class Node:
+class NodeClient:
     """One connection to the valved of this node."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,9 +86,9 @@ def may_use(folder: Path, name: str = API_SOCKET) -> bool:
 
 
 @contextlib.contextmanager
-def node() -> Iterator[Node]:
+def node() -> Iterator[NodeClient]:
     """The valved of this node, or CliError(NOT_RUNNING) at the first call."""
-    connection = Node(run_dir())
+    connection = NodeClient(run_dir())
     try:
         yield connection
     finally:
@@ -97,7 +97,7 @@ def node() -> Iterator[Node]:
 
 def status_of(folder: Path) -> Any | None:
     """What the valved of this folder says of itself; None if none answers."""
-    connection = Node(folder)
+    connection = NodeClient(folder)
     try:
         return connection.status()
     except CliError:

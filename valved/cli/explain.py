@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from valve.v1 import node_pb2
 
-from valved.cli.client import Node, node
+from valved.cli.client import NodeClient, node
 from valved.cli.events import line
 from valved.cli.exits import OK, USAGE, CliError
 from valved.cli.stream import EventStream
@@ -77,7 +77,7 @@ def explain(options: argparse.Namespace) -> int:
     return OK
 
 
-def reclaims(connection: Node) -> int:
+def reclaims(connection: NodeClient) -> int:
     """The reclaims that valved still knows, with the numbers by which each is explained."""
     console, now_ns = Console(soft_wrap=True), connection.status().monotonic_ns
     found = [line(event, now_ns) for event in EventStream(connection, ["reclaimed"]).kept()]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from valved.cli.client import Node, node
+from valved.cli.client import NodeClient, node
 from valved.cli.exits import FAILED, OK, USAGE, CliError
 from valved.cli.stream import EventStream
 from valved.state.trace import read_lines, to_trace_events
@@ -61,7 +61,7 @@ def open_file(path: Path) -> TextIO:
         raise CliError(f"{path}: {error.strerror}") from None
 
 
-def follow(connection: Node, out: TextIO, seconds: float) -> int:
+def follow(connection: NodeClient, out: TextIO, seconds: float) -> int:
     """Write events until the time is over or the user stops; returns how many. A valved that ends is waited for."""
     stream = EventStream(connection, (), lambda text: print(f"valve: {text}"), since_seq=None, seconds=seconds)
     count = 0
@@ -93,7 +93,7 @@ def as_record(event: Any) -> dict[str, Any]:
     }
 
 
-def sample(connection: Node, samples: list[dict[str, Any]], done: threading.Event) -> None:
+def sample(connection: NodeClient, samples: list[dict[str, Any]], done: threading.Event) -> None:
     """Launch rate and busy state per process, as counter tracks of the timeline."""
     last: dict[int, tuple[int, int]] = {}
     while not done.wait(SAMPLE_S):

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from valve.v1 import node_pb2
 
-from valved.cli.client import DEADLINE_S, Node, explain_error
+from valved.cli.client import DEADLINE_S, NodeClient, explain_error
 
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)  # valved ended, or ends
 FROM_NOW = (1 << 64) - 1  # of this start of valved; of another one: all that it keeps
@@ -24,7 +24,7 @@ class EventStream:
 
     def __init__(
         self,
-        node: Node,
+        node: NodeClient,
         kinds: Sequence[str],
         say: Callable[[str], None] = lambda text: None,
         *,

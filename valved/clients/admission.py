@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, Refused
-from valved.clients.identity import NoPlace, Peer, Place, identify, place
+from valved.abi.link import ABI, Body, Hello, LinkType, Refusal, RefusedMessage
+from valved.clients.identity import Admitted, NotAdmitted, Peer, identify, place
 from valved.clients.outbox import Arrived
 from valved.config import QuotaTable
 from valved.gate.wake import GateService
@@ -52,15 +52,15 @@ class Admission:
             return identify(connection.pid, connection.uid, self._processes)
         except OSError:
             text = "valved is out of descriptors"
-            connection.send(LinkType.REFUSED, Refused(code=Refusal.QUOTA, text=text), seq)
+            connection.send(LinkType.REFUSED, RefusedMessage(code=Refusal.QUOTA, text=text), seq)
             self.count_refusal(Refusal.QUOTA)
             return None
 
-    def judge(self, hello: Hello, peer: Peer, *, is_scarce: bool) -> Place | NoPlace:
+    def judge(self, hello: Hello, peer: Peer, *, is_scarce: bool) -> Admitted | NotAdmitted:
         given = place(_role(hello.wanted_role), peer, self._books)
-        return given if isinstance(given, NoPlace) else self._no_room(peer, given, is_scarce) or given
+        return given if isinstance(given, NotAdmitted) else self._no_room(peer, given, is_scarce) or given
 
-    def _no_room(self, peer: Peer, given: Place, is_scarce: bool) -> NoPlace | None:
+    def _no_room(self, peer: Peer, given: Admitted, is_scarce: bool) -> NotAdmitted | None:
         """Containers share users: what counts is the process, its control group or its claim. Whoever is claimed as
         online has room that nobody else can take."""
         if given.service in self._gating.online:
@@ -78,10 +78,10 @@ class Admission:
             text = "the descriptors that are left are for online services"
         else:
             return None
-        return NoPlace(code=Refusal.QUOTA, text=text)
+        return NotAdmitted(code=Refusal.QUOTA, text=text)
 
-    def refuse(self, connection: Connection, seq: int, why: NoPlace, peer: Peer) -> None:
-        connection.send(LinkType.REFUSED, Refused(code=why.code, text=why.text), seq)
+    def refuse(self, connection: Connection, seq: int, why: NotAdmitted, peer: Peer) -> None:
+        connection.send(LinkType.REFUSED, RefusedMessage(code=why.code, text=why.text), seq)
         self._gating.counters.refuse(why.code.name.lower())
         if self._refused.pop(peer.process, None) != why.text:  # who is refused asks again, for life: told once
             self._journal.emit(EventKind.REFUSED, reason=why.text, pid=peer.process.pid, comm=peer.comm, uid=peer.uid)
@@ -93,11 +93,11 @@ class Admission:
         self._gating.counters.refuse(code.name.lower())
 
 
-def why_not(hello: Hello) -> NoPlace | None:
+def why_not(hello: Hello) -> NotAdmitted | None:
     """Of this release's own accord, whoever asks."""
     if not hello.abi_min <= ABI <= hello.abi_max:
         text = f"this valved speaks link ABI {ABI}, the client {hello.abi_min} to {hello.abi_max}"
-        return NoPlace(code=Refusal.VERSION, text=text)
+        return NotAdmitted(code=Refusal.VERSION, text=text)
     return None
 
 

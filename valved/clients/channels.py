@@ -44,12 +44,12 @@ class Channels:
         send: Send,
         prover: ProverPort,
         changed: Callable[[], None],
+        keeps_files: bool,
     ) -> None:
         self.possession = Possession(prover, clock, quota.channels_per_client, self._owner_found)
-        self.harvest = Harvest(gating.gpus)
-        self.leftovers = Leftovers()
+        self.harvest, self.leftovers = Harvest(gating.gpus), Leftovers()
         self.lease = LeaseFlags(gate, books, gating)
-        self.keeps_files = False  # a rung of granted time needs the drivers' files of offline processes
+        self.keeps_files = keeps_files  # a rung of granted time needs the drivers' files of offline processes
         self._port = gate.channels
         self._books = books
         self._gating = gating

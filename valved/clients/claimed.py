@@ -28,9 +28,11 @@ class ClaimedRoots:
         leave: Callable[[ClientId, str], None],
         ended: Callable[[ServiceId], None],
         changed: Callable[[], None],
+        pods: ClaimSource | None = None,
     ) -> None:
-        """`leave` ends a client; `ended`: a service is in no book any more; `changed`: the books differ."""
-        self.pods: ClaimSource | None = None  # on a Kubernetes node
+        """`leave` ends a client; `ended`: a service is in no book any more; `changed`: the books differ; `pods`: on a
+        Kubernetes node."""
+        self.pods = pods
         self._gate = gate
         self._books = books
         self._gating = gating

@@ -23,8 +23,11 @@ class PodWords(Protocol):
 
 
 class Consents:
-    def __init__(self, books: Books, gating: GateService, journal: Journal, default: Said) -> None:
-        self.pods: PodWords | None = None  # on a Kubernetes node
+    def __init__(
+        self, books: Books, gating: GateService, journal: Journal, default: Said, pods: PodWords | None = None
+    ) -> None:
+        """`pods`: on a Kubernetes node."""
+        self._pods = pods
         self._books = books
         self._gating = gating
         self._journal = journal
@@ -56,7 +59,7 @@ class Consents:
         entry = self._books.services.get(service)
         root = entry.root if entry is not None else None
         claim = self._books.claims.get(root) if root is not None else None
-        if self.pods is not None and claim is not None and claim.cgroup:
-            yield from self.pods.said_of(claim.cgroup)
+        if self._pods is not None and claim is not None and claim.cgroup:
+            yield from self._pods.said_of(claim.cgroup)
         yield self._fleet
         yield self._default

@@ -28,7 +28,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Admitted:
     """What a peer is given. `service` None: a new service of its own."""
 
     role: Role
@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoPlace:
+class NotAdmitted:
     code: Refusal
     text: str
 
@@ -117,7 +117,7 @@ def trust_domain(peer: Peer, service: ServiceEntry, pods: ClaimSource | None) ->
     return f"label {label}" if label else f"namespace {namespace}"
 
 
-def place(wanted: Role, peer: Peer, books: Books) -> Place | NoPlace:
+def place(wanted: Role, peer: Peer, books: Books) -> Admitted | NotAdmitted:
     """The role and service of a peer, whatever the mode: offline work that is not ours runs beside online work."""
     claim = books.find_claim(peer.chain, peer.cgroup)
     if wanted is Role.HOOK:
@@ -127,16 +127,16 @@ def place(wanted: Role, peer: Peer, books: Books) -> Place | NoPlace:
     elif wanted is Role.OFFLINE:
         role, service = Role.OFFLINE, None
     elif wanted is Role.ONLINE:
-        return NoPlace(code=Refusal.ROLE, text="online needs a claim: start it with valve run --online")
+        return NotAdmitted(code=Refusal.ROLE, text="online needs a claim: start it with valve run --online")
     else:
-        return NoPlace(code=Refusal.ROLE, text="nobody claimed this process: use valve run")
-    return Place(role=role, service=service)
+        return NotAdmitted(code=Refusal.ROLE, text="nobody claimed this process: use valve run")
+    return Admitted(role=role, service=service)
 
 
-def _place_hook(peer: Peer, books: Books, claimed: ServiceId | None) -> Place | NoPlace:
+def _place_hook(peer: Peer, books: Books, claimed: ServiceId | None) -> Admitted | NotAdmitted:
     if claimed is not None:
-        return Place(role=Role.HOOK, service=claimed)
+        return Admitted(role=Role.HOOK, service=claimed)
     shim = books.client_of_process(peer.chain)
     if shim is not None and shim.uid == peer.uid:
-        return Place(role=Role.HOOK, service=shim.service)
-    return NoPlace(code=Refusal.ROLE, text="this engine belongs to no known service")
+        return Admitted(role=Role.HOOK, service=shim.service)
+    return NotAdmitted(code=Refusal.ROLE, text="this engine belongs to no known service")

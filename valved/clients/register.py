@@ -6,8 +6,6 @@ link or its process, whichever is noticed first; its channels are seen to first 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from valve_abi import CONTROL_BYTES, REGION_BYTES
 
 from valved.abi.link import (
@@ -26,11 +24,7 @@ from valved.clients.channels import Channels
 from valved.clients.claimed import ClaimedRoots
 from valved.clients.departures import EXIT, Departures
 from valved.clients.exits import Exits, Reactor
-from valved.clients.identity import (
-    NoPlace,
-    Peer,
-    trust_domain,
-)
+from valved.clients.identity import ClaimSource, NotAdmitted, Peer, trust_domain
 from valved.clients.outbox import Arrived
 from valved.clients.useful import UsefulTokens
 from valved.config import LinkTable, QuotaTable
@@ -54,21 +48,22 @@ DAEMON_FEATURES = (
 )
 
 
-class KvMemory(Protocol):
-    """Who keeps the books of KV memory, if anybody does (kv/service.py)."""
-
-    @property
-    def features(self) -> Feature: ...
-
-    def handle(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None: ...
-
-    def client_joined(self, entry: ClientEntry) -> None: ...
-
-    def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None: ...
-
-
 class ClientsListener:
     """What this room reports to whoever stands above. Does nothing; the daemon's (node/news.py) overrides it."""
+
+    def features(self) -> Feature:
+        """What those above can do for a client, beside what this room does."""
+        return Feature(0)
+
+    def client_joined(self, entry: ClientEntry) -> None:
+        """It is in the books, and was not welcomed yet."""
+
+    def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
+        """It is in no book any more."""
+
+    def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
+        """A message about KV memory. Who keeps a descriptor takes it off the list."""
+        raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
 
     def books_changed(self) -> None:
         """Claims, clients or channels: a successor must know."""
@@ -91,12 +86,15 @@ class Register:
         link: LinkTable,
         prover: ProverPort,
         lived: Lived,
+        pods: ClaimSource | None,
+        *,
+        keeps_files: bool,
     ) -> None:
         self.lived = lived
-        self.memory: KvMemory | None = None
         self.listener = ClientsListener()
         self.useful = UsefulTokens()
-        self.channels = Channels(gate, books, gating, journal, clock, quota, link, self.send, prover, self._changed)
+        rooms = (gate, books, gating, journal, clock)
+        self.channels = Channels(*rooms, quota, link, self.send, prover, self._changed, keeps_files)
         self._gate = gate
         self._books = books
         self._gating = gating
@@ -107,7 +105,7 @@ class Register:
         left, counters = self.channels.leftovers, gating.counters
         self.departures = Departures(gate, left, processes, self._exits, journal, counters, clock)
         self.admission = Admission(books, gating, journal, processes, quota)
-        ends = (self._exits, self.leave, self._service_ended, self._changed)
+        ends = (self._exits, self.leave, self._service_ended, self._changed, pods)
         self.claimed = ClaimedRoots(gate, books, gating, journal, processes, *ends)
         self._connections: dict[ClientId, Connection] = {}
 
@@ -134,7 +132,7 @@ class Register:
         if refusal is None and not self.claimed.ask_pods(peer):
             return None  # without an answer: the shim passes through and knocks again
         given = refusal or self.admission.judge(hello, peer, is_scarce=is_scarce)
-        if isinstance(given, NoPlace):
+        if isinstance(given, NotAdmitted):
             self.admission.refuse(connection, packet.seq, given, peer)
             return None
         service = given.service
@@ -151,7 +149,7 @@ class Register:
         fds = self._create(client, role, service)
         if fds is None or not self._exits.watch(client, peer.process.pid, lambda: self.leave(client, EXIT)):
             self._take_back(client, service, created=fds is not None)
-            why = NoPlace(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
+            why = NotAdmitted(code=Refusal.QUOTA, text="valved is out of descriptors or memory")
             self.admission.refuse(connection, packet.seq, why, peer)
             return None
         entry = ClientEntry(
@@ -176,11 +174,10 @@ class Register:
         self._gating.counters.clients += 1
         self._gating.client_joined(entry)
         self.channels.lease.client_joined(entry)
-        if self.memory is not None:
-            self.memory.client_joined(entry)
+        self.listener.client_joined(entry)
         welcome = Welcome(
             role=role,
-            features=DAEMON_FEATURES if self.memory is None else DAEMON_FEATURES | self.memory.features,
+            features=DAEMON_FEATURES | self.listener.features(),
             service=service,
             client=client,
             control_bytes=CONTROL_BYTES,
@@ -223,9 +220,8 @@ class Register:
             changed |= self._books.drop_channel(entry, key)
         self._books.drop_client(client)
         self._gating.client_left(entry)
-        if self.memory is not None:
-            is_dead = reason == EXIT or self._processes.start_time(entry.process.pid) != entry.process.start_time
-            self.memory.client_left(entry, is_dead=is_dead)
+        is_dead = reason == EXIT or self._processes.start_time(entry.process.pid) != entry.process.start_time
+        self.listener.client_left(entry, is_dead=is_dead)
         connection = self._connections.pop(client, None)
         if connection is not None:
             connection.close()
@@ -265,10 +261,8 @@ class Register:
         """A message of a welcomed client. Who keeps a descriptor takes it off the list; the caller closes the rest."""
         if packet.type < LinkType.KV_RANGE:
             self.channels.handle(client, packet, fds)
-        elif self.memory is None:
-            raise Malformed(f"{packet.type.name}, but KV memory is not managed here")
         else:
-            self.memory.handle(self._books.clients[client], packet, fds)
+            self.listener.kv_packet(self._books.clients[client], packet, fds)
 
     def send(
         self,

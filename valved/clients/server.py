@@ -26,7 +26,7 @@ from valved.abi.link import (
     Malformed,
     Packet,
     Refusal,
-    Refused,
+    RefusedMessage,
     build,
     parse,
 )
@@ -230,7 +230,7 @@ class LinkServer:
             self._spare = -1
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            refused = Refused(code=Refusal.QUOTA, text="valved is out of descriptors")
+            refused = RefusedMessage(code=Refusal.QUOTA, text="valved is out of descriptors")
             with contextlib.suppress(OSError):
                 sock.send(build(LinkType.REFUSED, refused, seq=0, sent_ns=time.monotonic_ns()), socket.MSG_DONTWAIT)
             self._register.admission.count_refusal(Refusal.QUOTA)

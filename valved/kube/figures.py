@@ -12,11 +12,11 @@ from valved.kube.nri import Injector
 from valved.kube.observer import OnlineUse
 from valved.machine.ports import GpuInfo
 from valved.model.ids import GpuIndex
-from valved.policy.guard import Verdict
+from valved.policy.guard import GpuVerdict
 
 
 def families(
-    verdicts: tuple[Verdict, ...],
+    verdicts: tuple[GpuVerdict, ...],
     slots: Slots,
     plugin: Plugin,
     injector: Injector,

@@ -10,14 +10,16 @@ from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.gate.freeze import Ladder
 from valved.gate.wake import GateService
+from valved.kube.offline import OfflineBook
 from valved.kube.podresources import HeldDevices
+from valved.kube.pods import PodBook
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.machine.ports import GatePort, GpuInfo, ProcessPort
 from valved.model.ids import GpuIndex
 from valved.node.brake import Brake
 from valved.node.kv import Kv
-from valved.policy.guard import Verdict
+from valved.policy.guard import GpuVerdict
 from valved.state.journal import Journal
 from valved.state.registry import GUARD_SERVICE, Books
 from valved.state.stats import GpuAccount
@@ -50,13 +52,21 @@ class Host:
         return [self.gating.gpus[gpu.index] for gpu in gpus]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubeBooks:
+    """What the cluster says of this node's pods. Older than the daemon's parts: those that need it ask it."""
+
+    pods: PodBook
+    offline: OfflineBook = field(default_factory=OfflineBook)
+
+
 @dataclass(slots=True, kw_only=True)
 class LastHeard:
     """What was last heard; an answer that does not come changes nothing."""
 
     holdings: tuple[HeldDevices, ...] = ()
     cards: Mapping[bytes, CardUse] = field(default_factory=dict)
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[GpuVerdict, ...] = ()
     has_holdings: bool = False  # the kubelet has answered once
     is_clean: bool = False  # the last reconciliation went through
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from valved.kube.cgroup import pod_of
+
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of its columns; three levels make a profile, so one may be missed."""
 WARM_S = 60.0  # at the start: compiling, an empty cache
@@ -105,6 +107,12 @@ class LevelBook:
         if uid in self._wanted and uid not in self._kept:
             return self._series.setdefault(uid, Series())
         return self._series.get(uid)
+
+    def share_of(self, cgroup: str) -> float:
+        """Of its columns, which an offline engine in this control group may have now."""
+        group = pod_of(cgroup)
+        one = self.series(group.uid) if group is not None else None
+        return one.share if one is not None else 1.0
 
     def seed(self, report: Mapping[str, Any]) -> None:
         for entry in report.get("offline") or []:

@@ -13,7 +13,8 @@ from valved.config import MIB
 from valved.gate.wake import GateService
 from valved.kube.cgroup import pod_of
 from valved.kube.claims import Claims, Device
-from valved.kube.levels import EngineMemory, LevelBook
+from valved.kube.levels import EngineMemory
+from valved.kube.nri import Injector
 from valved.kube.offline import Reading
 from valved.kube.podresources import HeldDevices
 from valved.kube.pods import Pod, PodBook
@@ -60,7 +61,7 @@ class Observer:
     processes: ProcessPort
     claims: Claims
     kv: Kv | None = None
-    has_shim: Callable[[Pod, str], bool] = lambda pod, container: False  # by a route that leaves no mark on the pod
+    injector: Injector | None = None  # NRI: a route to the shim that leaves no mark on the pod
     is_standing: Callable[[GpuIndex], bool] = lambda gpu: False  # held by order: its hours are nobody's miss
     namespace_modes: Mapping[str, str] = field(default_factory=dict)  # from HarvestPolicies; * for all others
 
@@ -85,9 +86,12 @@ class Observer:
             name=name,
             gpus=gpus,
             is_heard=is_known and pod is not None and pod.uid in heard,
-            is_injected=pod is None or pod.is_injected or self.has_shim(pod, name.rpartition("/")[2]),
+            is_injected=pod is None or pod.is_injected or self._has_shim(pod, name.rpartition("/")[2]),
             mode=self._mode_of(name.partition("/")[0], pod.mode if pod is not None else ""),
         )
+
+    def _has_shim(self, pod: Pod, container: str) -> bool:
+        return self.injector is not None and self.injector.has_shim(pod, container)
 
     def _mode_of(self, namespace: str, own: str) -> str:
         """The strictest of what the pod and its namespace say."""
@@ -168,12 +172,6 @@ class Observer:
             short=lender.short_of_ceiling(engine),
             can_grow=lender.can_have_more(engine),
         )
-
-    def ceiling(self, service: ServiceId, levels: LevelBook) -> float:
-        """Share of its KV memory that an offline service may have now."""
-        groups = (pod_of(claim.cgroup) for claim in self.books.claims.values() if claim.service == service)
-        series = (levels.series(group.uid) for group in groups if group is not None)
-        return min((one.share for one in series if one is not None), default=1.0)
 
     def lent(self, lent_s: Mapping[ServiceId, float], grants: GrantPort) -> Iterator[LentFacts]:
         """What online pods lent, and what it cost them."""

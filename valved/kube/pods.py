@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,44 +44,51 @@ class Pod:
         return f"{self.namespace}/{self.name}"
 
 
+class PodsListener:
+    """What this room's books report to whoever stands above. Does nothing; the room (kube/room.py) overrides it."""
+
+    def pods_changed(self) -> None:
+        """Another pod, another word of one or of its namespace, or one less."""
+
+
 class PodBook:
     """By UID, as control groups name them. Also the claim source of the register."""
 
-    def __init__(self, *, all_gpu_pods: bool = False, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *, all_gpu_pods: bool = False) -> None:
         """`all_gpu_pods`: a pod that asks for whole GPUs and says no role is online work, too."""
+        self.listener = PodsListener()
         self.pods: dict[str, Pod] = {}
         self._all_gpu_pods = all_gpu_pods
         self._trust: dict[str, str] = {}  # by namespace, where a label says so
         self._said: dict[str, Said] = {}  # by namespace, where annotations say so
-        self.changed = changed
 
     # From the API server's watch
 
     def replace(self, items: list[Any]) -> None:
         self.pods = {pod.uid: pod for pod in map(self._read, items)}
-        self.changed()
+        self.listener.pods_changed()
 
     def put(self, item: Any) -> None:
         pod = self._read(item)
         if self.pods.get(pod.uid) != pod:  # most updates are of a pod's conditions, which are nothing to us
             self.pods[pod.uid] = pod
-            self.changed()
+            self.listener.pods_changed()
 
     def drop(self, item: Any) -> None:
         if self.pods.pop(self._read(item).uid, None) is not None:
-            self.changed()
+            self.listener.pods_changed()
 
     def replace_namespaces(self, items: list[Any]) -> None:
         before, self._trust, self._said = self._said, {}, {}
         for item in items:
             self._book_namespace(item)
         if _spoken(self._said) != _spoken(before):
-            self.changed()
+            self.listener.pods_changed()
 
     def put_namespace(self, item: Any) -> None:
         before = self._said.get(item["metadata"]["name"], SILENT)
         if self._book_namespace(item) != before:
-            self.changed()
+            self.listener.pods_changed()
 
     def _book_namespace(self, item: Any) -> Said:
         metadata = item["metadata"]
@@ -92,7 +99,7 @@ class PodBook:
     def drop_namespace(self, item: Any) -> None:
         self._trust.pop(item["metadata"]["name"], None)
         if self._said.pop(item["metadata"]["name"], SILENT) != SILENT:
-            self.changed()
+            self.listener.pods_changed()
 
     # From the runtime
 
@@ -112,7 +119,7 @@ class PodBook:
                 gpus=_gpus(metadata),
             )
             self.pods[uid] = known
-            self.changed()
+            self.listener.pods_changed()
         return known
 
     def _read(self, item: Json) -> Pod:

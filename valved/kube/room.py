@@ -27,12 +27,11 @@ from valved.kube.claims import Claims
 from valved.kube.counting import BEAT_S, BOOK_S, Counting
 from valved.kube.deviceplugin import Plugin, Servicer, Slots
 from valved.kube.follower import Follower
-from valved.kube.host import Host, LastHeard, Uncounted
+from valved.kube.host import Host, KubeBooks, LastHeard, Uncounted
 from valved.kube.nri import Injector, NriConnection
 from valved.kube.observer import Observer
-from valved.kube.offline import OfflineBook
 from valved.kube.podresources import Holdings, KubeletHoldings
-from valved.kube.pods import PodBook
+from valved.kube.pods import PodsListener
 from valved.kube.reports import Reports
 from valved.kube.starter import Starter
 from valved.model.events import EventKind
@@ -48,9 +47,15 @@ LIST_S = 10.0  # how long the start waits for the first list of pods
 CHANGES = ("joined", "left", "claimed", "paused", "resumed", "policy", "drained")  # events that call for a new look
 
 
-class Room:
+class Room(PodsListener):
     def __init__(
-        self, host: Host, table: KubeTable, client: KubeClient | None = None, *, list_s: float = LIST_S
+        self,
+        host: Host,
+        table: KubeTable,
+        books: KubeBooks,
+        client: KubeClient | None = None,
+        *,
+        list_s: float = LIST_S,
     ) -> None:
         self._host, self._table, self._list_s = host, table, list_s
         self._gpus = tuple(host.gate.gpus())
@@ -58,8 +63,12 @@ class Room:
         self._harvestable_s: dict[str, float] = {}  # GPU -> when it last was
         self.known = LastHeard()
         uncounted = Uncounted(host, self.known)
-        self.book = PodBook(all_gpu_pods=table.all_gpu_pods, changed=self._pods_changed)
-        self.offline = OfflineBook()
+        self.book, self.offline = books.pods, books.offline
+        settings = InjectionSettings(
+            shim_folder=table.shim_folder, client_folder=str(host.run_dir / paths.CLIENT_FOLDER)
+        )
+        self.injector = Injector(self.book, settings)
+        self.nri = NriConnection(Path(table.nri_socket), self.injector) if table.nri_socket else None
         client = client or KubeClient(access(table.kubeconfig, dict(os.environ)))
         self.claims = Claims(client, table.node, changed=self._wake.set)
         self._observer = Observer(
@@ -72,16 +81,15 @@ class Room:
             processes=host.processes,
             kv=host.kv,
             is_standing=uncounted.is_by_order,
+            injector=self.injector if self.nri is not None else None,
         )
-        if host.kv is not None:
-            host.kv.lender.ceiling = lambda service: self._observer.ceiling(service, self.offline.levels)
         self.counting = Counting(
             host, self.known, uncounted, self._observer, self.book, self.offline, changed=self._wake.set
         )
         self._follower = Follower(host.brake, host.gating, host.kv, host.consents)
         self.api = ApiServer(client, table.node, self.book, self._follower.obey_brake, found=self._own_object)
         self._holdings: Holdings = KubeletHoldings(Path(table.pod_resources))
-        self._add_neighbours(table)
+        self._add_neighbours(table, settings)
         self.reports = Reports(
             host,
             table,
@@ -95,18 +103,15 @@ class Room:
             plugin=self.plugin,
             api=self.api,
         )
+        self.book.listener = self
         self._watcher = host.journal.watch(CHANGES, 64, self._wake.set)
         # From here on, before any shim is heard: nobody has said yet who uses what.
-        host.register.claimed.pods = self.book
         host.gating.permits.ask_idleness("placement", True)  # a GPU that counted as busy would get no offline work
         host.gating.set_standing(GUARD_SERVICE, frozenset(gpu.index for gpu in self._gpus))
         self.counting.adopt()
 
-    def _add_neighbours(self, table: KubeTable) -> None:
-        """The kubelet and containerd: who starts containers here."""
-        settings = InjectionSettings(
-            shim_folder=table.shim_folder, client_folder=str(self._host.run_dir / paths.CLIENT_FOLDER)
-        )
+    def _add_neighbours(self, table: KubeTable, settings: InjectionSettings) -> None:
+        """The kubelet, which starts containers here."""
         self.slots = Slots(len(self._gpus))
         starter = Starter(
             holdings=self._holdings,
@@ -117,12 +122,8 @@ class Room:
             toolkit_folders=tuple(map(Path, table.toolkit_folders)),
         )
         self.plugin = Plugin(Path(table.device_plugins), names.RESOURCE, Servicer(self.slots, starter, settings))
-        self.injector = Injector(self.book, settings)
-        self.nri = NriConnection(Path(table.nri_socket), self.injector) if table.nri_socket else None
-        if self.nri is not None:
-            self._observer.has_shim = self.injector.has_shim
 
-    def _pods_changed(self) -> None:
+    def pods_changed(self) -> None:
         self._host.gating.listener.clients_changed()  # their annotations consent, or do so no longer
         self._wake.set()
 

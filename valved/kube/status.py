@@ -12,7 +12,7 @@ from valved.kube.levels import MemoryLevel
 from valved.kube.series import WINDOWS_S, NodeSeries
 from valved.kube.ungated import UngatedFacts
 from valved.model.ids import Mode
-from valved.policy.guard import Verdict
+from valved.policy.guard import GpuVerdict
 from valved.policy.report_rate import RateSettings, side_of
 
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ class GpuFacts:
     uuid: str  # GPU-...
     name: str
     total_bytes: int
-    verdict: Verdict
+    verdict: GpuVerdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

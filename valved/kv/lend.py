@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from valved.abi.kv_link import KvHow, KvOp
 from valved.gate.wake import GateService
@@ -145,16 +145,32 @@ class Offline:
         self.blocked_until_ns = now_ns + self.rest_ns
 
 
+class Shares(Protocol):
+    """On a Kubernetes node: offline pods that are lent their memory in steps."""
+
+    def share_of(self, cgroup: str) -> float:
+        """Which share of its columns the pod of this control group is lent at most."""
+        ...
+
+
 class Lender:
     """Decides who is lent how much."""
 
-    def __init__(self, books: KvBooks, supply: Supply, lending: Lending, clock: Clock, changes: Changes) -> None:
-        self.ceiling: Callable[[ServiceId], float] = lambda service: 1.0  # share of its columns one is lent at most
+    def __init__(
+        self,
+        books: KvBooks,
+        supply: Supply,
+        lending: Lending,
+        clock: Clock,
+        changes: Changes,
+        shares: Shares | None,
+    ) -> None:
         self._books = books
         self._supply = supply
         self._lending = lending
         self._clock = clock
         self._changes = changes
+        self._shares = shares
         self._offline: dict[ServiceId, Offline] = {}
 
     def serve(self, engine: Engine) -> None:
@@ -186,7 +202,13 @@ class Lender:
 
     def short_of_ceiling(self, engine: Engine) -> int:
         """Columns up to the ceiling of an offline engine; negative when it has more."""
-        return math.ceil(self.ceiling(engine.service) * engine.columns) - int(engine.backed_columns().sum())
+        return math.ceil(self._share(engine.service) * engine.columns) - int(engine.backed_columns().sum())
+
+    def _share(self, service: ServiceId) -> float:
+        if self._shares is None:
+            return 1.0
+        claims = self._books.registry.claims.values()
+        return min((self._shares.share_of(one.cgroup) for one in claims if one.service == service), default=1.0)
 
     def withheld(self, engine: Engine) -> dict[GpuIndex, int]:
         """Bytes that only its ceiling keeps from an offline engine."""

@@ -13,7 +13,7 @@ from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, RangeGone, RangeTold
 from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex
 from valved.state.journal import Journal
@@ -24,7 +24,7 @@ NO_UUID = bytes(16)
 
 class Ranges:
     def __init__(
-        self, books: KvBooks, unheeded: Unheeded, gating: GateService, journal: Journal, changes: Changes
+        self, books: KvBooks, unheeded: UnheededRanges, gating: GateService, journal: Journal, changes: Changes
     ) -> None:
         self._books = books
         self._pool = books.pool

@@ -46,7 +46,7 @@ from valved.kv.ranges import Ranges
 from valved.kv.reserve import Reserve
 from valved.kv.supply import Supply
 from valved.kv.tables import Tables
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.kv.whole import WholeRanges
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
@@ -59,7 +59,7 @@ FROM_HOOK = frozenset({LinkType.KV_LAYOUT, LinkType.KV_ATTACH, LinkType.KV_NEED}
 
 
 class KvService:
-    """Who the register talks to (its KvMemory), and who listens to the books."""
+    """Gets what the clients' room reports of KV memory, and listens to the books."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class KvService:
         ranges: Ranges,
         layouts: Layouts,
         tables: Tables,
-        unheeded: Unheeded,
+        unheeded: UnheededRanges,
         outside: Outside,
         supply: Supply,
         reserve: Reserve,
@@ -103,7 +103,6 @@ class KvService:
         self._ladder = ladder
         self._uuids = {info.index: info.uuid for info in books.gpus}
         changes.listener = self.apply
-        register.memory = self
 
     @property
     def features(self) -> Feature:

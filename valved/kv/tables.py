@@ -13,7 +13,7 @@ from valved.kv.changes import Changes, EngineLeft, HookLost, Look
 from valved.kv.engines import Engine, Rank
 from valved.kv.journey import all_of
 from valved.kv.orders import Send
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import ServiceId
@@ -30,7 +30,7 @@ class Tables:
     def __init__(
         self,
         books: KvBooks,
-        unheeded: Unheeded,
+        unheeded: UnheededRanges,
         gating: GateService,
         journal: Journal,
         clock: Clock,

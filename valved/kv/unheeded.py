@@ -29,7 +29,7 @@ REASON = "no hook reads the table of its KV memory"
 WARM_UPS = 10  # times attach_s: compiling and capturing may take minutes, and no step has begun
 
 
-class Unheeded:
+class UnheededRanges:
     def __init__(self, books: KvBooks, journal: Journal, clock: Clock, changes: Changes) -> None:
         self._books = books
         self._pool = books.pool

@@ -15,7 +15,7 @@ from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.machine.clock import Clock
 from valved.model.ids import Role
 
@@ -31,7 +31,7 @@ class WholeRanges:
         moves: Moves,
         reclaimer: Reclaimer,
         ranges: Ranges,
-        unheeded: Unheeded,
+        unheeded: UnheededRanges,
         clock: Clock,
     ) -> None:
         self._books = books

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import msgspec
-
 from valved.clients.consents import Consents
 from valved.clients.register import Register
 from valved.errors import InvalidRequest, NotFound, NotNow
@@ -129,14 +127,13 @@ class Node:
             self._set_cooldown(after, changes)
         if mode is not None:
             self._brake.set_mode(mode, "SetPolicy")
-            self._handover.policy = msgspec.structs.replace(self._handover.policy, mode=mode)
+            self._handover.keep(mode=mode)
         self._handover.save_soon()
         return self.policy()
 
     def _set_cooldown(self, settings: CooldownSettings, changes: dict[str, int | float]) -> None:
         self._gating.settings.cooldown = settings
-        self._handover.policy = msgspec.structs.replace(
-            self._handover.policy,
+        self._handover.keep(
             cooldown=(settings.start_ns, settings.floor_ns, settings.ceiling_ns, settings.factor, settings.window_ns),
         )
         words = ", ".join(f"{name} {value}" for name, value in changes.items())

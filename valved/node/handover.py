@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from valved.clients.leftovers import enable_due
 from valved.clients.register import Register
@@ -104,6 +107,10 @@ class Handover:
         return self._snapshots.take(self.policy)
 
     # Reading
+
+    def keep(self, **changes: Any) -> None:
+        """A word of an operator that the next valved must know."""
+        self.policy = msgspec.structs.replace(self.policy, **changes)
 
     def restore(self, saved: SavedState, come_back_s: float) -> None:
         """Take over from a predecessor. Called once, before the link opens."""

@@ -15,7 +15,7 @@ from valved.kv.books import KvBooks
 from valved.kv.changes import Changes
 from valved.kv.grow import Growth
 from valved.kv.layouts import Layouts
-from valved.kv.lend import Lender, Lending
+from valved.kv.lend import Lender, Lending, Shares
 from valved.kv.looks import Looks
 from valved.kv.moves import Moves
 from valved.kv.outside import Outside
@@ -28,7 +28,7 @@ from valved.kv.service import KvService
 from valved.kv.supply import Supply
 from valved.kv.tables import Tables
 from valved.kv.turn import GateTurn
-from valved.kv.unheeded import Unheeded
+from valved.kv.unheeded import UnheededRanges
 from valved.kv.ways import Ways
 from valved.kv.whole import WholeRanges
 from valved.machine.clock import Clock
@@ -87,13 +87,14 @@ def put_together(
     outside_port: OutsidePort,
     work: WorkPort,
     closer: CloserPort,
+    shares: Shares | None,
 ) -> Kv:
     settings, costs, send = config.memory, config.eviction_settings(), register.send
     uuids = {info.index: info.uuid for info in gate.gpus()}
     counters, changes = MemoryCounters(), Changes()
     log = ReclaimLog(counters)
     books = KvBooks(registry, gate, clock, settings, send, fd_limit, closer)
-    unheeded = Unheeded(books, journal, clock, changes)
+    unheeded = UnheededRanges(books, journal, clock, changes)
     ranges = Ranges(books, unheeded, gating, journal, changes)
     tables = Tables(books, unheeded, gating, journal, clock, send, changes)
     layouts = Layouts(books, tables, clock, work)
@@ -110,9 +111,8 @@ def put_together(
     lending = Lending(books, turn, ways, moves, beside, gating, journal, clock, counters)
     rungs = Rungs(books, ways, settings)
     reserve = Reserve(books, supply, growth, lending, rungs, journal, clock, config, uuids, changes)
-    lender = Lender(books, supply, lending, clock, changes)
+    lender = Lender(books, supply, lending, clock, changes, shares)
     looks = Looks(books, supply, rungs, reserve, lender, clock, costs, work)
-    report = MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids))
     service = KvService(
         books=books,
         ranges=ranges,
@@ -148,6 +148,6 @@ def put_together(
         looks=looks,
         service=service,
         log=log,
-        report=report,
+        report=MemoryReport(books, ways, outside, reserve, log, journal, sorted(uuids)),
         settings=settings,
     )

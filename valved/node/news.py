@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from valved.abi.link import Feature, Packet
 from valved.clients.register import ClientsListener, Register
 from valved.clients.sharing import SharedWeights
 from valved.errors import ValveError
@@ -22,6 +23,7 @@ from valved.node.handover import Handover
 from valved.node.kv import Kv
 from valved.state import pending
 from valved.state.journal import Journal
+from valved.state.registry import ClientEntry
 
 
 class GateNews(GateListener):
@@ -67,11 +69,29 @@ class GateNews(GateListener):
 
 
 class ClientsNews(ClientsListener):
-    def __init__(self, handover: Handover, node: Node, journal: Journal, run_dir: Path) -> None:
+    def __init__(self, handover: Handover, node: Node, journal: Journal, run_dir: Path, kv: Kv | None) -> None:
         self._handover = handover
+        self._kv = kv.service if kv is not None else None
         self._node = node
         self._journal = journal
         self._run_dir = run_dir
+
+    def features(self) -> Feature:
+        return self._kv.features if self._kv is not None else super().features()
+
+    def client_joined(self, entry: ClientEntry) -> None:
+        if self._kv is not None:
+            self._kv.client_joined(entry)
+
+    def client_left(self, entry: ClientEntry, *, is_dead: bool) -> None:
+        if self._kv is not None:
+            self._kv.client_left(entry, is_dead=is_dead)
+
+    def kv_packet(self, entry: ClientEntry, packet: Packet, fds: list[int]) -> None:
+        if self._kv is not None:
+            self._kv.handle(entry, packet, fds)
+        else:
+            super().kv_packet(entry, packet, fds)
 
     def books_changed(self) -> None:
         self._handover.save_soon()

@@ -50,7 +50,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class GpuVerdict:
     gpu: GpuIndex
     reason: str  # why it is not harvested; empty when it is
     is_guarded: bool  # offline work that is there already must stop, too
@@ -65,7 +65,7 @@ class Verdict:
 
 def judge(
     cards: Sequence[Card], holders: Sequence[Holder], strangers: Sequence[Stranger], settings: GuardSettings
-) -> tuple[Verdict, ...]:
+) -> tuple[GpuVerdict, ...]:
     """One verdict per GPU, the gravest reason first."""
     return tuple(
         _judge(
@@ -78,7 +78,7 @@ def judge(
     )
 
 
-def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], settings: GuardSettings) -> Verdict:
+def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], settings: GuardSettings) -> GpuVerdict:
     unheard = [holder.name for holder in holders if not holder.is_heard]
     mute = [holder.name for holder in holders if not (holder.is_heard or holder.is_injected)]
     kept = [holder for holder in holders if holder.mode in LENDS_NOTHING]
@@ -93,7 +93,7 @@ def _judge(card: Card, holders: list[Holder], strangers: list[Stranger], setting
         reason = card.obstacle
     elif not holders and not settings.harvest_unallocated:
         reason = "no online pod holds it"
-    return Verdict(
+    return GpuVerdict(
         gpu=card.gpu,
         reason=reason,
         is_guarded=bool(strangers or unheard or kept),

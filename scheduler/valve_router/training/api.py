@@ -17,7 +17,7 @@ from valve_router.answers import is_allowed, refusal
 from valve_router.plan.task import Task
 from valve_router.settings import Settings
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import FleetBooks, Gone, Push, Refused
+from valve_router.training.ledger import FleetBooks, Gone, LedgerRefused, Push
 
 log = logging.getLogger("valve_router")
 SWEEP_S = 1.0
@@ -51,7 +51,7 @@ class TrainingApi:
                 return await handle(request)
             except Gone as error:
                 return refusal(410, str(error), "gone")
-            except Refused as error:
+            except LedgerRefused as error:
                 return refusal(409, str(error), "conflict")
             except (KeyError, TypeError, ValueError) as error:
                 return refusal(400, f"{type(error).__name__}: {error}", "invalid_request")

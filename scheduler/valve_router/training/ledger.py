@@ -49,11 +49,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Refused(Exception):
+class LedgerRefused(Exception):
     """Why the ledger does not take this."""
 
 
-class Gone(Refused):
+class Gone(LedgerRefused):
     """The trainer was given up: it begins again at its last push."""
 
 
@@ -115,12 +115,12 @@ class FleetBooks:
     def add_job(self, name: str, *, rounds: int, round_batches: int, digest: str, tokens: int, now_s: float) -> None:
         """`tokens`: of a usual micro-batch. The same job once more changes nothing; another of its name is refused."""
         if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
-            raise Refused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
+            raise LedgerRefused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
         with self._change() as db:
             row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
             if row is not None:
                 if (row["rounds"], row["round_batches"], row["digest"]) != (rounds, round_batches, digest):
-                    raise Refused(f"there is another job {name}: its data, rounds or spec differ")
+                    raise LedgerRefused(f"there is another job {name}: its data, rounds or spec differ")
                 return
             values = (name, rounds, round_batches, digest, tokens, now_s)
             text = "INSERT INTO jobs (name, rounds, round_batches, digest, tokens, begun_s) VALUES (?, ?, ?, ?, ?, ?)"
@@ -152,7 +152,7 @@ class FleetBooks:
     def join(self, job: str, name: str, now_s: float) -> Joined:
         """A trainer begins, or begins again: whoever had its name is given up."""
         if not NAME.fullmatch(name):
-            raise Refused("a trainer has a name of letters, digits, ., - and _")
+            raise LedgerRefused("a trainer has a name of letters, digits, ., - and _")
         with self._change() as db:
             row = _job(db, job)
             text = "SELECT id FROM trainers WHERE job = ? AND name = ? AND is_valid"
@@ -224,12 +224,12 @@ class FleetBooks:
             if last is not None and (last["blob"], last["tokens"], last["steps"]) == (blob, push.tokens, push.steps):
                 return False
             if last is not None and push.tokens <= last["tokens"]:
-                raise Refused("a push holds more tokens than the one before it")
+                raise LedgerRefused("a push holds more tokens than the one before it")
             numbers, named = json.dumps(list(push.numbers)), "number IN (SELECT value FROM json_each(?))"
             text = f"SELECT COUNT(*) FROM batches WHERE job = ? AND trainer = ? AND kept IS NULL AND {named}"
             held = db.execute(text, (job, trainer, numbers)).fetchone()[0]
             if not push.numbers or held != len(set(push.numbers)) or held != len(push.numbers):
-                raise Refused("a push names micro-batches that this trainer holds, each once")
+                raise LedgerRefused("a push names micro-batches that this trainer holds, each once")
             text = "INSERT INTO pushes (job, version, name, blob, tokens, steps) VALUES (?, ?, ?, ?, ?, ?)"
             kept = db.execute(text, (job, version, name, blob, push.tokens, push.steps)).lastrowid
             db.execute(f"UPDATE batches SET kept = ? WHERE job = ? AND {named}", (kept, job, numbers))
@@ -262,10 +262,10 @@ class FleetBooks:
             there = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version + 1)).fetchone()
             if there is not None:
                 if there["blob"] != name:
-                    raise Refused(f"version {version + 1} of {job} is another one")
+                    raise LedgerRefused(f"version {version + 1} of {job} is another one")
                 return version + 1
             if row["version"] != version or not parts:
-                raise Refused(f"round {version} of {job} is not whole")
+                raise LedgerRefused(f"round {version} of {job} is not whole")
             tokens = sum(part["tokens"] for part in parts)
             db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (job, version + 1, name, tokens))
             db.execute("UPDATE jobs SET version = ? WHERE name = ?", (version + 1, job))
@@ -289,7 +289,7 @@ class FleetBooks:
 
     def read(self, blob: str) -> bytes:
         if not DIGEST.fullmatch(blob):
-            raise Refused(f"no blob {blob[:64]}")
+            raise LedgerRefused(f"no blob {blob[:64]}")
         try:
             return (self._blobs / blob).read_bytes()
         except FileNotFoundError:
@@ -325,7 +325,7 @@ def _queue(db: sqlite3.Connection, job: str, version: int, count: int, now_s: fl
 def _job(db: sqlite3.Connection, name: str) -> dict[str, Any]:
     row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
     if row is None:
-        raise Refused(f"no job {name}")
+        raise LedgerRefused(f"no job {name}")
     return dict(row)
 
 

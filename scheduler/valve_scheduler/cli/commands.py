@@ -35,7 +35,7 @@ from valve_scheduler.cli.overview import (
 )
 from valve_scheduler.cli.pause import pause, resume
 from valve_scheduler.controller import profiling
-from valve_scheduler.placement.explain import Explanation, explain
+from valve_scheduler.placement.explain import PodExplanation, explain
 from valve_scheduler.placement.rank import PlacementSettings
 from valve_scheduler.placement.state import ClusterState
 from valve_scheduler.placement.views import (
@@ -279,7 +279,7 @@ async def _cluster(client: KubeClient) -> ClusterState:
     return state
 
 
-def _print_explanation(found: Explanation, achieved: Row) -> None:
+def _print_explanation(found: PodExplanation, achieved: Row) -> None:
     console = _console()
     console.print(f"[bold]{found.pod}[/] is {found.state}" + (f" on {found.node}" if found.node else ""))
     if found.gpus:

@@ -28,13 +28,13 @@ class Caches:
         self.pods, self.nodes, self.workloads, self.accounts, self.profiles = (Store() for _ in range(5))
         self.labels: dict[str, dict[str, str]] = {}
         self.views = [
-            self.pods.tee(pods_view(client, self.state)),
-            self.nodes.tee(nodes_view(client, self.state, now_s)),
-            self.profiles.tee(profiles_view(client, self.state)),
-            self.workloads.tee(workloads_view(client, self.state)),
+            pods_view(client, self.state, self.pods.tee),
+            nodes_view(client, self.state, now_s, self.nodes.tee),
+            profiles_view(client, self.state, self.profiles.tee),
+            workloads_view(client, self.state, self.workloads.tee),
             policies_view(client, self.state),
             grounds_view(client, self.labels, self.state.asked.grounds),
-            self.accounts.tee(Reflector(client, f"{names.API_PATH}/harvestaccounts", _NO_SINK)),
+            Reflector(client, f"{names.API_PATH}/harvestaccounts", self.accounts.tee(_NO_SINK)),
         ]
         self._accounts_view = self.views[-1]
 

@@ -30,7 +30,7 @@ class Shadow(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PolicyStanding:
     """`nodes` that its selector matches, those of them where its word holds, and what keeps it from the others."""
 
     nodes: int
@@ -50,7 +50,9 @@ class Standing:
         return "nothing overrules it" if self.nodes else "no node that reports has these labels"
 
 
-def standing(policy: Object, policies: Policies, nodes: Mapping[str, Object], modes: Mapping[str, str]) -> Standing:
+def standing(
+    policy: Object, policies: Policies, nodes: Mapping[str, Object], modes: Mapping[str, str]
+) -> PolicyStanding:
     """`nodes`: labels of the nodes that report; `modes`: what people set on some of them."""
     name, spec = policy["metadata"]["name"], policy["spec"]
     mine = [node for node, labels in nodes.items() if selects(spec, labels)]
@@ -69,7 +71,7 @@ def standing(policy: Object, policies: Policies, nodes: Mapping[str, Object], mo
         shadows.append((Shadow.NODE_MODE, f"spec.mode of the GPUHarvestNode holds on {_counted(stubborn, len(mine))}"))
     shadows += _of_the_cluster(policy, policies)
 
-    return Standing(nodes=len(mine), in_force=len(mine) - len(lost), shadows=tuple(shadows))
+    return PolicyStanding(nodes=len(mine), in_force=len(mine) - len(lost), shadows=tuple(shadows))
 
 
 def _of_the_cluster(policy: Object, policies: Policies) -> Iterable[tuple[Shadow, str]]:
@@ -92,7 +94,7 @@ def _of_the_cluster(policy: Object, policies: Policies) -> Iterable[tuple[Shadow
         yield Shadow.EARLIER_POLICY, f"HarvestPolicy {first['metadata']['name']} has eviction"
 
 
-def status_of(policy: Object, found: Standing, now_s: float) -> dict[str, Any]:
+def status_of(policy: Object, found: PolicyStanding, now_s: float) -> dict[str, Any]:
     before = (policy.get("status") or {}).get("conditions") or []
     is_shadowed = "True" if found.shadows else "False"
     return {

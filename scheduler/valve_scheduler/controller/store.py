@@ -1,7 +1,7 @@
 """Keeps the objects of one watch as they are, for rounds that read them whole."""
 
 from valve_kube.client import Json
-from valve_kube.reflector import Reflector, Sink
+from valve_kube.reflector import Sink
 
 Key = tuple[str, str]
 
@@ -12,9 +12,8 @@ class Store:
     def __init__(self) -> None:
         self.items: dict[Key, Json] = {}
 
-    def tee(self, view: Reflector) -> Reflector:
+    def tee(self, inner: Sink) -> Sink:
         """Keep the raw objects of a view beside what it does with them."""
-        inner = view.sink
 
         def replace(items: list[Json]) -> None:
             self.items = {key_of(item): item for item in items}
@@ -28,9 +27,7 @@ class Store:
             self.items.pop(key_of(item), None)
             inner.drop(item)
 
-        view.sink = Sink(replace=replace, put=put, drop=drop)
-
-        return view
+        return Sink(replace=replace, put=put, drop=drop)
 
 
 def key_of(item: Json) -> Key:

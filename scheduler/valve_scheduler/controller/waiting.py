@@ -14,7 +14,7 @@ from valve_scheduler.controller.caches import Caches
 from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.retries import Retries
 from valve_scheduler.placement.rank import Job
-from valve_scheduler.placement.reach import Beyond, Reach
+from valve_scheduler.placement.reach import Beyond, ReachVerdicts
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Waiting:
     def __init__(self, caches: Caches, hands: Hands, now_s: Callable[[], float], afresh_every_s: float) -> None:
         self._caches, self._hands, self._now_s = caches, hands, now_s
-        self._retries, self._reach = Retries(caches.state), Reach(caches.state)
+        self._retries, self._reach = Retries(caches.state), ReachVerdicts(caches.state)
         self._afresh_every_s, self._afresh_at_s = afresh_every_s, 0.0
 
     async def requeue(self) -> None:

@@ -21,14 +21,15 @@ _AT_ONCE = 8
 
 
 class Doubts:
-    """Settles what the state doubts, as soon as it does. The state then calls `raised`."""
+    """Settles what the state doubts, as soon as the state sets `raised`."""
 
-    def __init__(self, client: KubeClient, state: ClusterState, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, client: KubeClient, state: ClusterState, now_s: Callable[[], float], raised: asyncio.Event
+    ) -> None:
         self._client = client
         self._state = state
         self._now_s = now_s
-        self._raised = asyncio.Event()
-        state.held.on_doubt = self._raised.set
+        self._raised = raised
 
     async def run(self) -> None:
         """Until cancelled."""

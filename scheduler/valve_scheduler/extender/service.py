@@ -49,7 +49,8 @@ class ExtenderSettings:
 class ExtenderService:
     def __init__(self, client: KubeClient, settings: ExtenderSettings) -> None:
         self._settings = settings
-        self.state = ClusterState(settings.placement)
+        raised = asyncio.Event()
+        self.state = ClusterState(settings.placement, doubted=raised.set)
         self.pods = pods_view(client, self.state)
         served = ServedBases()
         self.views = [
@@ -65,7 +66,7 @@ class ExtenderService:
             self._leadership = Leadership(settings.hostname, self.pods.relist)
             lease = lease_view(client, self._leadership, settings.lease_namespace, settings.lease_name)
             self.views.append(lease)
-        self._doubts = Doubts(client, self.state, time.time)
+        self._doubts = Doubts(client, self.state, time.time, raised)
         self._pair = Pair(self._missing, settings.kube_scheduler_port)
         self.probes = Probes(self._missing, self._refresh_gauges, {PAIR_PATH: self._pair.failure})
         self._extender = Extender(self.state, client, now_s=time.time, can_answer=self.can_answer, served=served)

@@ -37,7 +37,7 @@ class NodeIdle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class PodExplanation:
     """`state` in a word, `candidates` best first with predicted shares, `advice` what would change the answer."""
 
     pod: str
@@ -51,19 +51,19 @@ class Explanation:
     advice: str = ""
 
 
-def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Explanation:
+def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> PodExplanation:
     title = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
     place = pod_place(pod)
     if place.node:
         predicted = (pod["metadata"].get("annotations") or {}).get(names.PREDICTED, "")
         word = "finished" if place.finished else "placed"
-        return Explanation(pod=title, state=word, node=place.node, gpus=place.gpu_uuids, predicted=predicted)
+        return PodExplanation(pod=title, state=word, node=place.node, gpus=place.gpu_uuids, predicted=predicted)
     try:
         wish = offline_pod(followed(pod))
     except InvalidObject as error:
-        return Explanation(pod=title, state="invalid", advice=str(error))
+        return PodExplanation(pod=title, state="invalid", advice=str(error))
     if why := barred(state, wish):
-        return Explanation(pod=title, state="barred", advice=why)
+        return PodExplanation(pod=title, state="barred", advice=why)
     job, fleet, sets = state.asked.job(wish, now_s), state.fleet(now_s), state.sets(wish.gpus)
     ranking = rank(fleet, sets, job, state.settings)
     found = ranked_nodes(fleet, ranking)
@@ -74,7 +74,7 @@ def explain(state: ClusterState, pod: Object, now_s: float, most: int = 5) -> Ex
         advice = _advice(job.sla, free, len(state.node_names())) or crowded(fleet, ranking, job)
         best = free
 
-    return Explanation(
+    return PodExplanation(
         pod=title,
         state="placeable" if found else "unplaceable",
         candidates=tuple(found[:most]),

@@ -39,11 +39,12 @@ class Reservation:
 
 
 class HeldGpus:
-    """`changed` is called with the node on which another GPU is taken or free."""
+    """`changed` is called with the node on which another GPU is taken or free, `doubted` when a holding must be
+    verified. Without `doubted` nobody verifies, and the watch alone is believed."""
 
-    def __init__(self, changed: Callable[[str], None]) -> None:
+    def __init__(self, changed: Callable[[str], None], doubted: Callable[[], None] | None = None) -> None:
         self._changed = changed
-        self.on_doubt: Callable[[], None] | None = None  # None: nobody verifies, the watch alone is believed
+        self._doubted = doubted
         self._holdings: dict[str, Holding] = {}
         self._holders: defaultdict[str, set[str]] = defaultdict(set)  # node -> pod uids
         self._in_use: Counter[str] = Counter()  # namespace -> GPUs its offline pods hold
@@ -75,11 +76,11 @@ class HeldGpus:
         holding = self._holdings.get(uid)
         if holding is None or holding.assumed_until_s:
             return  # the bind under way will tell
-        if is_deleted or self.on_doubt is None:
+        if is_deleted or self._doubted is None:
             self.release(uid)
         else:
             self._doubts[uid] = 0.0
-            self.on_doubt()
+            self._doubted()
 
     def doubtful(self, now_s: float) -> list[Holding]:
         """HeldGpus that must be verified now."""
@@ -139,7 +140,7 @@ class HeldGpus:
         holding = self._holdings.get(pod_uid)
         if holding is not None and holding.assumed_until_s:
             self._holdings[pod_uid] = replace(holding, assumed_until_s=0.0)
-            if self.on_doubt is not None:
+            if self._doubted is not None:
                 self._doubts[pod_uid] = holding.assumed_until_s
 
     def release(self, pod_uid: str) -> None:

@@ -41,7 +41,7 @@ class Beyond:
     message: str
 
 
-class Reach:
+class ReachVerdicts:
     """Verdicts on the kinds of jobs that wait, kept between rounds: a round judges those judged longest ago, for as
     long as its time lasts."""
 

@@ -3,7 +3,7 @@
 One asyncio loop owns it; events and requests come one at a time. A report recomputes its own row only. Who holds the
 GPUs is known by `holdings.py`, what a pod asks for by `asked.py`."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 
@@ -45,7 +45,9 @@ class ClusterState:
     """Rows grow by doubling and are reused. `generation` counts changes of rows; profiles and avoid lists are
     part of a `Job`, not of the rows."""
 
-    def __init__(self, settings: PlacementSettings, capacity: int = 64) -> None:
+    def __init__(
+        self, settings: PlacementSettings, capacity: int = 64, doubted: Callable[[], None] | None = None
+    ) -> None:
         self.settings = settings
         self.generation = 0
         self._row_of: dict[str, int] = {}
@@ -71,7 +73,7 @@ class ClusterState:
         self._judged_at_s = self._stale_from_s = 0.0  # when that was, and when the clock alone changes it
         self._sets: dict[int, GpuSets] = {}
         self.policies = Policies()
-        self.held = HeldGpus(self._recount)
+        self.held = HeldGpus(self._recount, doubted)
         self.asked = Asked(self._row_of)
 
     # Nodes

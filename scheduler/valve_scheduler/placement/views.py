@@ -29,11 +29,17 @@ OFFLINE_PODS = {
 }
 
 
+Tee = Callable[[Sink], Sink]  # whoever wants to see the objects, too, of the sink that a view has
+
 # A whole list now and then: what a watch was never told of is found by it.
 RELIST_S = 600.0
 
 
-def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
+def _as_it_is(sink: Sink) -> Sink:
+    return sink
+
+
+def pods_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is) -> Reflector:
     sink = Sink(
         replace=lambda items: state.held.replace_pods(pod_place(item) for item in items),
         put=lambda item: state.held.put_pod(pod_place(item)),
@@ -41,10 +47,10 @@ def pods_view(client: KubeClient, state: ClusterState) -> Reflector:
             item["metadata"]["uid"], is_deleted=bool(item["metadata"].get("deletionTimestamp"))
         ),
     )
-    return Reflector(client, "/api/v1/pods", sink, query=OFFLINE_PODS, relist_s=RELIST_S, shape=PodShape())
+    return Reflector(client, "/api/v1/pods", tee(sink), query=OFFLINE_PODS, relist_s=RELIST_S, shape=PodShape())
 
 
-def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], float]) -> Reflector:
+def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], float], tee: Tee = _as_it_is) -> Reflector:
     def put(item: Json, *, is_live: bool = True) -> None:
         try:
             state.put_report(node_report(item), now_s(), is_live=is_live)
@@ -59,10 +65,10 @@ def nodes_view(client: KubeClient, state: ClusterState, now_s: Callable[[], floa
             put(item, is_live=False)
 
     sink = Sink(replace=replace, put=put, drop=lambda item: state.drop_report(item["metadata"]["name"]))
-    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", sink, shape=ReportShape())
+    return Reflector(client, f"{names.API_PATH}/gpuharvestnodes", tee(sink), shape=ReportShape())
 
 
-def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
+def profiles_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is) -> Reflector:
     def key(item: Json) -> tuple[str, str]:
         return item["metadata"]["namespace"], item["metadata"]["name"]
 
@@ -82,7 +88,7 @@ def profiles_view(client: KubeClient, state: ClusterState) -> Reflector:
         put=lambda item: state.asked.put_profile(*key(item), read(item)),
         drop=lambda item: state.asked.put_profile(*key(item), None),
     )
-    return Reflector(client, f"{names.API_PATH}/offlineprofiles", sink)
+    return Reflector(client, f"{names.API_PATH}/offlineprofiles", tee(sink))
 
 
 def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
@@ -101,7 +107,7 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
     return str((workload.get("spec") or {}).get("ownerUID", "")), avoid
 
 
-def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
+def workloads_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is) -> Reflector:
     def put(item: Json) -> None:
         state.asked.put_avoid(*avoid_list(item))
 
@@ -110,7 +116,7 @@ def workloads_view(client: KubeClient, state: ClusterState) -> Reflector:
         put=put,
         drop=lambda item: state.asked.put_avoid(avoid_list(item)[0], {}),
     )
-    return Reflector(client, f"{names.API_PATH}/offlineworkloads", sink)
+    return Reflector(client, f"{names.API_PATH}/offlineworkloads", tee(sink))
 
 
 def grounds_view(client: KubeClient, labels: dict[str, dict[str, str]], grounds: Grounds) -> Reflector:

@@ -52,16 +52,16 @@ class AdmissionSettings(InjectionSettings):
     offline_env: Mapping[str, str] = field(default_factory=dict)  # engine timeouts that a gate would trip
 
 
-class Refused(Exception):
+class PodRefused(Exception):
     """The pod cannot run as it is; the text goes to whoever created it."""
 
 
 def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
-    """The pod as Valve schedules it; raises Refused with what its author has to change."""
+    """The pod as Valve schedules it; raises PodRefused with what its author has to change."""
     try:
         _refuse_offline(pod)
     except InvalidObject as error:
-        raise Refused(str(error)) from error
+        raise PodRefused(str(error)) from error
     changed = copy.deepcopy(pod)
     spec, metadata = changed["spec"], changed["metadata"]
     metadata.setdefault("labels", {})[names.ROLE] = names.OFFLINE
@@ -134,39 +134,39 @@ def _refuse_offline(pod: Pod) -> None:
         metadata[kind][names.ROLE] for kind in ("labels", "annotations") if names.ROLE in (metadata.get(kind) or {})
     ]
     if len(set(told)) > 1:
-        raise Refused(f"label {names.ROLE} says {told[0]} and the annotation {told[1]}; one of the two is enough")
+        raise PodRefused(f"label {names.ROLE} says {told[0]} and the annotation {told[1]}; one of the two is enough")
     forged = [key for key in _OWN if key in (metadata.get("annotations") or {})]
     if forged:
-        raise Refused(f"annotation {forged[0]} is written by Valve alone; remove it")
+        raise PodRefused(f"annotation {forged[0]} is written by Valve alone; remove it")
     scheduler = spec.get("schedulerName") or "default-scheduler"
     if scheduler not in ("default-scheduler", names.SCHEDULER):
-        raise Refused(f"schedulerName is {scheduler}; offline pods are placed by {names.SCHEDULER}, leave it out")
+        raise PodRefused(f"schedulerName is {scheduler}; offline pods are placed by {names.SCHEDULER}, leave it out")
     if spec.get("nodeName"):
-        raise Refused("nodeName is set; offline pods are placed by Valve, use nodeSelector or affinity instead")
+        raise PodRefused("nodeName is set; offline pods are placed by Valve, use nodeSelector or affinity instead")
     if spec.get("hostPID"):
-        raise Refused("hostPID is not allowed: the daemon tells pods apart by their processes")
+        raise PodRefused("hostPID is not allowed: the daemon tells pods apart by their processes")
     for container in _containers(pod):
         if (container.get("securityContext") or {}).get("privileged"):
-            raise Refused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
+            raise PodRefused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
     sla_of(pod)
     base_of(pod)
     if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
         gpus_wanted(pod)
     by_kueue = any(key.startswith(_KUEUE) for key in metadata.get("labels") or {})
     if by_kueue and annotation(pod, names.GPUS_REQUIRED) and not resource_count(pod, names.RESOURCE):
-        raise Refused(
+        raise PodRefused(
             f"annotation {names.GPUS_REQUIRED} is no quota that Kueue counts; write the limit {names.RESOURCE} instead"
         )
     if annotation(pod, names.SLA) and not annotation(pod, names.PROFILE):
-        raise Refused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
+        raise PodRefused(f"annotation {names.SLA} needs {names.PROFILE}: the name of an OfflineProfile to compare with")
 
 
 def _refuse_other_gpus(pod: Pod) -> None:
     for resource in names.ONLINE_RESOURCES:
         if resource_count(pod, resource):
-            raise Refused(f"an offline pod must not ask for {resource}; it runs on GPUs others hold")
+            raise PodRefused(f"an offline pod must not ask for {resource}; it runs on GPUs others hold")
     if pod["spec"].get("resourceClaims"):
-        raise Refused("an offline pod must not bring resourceClaims: Valve cannot count the devices behind them")
+        raise PodRefused("an offline pod must not bring resourceClaims: Valve cannot count the devices behind them")
 
 
 def _traits(pod: Pod) -> PodTraits:
@@ -223,7 +223,7 @@ def _offline_env(container: Pod, settings: AdmissionSettings) -> None:
     # In the pod, as its own variables win over the device plugin's; the file comes with the plugin's mount.
     preload = _variable(container, "LD_PRELOAD") or {}
     if "valueFrom" in preload:
-        raise Refused(f"container {container['name']} takes LD_PRELOAD from a reference; write its value out")
+        raise PodRefused(f"container {container['name']} takes LD_PRELOAD from a reference; write its value out")
     merged = merge_preload(preload.get("value") or "", settings.preload)
     if merged is not None:
         _set_variable(container, "LD_PRELOAD", merged)

@@ -21,7 +21,7 @@ from valve_scheduler.server import Answer, json_answer, serve, text_answer
 from valve_scheduler.webhook.admission import (
     AdmissionSettings,
     Pod,
-    Refused,
+    PodRefused,
     marked,
     mutate_offline,
     mutate_online,
@@ -40,7 +40,7 @@ def review_offline(request: Json, settings: AdmissionSettings) -> Json:
     pod = request["object"]
     try:
         changed = mutate_offline(pod, settings)
-    except Refused as refusal:
+    except PodRefused as refusal:
         metrics.admissions.labels("offline", "refused").inc()
         message = f"valve: {refusal}"
         return {"uid": request["uid"], "allowed": False, "status": {"code": 403, "message": message}}

@@ -10,6 +10,7 @@ from kv_node import KvNode, wait_for
 from sglang_world import restart
 from toy_engine import ToyScheduler
 from toy_world import close, hooked, prompts, run
+from valve_hook import Refused
 from valve_hook.link import Attach, Link
 from valve_hook.sessions import Sessions
 from valve_hook.shared import Region
@@ -44,7 +45,7 @@ def build(monkeypatch, link, **knobs):
     """As vLLM builds a scheduler that the plugin has wrapped."""
     scheduler = ToyScheduler(hooks=calls, **knobs)
     monkeypatch.setattr(calls, "process_link", lambda: link)
-    monkeypatch.setattr(calls, "_make_hook", lambda each, to: calls.SchedulerHook(each, to, Mode.FULL, "toy 1.0"))
+    monkeypatch.setattr(calls, "_make_hook", lambda each, to: calls.VllmHook(each, to, Mode.FULL, "toy 1.0"))
     calls.built(scheduler)
     return scheduler
 
@@ -103,9 +104,7 @@ def test_workers_are_told_that_the_table_is_heeded_only_where_it_is(node, link, 
     assert "KV_ATTACH was refused" in notes(refused)
 
 
-@pytest.mark.parametrize(
-    "error", [check.MemoryRefused("two groups"), check.Refused("two groups"), ValueError("two groups")]
-)
+@pytest.mark.parametrize("error", [check.MemoryRefused("two groups"), Refused("two groups"), ValueError("two groups")])
 def test_workers_are_told_why_nobody_heeds_the_table(link, monkeypatch, error):
     def make(scheduler, _):
         raise error

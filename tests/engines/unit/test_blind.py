@@ -10,7 +10,7 @@ import pytest
 from toy_engine import ToyScheduler
 from toy_sglang import MHATokenToKVPool
 from toy_sglang import Scheduler as ToySglang
-from valve_hook import shim
+from valve_hook import Refused, shim
 from valve_hook.sglang import calls as sglang_calls
 from valve_hook.sglang import check, memory
 from valve_hook.vllm import calls
@@ -124,7 +124,7 @@ def test_no_pool_is_elastic_whose_scheduler_is_refused(monkeypatch, kind):
     try:
         check.judge(check.SUPPORTED[0], scheduler)
         is_taken = True
-    except check.Refused:
+    except Refused:
         is_taken = False
 
     assert flags == expected

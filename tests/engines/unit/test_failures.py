@@ -13,7 +13,7 @@ from toy_world import Reclaimer, close, hooked, prompts, run
 from valve_hook.ledger import Ledger
 from valve_hook.reconciler import Reconciler
 from valve_hook.shared import Book, Table
-from valve_hook.vllm.calls import SchedulerHook
+from valve_hook.vllm.calls import VllmHook
 from valve_hook.vllm.engine import VllmEngine
 from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_hook.vllm.prefixes import Prefixes
@@ -21,7 +21,7 @@ from valve_hook.vllm.progress import Progress
 from valve_hook.wire import Mode
 
 CALLED = {
-    SchedulerHook: [
+    VllmHook: [
         *("before_schedule", "after_schedule", "before_update", "is_quiet", "_look_whole", "_note_idle", "_dropped")
     ],
     Reconciler: ["sync", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard", "_unoffer", "_offer"],

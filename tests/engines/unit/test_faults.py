@@ -13,8 +13,9 @@ import pytest
 from kv_node import KvNode, wait_for
 from toy_engine import ToyScheduler
 from toy_world import Reclaimer, close, hooked, prompts, run
+from valve_hook import Refused
 from valve_hook import link as link_module
-from valve_hook.link import Attach, Layout, Link, Tensor, socket_path
+from valve_hook.link import Attach, BlockLayout, Link, Tensor, socket_path
 from valve_hook.vllm import calls, check
 from valve_hook.wire import Mode
 
@@ -96,7 +97,8 @@ def test_a_refused_layout_is_said_once_and_requests_are_counted_on(node, link, c
     """It is told again when there is another one, not every two seconds."""
     node.layout_status = 22
     first, second = (
-        Layout(blocks=60, block_tokens=4, tensors=[Tensor(base=at, block_stride=8, block_bytes=8)]) for at in (1, 2)
+        BlockLayout(blocks=60, block_tokens=4, tensors=[Tensor(base=at, block_stride=8, block_bytes=8)])
+        for at in (1, 2)
     )
     link.register_layout(first)
     assert link.attach(WANTED, 1.0) is None
@@ -222,7 +224,7 @@ def test_open_requests_are_exact_at_every_step(node):
 
 def test_a_layout_is_told_again_to_a_new_daemon(node, link):
     tensors = [Tensor(base=number << 20, block_stride=64, block_bytes=64, repeats=[(4, 1024)]) for number in range(20)]
-    link.register_layout(Layout(blocks=40, block_tokens=4, tensors=tensors))
+    link.register_layout(BlockLayout(blocks=40, block_tokens=4, tensors=tensors))
     wait_for(lambda: len(node.layouts) == 2, "both packets")
     node.stop()
     node.start()
@@ -578,7 +580,7 @@ def test_known_releases_are_taken(version):
 @pytest.mark.parametrize("version", ["0.28.0", "0.34.0", "1.0", "dev", ""])
 def test_other_releases_are_refused_with_both_versions_named(version, monkeypatch):
     monkeypatch.delenv(check.ENV_UNTESTED, raising=False)
-    with pytest.raises(check.Refused, match=r"valve_hook 0\.1\.0") as refused:
+    with pytest.raises(Refused, match=r"valve_hook 0\.1\.0") as refused:
         check.refuse_version(version)
 
     assert version in str(refused.value)

@@ -14,9 +14,10 @@ from faults import Fault, cases
 from sglang_world import Reclaimer, finish, give, lose, request_of, restart, run, undisturbed
 from toy_sglang import Scheduler
 from toy_world import prompts
+from valve_hook import Refused
 from valve_hook.reconciler import Reconciler
 from valve_hook.sglang import calls, engine, memory
-from valve_hook.sglang.check import Refused, can_forget
+from valve_hook.sglang.check import can_forget
 from valve_hook.sglang.engine import SglangEngine
 from valve_hook.sglang.free_pages import FreePages
 from valve_hook.sglang.memory import layout_of
@@ -429,7 +430,7 @@ def test_a_tree_without_the_walk_is_handled_the_coarse_way():
 
 
 CALLED = {
-    calls.SchedulerHook: ["before_choose", "after_choose", "_look", "_disbelieved", "_settle"],
+    calls.SglangHook: ["before_choose", "after_choose", "_look", "_disbelieved", "_settle"],
     Reconciler: [
         *("sync", "peek", "hit", "publish", "_heed", "_adopt", "_safely", "_try", "_act", "_discard"),
         *("_offer", "_unoffer", "_call_off"),

@@ -17,9 +17,10 @@ from kv_node import KvNode, wait_for
 from sglang_modules import sglang_modules
 from toy_sglang import Scheduler
 from toy_world import prompts
+from valve_hook import Refused
 from valve_hook.link import Link
 from valve_hook.sglang import calls
-from valve_hook.sglang.check import Refused, refuse_configuration
+from valve_hook.sglang.check import refuse_configuration
 from valve_hook.sglang.ranks import Alone, Ranks
 from valve_hook.wire import Mode
 
@@ -72,7 +73,7 @@ def engine(tmp_path, monkeypatch):
             schedulers.append(scheduler)
             links[-1].start()
             ranks = Ranks(links[-1], Seat(meeting, rank)) if joined else Alone(links[-1])
-            scheduler._valve = calls.SchedulerHook(scheduler, ranks, mode)
+            scheduler._valve = calls.SglangHook(scheduler, ranks, mode)
             scheduler._valve.attach("toy")
         wait_for(lambda: all(link.session for link in links[-2:] if not joined or link is links[-2]), "attached")
         return schedulers[-2:], nodes

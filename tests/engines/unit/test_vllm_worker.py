@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from valve_hook import Refused
 from valve_hook.torch_pool import is_expandable, switched_off
 from valve_hook.vllm import calls, check, placement, worker
 from valve_hook.vllm.placement import Placement, bracket
@@ -179,9 +180,7 @@ def test_a_step_that_warms_up_never_waits_for_a_scheduler_that_is_not_built_yet(
     assert asked == [1]
 
 
-@pytest.mark.parametrize(
-    "error", [check.MemoryRefused("hybrid"), check.Refused("a name is missing"), ValueError("odd")]
-)
+@pytest.mark.parametrize("error", [check.MemoryRefused("hybrid"), Refused("a name is missing"), ValueError("odd")])
 def test_what_the_scheduler_would_refuse_never_makes_a_cache_elastic(monkeypatch, error):
     def judge(config, cache):
         raise error
@@ -196,7 +195,7 @@ def test_worker_and_scheduler_ask_one_judge_about_the_same(monkeypatch):
     asked = []
     monkeypatch.setattr(check, "judge", lambda *facts: asked.append(facts) or "vllm")
     monkeypatch.setattr(check, "refuse_scheduler_class", lambda *_: None)
-    monkeypatch.setattr(calls, "SchedulerHook", lambda *arguments: arguments)
+    monkeypatch.setattr(calls, "VllmHook", lambda *arguments: arguments)
     known = SimpleNamespace(Scheduler=type("Scheduler", (), {}))
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())

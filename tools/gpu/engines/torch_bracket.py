@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from valve_hook.link import Attach, Layout, Tensor, process_link
+from valve_hook.link import Attach, BlockLayout, Tensor, process_link
 from valve_hook.shim import shim_call
 from valve_hook.wire import Mode
 
@@ -49,7 +49,7 @@ class Cache:
         link = process_link()
         assert link is not None, "no valved"
         tensor = Tensor(base=self.memory.base, block_stride=block_bytes, block_bytes=block_bytes)
-        link.register_layout(Layout(blocks=self.blocks, block_tokens=BLOCK_TOKENS, tensors=[tensor], pinned=()))
+        link.register_layout(BlockLayout(blocks=self.blocks, block_tokens=BLOCK_TOKENS, tensors=[tensor], pinned=()))
         wanted = Attach(
             engine="lab", mode=Mode.FULL, blocks=self.blocks, block_tokens=BLOCK_TOKENS, rows=1, row_blocks=1, ranks=1
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.gpu.engines.choice import HERE, need_product, python_with_torch
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Outcome, Verdict
 from valve_tools.gpu.rig import Rig
 from valve_tools.gpu.steps.product import product
@@ -26,7 +26,11 @@ CONFIG = "[memory]\nhandle_mib = 2\npool_mib = 136\nspare_mib = 0\nheadroom_min_
 PATIENCE_S = 240.0
 
 
+@experiment(
+    "C15", seconds=240, decides="whether engines on PyTorch may share their KV cache, and with which allocator settings"
+)
 def c15(rig: Rig) -> Outcome:
+    """Does stock PyTorch's cache become Valve's memory (three allocators), and does a graph stand a remap?"""
     need_product()
     found = {name: ask_allocator(rig, name) for name in ALLOCATORS}
     bad = {name: why for name, one in found.items() if (why := complaint(name, one))}
@@ -88,16 +92,4 @@ def is_ordinary(out: Path) -> bool:
     return "ordinary memory" in out.read_text(errors="replace")
 
 
-BATCH = Batch(
-    name="torch",
-    about="stock PyTorch's KV cache in Valve's memory",
-    experiments=(
-        ask(
-            "C15",
-            240,
-            c15,
-            "Does stock PyTorch's cache become Valve's memory (three allocators), and does a graph stand a remap?",
-            "whether engines on PyTorch may share their KV cache, and with which allocator settings",
-        ),
-    ),
-)
+BATCH = Batch(name="torch", about="stock PyTorch's KV cache in Valve's memory", experiments=(c15,))

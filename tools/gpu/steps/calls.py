@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Outcome, Verdict, figures
 from valve_tools.gpu.rig import NOBODY, Rig
 
@@ -25,7 +25,9 @@ CALLS = (
 )
 
 
+@experiment("C1", seconds=15, decides="whether a preload alone is enough to learn channels")
 def c1(rig: Rig) -> Outcome:
+    """Does libcuda reach the driver where a preload can see it?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         a = work.helper().ask_json("pointers")
         with rig.probe(work) as probe:
@@ -40,7 +42,9 @@ def c1(rig: Rig) -> Outcome:
     )
 
 
+@experiment("C5", seconds=30, decides="whether the watcher may probe with cuCtxRecordEvent")
 def c5(rig: Rig) -> Outcome:
+    """What do the calls cost that could prove a context idle?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         cost = work.helper().ask_json(f"calls {400 if rig.effort.dry else 4000}", patience_s=60)
         rig.stop(work)
@@ -69,7 +73,9 @@ def still_moves(rig: Rig, engine: str, path: str) -> tuple[bool, int]:
     return moves, len(channels)
 
 
+@experiment("C12", seconds=30, decides="what to gate for a compute pause, and what before memory moves")
 def c12(rig: Rig) -> Outcome:
+    """Which channels carry copies?"""
     path = rig.reach()
     compute_off, channels = still_moves(rig, "gr", path)
     all_off, _ = still_moves(rig, "all", path)
@@ -95,7 +101,9 @@ def timeslice(rig: Rig, uid: int | None) -> tuple[int, int, int]:
     return got, us, put
 
 
+@experiment("C14", seconds=30, decides="the fallback below channel control")
 def c14(rig: Rig) -> Outcome:
+    """Can the time slice of a group be set without privilege?"""
     users = {"this user": None, **({"nobody": NOBODY} if os.getuid() == 0 else {})}
     answers: dict[str, Any] = {}
     for name, uid in users.items():
@@ -114,36 +122,5 @@ def c14(rig: Rig) -> Outcome:
 
 
 BATCH = Batch(
-    name="calls",
-    about="where the shim stands in a process, and what single calls cost",
-    experiments=(
-        ask(
-            "C1",
-            15,
-            c1,
-            "Does libcuda reach the driver where a preload can see it?",
-            "whether a preload alone is enough to learn channels",
-        ),
-        ask(
-            "C5",
-            30,
-            c5,
-            "What do the calls cost that could prove a context idle?",
-            "whether the watcher may probe with cuCtxRecordEvent",
-        ),
-        ask(
-            "C12",
-            30,
-            c12,
-            "Which channels carry copies?",
-            "what to gate for a compute pause, and what before memory moves",
-        ),
-        ask(
-            "C14",
-            30,
-            c14,
-            "Can the time slice of a group be set without privilege?",
-            "the fallback below channel control",
-        ),
-    ),
+    name="calls", about="where the shim stands in a process, and what single calls cost", experiments=(c1, c5, c12, c14)
 )

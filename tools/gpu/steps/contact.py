@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Outcome, Verdict, figures
 from valve_tools.gpu.probe import CYCLE, Probe
 from valve_tools.gpu.rig import NOBODY, Rig, first_refusal
@@ -18,7 +18,11 @@ CHANNEL_IDS = 0x20801124
 IDS = struct.Struct("<128I128II128I")
 
 
+@experiment(
+    "D0", seconds=20, decides="whether the answers hold for the fleet: open modules, GSP firmware, Default mode, no MIG"
+)
 def d0(rig: Rig) -> Outcome:
+    """What machine is this?"""
     facts = dict(rig.machine.facts())
     unknown = [name for name, value in facts.items() if value in {"?", "unknown"}]
     return Outcome(
@@ -34,7 +38,11 @@ def channel_words(channels: list[dict[str, Any]]) -> str:
     return ", ".join(f"{n} x class {cls:#x} on engine {engine}" for (engine, cls), n in sorted(kinds.items()))
 
 
+@experiment(
+    "D1", seconds=30, decides="how channels are learnt: UVM registration or allocation, TSG by engine, which class"
+)
 def d1(rig: Rig) -> Outcome:
+    """Which objects and driver calls make a CUDA process?"""
     with rig.workload("alu", rig.effort.ms(2000), trace=True) as work:
         with rig.probe(work) as probe:
             seen = probe.do("list")
@@ -75,7 +83,11 @@ def keep_trace(rig: Rig, text: str) -> None:
     (rig.out / name).write_text(text)
 
 
+@experiment(
+    "D2", seconds=10, decides="whether valved needs nothing but the device nodes, and must keep the GPU's node open"
+)
 def d2(rig: Rig) -> Outcome:
+    """Can a process build its own driver client by raw calls?"""
     with bare_probe(rig) as probe:
         opened = probe.do("open")
     with bare_probe(rig) as probe:
@@ -108,7 +120,9 @@ def ids_of(probe: Probe, pairs: list[tuple[int, int]]) -> tuple[int, list[int]]:
     return status, list(IDS.unpack(after)[257 : 257 + len(pairs)])
 
 
+@experiment("D3", seconds=15, decides="whether a reported channel can be verified before it is trusted")
 def d3(rig: Rig) -> Outcome:
+    """Does the driver resolve channels of other clients?"""
     with rig.workload("alu", rig.effort.ms(3000)) as work, rig.probe(work) as probe:
         channels = probe.do("list")["channels"]
         pairs = [(channel["client"], channel["channel"]) for channel in channels]
@@ -154,20 +168,26 @@ def paused(rig: Rig, path: str, n: int, uid: int | None = None) -> Outcome:
             return Outcome(verdict=Verdict.REFUSED, detail=f"path {path}: {error}", answers={"path": path, "frozen": 0})
 
 
+@experiment("D4", seconds=60, decides="the first rung of the reach order: valved's own client with foreign lists")
 def d4(rig: Rig) -> Outcome:
+    """Can one process stop the channels of another (path A)?"""
     outcome = paused(rig, "a", 200)
     if outcome.verdict is Verdict.OK:
         rig.path = "a"
     return outcome
 
 
+@experiment("D4u", seconds=25, decides="the exposure that SECURITY.md states")
 def d4u(rig: Rig) -> Outcome:
+    """Can an unprivileged user do so?"""
     if os.getuid():
         return Outcome(verdict=Verdict.SKIPPED, detail="needs root, to become somebody else")
     return paused(rig, "a", 40, uid=NOBODY)
 
 
+@experiment("D4b", seconds=60, decides="the next rungs of the reach order")
 def d4b(rig: Rig) -> Outcome:
+    """Do the passed descriptor (B) and the process itself (C) stop them?"""
     parts = {path: paused(rig, path, 50) for path in "bc"}
     good = [path for path, part in parts.items() if part.verdict is Verdict.OK]
     if good and not rig.path:
@@ -183,55 +203,5 @@ def d4b(rig: Rig) -> Outcome:
 BATCH = Batch(
     name="contact",
     about="what a CUDA process looks like from outside, and whether its channels stop",
-    experiments=(
-        Experiment(
-            name="D0",
-            question="What machine is this?",
-            seconds=20,
-            run=d0,
-            decides="whether the answers hold for the fleet: open modules, GSP firmware, Default mode, no MIG",
-        ),
-        Experiment(
-            name="D1",
-            question="Which objects and driver calls make a CUDA process?",
-            seconds=30,
-            run=d1,
-            decides="how channels are learnt: UVM registration or allocation, TSG by engine, which class",
-        ),
-        Experiment(
-            name="D2",
-            question="Can a process build its own driver client by raw calls?",
-            seconds=10,
-            run=d2,
-            decides="whether valved needs nothing but the device nodes, and must keep the GPU's node open",
-        ),
-        Experiment(
-            name="D3",
-            question="Does the driver resolve channels of other clients?",
-            seconds=15,
-            run=d3,
-            decides="whether a reported channel can be verified before it is trusted",
-        ),
-        Experiment(
-            name="D4",
-            question="Can one process stop the channels of another (path A)?",
-            seconds=60,
-            run=d4,
-            decides="the first rung of the reach order: valved's own client with foreign lists",
-        ),
-        Experiment(
-            name="D4u",
-            question="Can an unprivileged user do so?",
-            seconds=25,
-            run=d4u,
-            decides="the exposure that SECURITY.md states",
-        ),
-        Experiment(
-            name="D4b",
-            question="Do the passed descriptor (B) and the process itself (C) stop them?",
-            seconds=60,
-            run=d4b,
-            decides="the next rungs of the reach order",
-        ),
-    ),
+    experiments=(d0, d1, d2, d3, d4, d4u, d4b),
 )

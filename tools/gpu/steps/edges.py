@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from valve_tools.gpu.errors import Stop
-from valve_tools.gpu.experiment import Batch, Experiment
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict
 from valve_tools.gpu.probe import Probe
 from valve_tools.gpu.rig import Rig, Workload
@@ -44,7 +44,9 @@ def edge(
     return answer
 
 
+@experiment("D7", seconds=40, decides="how valved builds lists, and what a partial failure leaves")
 def d7(rig: Rig) -> Outcome:
+    """What does the call do at its edges?"""
     path = rig.reach()
     if path == "c":
         return Outcome(verdict=Verdict.SKIPPED, detail="raw lists need path a or b")
@@ -97,7 +99,9 @@ def make_while_off(rig: Rig, what: str, path: str) -> dict[str, Any]:
     return {"error": error, "hung": hung, "runs_again": runs, "schedules": scheduled, "moves_after": moves}
 
 
+@experiment("D9", seconds=80, decides="which calls the shim must hold while gated")
 def d9(rig: Rig) -> Outcome:
+    """Does a paused process wake itself by making new objects?"""
     path = rig.reach()
     found = {what: make_while_off(rig, what, path) for what in NEW}
     words = [
@@ -113,7 +117,9 @@ def d9(rig: Rig) -> Outcome:
     )
 
 
+@experiment("D10", seconds=150, decides="whether a pause must be capped")
 def d10(rig: Rig) -> Outcome:
+    """Is a pause of two minutes clean?"""
     path, span_s = rig.reach(), rig.effort.seconds(120)
     with rig.workload("alu", rig.effort.ms(4000)) as work:
         undisturbed = rig.finish(work)
@@ -135,7 +141,9 @@ def d10(rig: Rig) -> Outcome:
     )
 
 
+@experiment("C3", seconds=40, decides="what a mistake in the remap would cost, and whom")
 def c3(rig: Rig) -> Outcome:
+    """What does a read of unmapped memory end?"""
     with (
         rig.workload("alu", rig.effort.ms(20000)) as other,
         rig.workload("idle", 20_000, helper=True, may_fail=True) as offender,
@@ -154,8 +162,12 @@ def c3(rig: Rig) -> Outcome:
     )
 
 
+@experiment("D15", seconds=90, decides="whether enable-before-kill is mandatory everywhere", opt_in=True)
 def d15(rig: Rig) -> Outcome:
-    """The one experiment that kills a process whose channels are off: it must be named to run."""
+    """How long does the driver stall when a paused process is killed?
+
+    The one experiment that kills a process whose channels are off: it must be named to run.
+    """
     calls: list[float] = []
     gone_s: float | None = None
     path = rig.reach()
@@ -186,51 +198,7 @@ def d15(rig: Rig) -> Outcome:
     )
 
 
-def _batch(name: str, about: str, *experiments: Experiment) -> Batch:
-    return Batch(name=name, about=about, experiments=experiments)
-
-
-BATCH = _batch(
-    "edges",
-    "wrong lists, long pauses, new objects while paused, a hole",
-    Experiment(
-        name="D7",
-        seconds=40,
-        run=d7,
-        question="What does the call do at its edges?",
-        decides="how valved builds lists, and what a partial failure leaves",
-    ),
-    Experiment(
-        name="D9",
-        seconds=80,
-        run=d9,
-        question="Does a paused process wake itself by making new objects?",
-        decides="which calls the shim must hold while gated",
-    ),
-    Experiment(
-        name="D10",
-        seconds=150,
-        run=d10,
-        question="Is a pause of two minutes clean?",
-        decides="whether a pause must be capped",
-    ),
-    Experiment(
-        name="C3",
-        seconds=40,
-        run=c3,
-        question="What does a read of unmapped memory end?",
-        decides="what a mistake in the remap would cost, and whom",
-    ),
+BATCH = Batch(
+    name="edges", about="wrong lists, long pauses, new objects while paused, a hole", experiments=(d7, d9, d10, c3)
 )
-LAST = _batch(
-    "last",
-    "the dangerous one: killing a process whose channels are off",
-    Experiment(
-        name="D15",
-        seconds=90,
-        run=d15,
-        opt_in=True,
-        question="How long does the driver stall when a paused process is killed?",
-        decides="whether enable-before-kill is mandatory everywhere",
-    ),
-)
+LAST = Batch(name="last", about="the dangerous one: killing a process whose channels are off", experiments=(d15,))

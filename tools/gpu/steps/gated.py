@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from valve_tools.gpu.experiment import experiment
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict
 from valve_tools.gpu.probe import Probe
 from valve_tools.gpu.rig import Rig, Workload
@@ -104,7 +105,9 @@ class GatedCalls:
         return f"{mode} {self.kind} {self.frozen}/{self.parts} frozen, {self.wrong} wrong: {'; '.join(times)}{end}"
 
 
+@experiment("C4", seconds=150, decides="remap rung (ii): a helper thread in the shim, or not")
 def c4(rig: Rig) -> Outcome:
+    """Do they work from a helper thread while the channels are off?"""
     shown: dict[str, Figure] = {}
     words, verdicts, hang = [], [], None
     # The likely hang (free waits for the device) comes last, so that it does not cost the figures of the others.
@@ -164,7 +167,9 @@ def sparse_rounds(work: Workload, probe: Probe, who: str, n: int) -> dict[str, A
     return found
 
 
+@experiment("C6", seconds=40, decides="remap rung (i): one call from outside the process, without libcuda")
 def c6(rig: Rig) -> Outcome:
+    """Does a sparse mapping quarantine a range, also on a passed descriptor?"""
     path, n = rig.reach(), rig.effort.cycles(20)
     with rig.workload("alu", rig.effort.ms(60000), helper=True) as work, rig.probe(work, path=path) as probe:
         found = {who: sparse_rounds(work, probe, who, n) for who in SPARSE_BY}

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.machine import branch_of
 from valve_tools.gpu.outcome import Outcome, Verdict, figures
 from valve_tools.gpu.rig import Rig, Workload
@@ -18,7 +18,9 @@ COST = ("create_us", "map_us", "access_us", "unmap_us", "release_us")
 MAP_EXTERNAL = 33
 
 
+@experiment("C8", seconds=60, decides="the pool's handle size, and how much headroom a reclaim within its time needs")
 def c8(rig: Rig) -> Outcome:
+    """What do the virtual memory calls cost, by handle size?"""
     shown, words, answers = {}, [], {}
     with rig.workload("idle", 120_000, helper=True) as work:
         for mib in (2, 16, 64, 128):
@@ -54,7 +56,9 @@ def call_name(line: dict[str, Any]) -> str:
     return str(line.get("op") or f"{line['call']} {line.get('nr', '')}".strip())
 
 
+@experiment("C2", seconds=15, decides="what runs under which lock, and what the daemon could do by itself")
 def c2(rig: Rig) -> Outcome:
+    """Which driver calls does each of them make?"""
     found: dict[str, list[str]] = {}
     with rig.workload("idle", 60_000, helper=True, trace=True) as work:
         for call in ("reserve", "create", *REMAP, "release", "alloc", "free"):
@@ -71,7 +75,9 @@ def c2(rig: Rig) -> Outcome:
     )
 
 
+@experiment("C9", seconds=15, decides="whether one large handle can feed a whole column")
 def c9(rig: Rig) -> Outcome:
+    """Can part of a handle be mapped in place, with an offset?"""
     with rig.workload("idle", 60_000, helper=True, trace=True) as work:
         seen = len(work.trace.read_text().splitlines())
         for call in REMAP:
@@ -98,7 +104,9 @@ def c9(rig: Rig) -> Outcome:
     )
 
 
+@experiment("C7", seconds=10, decides="which queries the shim must answer itself")
 def c7(rig: Rig) -> Outcome:
+    """What do frameworks learn about such memory?"""
     with rig.workload("idle", 60_000, helper=True) as work:
         a = work.helper().ask_json("range")
         rig.stop(work)
@@ -124,7 +132,9 @@ def used_below(rig: Rig, limit: float, patience_s: float = 8.0) -> float:
     return now
 
 
+@experiment("D12", seconds=40, decides="how fast valved must close it (path B)")
 def d12(rig: Rig) -> Outcome:
+    """Does a passed descriptor keep a killed process's memory?"""
     start = used(rig)
     with rig.workload("alu", rig.effort.ms(20000), helper=True, may_fail=True) as work:
         running = used(rig)
@@ -143,7 +153,9 @@ def d12(rig: Rig) -> Outcome:
     )
 
 
+@experiment("D13", seconds=60, decides="whether the pool's gating needs a CUDA context")
 def d13(rig: Rig) -> Outcome:
+    """Does an exported descriptor alone keep memory alive?"""
     mib, before = rig.effort.mib(2048), used(rig)
     with rig.workload("idle", 60_000, helper=True) as exporter:
         text, fd = exporter.helper().ask(f"export {mib}", patience_s=60)
@@ -166,59 +178,4 @@ def d13(rig: Rig) -> Outcome:
     )
 
 
-BATCH = Batch(
-    name="memory",
-    about="moving memory under a workload",
-    experiments=(
-        ask(
-            "C8",
-            60,
-            c8,
-            "What do the virtual memory calls cost, by handle size?",
-            "the pool's handle size, and how much headroom a reclaim within its time needs",
-        ),
-        ask(
-            "C2",
-            15,
-            c2,
-            "Which driver calls does each of them make?",
-            "what runs under which lock, and what the daemon could do by itself",
-        ),
-        ask(
-            "C4",
-            150,
-            c4,
-            "Do they work from a helper thread while the channels are off?",
-            "remap rung (ii): a helper thread in the shim, or not",
-        ),
-        ask(
-            "C6",
-            40,
-            c6,
-            "Does a sparse mapping quarantine a range, also on a passed descriptor?",
-            "remap rung (i): one call from outside the process, without libcuda",
-        ),
-        ask(
-            "C9",
-            15,
-            c9,
-            "Can part of a handle be mapped in place, with an offset?",
-            "whether one large handle can feed a whole column",
-        ),
-        ask("C7", 10, c7, "What do frameworks learn about such memory?", "which queries the shim must answer itself"),
-        ask(
-            "D12",
-            40,
-            d12,
-            "Does a passed descriptor keep a killed process's memory?",
-            "how fast valved must close it (path B)",
-        ),
-        ask(
-            "D13",
-            60,
-            d13,
-            "Does an exported descriptor alone keep memory alive?",
-            "whether the pool's gating needs a CUDA context",
-        ),
-    ),
-)
+BATCH = Batch(name="memory", about="moving memory under a workload", experiments=(c8, c2, c4, c6, c9, c7, d12, d13))

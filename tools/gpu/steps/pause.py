@@ -7,7 +7,7 @@ import threading
 import time
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import Rig, Workload
@@ -22,7 +22,9 @@ def engine_of(mode: str) -> str:
     return "all" if mode == "copy" else "gr"
 
 
+@experiment("D5", seconds=110, decides="whether pausing is safe at all; if not, nothing else matters")
 def d5(rig: Rig) -> Outcome:
+    """Does work come out the same after a thousand random pauses?"""
     path, parts, words = rig.reach(), {}, []
     for mode in ("alu", "graph", "copy"):
         with rig.workload(mode, rig.effort.ms(2500)) as work:
@@ -52,7 +54,9 @@ def preemption_mode(rig: Rig, work: Workload) -> str:
     return MODES.get(struct.unpack("<6I", after)[4], "?") if status == 0 else f"unknown (status {status:#x})"
 
 
+@experiment("D6", seconds=100, decides="promise P1: under 1 ms for every kind of work, or only for short kernels")
 def d6(rig: Rig) -> Outcome:
+    """How soon does each kind of work stop?"""
     path, words, good, mode_word = rig.reach(), [], True, ""
     shown: dict[str, Figure] = {}
     for mode in ("alu", "one", "many", "graph", "copy", "long"):
@@ -95,7 +99,11 @@ def beside(rig: Rig, *, paused: bool) -> Figure:
     return found
 
 
+@experiment(
+    "D8", seconds=60, decides="whether gating compute channels is enough, or something else of the neighbour still runs"
+)
 def d8(rig: Rig) -> Outcome:
+    """What does an online service see beside a running and a paused neighbour?"""
     rig.reach()
     found = {"alone": duty(rig), "beside_running": beside(rig, paused=False), "beside_paused": beside(rig, paused=True)}
     ratio = found["beside_paused"].at(0.5) / found["alone"].at(0.5)
@@ -107,7 +115,9 @@ def d8(rig: Rig) -> Outcome:
     )
 
 
+@experiment("D11", seconds=25, decides="whether valved's client must live on elsewhere during an upgrade")
 def d11(rig: Rig) -> Outcome:
+    """Does a pause outlive the process that asked for it?"""
     path = rig.reach()
     with rig.workload("alu", rig.effort.ms(30000)) as work:
         with rig.probe(work, path=path) as probe:
@@ -133,7 +143,9 @@ def storm(work: Workload, over: threading.Event) -> None:
         work.helper().ask_json("cost 2 32", patience_s=60)
 
 
+@experiment("D14", seconds=80, decides="whether reclaim must be scheduled around a pending preemption")
 def d14(rig: Rig) -> Outcome:
+    """How much slower is a disable beside a process that maps memory?"""
     path, over = rig.reach(), threading.Event()
     with rig.workload("alu", rig.effort.ms(40000)) as work, rig.workload("idle", 120_000, helper=True) as mapper:
         with rig.probe(work, path=path) as probe:
@@ -167,7 +179,9 @@ def settled_launches(work: Workload, still_s: float) -> int:
     return last
 
 
+@experiment("C13", seconds=50, decides="how long an offline engine's threads stay responsive while gated")
 def c13(rig: Rig) -> Outcome:
+    """After how many launches does a paused channel block the CPU?"""
     with rig.workload("flood", 8000) as work:
         with rig.probe(work, path=rig.reach()) as probe:
             probe.do("off gr 20000")
@@ -186,48 +200,5 @@ def c13(rig: Rig) -> Outcome:
 BATCH = Batch(
     name="pause",
     about="what a pause does to the work that is paused and to its neighbours",
-    experiments=(
-        ask(
-            "D5",
-            110,
-            d5,
-            "Does work come out the same after a thousand random pauses?",
-            "whether pausing is safe at all; if not, nothing else matters",
-        ),
-        ask(
-            "D6",
-            100,
-            d6,
-            "How soon does each kind of work stop?",
-            "promise P1: under 1 ms for every kind of work, or only for short kernels",
-        ),
-        ask(
-            "D8",
-            60,
-            d8,
-            "What does an online service see beside a running and a paused neighbour?",
-            "whether gating compute channels is enough, or something else of the neighbour still runs",
-        ),
-        ask(
-            "D11",
-            25,
-            d11,
-            "Does a pause outlive the process that asked for it?",
-            "whether valved's client must live on elsewhere during an upgrade",
-        ),
-        ask(
-            "D14",
-            80,
-            d14,
-            "How much slower is a disable beside a process that maps memory?",
-            "whether reclaim must be scheduled around a pending preemption",
-        ),
-        ask(
-            "C13",
-            50,
-            c13,
-            "After how many launches does a paused channel block the CPU?",
-            "how long an offline engine's threads stay responsive while gated",
-        ),
-    ),
+    experiments=(d5, d6, d8, d11, d14, c13),
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from valve_tools.gpu.engines.choice import Engine, engine_of, need_product
 from valve_tools.gpu.errors import LabError
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.probe import CYCLE
 from valve_tools.gpu.rig import READY_S, Rig
@@ -72,7 +72,11 @@ def latencies(runs: list[Run], condition: str) -> dict[str, Figure]:
     return {f"{condition}_ttft_ms": Figure(samples=ttft), f"{condition}_tpot_ms": Figure(samples=tpot)}
 
 
+@experiment(
+    "P1", seconds=260, decides="promise P5; the engine is PyTorch with random weights, VALVE_LAB_SHAPE=1b, 3b or 8b"
+)
 def p1(rig: Rig) -> Outcome:
+    """TTFT and TPOT: alone, beside offline work, under Valve"""
     runs = runs_of(rig)
     from valve_tools.bench.demo import P5_PERCENT
     from valve_tools.demo.figures import pooled, spread
@@ -92,7 +96,9 @@ def p1(rig: Rig) -> Outcome:
     )
 
 
+@experiment("C11", seconds=5, decides="promise P1: p99 under 1 ms, and our share of it")
 def c11(rig: Rig) -> Outcome:
+    """How long from the first launch to offline stopped?"""
     gates = [gate for run in runs_of(rig) for gate in run.gates]
     if not gates:
         return Outcome(verdict=Verdict.BLIND, detail="no preemption was recorded")
@@ -123,7 +129,9 @@ def call_costs(rig: Rig, node: LabNode, role: str) -> dict[str, Figure]:
     return figures(cost, *(f"{name}_us" for name in CALLS))
 
 
+@experiment("P3", seconds=40, decides="promise P9")
 def p3(rig: Rig) -> Outcome:
+    """What does the shim add to a launch and to a graph launch?"""
     with product(rig) as node:
         node.start_valved()
         without, with_shim = call_costs(rig, node, ""), call_costs(rig, node, "online")
@@ -168,7 +176,9 @@ def traced_engine(rig: Rig, units: int, cycles: int) -> tuple[dict[str, Any], di
     return summary_of(out), paused
 
 
+@experiment("P4", seconds=90, decides="promise P4")
 def p4(rig: Rig) -> Outcome:
+    """Is the offline output bit-identical after a thousand random pauses?"""
     rig.reach()
     units = 400 if rig.effort.dry else rate_of(rig, seconds=12)
     undisturbed, _ = traced_engine(rig, units, 0)
@@ -197,7 +207,9 @@ def rate_of(rig: Rig, *, seconds: float) -> int:
     return max(4, round(seconds * float(done["units"]) / float(done["wall_s"])))
 
 
+@experiment("C10", seconds=60, decides="whether the shim may be preloaded everywhere")
 def c10(rig: Rig) -> Outcome:
+    """Does the shim change what a framework computes, or how fast?"""
     units = 200 if rig.effort.dry else rate_of(rig, seconds=8)
     found: dict[str, dict[str, Any]] = {}
     with product(rig) as node:
@@ -217,32 +229,4 @@ def c10(rig: Rig) -> Outcome:
     )
 
 
-BATCH = Batch(
-    name="product",
-    about="valved, the shim and two engines",
-    experiments=(
-        ask(
-            "P1",
-            260,
-            p1,
-            "TTFT and TPOT: alone, beside offline work, under Valve",
-            "promise P5; the engine is PyTorch with random weights, VALVE_LAB_SHAPE=1b, 3b or 8b",
-        ),
-        ask(
-            "C11",
-            5,
-            c11,
-            "How long from the first launch to offline stopped?",
-            "promise P1: p99 under 1 ms, and our share of it",
-        ),
-        ask("P3", 40, p3, "What does the shim add to a launch and to a graph launch?", "promise P9"),
-        ask("P4", 90, p4, "Is the offline output bit-identical after a thousand random pauses?", "promise P4"),
-        ask(
-            "C10",
-            60,
-            c10,
-            "Does the shim change what a framework computes, or how fast?",
-            "whether the shim may be preloaded everywhere",
-        ),
-    ),
-)
+BATCH = Batch(name="product", about="valved, the shim and two engines", experiments=(p1, c11, p3, p4, c10))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from valve_tools.gpu.errors import Refused
-from valve_tools.gpu.experiment import Batch, ask
+from valve_tools.gpu.experiment import Batch, experiment
 from valve_tools.gpu.outcome import Figure, Outcome, Verdict, figures
 from valve_tools.gpu.rig import Rig, Workload
 from valve_tools.gpu.steps.calls import SET_TIMESLICE
@@ -51,12 +51,21 @@ def beside(rig: Rig, *more: Callable[[Workload], list[str]]) -> tuple[Figure, fl
     return shared, rate
 
 
+@experiment("R1", seconds=45, decides="the baseline that everybody knows")
 def r1(rig: Rig) -> Outcome:
+    """Plain time slicing between processes"""
     shared, rate = beside(rig)
     return outcome(rig, shared, rate)
 
 
+@experiment(
+    "R2",
+    seconds=45,
+    decides="what co-location in one process would give",
+    silicon="the emulated GPU knows no stream priorities",
+)
 def r2(rig: Rig) -> Outcome:
+    """Stream priorities inside one process"""
     found = {}
     for mate in ("same", "low"):
         with rig.workload("duty", rig.effort.ms(3000), "--mate", mate) as work:
@@ -70,7 +79,14 @@ def r2(rig: Rig) -> Outcome:
     )
 
 
+@experiment(
+    "R3",
+    seconds=60,
+    decides="what concurrency without preemption costs online work",
+    silicon="MPS exists on a card only",
+)
 def r3(rig: Rig) -> Outcome:
+    """MPS"""
     if not shutil.which("nvidia-cuda-mps-control"):
         return Outcome(verdict=Verdict.SKIPPED, detail="nvidia-cuda-mps-control is not installed here")
     pipe = rig.folder / "mps"
@@ -93,7 +109,9 @@ def set_slice(rig: Rig, work: Workload, us: int) -> int:
         return probe.control("theirs", str(tsg), SET_TIMESLICE, struct.pack("<Q", us))[0]
 
 
+@experiment("R4", seconds=60, decides="the fallback rung below channel control")
 def r4(rig: Rig) -> Outcome:
+    """Time slices of 1 us against 1 s (the GPreempt and XSched way)"""
     with rig.workload("alu", rig.effort.ms(30000)) as offline:
         try:
             low = set_slice(rig, offline, LOW_US)
@@ -110,12 +128,16 @@ def r4(rig: Rig) -> Outcome:
     return outcome(rig, shared, rate, note=f"; offline slice {LOW_US} us, online {HIGH_US} us (status {high:#x})")
 
 
+@experiment("R5", seconds=45, decides="the last rung: drain of what is queued bounds it")
 def r5(rig: Rig) -> Outcome:
+    """Launch gating in the offline process (the TGS way)"""
     shared, rate = beside(rig, lambda work: ["--gate", str(work.beat_path)])
     return outcome(rig, shared, rate, note="; offline launches held while an online kernel runs")
 
 
+@experiment("R6", seconds=30, decides="what page-wise reclaim would cost")
 def r6(rig: Rig) -> Outcome:
+    """Map and unmap in 2 MiB handles (the kvcached way)"""
     total = rig.effort.mib(1024)
     with rig.workload("idle", 120_000, helper=True) as work:
         cost = work.helper().ask_json(f"cost 2 {total}", patience_s=90)
@@ -133,41 +155,4 @@ def r6(rig: Rig) -> Outcome:
     )
 
 
-BATCH = Batch(
-    name="rivals",
-    about="other ways to share a GPU, on the same work",
-    experiments=(
-        ask("R1", 45, r1, "Plain time slicing between processes", "the baseline that everybody knows"),
-        ask(
-            "R2",
-            45,
-            r2,
-            "Stream priorities inside one process",
-            "what co-location in one process would give",
-            silicon="the emulated GPU knows no stream priorities",
-        ),
-        ask(
-            "R3",
-            60,
-            r3,
-            "MPS",
-            "what concurrency without preemption costs online work",
-            silicon="MPS exists on a card only",
-        ),
-        ask(
-            "R4",
-            60,
-            r4,
-            "Time slices of 1 us against 1 s (the GPreempt and XSched way)",
-            "the fallback rung below channel control",
-        ),
-        ask(
-            "R5",
-            45,
-            r5,
-            "Launch gating in the offline process (the TGS way)",
-            "the last rung: drain of what is queued bounds it",
-        ),
-        ask("R6", 30, r6, "Map and unmap in 2 MiB handles (the kvcached way)", "what page-wise reclaim would cost"),
-    ),
-)
+BATCH = Batch(name="rivals", about="other ways to share a GPU, on the same work", experiments=(r1, r2, r3, r4, r5, r6))

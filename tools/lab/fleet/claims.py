@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from valve_tools.lab.fleet.cells import LEAST, Cell, apart, by_setting, ratio
@@ -121,7 +121,3 @@ def _of_wrong(groups: Mapping[str, Group]) -> list[Claim]:
     return [
         at_most("U6: attainment lost by a profile off by 0.5 to 2, measured", "points", 100 * lost["measured"], 3.0)
     ]
-
-
-def tables_of(cells: Iterable[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.table for cell in cells))

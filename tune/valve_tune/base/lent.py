@@ -3,7 +3,7 @@
 A tensor lies in neighbouring lent blocks, several share one. A block that is taken away under a tensor raises
 `generation`; who holds the tensor learns it there, and gives it back like any other.
 
-Its last verbs are those of the engine hook (`valve_hook.reconciler.Engine`): the stash is to valved what KV
+Its last verbs are those of the engine hook (`valve_hook.reconciler.EngineAdapter`): the stash is to valved what KV
 memory is, with one request that holds everything.
 """
 

@@ -50,7 +50,7 @@ class SpanRows:
             self._keep(output[1])
 
 
-class Engine:
+class BatchEngine:
     def __init__(self, folder: str, adapter: str, dtype: str) -> None:
         from vllm import LLM
 
@@ -123,7 +123,7 @@ def main(folder: str, dtype: str, adapter: str) -> None:
     os.environ |= ENGINE_ENVIRONMENT
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints is no answer
-    engine = Engine(folder, adapter, dtype)
+    engine = BatchEngine(folder, adapter, dtype)
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

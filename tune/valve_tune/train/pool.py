@@ -62,7 +62,7 @@ def borrow(mib: int, allocate: Callable[[int], torch.Tensor] = on_card) -> LentM
     if (shim.kv_ranges() or 0) <= before:
         raise NoPool("the driver gave ordinary memory")
     tensor = link.Tensor(base=bytes_.data_ptr(), block_stride=BLOCK_BYTES, block_bytes=BLOCK_BYTES)
-    connection.register_layout(link.Layout(blocks=blocks, block_tokens=1, tensors=[tensor], pinned=()))
+    connection.register_layout(link.BlockLayout(blocks=blocks, block_tokens=1, tensors=[tensor], pinned=()))
     wanted = link.Attach(
         engine="valve-tune",
         mode=wire.Mode.FULL,
