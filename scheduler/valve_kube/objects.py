@@ -25,6 +25,7 @@ from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 
 Object = Mapping[str, Any]
+KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
@@ -288,6 +289,8 @@ def workload_profile(profile: Object) -> WorkloadProfile | None:
 
 def node_report(harvest_node: Object) -> NodeReport:
     """Read a GPUHarvestNode; a report with any impossible part is refused as a whole."""
+    if isinstance(kept := harvest_node.get(KEPT_REPORT), NodeReport):
+        return kept
     node = harvest_node["metadata"]["name"]
     status = harvest_node.get("status") or {}
     try:
