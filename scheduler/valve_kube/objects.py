@@ -26,6 +26,7 @@ from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 
 Object = Mapping[str, Any]
 KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
+_COUNTS = frozenset(str(number) for number in range(1, MAX_GPUS + 1))
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
@@ -57,6 +58,10 @@ class OfflinePod:
     profile: str
     base: str = ""  # of a finetuning pod: nodes that serve it come first
     wish: NodeWish = ANY_NODE  # the nodes it may use
+
+    @property
+    def owner(self) -> str:
+        return f"{self.namespace}/{self.owner_uid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,18 +164,19 @@ def base_of(pod: Object) -> str:
 def gpus_wanted(pod: Object) -> int:
     count = resource_count(pod, names.RESOURCE)
     text = annotation(pod, names.GPUS_REQUIRED) or str(count)
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_GPUS:
+    if text.lstrip("0") not in _COUNTS:  # as a text: one of 5,000 digits is no number for int()
         raise InvalidObject(
-            f"the pod asks for {text!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
+            f"the pod asks for {text[:40]!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
             f"(limit {names.RESOURCE} or annotation {names.GPUS_REQUIRED})"
         )
-    if count and int(text) != count:
+    wanted = int(text.lstrip("0"))
+    if count and wanted != count:
         raise InvalidObject(
-            f"annotation {names.GPUS_REQUIRED} is {text!r} and limit {names.RESOURCE} is {count}; quotas and slots "
+            f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and slots "
             "go by the limit, leave the annotation out"
         )
 
-    return int(text)
+    return wanted
 
 
 def pod_place(pod: Object) -> PodPlace:
@@ -202,6 +208,17 @@ def owner_uid(pod: Object) -> str:
     owners = metadata.get("ownerReferences") or []
 
     return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
+
+
+def owner_key(pod: Object) -> str:
+    """The owner, as rounds know it. Whoever makes a pod writes its owner's UID, and that of another tenant's Job is no
+    secret: so the namespace is a part of it."""
+    return f"{pod['metadata'].get('namespace', '')}/{owner_uid(pod)}"
+
+
+def workload_key(workload: Object) -> str:
+    """The same of an OfflineWorkload."""
+    return f"{workload['metadata'].get('namespace', '')}/{(workload.get('spec') or {}).get('ownerUID', '')}"
 
 
 def is_bare(pod: Object) -> bool:
