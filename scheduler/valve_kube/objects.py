@@ -172,8 +172,8 @@ def gpus_wanted(pod: Object) -> int:
     wanted = int(text.lstrip("0"))
     if count and wanted != count:
         raise InvalidObject(
-            f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and slots "
-            "go by the limit, leave the annotation out"
+            f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and "
+            "slots go by the limit, leave the annotation out"
         )
 
     return wanted

@@ -85,7 +85,8 @@ promised_total = Counter(
 )
 kept_total = Counter(
     "valve_kept_gpu_seconds",
-    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds_total it is how far promises hold",
+    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds_total it is how far "
+    "promises hold",
     ["namespace"],
     registry=REGISTRY,
 )

@@ -1,4 +1,4 @@
-"""Rights, values and the manual say the same: each right is used by the program that has it and stands in the manual."""
+"""Rights, values and the manual agree: each right is used by the program that has it and stands in the manual."""
 
 from __future__ import annotations
 
