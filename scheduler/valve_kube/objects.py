@@ -59,10 +59,6 @@ class OfflinePod:
     base: str = ""  # of a finetuning pod: nodes that serve it come first
     wish: NodeWish = ANY_NODE  # the nodes it may use
 
-    @property
-    def owner(self) -> str:
-        return f"{self.namespace}/{self.owner_uid}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
@@ -208,17 +204,6 @@ def owner_uid(pod: Object) -> str:
     owners = metadata.get("ownerReferences") or []
 
     return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
-
-
-def owner_key(pod: Object) -> str:
-    """The owner, as rounds know it. Whoever makes a pod writes its owner's UID, and that of another tenant's Job is no
-    secret: so the namespace is a part of it."""
-    return f"{pod['metadata'].get('namespace', '')}/{owner_uid(pod)}"
-
-
-def workload_key(workload: Object) -> str:
-    """The same of an OfflineWorkload."""
-    return f"{workload['metadata'].get('namespace', '')}/{(workload.get('spec') or {}).get('ownerUID', '')}"
 
 
 def is_bare(pod: Object) -> bool:

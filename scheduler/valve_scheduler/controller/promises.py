@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from valve_kube.client import Json
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import PodPlace, is_bare, offline_pod, phase_in_force, pod_place, started_at_s, workload_key
+from valve_kube.objects import PodPlace, is_bare, offline_pod, phase_in_force, pod_place, started_at_s
+from valve_kube.owners import key_of_owner, workload_key
 
 from valve_scheduler.controller.apart import apart, each
 from valve_scheduler.controller.belief import Belief
@@ -115,7 +116,7 @@ class Promises:
 
         return Sample(
             pod_uid=place.uid,
-            owner_uid=wish.owner,
+            owner_uid=key_of_owner(wish.namespace, wish.owner_uid),
             namespace=wish.namespace,
             gpus=wish.gpus,
             node=place.node,

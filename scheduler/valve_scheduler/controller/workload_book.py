@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
-from valve_kube.objects import owner_key, owner_uid, workload_key
+from valve_kube.objects import owner_uid
+from valve_kube.owners import owner_key, workload_key
 
 from valve_scheduler.controller.apart import apart
 from valve_scheduler.controller.conditions import Told

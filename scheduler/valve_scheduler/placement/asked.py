@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from valve_kube.objects import OfflinePod
+from valve_kube.owners import key_of_owner
 
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.placement.grounds import Grounds
@@ -41,7 +42,7 @@ class Asked:
             self._avoid.pop(owner, None)
 
     def job(self, pod: OfflinePod, now_s: float) -> Job:
-        avoid = self._avoid.get(pod.owner, {})
+        avoid = self._avoid.get(key_of_owner(pod.namespace, pod.owner_uid), {})
         missed = frozenset(node for node, until_s in avoid.items() if until_s > now_s)
         closed = self.closed_to(pod)
         return Job(

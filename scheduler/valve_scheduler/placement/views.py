@@ -10,7 +10,8 @@ from datetime import datetime
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import node_report, pod_place, workload_key, workload_profile
+from valve_kube.objects import node_report, pod_place, workload_profile
+from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
 from valve_kube.shapes import NodeShape, PodShape, ReportShape
