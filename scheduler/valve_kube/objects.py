@@ -171,7 +171,6 @@ def gpus_wanted(pod: Object) -> int:
             f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and "
             "slots go by the limit, leave the annotation out"
         )
-
     return wanted
 
 
