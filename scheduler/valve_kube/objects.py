@@ -25,6 +25,8 @@ from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
 
 Object = Mapping[str, Any]
+KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
+_COUNTS = frozenset(str(number) for number in range(1, MAX_GPUS + 1))
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
@@ -158,18 +160,18 @@ def base_of(pod: Object) -> str:
 def gpus_wanted(pod: Object) -> int:
     count = resource_count(pod, names.RESOURCE)
     text = annotation(pod, names.GPUS_REQUIRED) or str(count)
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_GPUS:
+    if text.lstrip("0") not in _COUNTS:  # as a text: one of 5,000 digits is no number for int()
         raise InvalidObject(
-            f"the pod asks for {text!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
+            f"the pod asks for {text[:40]!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
             f"(limit {names.RESOURCE} or annotation {names.GPUS_REQUIRED})"
         )
-    if count and int(text) != count:
+    wanted = int(text.lstrip("0"))
+    if count and wanted != count:
         raise InvalidObject(
-            f"annotation {names.GPUS_REQUIRED} is {text!r} and limit {names.RESOURCE} is {count}; quotas and slots "
-            "go by the limit, leave the annotation out"
+            f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and "
+            "slots go by the limit, leave the annotation out"
         )
-
-    return int(text)
+    return wanted
 
 
 def pod_place(pod: Object) -> PodPlace:
@@ -288,6 +290,8 @@ def workload_profile(profile: Object) -> WorkloadProfile | None:
 
 def node_report(harvest_node: Object) -> NodeReport:
     """Read a GPUHarvestNode; a report with any impossible part is refused as a whole."""
+    if isinstance(kept := harvest_node.get(KEPT_REPORT), NodeReport):
+        return kept
     node = harvest_node["metadata"]["name"]
     status = harvest_node.get("status") or {}
     try:

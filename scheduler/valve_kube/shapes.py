@@ -4,26 +4,31 @@ A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousan
 form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
 import sys
-from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from valve_kube import names
+from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
-from valve_kube.objects import start_text
+from valve_kube.objects import KEPT_REPORT, node_report, start_text
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 _NULL = msgspec.Raw(b"null")
 _RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")
 _CACHED = 16 << 10  # bytes of what says a wish; the API server takes a megabyte
 _KEPT_LABELS = frozenset({"pod-template-hash"})
+_ALIKE, _MANY = 4096, 16  # how many different labels, owners, containers are kept once, each of how many parts
+_REFUSED = ("PodScheduled", "False")
+_IN_ROWS = ("idle", "freeMemory", "onlineMemory")  # of a GPU: what the rows of a NodeReport hold
 
 
-class _Owner(msgspec.Struct, omit_defaults=True):
+class _Owner(msgspec.Struct, omit_defaults=True, frozen=True):
     uid: str
     name: str = ""
     kind: str = ""
@@ -213,8 +218,8 @@ class NodeShape(Shape):
 
 
 class ReportShape(Shape):
-    """GPUHarvestNodes, whole but for who wrote them; rows of numbers as numbers: as objects those of one node with
-    eight GPUs take thirty kilobytes."""
+    """GPUHarvestNodes as the rows that Valve judges by, and what else they say but for who wrote them: as objects the
+    figures of one node with eight GPUs take thirty kilobytes."""
 
     def __init__(self) -> None:
         self._pages = msgspec.json.Decoder(_RawPage)
@@ -228,31 +233,29 @@ class ReportShape(Shape):
 
     def event(self, line: bytes) -> Json:
         found = super().event(line)
-        if found.get("type") != "ERROR":
+        if found.get("type") not in ("ERROR", "BOOKMARK"):
             _packed(found["object"])
         return found
 
 
 def _packed(node: Json) -> Json:
+    """A report that cannot be read stays as it is: whoever reads it refuses it by name."""
     metadata, status = node.get("metadata") or {}, node.get("status") or {}
     written = [one for one in metadata.get("managedFields") or [] if one.get("subresource") == "status"]
     metadata["managedFields"] = [{key: one[key] for key in ("subresource", "time") if key in one} for one in written]
-    _pack(status, "alignment")
+    for told in (*(status.get("offline") or []), *(status.get("services") or [])):
+        if isinstance(told.get("namespace"), str):
+            told["namespace"] = sys.intern(told["namespace"])
+    try:
+        node[KEPT_REPORT] = node_report(node)
+    except InvalidObject:
+        return node
+    status.pop("alignment", None)
     for gpu in status.get("gpus") or []:
-        _pack(gpu, "freeMemory")
-        for window in gpu.get("onlineMemory") or {}:
-            _pack(gpu["onlineMemory"], window)
+        for figures in _IN_ROWS:
+            gpu.pop(figures, None)
 
     return node
-
-
-def _pack(room: Json, key: str) -> None:
-    """What are no numbers stays as it is: whoever reads the report refuses it by name."""
-    if isinstance(room.get(key), list):
-        try:
-            room[key] = array("d", room[key])
-        except TypeError:
-            return
 
 
 def _shared(node: _Node) -> Json:
@@ -264,23 +267,92 @@ def _shared(node: _Node) -> Json:
 
 
 def _slim(pod: _Pod) -> Json:
-    """Of labels, annotations and limits only those with a meaning here; of all starts the one that counts."""
-    metadata = pod.metadata
-    metadata.labels = _ours(metadata.labels)
-    metadata.annotations = _ours(metadata.annotations)
-    for container in [*((pod.spec and pod.spec.containers) or []), *((pod.spec and pod.spec.initContainers) or [])]:
-        if container.resources is not None:
-            limits = container.resources.limits or {}
-            container.resources.limits = {key: limits[key] for key in (names.RESOURCE,) if key in limits}
-    wish = _wish_of(pod.spec) if pod.spec is not None else None
-    found: Json = msgspec.to_builtins(pod)
-    if wish is not None:
-        found["spec"][KEPT] = wish
-    if pod.status is not None and pod.status.containerStatuses is not None:
-        started = start_text(found)
-        del found["status"]["containerStatuses"]
-        if started:
-            found["status"]["startTime"] = started
+    """What has a meaning here. The pods of a Job are much the same: what is equal is one object, and nobody may write
+    into it."""
+    found: Json = {"metadata": _slim_metadata(pod.metadata)}
+    working = _working(pod.spec.containers if pod.spec else None)
+    if pod.spec is not None:
+        found["spec"] = _slim_spec(pod.spec, working)
+    if pod.status is not None:
+        found["status"] = _slim_status(pod.status, working)
+
+    return found
+
+
+def _slim_metadata(metadata: _Metadata) -> Json:
+    labels = _labels(tuple(_ours(metadata.labels).items()))
+    notes = _ours(metadata.annotations)
+    owners = _owners(tuple(metadata.ownerReferences or ()))
+    metadata.labels = metadata.annotations = metadata.ownerReferences = None
+    metadata.namespace = sys.intern(metadata.namespace)
+    found: Json = msgspec.to_builtins(metadata)
+    found["labels"] = labels
+    found["annotations"] = {key: text if key == names.GPUS else sys.intern(text) for key, text in notes.items()}
+    if owners:
+        found["ownerReferences"] = owners
+
+    return found
+
+
+def _slim_spec(spec: _Spec, working: list[Json]) -> Json:
+    found: Json = {KEPT: _wish_of(spec)}
+    if spec.nodeName is not None:
+        found["nodeName"] = sys.intern(spec.nodeName)
+    if working:
+        found["containers"] = working
+    if starting := _working(spec.initContainers):
+        found["initContainers"] = starting
+
+    return found
+
+
+def _slim_status(status: _Status, working: list[Json]) -> Json:
+    """Of all starts the one that counts; of the conditions the one by which kube-scheduler says that it refused."""
+    told = {"startTime": status.startTime, "containerStatuses": msgspec.to_builtins(status.containerStatuses)}
+    started = start_text({"spec": {"containers": working}, "status": told})
+    is_refused = any((one.type, one.status) == _REFUSED for one in status.conditions or ())
+
+    return _status((status.phase, started, is_refused))
+
+
+def _working(containers: Sequence[_Container] | None) -> list[Json]:
+    """Those that ask for harvested GPUs; of their limits nothing else."""
+    found = []
+    for one in containers or ():
+        limits = (one.resources.limits if one.resources else None) or {}
+        if names.RESOURCE in limits:
+            found.append((one.name, type(limits[names.RESOURCE]), limits[names.RESOURCE]))
+
+    return _containers(tuple(found))
+
+
+def _alike(make: Callable[[tuple[Any, ...]], T]) -> Callable[[tuple[Any, ...]], T]:
+    """One object for all that are made of equal parts. Long ones are not kept beyond their pods."""
+    kept = lru_cache(maxsize=_ALIKE)(make)
+    return lambda parts: kept(parts) if len(parts) <= _MANY else make(parts)
+
+
+@_alike
+def _labels(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    return dict(pairs)
+
+
+@_alike
+def _owners(owners: tuple[_Owner, ...]) -> list[Json]:
+    return [msgspec.to_builtins(one) for one in owners]
+
+
+@_alike
+def _containers(parts: tuple[tuple[str, type, str | int | float], ...]) -> list[Json]:
+    return [{"name": name, "resources": {"limits": {names.RESOURCE: limit}}} for name, _, limit in parts]
+
+
+@_alike
+def _status(parts: tuple[str | None, str, bool]) -> Json:
+    phase, started, is_refused = parts
+    found: Json = {key: text for key, text in (("phase", phase), ("startTime", started)) if text}
+    if is_refused:
+        found["conditions"] = [dict(zip(("type", "status"), _REFUSED, strict=True))]
 
     return found
 

@@ -21,7 +21,7 @@ bind_waits = Histogram(
 )
 refusals = Counter(
     "valve_extender_refused_nodes",
-    "Nodes refused in filter calls, by reason; with valve_extender_accepted_nodes they add up to all judged",
+    "Nodes refused in filter calls, by reason; with valve_extender_accepted_nodes_total they add up to all judged",
     ["reason"],
     registry=REGISTRY,
 )
@@ -85,7 +85,8 @@ promised_total = Counter(
 )
 kept_total = Counter(
     "valve_kept_gpu_seconds",
-    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds it is how far promises hold",
+    "The same with what was reached, at most the SLA: over valve_promised_gpu_seconds_total it is how far "
+    "promises hold",
     ["namespace"],
     registry=REGISTRY,
 )

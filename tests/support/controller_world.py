@@ -62,13 +62,13 @@ class World:
         metadata = {"name": name, "labels": labels or {}, "resourceVersion": "1"}
         self.labels.sink.put({"metadata": metadata, "spec": spec})
 
-    def profile(self, source: str = "Manual", made_s: float = NOW_S) -> None:
+    def profile(self, source: str = "Manual", made_s: float = NOW_S, namespace: str = "default") -> None:
         spec = {
             "workload": {"model": "m"},
             "standaloneTokensPerSecond": 1_000,
             "curve": [{"freeMiB": 0, "tokensPerSecond": 1_000}],
         }
-        metadata = {"name": "m", "namespace": "default", "creationTimestamp": text_of(made_s)}
+        metadata = {"name": "m", "namespace": namespace, "creationTimestamp": text_of(made_s)}
         self.profiles.sink.put({"metadata": metadata, "spec": spec, "status": {"phase": "Ready", "source": source}})
 
     def round(self) -> list[tuple[str, str]]:

@@ -117,3 +117,29 @@ def test_a_measurement_that_cannot_be_stored_never_keeps_others_from_theirs() ->
     asyncio.run(world.controller.measuring.store())
 
     assert [reason for reason, _ in world.events()] == ["Profiled"]
+
+
+def test_a_pod_of_another_tenant_never_counts_for_the_job_whose_uid_it_names() -> None:
+    """A tenant writes its pods' owner: with the UID of another one's Job, and a kind that no collector knows, its pod
+    spoke for that Job: the Job was told that no node would do, and its evictions were spent."""
+    world = World()
+    world.profile()
+    victim = {"metadata": {"name": "owner-job-1", "namespace": "default"}, "spec": {"ownerUID": "job-1"}, "status": {}}
+    spent = {
+        "evictionTimes": ["2025-12-31T23:59:00Z"] * 24,
+        "avoidNodes": [{"node": "n1", "until": "2026-01-02T00:00:00Z"}],
+    }
+    for item in (victim, {**victim, "metadata": {**victim["metadata"], "namespace": "a-tenant"}, "status": spent}):
+        world.workloads.sink.put(item)
+    thief = pod("thief", annotations={names.SLA: "0.99", names.PROFILE: "m"}, owner="job-1")
+    thief["metadata"]["namespace"] = "a-tenant"
+    thief["status"]["conditions"] = [{"type": "PodScheduled", "status": "False"}]
+    world.profile(namespace="a-tenant")
+    world.pods.sink.put(thief)
+    world.pods.sink.put(running())
+
+    assert EVICTION in rounds(world)  # of its own pod, which misses: its rounds are its own
+    held = world.controller.promises._caches.workloads.items
+    told = {who: [one["type"] for one in item["status"]["conditions"]] for (who, _), item in held.items()}
+    assert "SLAUnreachable" in told["a-tenant"]
+    assert "SLAUnreachable" not in told["default"]

@@ -1,5 +1,6 @@
 """What users and nodes write: read where it can be used, refused by field and value where not."""
 
+import contextlib
 import re
 
 import pytest
@@ -7,6 +8,7 @@ from reports import harvest_node, pod
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
+from valve_scheduler.webhook.admission import AdmissionSettings, Refused, mutate_offline
 
 
 def test_a_pod_is_read_with_its_owner_and_wishes() -> None:
@@ -199,3 +201,32 @@ def test_what_is_counted_on_is_of_the_windows_that_the_node_has_seen(windows: di
     node["status"]["gpus"][0]["idle"] = windows
 
     assert node_report(node).idle[0] == pytest.approx(counted)
+
+
+ABSURD = [
+    "1" * 5_000,
+    "0" * 5_000 + "1",
+    "²",
+    "1\n",
+    " 1",
+    "+1",
+    "-1",
+    "1.0",
+    "nan",
+    "1e999",
+    "0x1",
+    "x" * 200_000,
+    "{}",
+]
+
+
+@pytest.mark.parametrize("text", ABSURD, ids=range(len(ABSURD)))
+@pytest.mark.parametrize("key", [names.GPUS_REQUIRED, names.SLA, names.KIND, names.BASE, names.PROFILE, names.MODE])
+def test_no_text_of_a_tenant_is_ever_more_than_refused_by_name(key: str, text: str) -> None:
+    """A count of 5,000 digits was an error of Python's: no refusal, and a call of the webhook that failed."""
+    one = pod(annotations={key: text})
+    if key == names.GPUS_REQUIRED:
+        one["spec"]["containers"][0]["resources"] = {}
+    for read in (offline_pod, lambda it: mutate_offline(it, AdmissionSettings())):
+        with contextlib.suppress(InvalidObject, Refused):
+            read(one)

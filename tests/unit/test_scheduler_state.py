@@ -172,7 +172,7 @@ def test_cached_set_figures_equal_those_computed_from_scratch() -> None:
 
 def test_an_owner_keeps_away_from_a_node_until_its_time() -> None:
     state = state_of("n1")
-    state.asked.put_avoid("job-1", {"n1": NOW_S + 60})
+    state.asked.put_avoid("default/job-1", {"n1": NOW_S + 60})
     wish = offline_pod(pod(owner="job-1"))
 
     def reason(now_s: float) -> int:

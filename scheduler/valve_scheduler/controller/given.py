@@ -7,20 +7,23 @@ is judged by the curve of jobs that nobody has measured.
 
 from collections.abc import Collection
 
-import numpy as np
-from valve_kube.objects import Object
+from valve_kube.errors import InvalidObject
+from valve_kube.objects import Object, node_report
 
 from valve_scheduler.model import memory_factor, memory_weights, prior_profile
 
 
 def memory_given(node: Object, uuids: Collection[str]) -> float:
     """Share of its speed that free memory left to a job on these GPUs; 1 where nothing is known of it."""
-    status = node.get("status") or {}
-    full_mib = float(status.get("memoryMiB") or 0.0)
-    found = [gpu.get("freeMemory") or [] for gpu in status.get("gpus") or [] if gpu["uuid"] in uuids]
-    histograms = np.array([one for one in found if sum(one) > 0], dtype=np.float64)
-    if full_mib <= 0 or not len(histograms):
+    try:
+        report = node_report(node) if node else None
+    except InvalidObject:
         return 1.0
-    shares = histograms / histograms.sum(axis=1, keepdims=True)
+    if report is None or report.full_mib <= 0:
+        return 1.0
+    found = report.histogram[[row for row, uuid in enumerate(report.uuids) if uuid in uuids]]
+    shares = found[found.sum(axis=1) > 0]
+    if not len(shares):
+        return 1.0
 
-    return float(memory_factor(shares, memory_weights(prior_profile(full_mib), full_mib)).min())
+    return float(memory_factor(shares, memory_weights(prior_profile(report.full_mib), report.full_mib)).min())

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from valve_kube import names
 from valve_kube.node_wish import node_wish
-from valve_kube.objects import Object, annotation, is_bare, owner_uid, phase_in_force, pod_place
+from valve_kube.objects import Object, annotation, is_bare, phase_in_force, pod_place
+from valve_kube.owners import owner_key
 
 from valve_scheduler.controller.monitor import MonitorSettings, Track, Verdict
 
@@ -71,7 +72,7 @@ class Guards:
                 self.of[place.uid] = Guarded(pod=pod, node=place.node, why=why, since_s=since_s, floor=floor)
         self._oldest = {}
         for one in sorted(self.of.values(), key=lambda one: -one.since_s):
-            self._oldest[owner_uid(one.pod)] = one
+            self._oldest[owner_key(one.pod)] = one
 
     def told(self, now_s: float) -> dict[str, Guarded]:
         """By owner, the pod of it that has stood so for longest."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from valve_kube.client import Json
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import PodPlace, is_bare, offline_pod, phase_in_force, pod_place, started_at_s
+from valve_kube.owners import key_of_owner, workload_key
 
 from valve_scheduler.controller.apart import apart, each
 from valve_scheduler.controller.belief import Belief
@@ -60,9 +61,9 @@ class Promises:
         }
         count(known, self._tracks)
         workloads = self._caches.workloads.items
-        stored = {item["spec"]["ownerUID"]: one for item, one in each(workloads.values(), owner_of)}
+        stored = {workload_key(item): one for item, one in each(workloads.values(), owner_of)}
         owners = self._records.merged(stored, now_s, rules)
-        homes = {item["spec"]["ownerUID"]: item["metadata"]["namespace"] for item in workloads.values()}
+        homes = {workload_key(item): item["metadata"]["namespace"] for item in workloads.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
         self._guards.look(running, self._caches.fresh_nodes(now_s), self._rules, now_s)
         waiting = self._guards.waiting(self._tracks.values(), self._rules, now_s)
@@ -115,7 +116,7 @@ class Promises:
 
         return Sample(
             pod_uid=place.uid,
-            owner_uid=wish.owner_uid,
+            owner_uid=key_of_owner(wish.namespace, wish.owner_uid),
             namespace=wish.namespace,
             gpus=wish.gpus,
             node=place.node,

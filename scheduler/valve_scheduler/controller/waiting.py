@@ -7,7 +7,8 @@ from dataclasses import replace
 from valve_kube import names
 from valve_kube.client import Json
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import OfflinePod, offline_pod, owner_uid
+from valve_kube.objects import OfflinePod, offline_pod
+from valve_kube.owners import owner_key
 
 from valve_scheduler.controller.apart import each
 from valve_scheduler.controller.caches import Caches
@@ -48,7 +49,7 @@ class Waiting:
         found = {}
         for pod, kind in waiting:
             if why := known.get(kind):
-                found[owner_uid(pod)] = (pod, why)
+                found[owner_key(pod)] = (pod, why)
 
         return found
 

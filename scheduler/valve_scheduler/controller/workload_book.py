@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.objects import owner_uid
+from valve_kube.owners import owner_key, workload_key
 
 from valve_scheduler.controller.apart import apart
 from valve_scheduler.controller.conditions import Told
@@ -39,7 +40,7 @@ class WorkloadBook:
         guarded: Guarded | None,
     ) -> bool:
         """Write the evictions of an owner before they happen. The owner of a pod that is new has no object yet."""
-        held = next((item for item in self._workloads.items.items() if item[1]["spec"]["ownerUID"] == uid), None)
+        held = next((item for item in self._workloads.items.items() if workload_key(item[1]) == uid), None)
         if held is None:
             return False
         (namespace, name), workload = held
@@ -59,14 +60,14 @@ class WorkloadBook:
     ) -> None:
         """`tracks`, `lost` (a pod that no node could serve, and why) and `guarded` are by owner."""
         for pod in [*running, *(pod for pod, _ in lost.values())]:
-            uid = owner_uid(pod)
-            key = (pod["metadata"]["namespace"], workload_name(uid))
+            uid = owner_key(pod)
+            key = (pod["metadata"]["namespace"], workload_name(owner_uid(pod)))
             judged = any(not one.sample.is_best_effort or is_starved(one) for one in tracks.get(uid, ()))
             if key not in self._workloads.items and (judged or uid in lost or uid in guarded):
                 with apart(pod):
                     await self._create(pod)
         for (namespace, name), workload in list(self._workloads.items.items()):
-            uid = workload["spec"]["ownerUID"]
+            uid = workload_key(workload)
             before = workload.get("status") or {}
             why = lost[uid][1] if uid in lost else None
             with apart(workload):

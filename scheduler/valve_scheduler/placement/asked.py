@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from valve_kube.objects import OfflinePod
+from valve_kube.owners import key_of_owner
 
 from valve_scheduler.model import WorkloadProfile
 from valve_scheduler.placement.grounds import Grounds
@@ -17,7 +18,7 @@ class Asked:
         self._nodes = nodes
         self._changes = 0  # of the nodes
         self._profiles: dict[tuple[str, str], WorkloadProfile] = {}
-        self._avoid: dict[str, dict[str, float]] = {}  # owner uid -> node -> until
+        self._avoid: dict[str, dict[str, float]] = {}  # owner -> node -> until
 
     def nodes_changed(self) -> None:
         self._changes += 1
@@ -34,14 +35,14 @@ class Asked:
     def replace_avoids(self, avoids: dict[str, dict[str, float]]) -> None:
         self._avoid = {owner: nodes for owner, nodes in avoids.items() if nodes}
 
-    def put_avoid(self, owner_uid: str, until_s_by_node: dict[str, float]) -> None:
+    def put_avoid(self, owner: str, until_s_by_node: dict[str, float]) -> None:
         if until_s_by_node:
-            self._avoid[owner_uid] = until_s_by_node
+            self._avoid[owner] = until_s_by_node
         else:
-            self._avoid.pop(owner_uid, None)
+            self._avoid.pop(owner, None)
 
     def job(self, pod: OfflinePod, now_s: float) -> Job:
-        avoid = self._avoid.get(pod.owner_uid, {})
+        avoid = self._avoid.get(key_of_owner(pod.namespace, pod.owner_uid), {})
         missed = frozenset(node for node, until_s in avoid.items() if until_s > now_s)
         closed = self.closed_to(pod)
         return Job(

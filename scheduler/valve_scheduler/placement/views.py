@@ -11,6 +11,7 @@ from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, pod_place, workload_profile
+from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
 from valve_kube.shapes import NodeShape, PodShape, ReportShape
@@ -104,7 +105,7 @@ def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             _report("OfflineWorkload", InvalidObject(f"avoidNodes entry {entry!r}: {error!r}"))
 
-    return str((workload.get("spec") or {}).get("ownerUID", "")), avoid
+    return workload_key(workload), avoid
 
 
 def workloads_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is) -> Reflector:

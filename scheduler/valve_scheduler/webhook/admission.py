@@ -75,7 +75,7 @@ def mutate_offline(pod: Pod, settings: AdmissionSettings) -> Pod:
     if settings.backend is Backend.ENVVAR and not spec.get("runtimeClassName"):
         spec["runtimeClassName"] = settings.runtime_class
     if not resource_count(pod, names.RESOURCE):
-        _claim(spec["containers"][0], int(annotation(pod, names.GPUS_REQUIRED) or 1))
+        _claim(spec["containers"][0], int(annotation(pod, names.GPUS_REQUIRED).lstrip("0") or 1))  # was read above
     for container in _containers(changed):
         _devices(container, settings)
         if _limit(container, names.RESOURCE):
