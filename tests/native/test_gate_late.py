@@ -194,8 +194,8 @@ def test_our_own_lost_client_is_never_taken_for_the_end_of_a_predecessors_channe
 
 
 class LeavingAndComing(RuleBasedStateMachine):
-    """Clients on every rung come, leave, are given up and come back, while the driver enables and refuses to. The model: which
-    channels are in the plan, and which of the others nobody can enable any more.
+    """Clients on every rung come, leave, are given up and come back, while the driver enables and refuses to. The
+    model: which channels are in the plan, and which of the others nobody can enable any more.
     """
 
     library: ClassVar[Path]
