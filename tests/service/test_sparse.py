@@ -367,7 +367,7 @@ def test_the_driver_is_never_begun_with_so_late_that_it_may_be_at_it_when_the_gp
     connection.flush()
     world.run(100)
     offline.shim.step()
-    world.run(2000)
+    world.run(100)
 
     assert not offline.shim.read_zero
     assert len(online.backed()) > 16  # asked instead, it gave it all the same
