@@ -213,8 +213,7 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 	                                                                      : rc;
 }
 
-/* One channel, of a client that may be nobody's. What is refused of one that nobody holds is the sender's to remember, unless
- * it is in the plan. */
+/* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
 static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held)
 {
 	struct plan_step *step = mail->run_now->step;

@@ -28,6 +28,8 @@ struct batch {
 	uint32_t h_client, h_subdevice;
 	bool skipped; /* a channel that is off may come back from a FREE that fails */
 	uint8_t result[NV2080_DISABLE_CHANNELS_MAX];
+	uint32_t cid
+	        [NV2080_DISABLE_CHANNELS_MAX]; /* a handle may be another channel's by the time that it is answered */
 	struct nv2080_fifo_disable_channels list, part;
 };
 
@@ -68,6 +70,7 @@ static bool fill_batch(bool disable, enum valve_gate_set set, const struct rm_ob
 			continue;
 		channel->held =
 		        1; /* to enable as well: until that came back, it may be off by whoever is gone */
+		batch.cid[list->numChannels] = channel->cid;
 		list->hClientList[list->numChannels] = channel->h_client;
 		list->hChannelList[list->numChannels++] = channel->handle;
 	}
@@ -139,7 +142,7 @@ static uint32_t conclude(uint32_t status)
 			continue;
 		if (batch.result[i] == SWITCHED && !batch.list.bDisable)
 			channel->held = 0;
-		if (batch.result[i] == ENDED)
+		if (batch.result[i] == ENDED && batch.cid[i] == channel->cid)
 			channel->unregistered = 1;
 		if (batch.result[i] == STALE && !channel->dying)
 			status = status ? status : NV_ERR_OBJECT_NOT_FOUND;
