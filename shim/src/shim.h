@@ -224,6 +224,7 @@ int valve_capture_uvm_fd(void); /* the file on which channels were registered; -
 /* report.c */
 void valve_capture_report(bool wait); /* tells valved what it does not know yet */
 void valve_capture_forget_reports(void);
+int valve_capture_tell_ran(void);     /* of each RM client: its channels may have run after a gate */
 valve_link_handler valve_capture_ack; /* ACK: valved may ask for the fds of our RM clients (path B) */
 void valve_capture_reset(void);
 

@@ -362,6 +362,14 @@ uint32_t fake_off_count(void)
 	return count;
 }
 
+void fake_refuse_enables(uint32_t times)
+{
+	pthread_mutex_lock(&lock);
+	fake_rules.fail_enable = times ? NV_ERR_TIMEOUT : 0;
+	fake_rules.fail_times = times;
+	pthread_mutex_unlock(&lock);
+}
+
 void fake_forget_openers(void)
 {
 	pthread_mutex_lock(&lock);

@@ -45,6 +45,7 @@ void fake_free_channel(uint32_t h_client, uint32_t h_channel);
 /* 1 on, 0 off, -1 not there */
 int fake_is_on(uint32_t h_client, uint32_t h_channel);
 uint32_t fake_off_count(void);
+void fake_refuse_enables(uint32_t times); /* the rules of the same names, while others run */
 void fake_switch(uint32_t h_client, uint32_t h_channel, int on); /* by its application */
 /* Forget every RM client but those of fake_client: what a reset of the card does to who was there. */
 void fake_forget_openers(void);

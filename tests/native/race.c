@@ -1,7 +1,8 @@
 /*
  * race.c - the gate under a sanitizer: listener, issuers and watchdog of the real gate, online clients that launch and
  * prove idle in threads of this process, a caller that wakes and that adds and removes channels and clients, over the
- * fake driver. The pages are used through the gate's own mapping, so that the sanitizer sees both sides of each word.
+ * fake driver, which now and then refuses to enable. The pages are used through the gate's own mapping, so that the
+ * sanitizer sees both sides of each word.
  *
  * Checked at every launch that found its gate word closed: the GPUs are held, now and until the launch is proven done.
  * At the end all channels are on.
@@ -167,54 +168,66 @@ static void meddle_with_grants(struct valve_gate *gate, const int32_t *service, 
 struct offline {
 	struct valve_client *client;
 	uint32_t h_client, h_subdevice, count;
-	int fd, doorbell;
+	int fd, doorbell, passed; /* passed: its channels are reached by that file; -1: by our own */
 };
 
-static void arm(struct valve_gate *gate, const struct offline *offline, uint32_t gpu, uint32_t count)
+static void begin_offline(struct valve_gate *gate, struct offline *offline, uint64_t id, uint32_t gpu)
 {
-	struct valve_entry entries[CHANNELS];
-
-	for (uint32_t i = 0; i < count; i++) {
-		entries[i] = (struct valve_entry){
-		        .client = offline->client,
-		        .reach = VALVE_REACH_OWN,
-		        .h_client = offline->h_client,
-		        .h_channel = 0x5C000000 + i,
-		        .fd = -1,
-		};
-	}
-	/* What is new is stopped now if the GPU is; what left is run. */
-	if (count > offline->count)
-		valve_arm(gate, gpu, entries, count, entries + offline->count, count - offline->count, NULL,
-		          0);
-	else
-		valve_arm(gate, gpu, entries, count, NULL, 0, entries, 0);
+	offline->client = connect(gate, id, VALVE_ROLE_OFFLINE, -1, &offline->doorbell);
+	offline->h_client = fake_client(&offline->fd, &offline->h_subdevice, gpu);
+	offline->passed = -1;
 }
 
-static void change_channels(struct valve_gate *gate, struct offline *offline, uint32_t gpu, uint32_t *seed)
+static uint32_t name_channels(const struct offline *offline, uint32_t from, uint32_t to,
+                              struct valve_entry *out)
 {
-	uint32_t wanted = next(seed) % CHANNELS;
+	bool by_file = offline->passed >= 0;
 
-	if (wanted < offline->count)
-		return; /* channels that leave would have to be enabled by their own plan: not this harness's point */
-	arm(gate, offline, gpu, wanted);
+	for (uint32_t i = from; i < to; i++)
+		*out++ = (struct valve_entry){
+		        .client = offline->client,
+		        .reach = by_file ? VALVE_REACH_FD : VALVE_REACH_OWN,
+		        .h_client = offline->h_client,
+		        .h_channel = 0x5C000000 + i,
+		        .fd = offline->passed,
+		        .h_target = by_file ? offline->h_client : 0,
+		        .h_subdevice = by_file ? offline->h_subdevice : 0,
+		};
+	return to > from ? to - from : 0;
+}
+
+/* What is new is stopped now if the GPU is; what left is run, however late. */
+static void change_channels(struct valve_gate *gate, struct offline *offline, uint32_t gpu, uint32_t wanted)
+{
+	struct valve_entry all[CHANNELS], more[CHANNELS], fewer[CHANNELS];
+	uint32_t count = name_channels(offline, 0, wanted, all),
+	         come = name_channels(offline, offline->count, wanted, more),
+	         gone = name_channels(offline, wanted, offline->count, fewer);
+
+	valve_arm(gate, gpu, all, count, more, come, fewer, gone);
 	offline->count = wanted;
 }
 
-/* A client that goes right after a mail that names it. */
-static void post_and_leave(struct valve_gate *gate, uint32_t gpu)
+/* A client that goes right after mails that name it and its file, and leaves its channels late if the driver refuses. */
+static void come_and_leave(struct valve_gate *gate, const struct offline *there, uint32_t gpu)
 {
-	struct offline one = {.fd = -1};
-	int passed;
+	struct offline one = {0};
+	struct valve_entry all[CHANNELS + 1], mine;
+	uint32_t count = name_channels(there, 0, there->count, all);
 
-	one.client = connect(gate, 901, VALVE_ROLE_OFFLINE, -1, &one.doorbell);
-	one.h_client = fake_client(&one.fd, &one.h_subdevice, gpu);
-	passed = dup(one.fd);
-	if (valve_client_take_fd(one.client, passed) < 0)
+	begin_offline(gate, &one, 901, gpu);
+	one.passed = dup(one.fd);
+	if (valve_client_take_fd(one.client, one.passed) < 0)
 		abort();
-	valve_gpu_slice(gate, gpu, one.client, passed, one.h_client, 1, 1000);
+	fake_channel(one.h_client, 0x5C000000, gpu);
+	name_channels(&one, 0, 1, &mine);
+	all[count] = mine;
+	valve_arm(gate, gpu, all, count + 1, &mine, 1, NULL, 0);
+	valve_gpu_slice(gate, gpu, one.client, one.passed, one.h_client, 1, 1000);
+	valve_arm(gate, gpu, all, count, NULL, 0, &mine, 1);
 	valve_client_free(gate, one.client);
 	close(one.fd);
+	fake_free_channel(one.h_client, 0x5C000000);
 }
 
 /* What the caller does to the services while their clients launch. */
@@ -237,14 +250,17 @@ static bool meddle(struct valve_gate *gate, const int32_t *service, struct offli
 		woken = valve_wake(gate, service[dice % 2]) == VALVE_WOKEN;
 	else
 		valve_service_permit(gate, service[dice % 2], dice % 5 ? &rule : NULL);
+	if (dice % 5 == 0)
+		fake_refuse_enables(dice % 4);
 	if (dice % 7 == 0)
-		change_channels(gate, &offline[dice % OFFLINE], dice % OFFLINE, seed);
+		change_channels(gate, &offline[dice % OFFLINE], dice % OFFLINE, next(seed) % CHANNELS);
 	if (dice % 11 == 0)
 		valve_hold(gate, service[dice % 2]);
 	if (dice % 13 == 0)
 		valve_service_gpus(gate, service[0], dice % 26 ? 1 : 2);
 	if (dice % 29 == 0)
-		post_and_leave(gate, dice % OFFLINE);
+		come_and_leave(gate, &offline[dice % OFFLINE], dice % OFFLINE);
+	valve_gate_alive(gate);
 	if (dice % 17 == 0)
 		valve_client_free(gate, connect(gate, 900, VALVE_ROLE_ONLINE, service[dice % 2], &doorbell));
 	return woken;
@@ -272,8 +288,7 @@ int main(int argc, char **argv)
 	fake_reset();
 	gate = valve_gate_open(&config, fake_machine());
 	for (uint32_t g = 0; g < OFFLINE; g++) {
-		offline[g].client = connect(gate, 100 + g, VALVE_ROLE_OFFLINE, -1, &offline[g].doorbell);
-		offline[g].h_client = fake_client(&offline[g].fd, &offline[g].h_subdevice, g);
+		begin_offline(gate, &offline[g], 100 + g, g);
 		for (uint32_t i = 0; i < CHANNELS; i++)
 			fake_channel(offline[g].h_client, 0x5C000000 + i, g);
 	}
@@ -310,12 +325,16 @@ int main(int argc, char **argv)
 	}
 	for (uint32_t s = 0; s < 2; s++)
 		valve_service_free(gate, service[s]);
+	fake_refuse_enables(0);
+	for (uint32_t i = 0; i < 10000 && fake_off_count();
+	     i++) /* what is late is tried again every 256 ms */
+		sleep_ns(1000000);
 	if (valve_gate_settle(gate, 10000000000ull) != 0 || fake_off_count() != 0) {
 		fprintf(stderr, "channels left off: %u\n", fake_off_count());
 		return 1;
 	}
 	for (uint32_t g = 0; g < OFFLINE; g++) {
-		arm(gate, &(struct offline){.client = offline[g].client}, g, 0);
+		change_channels(gate, &offline[g], g, 0);
 		valve_client_free(gate, offline[g].client);
 		close(offline[g].fd);
 	}

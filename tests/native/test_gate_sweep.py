@@ -55,14 +55,16 @@ def honest(rig: Rig, workloads: list[Workload]) -> bool:
 
 
 @pytest.mark.parametrize(("call", "fault"), list(itertools.product(CALLS, FAULTS)))
+@pytest.mark.parametrize("ends", ["leaves", "is given up"])
 def test_no_fault_of_the_driver_is_ever_taken_for_a_stop_or_outlives_itself(
-    driver: FakeDriver, call: str, fault: str
+    driver: FakeDriver, call: str, fault: str, ends: str
 ) -> None:
     with gate_rig(driver, HASTY) as rig:
-        workload, online = rig.offline(), rig.online(7, {0})
+        workload, leaver, online = rig.offline(), rig.offline(), rig.online(7, {0})
         wait_until(lambda: rig.gate.wake(SERVICE) is not WakeOutcome.REFUSED, "woken")
         rig.wait_gated(0, False)
         workload.add(CHANNELS)
+        leaver.add(3)
 
         play(driver, call, fault)
         for round_ in range(3):
@@ -70,6 +72,11 @@ def test_no_fault_of_the_driver_is_ever_taken_for_a_stop_or_outlives_itself(
             assert honest(rig, [workload])
             if round_ == 1 and fault != "hang":  # a hang keeps the caller for its bounded time: once is enough
                 add(workload)
+            if round_ == 2:
+                if ends == "leaves":
+                    rig.gate.remove_client(leaver.client)
+                else:
+                    rig.gate.channels.give_up(leaver.client, "it is an MPS client")
             online.finish()
             rig.gate.wake(SERVICE)
             assert honest(rig, [workload])
@@ -82,6 +89,7 @@ def test_no_fault_of_the_driver_is_ever_taken_for_a_stop_or_outlives_itself(
         rig.wait_gated(0)
         wait_until(lambda: workload.on() == late.on() == 0, "all is off after the fault")
         assert honest(rig, [workload, late])
+        wait_until(lambda: leaver.on() == 3, "whoever is gone runs, under a closed gate as well")
         online.finish()
         # Proposed again until it holds, as the policy does: the last launch may be heard of after a first wake.
         wait_until(lambda: rig.gate.wake(SERVICE) and not rig.gate.is_gated(ZERO), "woken")

@@ -357,6 +357,22 @@ def test_memory_is_never_taken_from_a_process_that_may_run_again_when_it_hears_o
     assert len(online.backed()) >= 40
 
 
+def test_the_driver_is_never_begun_with_so_late_that_it_may_be_at_it_when_the_gpu_opens(world):
+    """Half of the time that the gate stays closed is its own."""
+    offline, online, connection = fill_socket(world)
+    world.run(30)
+    assert world.gate.off
+
+    connection.is_full = False
+    connection.flush()
+    world.run(100)
+    offline.shim.step()
+    world.run(100)
+
+    assert not offline.shim.read_zero
+    assert len(online.backed()) > 16  # asked instead, it gave it all the same
+
+
 def test_no_hole_is_left_behind_when_valved_dies_with_an_order_that_it_had_not_sent(tmp_path):
     first = KvWorld(tmp_path, config=CONFIG, handles=20)
     offline, _, connection = fill_socket(first)

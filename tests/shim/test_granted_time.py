@@ -10,7 +10,7 @@ from itertools import count
 
 import pytest
 from fake_daemon import CHANNEL_ADD, OFFLINE, until
-from rmkit import GR0, Process
+from rmkit import GR0, Process, call, end_now
 
 FIRST, SECOND = 0x5C000008, 0x5C00000A
 SECOND_NS = 1_000_000_000
@@ -38,19 +38,6 @@ def begun(world):
 @pytest.fixture
 def offline(world):
     return begun(world)
-
-
-def call(process, word, *handles):
-    listed = "".join(f" {handle:x}" for handle in handles)
-    return f"{word} client={process.client:x} object={process.subdevice:x} n={len(handles)}{listed}"
-
-
-def end_now(client, word="run_until_0"):
-    """As the issuer does it: the word, then the bell."""
-    end_ns = time.monotonic_ns() + 1_000_000
-    setattr(client.control, word, end_ns)
-    os.eventfd_write(client.order_bell, 1)
-    return end_ns
 
 
 def test_granted_time_that_valved_does_not_end_is_ended_by_the_process_itself(world, offline):

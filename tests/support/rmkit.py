@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,3 +96,17 @@ class Process:
 
     def register(self, channel: int, uuid: bytes = UUID) -> None:
         self.puppet.uvm(self.uvm, 27, register(self.client, channel, uuid))
+
+
+def call(process: Process, word: str, *handles: int) -> str:
+    """As the fake driver logs it."""
+    listed = "".join(f" {handle:x}" for handle in handles)
+    return f"{word} client={process.client:x} object={process.subdevice:x} n={len(handles)}{listed}"
+
+
+def end_now(client: Any, word: str = "run_until_0") -> int:
+    """Granted time ends, as the issuer says it: the word, then the bell."""
+    end_ns = time.monotonic_ns() + 1_000_000
+    setattr(client.control, word, end_ns)
+    os.eventfd_write(client.order_bell, 1)
+    return end_ns

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from valve_abi import Feature
@@ -86,11 +87,9 @@ class NativeChannels:
             self._reasons[entry.ref.gpu, reach] = f"{reach.value}: {missing}"
         if status and self._is_failing(entry.ref.gpu):
             return self._arm_untested(holder, numbers, entry, status)
-        self._arm(
-            entry.ref.gpu, run_now=[] if entry.app_disabled else [entry]
-        )  # takes back what the tries left, while it still has a rung
+        tried = replace(entry)  # on its last rung: takes back what the tries left
         entry.reach = Reach.NONE
-        self._arm(entry.ref.gpu)
+        self._arm(entry.ref.gpu, run_now=[] if entry.app_disabled else [tried])
         return status
 
     def _arm_untested(self, holder: GateClient, numbers: RmNumbers, entry: ArmedChannel, status: int) -> int:
@@ -237,7 +236,7 @@ class NativeChannels:
 
     def enable_unless_held(self, channel: ChannelRef) -> bool | None:
         status = self._enable(channel, unless_held=True)
-        return None if status == -errno.EBUSY else status == 0
+        return status == 0 if status in (0, -errno.ENODEV, *_GONE) else None
 
     def _enable(self, channel: ChannelRef, *, unless_held: bool) -> int:
         if self._refusal or not 0 <= channel.gpu < len(self._infos):

@@ -165,9 +165,10 @@ class Outside:
 
     def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
         """The shim hears of it now whatever becomes of us. One that was slow to read may have kept its orders from
-        arriving until its reclaim was over: it may run, and is asked to do it itself.
+        arriving until its reclaim was over: it may run, and is asked to do it itself. Half of the time is the driver's:
+        what is begun later could still be under way when the GPU opens.
         """
-        in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9
+        in_time = self._clock.now_ns() - orders[0].sent_ns < self._settings.order_s * 1e9 / 2
         if way.is_open and in_time and self._turn.is_stopped(way.gpu):
             way.door.make_sparse(runs, lambda result: self._made(way, orders, result))
         else:

@@ -259,11 +259,11 @@ class ChannelPort(Protocol):
         ...
 
     def enable_foreign(self, channels: Sequence[ChannelRef]) -> int:
-        """Enable channels left off by a predecessor (state file). Returns how many the driver still knew."""
+        """Enable channels left off by a predecessor (state file). How many were at once: a refusal is tried again."""
         ...
 
     def enable_unless_held(self, channel: ChannelRef) -> bool | None:
-        """The same for one whose process lives. None: its GPU is held, and nothing was done."""
+        """The same for one whose process lives. None: to be asked again, for its GPU is held or the driver refused."""
         ...
 
     def disabled(self) -> tuple[ChannelRef, ...]:

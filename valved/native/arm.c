@@ -36,7 +36,7 @@ static void mail_free(struct mail *mail, bool with_plan)
 }
 
 /* Free the mails that the issuer has handed back. One that is not marked done yet is put back for the next time. */
-static void reap(struct gpu *gpu)
+void mail_reap(struct gpu *gpu)
 {
 	struct mail *mail = swap(&gpu->spent, NULL);
 
@@ -79,20 +79,23 @@ static bool send(struct gpu *gpu, struct mail *mail)
 	return true;
 }
 
-/* One mail without a plan: its status, or -ETIMEDOUT. */
+/* One mail without a plan, and what it names: its status, or -ETIMEDOUT. */
 static int ask(struct gpu *gpu, const struct mail *question, uint32_t *cid)
 {
 	struct mail *mail = mail_new(question);
 	int status;
 
-	if (!mail)
+	if (!mail) {
+		plan_free(question->stop_now);
+		plan_free(question->run_now);
 		return -ENOMEM;
+	}
 	if (!send(gpu, mail))
 		return -ETIMEDOUT;
 	status = mail->status;
 	if (cid)
 		*cid = mail->cid;
-	reap(gpu);
+	mail_reap(gpu);
 	return status;
 }
 
@@ -108,11 +111,13 @@ int valve_gpu_cid(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint
 int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                      uint32_t unless_held)
 {
-	struct mail mail = {.kind = unless_held ? MAIL_ENABLE_UNLESS_HELD : MAIL_ENABLE,
-	                    .h_client = h_client,
-	                    .h_channel = h_channel};
+	struct valve_entry entry = {.reach = VALVE_REACH_OWN, .h_client = h_client, .h_channel = h_channel};
+	struct mail mail = {.kind = unless_held ? MAIL_ENABLE_UNLESS_HELD : MAIL_ENABLE};
 
-	return gate->gpu[gpu].info.status ? gate->gpu[gpu].info.status : ask(&gate->gpu[gpu], &mail, NULL);
+	if (gate->gpu[gpu].info.status)
+		return gate->gpu[gpu].info.status;
+	mail.run_now = plan_new(&gate->gpu[gpu], &entry, 1);
+	return mail.run_now ? ask(&gate->gpu[gpu], &mail, NULL) : -ENOMEM;
 }
 
 int valve_gpu_slice(struct valve_gate *gate, uint32_t gpu, struct valve_client *client, int fd,
@@ -199,7 +204,7 @@ int valve_arm(struct valve_gate *gate, uint32_t index, const struct valve_entry 
 		return -ETIMEDOUT;
 	}
 	status = mail->status;
-	reap(gpu);
+	mail_reap(gpu);
 	return status;
 }
 
@@ -214,7 +219,7 @@ void mail_discard(struct gpu *gpu)
 		mail_free(gpu->late, false);
 		gpu->late = next;
 	}
-	reap(gpu);
+	mail_reap(gpu);
 	while (mail) { /* never read */
 		struct mail *next = mail->next;
 

@@ -163,8 +163,8 @@ void valve_client_free(struct valve_gate *gate, struct valve_client *client)
 		if (client->role == VALVE_ROLE_HOOK)
 			waking_kick(gate); /* nobody moves the end of its slices on */
 	}
+	store_release(&client->dropped, 1); /* pairs with the acquire in late.c */
 	give_up_passed(client);
-	client->dropped = true;
 	client_reap(client);
 }
 

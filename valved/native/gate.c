@@ -138,6 +138,8 @@ uint32_t valve_gate_gpus(struct valve_gate *gate, struct valve_gpu_info *out, ui
 void valve_gate_alive(struct valve_gate *gate)
 {
 	store_release(&gate->alive_ns, now_ns());
+	for (uint32_t i = 0; i < gate->gpu_count; i++)
+		mail_reap(&gate->gpu[i]); /* what was late may have been the last that named a client */
 }
 
 uint32_t valve_gate_guarding(struct valve_gate *gate)

@@ -60,7 +60,7 @@ struct plan_step {
 	uint32_t h_client, h_subdevice;
 	uint32_t order_seq; /* orders: what order_done must reach */
 	bool keep_off;      /* `on` stays empty: the application switched these off itself */
-	uint32_t owners;    /* entries built in; the lists get shorter when stale ones are dropped */
+	uint32_t owners; /* entries of clients built in; the lists get shorter when stale ones are dropped */
 	struct valve_client *owner[CHUNK];
 	struct nv2080_fifo_disable_channels off, on;
 };
@@ -88,8 +88,8 @@ struct mail {
 	struct mail *next;
 	enum mail_kind kind;
 	struct plan *plan, *stop_now,
-	        *run_now;             /* MAIL_PLAN: the deltas count only while the GPU is stopped */
-	uint32_t h_client, h_channel; /* MAIL_CID, both MAIL_ENABLE; MAIL_SLICE: of the group */
+	        *run_now; /* MAIL_PLAN: the deltas count only while the GPU is stopped; MAIL_ENABLE: one */
+	uint32_t h_client, h_channel; /* MAIL_CID; MAIL_SLICE: of the group */
 	uint32_t slice_us;            /* MAIL_SLICE */
 	int fd;                       /* MAIL_SLICE: passed by ... */
 	struct valve_client *client;  /* ... whom this mail keeps; NULL: it uses nothing of a client's */
@@ -112,7 +112,7 @@ struct gpu {
 	struct valve_gpu_info info;
 	struct rm_client own; /* the issuer's alone, from its start to its end */
 	uint32_t closings;    /* issuer's alone: how many it has seen */
-	bool owed;            /* issuer's alone: a test switched a channel off and could not switch it on */
+	bool owed;            /* issuer's alone: something is off that its plan, or the next one, is to run */
 	uint32_t tried;       /* issuer's alone: the target that ... */
 	uint32_t failures;    /* ... was missed so many times in a row, ... */
 	uint64_t retry_ns;    /* ... and is not tried again before then */
@@ -227,8 +227,8 @@ struct valve_client {
 	uint64_t until_told;   /* issuers': the end of a grant that it was told last */
 	uint64_t until_before; /* issuers': and the one before; 0: none, or waited for in vain */
 
-	uint32_t refs; /* caller's alone: plan entries and mails that name this client */
-	bool dropped;
+	uint32_t refs;          /* caller's alone: plan entries and mails that name this client */
+	uint32_t dropped;       /* caller writes, before its passed files go; issuers read */
 	int passed[MAX_PASSED]; /* caller's alone */
 	uint64_t gaps_seen;
 };
@@ -313,11 +313,14 @@ bool own_believes(struct gpu *gpu, const struct plan_step *step, uint32_t h_clie
 int own_unique_id(struct gpu *gpu, uint32_t h_client, uint32_t h_channel, uint32_t *cid);
 
 /* late.c: issuer's alone */
-bool late_keep(struct gpu *gpu, struct mail *mail, int status);
-uint64_t late_turn(struct gpu *gpu);
+void late_run(struct gpu *gpu, struct plan *owed);
+void late_forget(struct plan *owed);
+bool late_join(struct gpu *gpu);
+bool late_keep(struct gpu *gpu, struct mail *mail);
+uint64_t late_turn(struct gpu *gpu, uint32_t seen);
 
 /* issuer.c: for late.c */
-int issuer_enable(struct gpu *gpu, struct plan *plan);
+void issuer_run(struct gpu *gpu, struct plan *owed);
 void issuer_spend(struct gpu *gpu, struct mail *mail);
 uint64_t issuer_backoff_ns(uint32_t failures);
 
@@ -328,6 +331,7 @@ uint32_t order_set(struct valve_client *client, uint32_t gpu, enum valve_order o
 int order_wait(const struct valve_client *client, uint32_t seq, uint64_t timeout_ns);
 void order_release(struct gpu *gpu, struct plan *plan);
 void order_move(struct gpu *gpu, const struct plan *old, const struct plan *fresh);
+void order_leave(struct gpu *gpu, const struct plan *leaving);
 void order_hold_all(struct gpu *gpu, struct plan_step *step);
 
 /* plan.c */
@@ -427,6 +431,7 @@ bool waking_is_ordinary(const struct service *service);
 
 /* arm.c */
 bool is_stuck(const struct gpu *gpu);
+void mail_reap(struct gpu *gpu);
 void mail_discard(struct gpu *gpu);
 
 /* gate.c */

@@ -213,31 +213,50 @@ static int try_switch(struct gpu *gpu, const struct plan_step *step,
 	                                                                      : rc;
 }
 
-static int enable_one(struct gpu *gpu, const struct mail *mail)
+/* One channel, which may be in no plan. With `unless_held` a refusal is the sender's to remember, but for one in the plan. */
+static int enable_one(struct gpu *gpu, const struct mail *mail, bool unless_held)
 {
-	struct nv2080_fifo_disable_channels one = {.numChannels = 1};
+	struct plan_step *step = mail->run_now->step;
+	bool in_plan = plan_has(gpu->plan, step->on.hClientList[0], step->on.hChannelList[0]);
+	int status = -EBUSY;
 
-	one.hClientList[0] = mail->h_client;
-	one.hChannelList[0] = mail->h_channel;
-	return rm_switch(&gpu->gate->os, gpu->own.ctl, gpu->own.h_client, gpu->own.h_subdevice, &one);
+	if (!unless_held || (gpu->state < VALVE_GPU_STOPPED &&
+	                     gpu_target(gpu, load_full(&gpu->holders)) != VALVE_GPU_STOPPED)) {
+		status = step->ops->begin(gpu, step, false);
+		if (status && in_plan && gpu->state < VALVE_GPU_STOPPED)
+			store_release(&gpu->state, VALVE_GPU_ENABLING);
+		if (!status && !step->on.numChannels)
+			status = NV_ERR_OBJECT_NOT_FOUND;
+	}
+	if (!status || unless_held)
+		late_forget(mail->run_now);
+	return status;
 }
 
-/* *late: what running its deltas met. */
-static int carry_out(struct gpu *gpu, struct mail *mail, int *late)
+static int change_plan(struct gpu *gpu, const struct mail *mail)
+{
+	int status = 0;
+
+	gpu->owed |= late_join(gpu);
+	if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED)
+		status = walk(gpu, mail->stop_now, true);
+	if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
+		store_release(&gpu->state, VALVE_GPU_ENABLING); /* what is off is in this plan or leaves it */
+	gpu->owed = false;
+	if (gpu->state < VALVE_GPU_STOPPED)
+		late_forget(mail->run_now);
+	late_run(gpu, mail->run_now);
+	order_leave(gpu, mail->run_now);
+	return status;
+}
+
+static int carry_out(struct gpu *gpu, struct mail *mail)
 {
 	int status = 0;
 
 	switch (mail->kind) {
 	case MAIL_PLAN:
-		if (gpu->state == VALVE_GPU_STOPPED || gpu->state == VALVE_GPU_FAILED)
-			status = walk(gpu, mail->stop_now, true);
-		if (gpu->state >= VALVE_GPU_STOPPED)
-			*late = walk(gpu, mail->run_now, false);
-		if (gpu->owed && gpu->state < VALVE_GPU_STOPPED)
-			store_release(&gpu->state,
-			              VALVE_GPU_ENABLING); /* what a test left off is in this plan */
-		gpu->owed = false;
-		return status;
+		return change_plan(gpu, mail);
 	case MAIL_OFF:
 		return try_switch(gpu, mail->stop_now->step, &mail->stop_now->step->off);
 	case MAIL_ON:
@@ -247,12 +266,8 @@ static int carry_out(struct gpu *gpu, struct mail *mail, int *late)
 	case MAIL_CID:
 		return own_unique_id(gpu, mail->h_client, mail->h_channel, &mail->cid);
 	case MAIL_ENABLE_UNLESS_HELD:
-		if (gpu->state >= VALVE_GPU_STOPPED ||
-		    gpu_target(gpu, load_full(&gpu->holders)) == VALVE_GPU_STOPPED)
-			return -EBUSY;
-		return enable_one(gpu, mail);
 	case MAIL_ENABLE:
-		return enable_one(gpu, mail);
+		return enable_one(gpu, mail, mail->kind == MAIL_ENABLE_UNLESS_HELD);
 	case MAIL_SLICE:
 		return rm_slice(&gpu->gate->os, mail->fd, mail->h_client, mail->h_channel, mail->slice_us);
 	}
@@ -285,21 +300,16 @@ void issuer_spend(struct gpu *gpu, struct mail *mail)
 }
 
 /* Run channels that are in no plan, whatever the state of the GPU. */
-int issuer_enable(struct gpu *gpu, struct plan *plan)
+void issuer_run(struct gpu *gpu, struct plan *owed)
 {
-	int status;
-
 	take_off(gpu, now_ns());
-	status = walk(gpu, plan, false);
+	late_run(gpu, owed);
 	if (land(gpu))
 		recover(gpu, 0);
-	return status;
 }
 
 static void answer(struct gpu *gpu, struct mail *mail)
 {
-	int late = 0;
-
 	if (mail->kind == MAIL_PLAN) {
 		mail->old = gpu->plan;
 		gpu->plan = mail->plan;
@@ -307,10 +317,10 @@ static void answer(struct gpu *gpu, struct mail *mail)
 		order_move(gpu, mail->old, mail->plan);
 	}
 	take_off(gpu, now_ns());
-	mail->status = carry_out(gpu, mail, &late);
+	mail->status = carry_out(gpu, mail);
 	if (land(gpu))
 		recover(gpu, mail->kind == MAIL_PLAN ? mail->status : 0);
-	if (!late_keep(gpu, mail, late))
+	if (!late_keep(gpu, mail))
 		issuer_spend(gpu, mail);
 	store_release(&mail->done, 1); /* pairs with the caller's acquire: all of the above is final */
 	futex_wake(&mail->done);
@@ -371,7 +381,7 @@ void issuer_serve(struct gpu *gpu)
 		target = gpu_target(gpu, holders);
 		timeout_ns = pursue(gpu, target, holders);
 		follow_end(gpu);
-		late_ns = late_turn(gpu);
+		late_ns = late_turn(gpu, seen);
 		if (late_ns && (!timeout_ns || late_ns < timeout_ns))
 			timeout_ns = late_ns;
 		if ((uint32_t)(holders >> 32) != gpu->closings) {

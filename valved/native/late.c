@@ -1,16 +1,81 @@
 /*
- * late.c - channels that leave the gate while they are off are run at once (valve_arm's run_now), and are in no plan from then
- * on. Where the driver refuses that, the issuer keeps the mail that named them, and asks again until it holds: nobody else would.
+ * late.c - channels that leave the gate while they are off are run at once (valve_arm's run_now). A channel is always in one of
+ * three places, and its place says what it is owed:
  *
- * A channel that has come back into the plan meanwhile is the plan's: enabled here, it could run under a closed gate. On a
- * passed file nothing can be done later: the file goes with its client, and the driver then says that nothing is there.
+ *   the plan             whatever its GPU is owed (issuer.c)
+ *   a list of run_now    an enable; where the driver refuses it, the issuer keeps the mail and asks again: nobody else would
+ *   neither              nothing
+ *
+ * So who comes (back) into the plan is taken off all lists at that moment, and who has run is taken off at once. A list is no
+ * plan: running it takes back no order, but those of processes that are in no plan any more.
  */
 #include "internal.h"
 
-/* False: the mail is done with. */
-bool late_keep(struct gpu *gpu, struct mail *mail, int status)
+static void forget(struct plan_step *step)
 {
-	if (!status)
+	step->off.numChannels = step->on.numChannels = 0;
+}
+
+void late_forget(struct plan *owed)
+{
+	for (uint32_t i = 0; owed && i < owed->steps; i++)
+		forget(&owed->step[i]);
+}
+
+/* True if the list has named a channel of the plan. */
+static bool leave_to_plan(const struct gpu *gpu, struct plan *owed)
+{
+	uint32_t before = plan_channels(owed);
+
+	for (uint32_t i = 0; owed && i < owed->steps; i++) {
+		struct plan_step *step = &owed->step[i];
+
+		for (uint32_t at = step->off.numChannels; at-- > 0;)
+			if (plan_has(gpu->plan, step->off.hClientList[at], step->off.hChannelList[at]))
+				plan_drop(step, at);
+	}
+	return plan_channels(owed) != before;
+}
+
+/* There is a new plan. True if something in it is off that was to run. */
+bool late_join(struct gpu *gpu)
+{
+	bool joined = false;
+
+	for (struct mail *mail = gpu->late; mail; mail = mail->next)
+		joined |= leave_to_plan(gpu, mail->run_now);
+	return joined;
+}
+
+/* A passed file goes with its client, and nothing is reached by it after that. */
+static bool is_lost(const struct plan_step *step)
+{
+	return step->ops == &reach_fd && load_acquire(&step->owner[0]->dropped);
+}
+
+/* What an order was for is over with the order (order_leave). */
+static bool is_call(const struct plan_step *step)
+{
+	return step->ops == &reach_own || step->ops == &reach_fd;
+}
+
+/* Try once. What stays in the list is owed. */
+void late_run(struct gpu *gpu, struct plan *owed)
+{
+	leave_to_plan(gpu, owed);
+	for (uint32_t i = 0; owed && i < owed->steps; i++) {
+		struct plan_step *step = &owed->step[i];
+
+		if (!is_call(step) || is_lost(step) || !step->ops->begin(gpu, step, false))
+			forget(step);
+	}
+}
+
+/* False: the mail is done with. */
+bool late_keep(struct gpu *gpu, struct mail *mail)
+{
+	leave_to_plan(gpu, mail->run_now);
+	if (!plan_channels(mail->run_now))
 		return false;
 	mail->next = gpu->late;
 	gpu->late = mail;
@@ -19,40 +84,31 @@ bool late_keep(struct gpu *gpu, struct mail *mail, int status)
 	return true;
 }
 
-static void leave_to_plan(const struct gpu *gpu, struct plan *plan)
+/* Returns after how long to come again, 0: nothing is late. A kick since `seen` ends the turn: no stop waits for these. */
+uint64_t late_turn(struct gpu *gpu, uint32_t seen)
 {
-	for (uint32_t i = 0; i < plan->steps; i++) {
-		struct plan_step *step = &plan->step[i];
-
-		for (uint32_t at = step->off.numChannels; at-- > 0;)
-			if (plan_has(gpu->plan, step->off.hClientList[at], step->off.hChannelList[at]))
-				plan_drop(step, at);
-	}
-}
-
-/* Returns after how long to come again, 0: nothing is late. */
-uint64_t late_turn(struct gpu *gpu)
-{
-	struct mail *mails = gpu->late;
+	struct mail *tried = NULL, **end = &gpu->late;
 	uint64_t now = now_ns(), rest_ns;
 
-	if (!mails)
+	if (!gpu->late)
 		return 0;
 	if (now < gpu->late_ns)
 		return gpu->late_ns - now;
-	gpu->late = NULL;
-	while (mails) {
-		struct mail *next = mails->next;
+	do {
+		struct mail *mail = gpu->late;
 
-		leave_to_plan(gpu, mails->run_now);
-		if (issuer_enable(gpu, mails->run_now)) {
-			mails->next = gpu->late;
-			gpu->late = mails;
+		gpu->late = mail->next;
+		issuer_run(gpu, mail->run_now);
+		if (plan_channels(mail->run_now)) {
+			mail->next = tried;
+			tried = mail;
 		} else {
-			issuer_spend(gpu, mails);
+			issuer_spend(gpu, mail);
 		}
-		mails = next;
-	}
+	} while (gpu->late && load_acquire(&gpu->kick) == seen);
+	while (*end)
+		end = &(*end)->next;
+	*end = tried; /* behind those whose turn it still is */
 	rest_ns = issuer_backoff_ns(gpu->late_failures++);
 	gpu->late_ns = now_ns() + rest_ns;
 	return gpu->late ? rest_ns : 0;

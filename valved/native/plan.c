@@ -38,9 +38,11 @@ static void step_add(struct plan_step *step, const struct valve_entry *entry)
 {
 	uint32_t at = step->off.numChannels;
 
-	step->owner[at] = entry->client;
-	step->owners = at + 1;
-	entry->client->refs++;
+	if (entry->client) {
+		step->owner[at] = entry->client;
+		step->owners = at + 1;
+		entry->client->refs++;
+	}
 	step->off.hClientList[at] = step->on.hClientList[at] = entry->h_client;
 	step->off.hChannelList[at] = step->on.hChannelList[at] = entry->h_channel;
 	step->off.numChannels = at + 1;

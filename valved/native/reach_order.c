@@ -119,12 +119,22 @@ static void release(struct gpu *gpu, struct valve_client *client)
 	publish(client, false);
 }
 
-/* After an enable: take back the holds that failures or the watchdog added for this GPU. */
+/* After an enable of the GPU: take back the holds that failures or the watchdog added for it. */
 void order_release(struct gpu *gpu, struct plan *plan)
 {
 	for (uint32_t i = 0; plan && i < plan->steps; i++) {
 		for (uint32_t k = 0; k < plan->step[i].owners; k++)
 			release(gpu, plan->step[i].owner[k]);
+	}
+}
+
+/* Channels have left that may run: so may their processes, unless the plan has others of theirs. */
+void order_leave(struct gpu *gpu, const struct plan *leaving)
+{
+	for (uint32_t i = 0; leaving && i < leaving->steps; i++) {
+		for (uint32_t k = 0; k < leaving->step[i].owners; k++)
+			if (!plan_names(gpu->plan, leaving->step[i].owner[k]))
+				release(gpu, leaving->step[i].owner[k]);
 	}
 }
 

@@ -320,6 +320,15 @@ void valve_report_before(uint32_t request, const void *argument, struct rm_call 
 	errno = saved_errno;
 }
 
+static int send_done(uint32_t h_client, uint32_t h_object)
+{
+	struct valve_link_schedule message = {.h_client = h_client, .h_object = h_object};
+
+	if (!(valve_shim.daemon_features & VALVE_FEATURE_SCHEDULE_DONE))
+		return 0;
+	return valve_link_send(&message, sizeof(message), VALVE_LINK_SCHEDULE_DONE, -1);
+}
+
 void valve_report_after(int fd, const struct rm_call *call, bool ok)
 {
 	int saved_errno = errno;
@@ -329,15 +338,23 @@ void valve_report_after(int fd, const struct rm_call *call, bool ok)
 	valve_lock(&valve_shim.capture_lock);
 	rm_after(&valve_rm, fd, call, ok);
 	valve_unlock(&valve_shim.capture_lock);
-	if (call->is_enable && is_offline() && is_linked() &&
-	    (valve_shim.daemon_features & VALVE_FEATURE_SCHEDULE_DONE)) {
-		struct valve_link_schedule message = {.h_client = call->h_client, .h_object = call->h_object};
-
-		valve_link_send(&message, sizeof(message), VALVE_LINK_SCHEDULE_DONE, -1);
-	}
+	if (call->is_enable && is_offline() && is_linked())
+		send_done(call->h_client, call->h_object);
 	if (valve_shim.state != VALVE_STATE_NEW)
 		valve_capture_report(is_offline());
 	errno = saved_errno;
+}
+
+int valve_capture_tell_ran(void)
+{
+	int err = 0;
+
+	valve_lock(&valve_shim.capture_lock);
+	for (uint32_t i = 0; !err && i < valve_rm.used; i++)
+		if (valve_rm.objects[i].kind == RM_CLIENT)
+			err = send_done(valve_rm.objects[i].h_client, valve_rm.objects[i].h_client);
+	valve_unlock(&valve_shim.capture_lock);
+	return err;
 }
 
 void valve_report_uvm(uint32_t request, const void *argument)

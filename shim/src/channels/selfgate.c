@@ -20,7 +20,7 @@
 #define RETRY_FIRST_NS    2000000u /* doubled at each failure in a row ... */
 #define RETRY_TIMES       7u       /* ... so many times: 256 ms */
 
-enum result { MISSED, SWITCHED, STALE };
+enum result { MISSED, SWITCHED, STALE, ENDED };
 
 struct batch {
 	int fd;
@@ -28,6 +28,8 @@ struct batch {
 	uint32_t h_client, h_subdevice;
 	bool skipped; /* a channel that is off may come back from a FREE that fails */
 	uint8_t result[NV2080_DISABLE_CHANNELS_MAX];
+	uint32_t cid
+	        [NV2080_DISABLE_CHANNELS_MAX]; /* a handle may be another channel's by the time that it is answered */
 	struct nv2080_fifo_disable_channels list, part;
 };
 
@@ -68,6 +70,7 @@ static bool fill_batch(bool disable, enum valve_gate_set set, const struct rm_ob
 			continue;
 		channel->held =
 		        1; /* to enable as well: until that came back, it may be off by whoever is gone */
+		batch.cid[list->numChannels] = channel->cid;
 		list->hClientList[list->numChannels] = channel->h_client;
 		list->hChannelList[list->numChannels++] = channel->handle;
 	}
@@ -75,13 +78,13 @@ static bool fill_batch(bool disable, enum valve_gate_set set, const struct rm_ob
 }
 
 /* The kernel takes its power lock interruptibly, before it does anything: EINTR means "not tried". */
-static uint32_t control(void)
+static uint32_t control(uint32_t command, void *params, uint32_t bytes)
 {
 	struct nvos54_control call = {.hClient = batch.h_client,
 	                              .hObject = batch.h_subdevice,
-	                              .cmd = NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS,
-	                              .params = (uintptr_t)&batch.part,
-	                              .paramsSize = sizeof(batch.part)};
+	                              .cmd = command,
+	                              .params = (uintptr_t)params,
+	                              .paramsSize = bytes};
 
 	for (int tries = 0; tries < INTERRUPTED_TRIES; tries++) {
 		if (valve_real_ioctl(batch.fd, NV_IOWR(NV_ESC_RM_CONTROL, sizeof(call)), &call) == 0)
@@ -90,6 +93,17 @@ static uint32_t control(void)
 			break;
 	}
 	return NV_ERR_INVALID_STATE;
+}
+
+/* Asked in another way the driver knows no such channel either. Before branch 570 it cannot be asked. */
+static bool has_ended(uint32_t at)
+{
+	struct nv2080_fifo_channel_unique_id query = {.numChannels = 1};
+
+	query.hClients[0] = batch.list.hClientList[at];
+	query.hChannels[0] = batch.list.hChannelList[at];
+	return NV_STATUS_IS_STALE(
+	        control(NV2080_CTRL_CMD_FIFO_QUERY_CHANNEL_UNIQUE_ID, &query, sizeof(query)));
 }
 
 /* Switches list[from, from + count) and marks what came of it. The first refusal that is not staleness ends it: it concerns
@@ -103,7 +117,7 @@ static uint32_t issue(uint32_t from, uint32_t count)
 	batch.part.numChannels = count;
 	memcpy(batch.part.hClientList, batch.list.hClientList + from, count * sizeof(uint32_t));
 	memcpy(batch.part.hChannelList, batch.list.hChannelList + from, count * sizeof(uint32_t));
-	status = control();
+	status = control(NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS, &batch.part, sizeof(batch.part));
 	if (status && count > 1) {
 		status = issue(from, count / 2);
 		return status ? status : issue(from + count / 2, count - count / 2);
@@ -112,12 +126,12 @@ static uint32_t issue(uint32_t from, uint32_t count)
 		batch.result[i] = SWITCHED;
 	if (!NV_STATUS_IS_STALE(status))
 		return status;
-	batch.result[from] = STALE;
+	batch.result[from] = has_ended(from) ? ENDED : STALE;
 	return NV_OK;
 }
 
-/* Precondition: capture_lock is held. "No such channel" is believed of one that is on its way out here, too: a FREE marks it
- * first. Said of any other it is a refusal. */
+/* Precondition: capture_lock is held. "No such channel" is believed of one that is on its way out here, too (a FREE marks it
+ * first), and of one that the driver has no number for. Said of any other it is a refusal. */
 static uint32_t conclude(uint32_t status)
 {
 	for (uint32_t i = 0; i < batch.list.numChannels; i++) {
@@ -128,6 +142,8 @@ static uint32_t conclude(uint32_t status)
 			continue;
 		if (batch.result[i] == SWITCHED && !batch.list.bDisable)
 			channel->held = 0;
+		if (batch.result[i] == ENDED && batch.cid[i] == channel->cid)
+			channel->unregistered = 1;
 		if (batch.result[i] == STALE && !channel->dying)
 			status = status ? status : NV_ERR_OBJECT_NOT_FOUND;
 	}
@@ -213,31 +229,39 @@ uint32_t valve_self_gate(bool disable, enum valve_gate_set set)
 }
 
 /* Channels that came while we are stopped. Looked at under the lock: the stop may be ending on another thread, and what is
- * disabled after its enable nobody would enable again. */
+ * disabled after its enable nobody would enable again. While the driver refuses, the session's next try takes them in: no
+ * call of the application is one more. */
 void valve_self_gate_join(void)
 {
 	const uint64_t one = 1;
 	uint32_t worst = 0;
 
 	valve_lock(&valve_shim.gate_lock);
-	if (load_relaxed(&valve_shim.self_stopped))
+	if (load_relaxed(&valve_shim.self_stopped) &&
+	    (!last.disable || !last.failures || now_ns() >= last.retry_ns))
 		worst = gate_all(true, VALVE_GATE_ALL);
 	valve_unlock(&valve_shim.gate_lock);
 	if (worst && syscall(SYS_write, valve_own(VALVE_OWN_ORDER), &one, sizeof(one)) < 0)
 		return; /* the session finds it at its next turn */
 }
 
-/* From here on valved enables what we had disabled: it stands in its plan. */
+/* From here on valved enables what we had disabled of what it knows: that stands in its plan. The rest we owe an enable. */
 void valve_self_gate_hand_over(void)
 {
+	bool owes = false;
+
 	valve_lock(&valve_shim.gate_lock);
 	store_relaxed(&valve_shim.self_stopped, 0);
 	valve_lock(&valve_shim.capture_lock);
-	for (uint32_t i = 0; i < valve_rm.used; i++)
-		if (valve_rm.objects[i].kind == RM_CHANNEL)
-			valve_rm.objects[i].held = 0;
+	for (uint32_t i = 0; i < valve_rm.used; i++) {
+		struct rm_object *channel = &valve_rm.objects[i];
+
+		if (channel->kind == RM_CHANNEL && channel->reported)
+			channel->held = 0;
+		owes |= channel->kind == RM_CHANNEL && channel->held;
+	}
 	valve_unlock(&valve_shim.capture_lock);
-	remember(false, false);
+	remember(false, owes);
 	valve_unlock(&valve_shim.gate_lock);
 }
 

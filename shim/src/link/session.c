@@ -160,20 +160,17 @@ static bool is_linked(void)
 	return load_relaxed(&valve_shim.state) == VALVE_STATE_LINKED;
 }
 
+static bool may_try_again(void)
+{
+	return is_offline() && valve_self_gate_owes() &&
+	       (load_relaxed(&valve_shim.self_stopped) || session.released);
+}
+
 /* Channels are off that should run, and only valved knows whether its gate is open now. Without a link nobody does, until
  * the lease is over or a valved is back. */
 static bool must_ask_again(void)
 {
-	return is_offline() && valve_self_gate_owes() && !load_relaxed(&valve_shim.self_stopped) &&
-	       !session.released && is_linked() && (valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP);
-}
-
-static bool may_try_again(void)
-{
-	if (!is_offline() || !valve_self_gate_owes())
-		return false;
-	return load_relaxed(&valve_shim.self_stopped) || session.released ||
-	       (is_linked() && !must_ask_again());
+	return is_offline() && valve_self_gate_owes() && !may_try_again() && is_linked();
 }
 
 static uint64_t until_again_ns(uint64_t most_ns)
@@ -207,6 +204,14 @@ static int send_schedule(uint16_t type, uint32_t *seq)
 	return err;
 }
 
+/* That we ran. A valved that knows no word about the whole process hears it of each RM client. */
+static int tell_ran(void)
+{
+	if (valve_shim.daemon_features & VALVE_FEATURE_KEEP_STOP)
+		return send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL);
+	return valve_capture_tell_ran();
+}
+
 /* Once valved has been told of all our channels, and of the memory that held launches would compute with. Our own
  * stop does not wait for that: who tells it may be in a call that waits for our channels. A full socket: the next turn
  * tries again. */
@@ -217,7 +222,7 @@ static void ask_to_run(void)
 	if ((waits_for_leave() || again) && !session.ask_seq && !load_relaxed(&valve_shim.untold) &&
 	    (session.stopped || again || !valve_announce_is_behind()))
 		send_schedule(VALVE_LINK_SCHEDULE_WAIT, &session.ask_seq);
-	if (session.may_run && !send_schedule(VALVE_LINK_SCHEDULE_DONE, NULL))
+	if (session.may_run && !tell_ran())
 		session.may_run = false; /* it stops again what a gate met meanwhile */
 }
 

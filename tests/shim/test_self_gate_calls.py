@@ -1,0 +1,95 @@
+"""Which driver calls a process makes to stop and run its own channels, and whom it asks before: over a driver that
+answers as it is told.
+"""
+
+from __future__ import annotations
+
+import time
+
+from fake_daemon import (
+    CHANNEL_ADD,
+    FEATURE_KEEP_STOP,
+    OFFLINE,
+    RUN,
+    SCHEDULE_DONE,
+    SCHEDULE_WAIT,
+    STOP,
+    until,
+)
+from rmkit import GR0, Process, call, end_now
+
+FIRST, SECOND = 0x5C000008, 0x5C00000A
+REFUSED, STALE = "27", "87"
+
+
+def with_a_channel(world, more=0, **environment):
+    puppet, client = world.offline(world.daemon(OFFLINE, more=more), **environment)
+    process = Process.begin(puppet)
+    process.channel(process.device, FIRST, engine=GR0)
+    process.register(FIRST)
+    client.expect(CHANNEL_ADD, h_channel=FIRST)
+    return process, client
+
+
+def order(client, what):
+    seq = client.give_order(what)
+    until(lambda: client.region.order_done == seq, "carried out")
+    return client.region.order_status
+
+
+def test_a_channel_that_has_ended_unseen_is_never_talked_of_without_end(world):
+    """The driver knows it by no name: there is nothing to stop, to run, or to ask for."""
+    process, client = with_a_channel(world, FEATURE_KEEP_STOP, FAKERM_GATE_STATUS=STALE, FAKERM_QUERY_STATUS=STALE)
+
+    assert order(client, STOP) == 0
+    assert order(client, RUN) == 0
+    assert world.gate_calls() == [call(process, "disable", FIRST)]
+    assert client.none_of(SCHEDULE_WAIT)
+
+
+def test_a_channel_that_the_driver_still_knows_is_never_believed_to_have_ended(world):
+    process, client = with_a_channel(world, FAKERM_GATE_STATUS=STALE)
+
+    assert order(client, STOP) == int(STALE)
+    until(lambda: world.gate_calls().count(call(process, "disable", FIRST)) > 3, "it is tried again and again")
+
+
+def test_an_application_that_calls_its_driver_never_repeats_a_stop_that_was_refused(world):
+    """It is tried again, by the session's clock and not by the application's."""
+    process, client = with_a_channel(world, FAKERM_GATE_STATUS=REFUSED)
+    assert order(client, STOP) == int(REFUSED)
+    calls = 400
+
+    began, before = time.monotonic(), len(world.gate_calls())
+    for _ in range(calls):
+        process.control(process.subdevice, 0x20800000, "00")
+    tries_most = 16 + (time.monotonic() - began) / 0.128  # so many by the clock, were it the fastest
+
+    assert len(world.gate_calls()) - before < min(tries_most, calls)
+
+
+def test_a_channel_that_valved_never_heard_of_is_never_left_off_when_valved_takes_a_stop_over(world):
+    process, client = with_a_channel(world)
+    process.channel(process.device, SECOND, engine=GR0)  # it may not run yet, so nobody is told
+    client.control.online_registered = 1
+    end_ns = end_now(client)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+    assert world.gate_calls() == [call(process, "disable", FIRST, SECOND)]
+
+    client.control.run_until_0 = 0
+
+    client.expect(SCHEDULE_WAIT, h_client=0)
+    until(lambda: world.gate_calls()[1:] == [call(process, "enable", SECOND)], "FIRST is valved's to enable")
+
+
+def test_an_old_valved_always_hears_which_channels_ran_after_its_answer(world):
+    """It knows no word about the whole process."""
+    process, client = with_a_channel(world)
+    process.channel(process.device, SECOND, engine=GR0)
+    client.control.online_registered = 1
+    end_ns = end_now(client)
+    until(lambda: client.region.until_done == end_ns, "it stopped itself")
+    client.control.run_until_0 = 0
+
+    client.expect(SCHEDULE_WAIT, h_client=0)
+    assert client.expect(SCHEDULE_DONE).h_client == process.client
