@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from valve_tools.replay import services, whatif
+from valve_tools.replay import services
 from valve_tools.replay.command import main
 from valve_tools.replay.store import Store
 from valve_tools.replay.whatif import Question
@@ -38,6 +38,19 @@ def test_each_service_of_a_folder_gets_its_own_verdict(tmp_path: Path) -> None:
     assert "1 of 3 services" in page
     assert "notes.txt" not in page
     assert len(json.loads((tmp_path / "whatif.json").read_text())["data"]["services"]) == 3
+
+
+def test_a_service_that_is_silent_in_the_hours_that_are_judged_is_never_told_to_share(tmp_path: Path) -> None:
+    """It would be idle for all of them, and a GPU saved."""
+    rows = [f"{at},200,20" for at in (0.0, *(86_400.0 + number for number in range(600)))]
+    (tmp_path / "tomorrow.csv").write_text("\n".join(["t_s,in_tok,out_tok", *rows]))
+
+    page = services.run(Question(requests=tmp_path), [1], silent)
+
+    assert page.tables[0].rows[0][-1] == (
+        "DO NOT USE VALVE HERE: no answer: 1 requests in 21600 s say nothing about a service; "
+        "bring at least 50 over 60 s, better a day"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -1,7 +1,7 @@
 """`valve replay whatif --requests FOLDER`: one page for many services, each under the product's default settings.
 
-No settings are searched for, so a service costs three short simulations where one by itself costs seventeen. A worker reads the file
-that it judges: a week of requests takes as long to read as to simulate.
+No settings are searched for, so a service costs three short simulations where one by itself costs seventeen. A worker
+reads the file that it judges: a week of requests takes as long to read as to simulate.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.replay.report import Cell, Report, Table
-from valve_tools.replay.whatif import Answer, Question, Task, bound_of, machine_of, refusals, run_task, trace_of
 from valve_tools.replay.store import Store
+from valve_tools.replay.whatif import Answer, Question, Task, bound_of, judged, machine_of, refusals, run_task, trace_of
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.machine import Settings
 from valve_tools.sim.metrics import interval
+from valve_tools.sim.shape import LONGEST_S
 from valve_tools.sim.traces import TraceError
 
 DEFAULTS = "defaults"
@@ -68,7 +69,7 @@ def judge(ask: Ask) -> Service:
     answers = tuple(ask.store.run(run_task, task) for task in tasks)
     return Service(
         name=path.name,
-        requests=bound.trace.requests,
+        requests=judged(bound.trace),
         hours=bound.seconds / 3600,
         answers=answers,
         why_not=tuple(refusals(answers, DEFAULTS)),
@@ -92,7 +93,7 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
         title=f"What Valve would give on {len(services)} services",
         summary=(
             f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, default "
-            f"settings, the files as they are or their first hours as asked. {len(good)} of {len(services)} services "
+            f"settings, at most the first {LONGEST_S / 3600:g} hours of each. {len(good)} of {len(services)} services "
             f"would save {sum(one.saved for one in good):.1f} GPUs, one replica of each; the others should not "
             "share (docs/when-not.md). A service by itself (--requests FILE) gets its best settings, too.",
         ),

@@ -128,15 +128,20 @@ def trace_of(question: Question, seed: int) -> Trace:
     return load if question.hours is None else load.first(question.hours * 3600)
 
 
+def judged(trace: Trace) -> int:
+    """Requests of the hours that are simulated: the first of a long load."""
+    return trace.first(window_s(trace)).requests
+
+
 def bound_of(question: Question, trace: Trace) -> Bound:
     for name in (question.online, question.offline):
         if name not in MODELS:
             raise TraceError(f"model {name}: known are {', '.join(MODELS)}")
     if trace.requests == 0:
         raise TraceError("the load holds no request")
-    if trace.requests < LEAST_REQUESTS or window_s(trace) < LEAST_S:
+    if judged(trace) < LEAST_REQUESTS or window_s(trace) < LEAST_S:
         raise TraceError(
-            f"no answer: {trace.requests} requests in {window_s(trace):.0f} s say nothing about a service; "
+            f"no answer: {judged(trace)} requests in {window_s(trace):.0f} s say nothing about a service; "
             f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
         )
     online, offline, shape = question.online, question.offline, NOT_ASKED
@@ -228,7 +233,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
         title=f"What Valve would give on {bound.trace.label}",
         summary=(
             f"{question.online} online and {question.offline} offline on {question.tp} {settings.gpu.name}, "
-            f"{bound.trace.requests:,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
+            f"{judged(bound.trace):,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
             f"alone leaves {100 * answers[0].idle_share:.0f} % of the GPU idle.",
             *verdict(answers, best, why_not),
         ),

@@ -88,8 +88,8 @@ def rests_until_ns(state: ReservationState, said: ReservationDecision, settings:
     """Until when a look that finds the use of the last one changes nothing; 0: it may at once.
 
     That is so at the policy's fixed point: its headroom is at its least, and it held for no pressure. Then time alone
-    moves it, when a slice with a higher peak is forgotten, a wait of tau ends, or a reclaim leaves the window. Above its
-    least the headroom falls at each look by a float, which no jump would round alike.
+    moves it, when a slice with a higher peak is forgotten, a wait of tau ends, or a reclaim leaves the window. Above
+    its least the headroom falls at each look by a float, which no jump would round alike.
     """
     used = said.memory.used_handles
     is_least = settings.rule is ReservationRule.BUDGET and state.exact_handles <= settings.headroom_min_handles
