@@ -10,7 +10,7 @@ import os
 from functools import partial
 
 from lent_fds import lend
-from valve_tools.sim.waking import PolicyWaker, Shown
+from valve_tools.bench.waking import PolicyWaker, Shown
 
 from valved.machine.ports import (
     ArmResult,

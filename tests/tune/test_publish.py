@@ -100,6 +100,16 @@ def test_a_gap_that_nobody_could_measure_is_never_shown_as_none_at_all(pieces, m
     assert gaps.words() == "not measured while publishing, not measured before and after"
 
 
+def test_the_gap_of_a_sliver_is_never_shown_as_that_of_publishing():
+    """A real vLLM had 0.6 ms, as nearly all of the publishing fell between two answers."""
+    gap = GapProbe(Answering())
+    gap._span = (1.0, 2.0)
+    gap._pieces = [[0.9, 0.95, 1.0006], [1.9, 2.1]]
+    assert gap.gaps().disturbed_ms is None
+    gap._pieces = [[0.9, 0.95, 1.0006], [1.4, 1.7, 2.1]]
+    assert gap.gaps().disturbed_ms == pytest.approx(400)
+
+
 def test_a_gap_of_no_length_is_measured(monkeypatch):
     monkeypatch.setattr("valve_tune.serve.gap.PIECES", 2)
     with GapProbe(Answering(1.0, 1.0)) as gap:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from valve_tools.replay import services, whatif
+from valve_tools.replay import services
 from valve_tools.replay.command import main
+from valve_tools.replay.store import Store
 from valve_tools.replay.whatif import Question
-from valve_tools.replay.work import silent
+from valve_tools.replay.work import Workers, silent
+from valve_tools.sim import combinations
 from valve_tools.sim.traces import TraceError
 
 
@@ -38,20 +40,47 @@ def test_each_service_of_a_folder_gets_its_own_verdict(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "whatif.json").read_text())["data"]["services"]) == 3
 
 
+def test_a_service_that_is_silent_in_the_hours_that_are_judged_is_never_told_to_share(tmp_path: Path) -> None:
+    """It would be idle for all of them, and a GPU saved."""
+    rows = [f"{at},200,20" for at in (0.0, *(86_400.0 + number for number in range(600)))]
+    (tmp_path / "tomorrow.csv").write_text("\n".join(["t_s,in_tok,out_tok", *rows]))
+
+    page = services.run(Question(requests=tmp_path), [1], silent)
+
+    assert page.tables[0].rows[0][-1] == (
+        "DO NOT USE VALVE HERE: no answer: 1 requests in 21600 s say nothing about a service; "
+        "bring at least 50 over 60 s, better a day"
+    )
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_service_never_costs_more_simulations_because_there_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     for number in range(count):
-        service(tmp_path, f"{number}.csv", 5.0 + number)
+        service(tmp_path, f"{number}.csv", 65.0, requests=60 + number)
     runs = []
-    for name in ("run_own", "run_solo", "run_job_alone", "run_combination"):
-        one = getattr(whatif, name)
-        monkeypatch.setattr(whatif, name, lambda *given, one=one: runs.append(one) or one(*given))
+    monkeypatch.setattr(combinations, "_alone", {})
+    simulate = combinations.run
+    monkeypatch.setattr(combinations, "run", lambda *given: runs.append(1) or simulate(*given))
 
     services.run(Question(requests=tmp_path), [1], silent)
 
-    assert len(runs) == 4 * count
+    assert len(runs) == 3 * count + 1  # on its own GPU, beside the weights, with Valve; the job alone once for all
+
+
+def test_a_service_whose_file_has_changed_is_never_answered_from_what_is_kept(tmp_path: Path) -> None:
+    folder, workers = tmp_path / "week", Workers(store=Store(folder=tmp_path / "kept"))
+    folder.mkdir()
+
+    def saved(every_s: float) -> float:
+        service(folder, "a.csv", every_s)
+        (one,) = services.run(Question(requests=folder), [1], silent, workers).data["services"]
+        return float(one["answers"][0]["idle_share"])
+
+    idle, busier = saved(5.0), saved(1.0)
+
+    assert busier < idle == saved(5.0)
 
 
 def test_a_folder_without_a_service_is_refused_by_name(tmp_path: Path) -> None:

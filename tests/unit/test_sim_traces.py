@@ -6,6 +6,9 @@ import gzip
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from valve_tools.sim import traces
 from valve_tools.sim.pairs import batch_lengths
 from valve_tools.sim.traces import NS, Lengths, Trace, TraceError, largest, lengths_in, read_file, read_folder
 
@@ -170,3 +173,47 @@ def test_lengths_may_come_in_any_order_and_the_largest_file_is_everyones(tmp_pat
     assert folder.skipped == 1
     for found in (largest(folder.lengths), largest(lengths_in(tmp_path)), batch_lengths(folder)):
         assert (found.in_tok.tolist(), found.out_tok.tolist()) == ([100, 200], [5, 6])
+
+
+CELL = st.one_of(
+    st.integers(0, 2_000).map(str),
+    st.floats(0, 4e9).map(repr),
+    st.sampled_from(["", " ", "7 ", "1_0", "0x1", "1e3", "-1", "nan", "inf", "1.5", "x", '"3"', "3#", "\u0663", "\0"]),
+)
+LINE = st.lists(CELL, min_size=1, max_size=5).map(",".join)
+
+
+def reading(path: Path) -> object:
+    try:
+        found = read_file(path)
+    except TraceError as error:
+        return str(error)
+    return (found.skipped, *(each.tolist() for each in (found.arrive_ns, found.in_tok, found.out_tok)))
+
+
+@given(st.lists(LINE, max_size=6), st.sampled_from(["\n", "\r\n", "\r", "\n\n"]), st.booleans())
+@example(["0,1,1,a", "1,2,2,b"], "\n", True)
+@example(["0,1,1,a", "1,2,2", "2,3,3,b,c"], "\n", True)
+@example(["4294967295.123456789,1,1,"], "\r\n", False)
+def test_what_is_read_at_once_is_never_read_otherwise_line_by_line(tmp_path_factory, rows, end, is_ended):
+    path = tmp_path_factory.mktemp("rows") / "a.csv"
+    text = end.join(["t_s,in_tok,out_tok,note", *rows]) + end * is_ended
+    path.write_bytes(text.encode())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "_plain_rows", lambda *given: None)
+        one_by_one = reading(path)
+
+    assert reading(path) == one_by_one
+
+
+def test_a_plain_file_is_never_read_line_by_line(tmp_path, monkeypatch):
+    """A week of a hundred services is 14 million rows."""
+    monkeypatch.setattr(traces, "_value", lambda *given: pytest.fail("a value was looked at by itself"))
+    rows = "".join(f"{i / 8},{i + 1},1,word\n" for i in range(100))
+    path = write(tmp_path, "a.csv.gz", "t_s,in_tok,out_tok,note\n" + rows)
+
+    found = read_file(path)
+
+    assert isinstance(found, Trace)
+    assert found.requests == 100

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from valve_tools.bench.row import Row, row_of
-from valve_tools.sim.waking import PolicyWaker, Shown
+from valve_tools.bench.waking import PolicyWaker, Shown
 
 from valved.abi.link import Feature
 from valved.gate.permits import GateSettings

@@ -1,6 +1,7 @@
 """`valve replay whatif --requests FOLDER`: one page for many services, each under the product's default settings.
 
-No settings are searched for, so a service costs five short simulations where one by itself costs seventeen.
+No settings are searched for, so a service costs three short simulations where one by itself costs seventeen. A worker
+reads the file that it judges: a week of requests takes as long to read as to simulate.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from valve_tools.replay.report import Cell, Report, Table
-from valve_tools.replay.whatif import Answer, Question, Task, bound_of, machine_of, refusals, run_task, trace_of
+from valve_tools.replay.store import Store
+from valve_tools.replay.whatif import Answer, Question, Task, bound_of, judged, machine_of, refusals, run_task, trace_of
 from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.sim.machine import Settings
 from valve_tools.sim.metrics import interval
+from valve_tools.sim.shape import LONGEST_S
 from valve_tools.sim.traces import TraceError
 
 DEFAULTS = "defaults"
@@ -34,27 +38,42 @@ class Service:
         return interval([one.summaries[DEFAULTS].share_of_alone for one in self.answers]).mean if self.answers else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One file to judge. What is kept of it is named by what it holds, not by its path."""
+
+    path: Path
+    question: Question
+    settings: Settings
+    seeds: tuple[int, ...]
+    store: Store
+
+
 def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
-    settings = machine_of(question)
-    tasks: list[Task] = []
-    names: list[str] = []
-    found: dict[str, Service] = {}
-    for path in files_of(question):
-        try:
-            one = replace(question, requests=path)
-            bound = bound_of(one, trace_of(one, seeds[0]))
-        except TraceError as error:
-            found[path.name] = Service(name=path.name, why_not=(str(error).removeprefix(f"{path}: "),))
-            continue
-        found[path.name] = Service(name=path.name, requests=bound.trace.requests, hours=bound.seconds / 3600)
-        tasks += [Task(bound=bound, settings=settings, seed=seed, is_brief=True) for seed in seeds]
-        names += [path.name] * len(seeds)
-    for name, answer in zip(
-        names, spread(run_task, tasks, progress, workers or Workers(), label="whatif"), strict=True
-    ):
-        found[name] = replace(found[name], answers=(*found[name].answers, answer))
-    services = [replace(one, why_not=_why_not(one)) for one in found.values()]
+    settings, workers = machine_of(question), workers or Workers()
+    asks = [
+        Ask(path=path, question=question, settings=settings, seeds=tuple(seeds), store=workers.store)
+        for path in files_of(question)
+    ]
+    services = spread(judge, asks, progress, replace(workers, store=Store(folder=None)), label="whatif")
     return report(question, settings.gpu.name, services, seeds)
+
+
+def judge(ask: Ask) -> Service:
+    path, question = ask.path, replace(ask.question, requests=ask.path)
+    try:
+        bound = bound_of(question, trace_of(question, ask.seeds[0]))
+    except TraceError as error:
+        return Service(name=path.name, why_not=(str(error).removeprefix(f"{path}: "),))
+    tasks = [Task(bound=bound, settings=ask.settings, seed=seed, is_brief=True) for seed in ask.seeds]
+    answers = tuple(ask.store.run(run_task, task) for task in tasks)
+    return Service(
+        name=path.name,
+        requests=judged(bound.trace),
+        hours=bound.seconds / 3600,
+        answers=answers,
+        why_not=tuple(refusals(answers, DEFAULTS)),
+    )
 
 
 def files_of(question: Question) -> list[Path]:
@@ -66,10 +85,6 @@ def files_of(question: Question) -> list[Path]:
     return files
 
 
-def _why_not(one: Service) -> tuple[str, ...]:
-    return one.why_not or tuple(refusals(one.answers, DEFAULTS))
-
-
 def report(question: Question, gpu: str, services: Sequence[Service], seeds: Sequence[int]) -> Report:
     good = [one for one in services if not one.why_not]
     ordered = sorted(services, key=lambda one: (bool(one.why_not), -one.saved, one.name))
@@ -78,7 +93,7 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
         title=f"What Valve would give on {len(services)} services",
         summary=(
             f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, default "
-            f"settings, the files as they are or their first hours as asked. {len(good)} of {len(services)} services "
+            f"settings, at most the first {LONGEST_S / 3600:g} hours of each. {len(good)} of {len(services)} services "
             f"would save {sum(one.saved for one in good):.1f} GPUs, one replica of each; the others should not "
             "share (docs/when-not.md). A service by itself (--requests FILE) gets its best settings, too.",
         ),

@@ -19,16 +19,16 @@ from valve_tools.sim.combinations import (
     OURS,
     Context,
     Tuning,
+    alone_tokens_per_s,
     as_shipped,
     run_combination,
-    run_job_alone,
     run_own,
     run_solo,
 )
 from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings, pool_handles
 from valve_tools.sim.metrics import Interval, Summary, distribution, interval, summarise
 from valve_tools.sim.pairs import Bound, Pair, batch_lengths
-from valve_tools.sim.shape import measure, window_s
+from valve_tools.sim.shape import Shape, window_s
 from valve_tools.sim.traces import Folder, Trace, TraceError
 from valve_tools.sim.world import NS, Job, Service
 
@@ -43,6 +43,8 @@ LEAST_REQUESTS, LEAST_S = 50, 60.0
 """A shorter load says nothing about a service: no answer is given."""
 LEAST_SAVED = 0.05
 """GPUs saved per GPU below which sharing is not worth having somebody watch it."""
+NOT_ASKED = Shape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
+"""The shape says which pair a trace is for; here the operator said it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,26 +128,31 @@ def trace_of(question: Question, seed: int) -> Trace:
     return load if question.hours is None else load.first(question.hours * 3600)
 
 
+def judged(trace: Trace) -> int:
+    """Requests of the hours that are simulated: the first of a long load."""
+    return trace.first(window_s(trace)).requests
+
+
 def bound_of(question: Question, trace: Trace) -> Bound:
     for name in (question.online, question.offline):
         if name not in MODELS:
             raise TraceError(f"model {name}: known are {', '.join(MODELS)}")
     if trace.requests == 0:
         raise TraceError("the load holds no request")
-    if trace.requests < LEAST_REQUESTS or window_s(trace) < LEAST_S:
+    if judged(trace) < LEAST_REQUESTS or window_s(trace) < LEAST_S:
         raise TraceError(
-            f"no answer: {trace.requests} requests in {window_s(trace):.0f} s say nothing about a service; "
+            f"no answer: {judged(trace)} requests in {window_s(trace):.0f} s say nothing about a service; "
             f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
         )
-    shape = measure(trace)[0]
-    pair = Pair(key="fleet", title="your load", about="", online=question.online, offline=question.offline, shape=shape)
+    online, offline, shape = question.online, question.offline, NOT_ASKED
+    pair = Pair(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
     lengths = batch_lengths(Folder(traces=(), lengths=(), ignored=()))
     return Bound(
         pair=pair,
         trace=trace,
         shape=shape,
-        service=Service(model=MODELS[question.online], tp=question.tp),
-        job=Job(model=MODELS[question.offline], tp=question.tp, lengths=lengths),
+        service=Service(model=MODELS[online], tp=question.tp),
+        job=Job(model=MODELS[offline], tp=question.tp, lengths=lengths),
     )
 
 
@@ -167,7 +174,7 @@ def run_task(task: Task) -> Answer:
     tunings = candidates(bound, task.settings)
     default = tunings["defaults"]
     own, solo = run_own(bound, task.seed, default), run_solo(bound, task.seed, default)
-    alone = run_job_alone(bound, task.seed, default).offline_tokens_per_s
+    alone = alone_tokens_per_s(bound, task.seed, default)
     summaries = {}
     for name, tuning in {"defaults": default}.items() if task.is_brief else tunings.items():
         context = Context(bound=bound, seed=task.seed, solo=solo, tuning=tuning)
@@ -226,7 +233,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
         title=f"What Valve would give on {bound.trace.label}",
         summary=(
             f"{question.online} online and {question.offline} offline on {question.tp} {settings.gpu.name}, "
-            f"{bound.trace.requests:,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
+            f"{judged(bound.trace):,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
             f"alone leaves {100 * answers[0].idle_share:.0f} % of the GPU idle.",
             *verdict(answers, best, why_not),
         ),

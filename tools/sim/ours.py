@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,7 +12,13 @@ from valve_tools.sim.machine import blocks_per_handle, timing
 from valve_tools.sim.rungs import waited_ns
 from valve_tools.sim.world import Memory, MemoryPolicy
 
-from valved.model.memory import OnlineMemory, ReservationAction, ReservationState
+from valved.model.memory import (
+    OnlineMemory,
+    ReservationAction,
+    ReservationDecision,
+    ReservationRule,
+    ReservationState,
+)
 from valved.policy import reservation
 from valved.policy.columns import ColumnMap, uniform_columns
 from valved.policy.cooldown import (
@@ -77,6 +84,26 @@ def _block_ids(columns: np.ndarray[tuple[int], np.dtype[np.int64]], per_column: 
     return ids
 
 
+def rests_until_ns(state: ReservationState, said: ReservationDecision, settings: ReservationSettings) -> int:
+    """Until when a look that finds the use of the last one changes nothing; 0: it may at once.
+
+    That is so at the policy's fixed point: its headroom is at its least, and it held for no pressure. Then time alone
+    moves it, when a slice with a higher peak is forgotten, a wait of tau ends, or a reclaim leaves the window. Above
+    its least the headroom falls at each look by a float, which no jump would round alike.
+    """
+    used = said.memory.used_handles
+    is_least = settings.rule is ReservationRule.BUDGET and state.exact_handles <= settings.headroom_min_handles
+    holds = said.action is ReservationAction.HOLD and not reservation.is_pressure(said.memory, settings)
+    is_due = reservation.next_wake_ns(state, settings) <= state.looked_ns + SECOND_NS
+    if not (is_least and holds and is_due and state.peaks[-1][1] == state.used_handles == used):
+        return 0
+    higher = tuple(one for one in state.peaks if one[1] > used)
+    # The policy would wake at once to lower what cannot be lowered: asked with a fraction that nearly nothing lowers.
+    alike = replace(state, peaks=(*higher, state.peaks[-1]), exact_handles=state.exact_handles + 0.5)
+    leaves_ns = [at + settings.window_ns for at in state.reclaims_ns[:1]]
+    return min([reservation.next_wake_ns(alike, replace(settings, spend_share=1e-9)), *leaves_ns])
+
+
 @dataclass(slots=True, kw_only=True)
 class OurMemory(MemoryPolicy):
     """Reservation decides how much, selective eviction decides which."""
@@ -90,6 +117,11 @@ class OurMemory(MemoryPolicy):
     _memory: Memory = field(init=False)
     _state: ReservationState = field(init=False)
     _chance: random.Random = field(init=False)
+    _said: ReservationDecision | None = None
+    _rests_ns: int | None = None
+    """Until when looks are left out; None: not asked since the last one."""
+    _left_out: range = range(0)
+    """The times of the looks that were left out since the last one."""
 
     def __post_init__(self) -> None:
         self.pressure_ratio = self.settings.pressure_ratio
@@ -108,11 +140,37 @@ class OurMemory(MemoryPolicy):
     def on_tick(self, now_ns: int) -> None:
         """The core does not tell every change of use: a look a second, where use moved or the policy is due."""
         peak = self._memory.peak()
-        if peak != self._state.used_handles or now_ns >= reservation.next_wake_ns(self._state, self.settings):
-            self._decide(now_ns, 0, peak)
+        if self._rests(now_ns, peak):
+            first_ns = self._left_out.start if self._left_out else now_ns
+            self._left_out = range(first_ns, now_ns + 1, SECOND_NS)
+        else:
+            self._catch_up()
+            if peak != self._state.used_handles or now_ns >= reservation.next_wake_ns(self._state, self.settings):
+                self._decide(now_ns, 0, peak)
         self._memory.tick_at(now_ns + SECOND_NS)
 
+    def _rests(self, now_ns: int, peak: int) -> bool:
+        used = self._state.used_handles
+        if self._said is None or not used == peak == self._memory.view().online_busy:
+            return False
+        if self._rests_ns is None:
+            self._rests_ns = rests_until_ns(self._state, self._said, self.settings)
+        return now_ns < self._rests_ns
+
+    def _catch_up(self) -> None:
+        """Of the looks that were left out those that the policy still remembers: the rest left nothing behind."""
+        if not self._left_out or self._said is None:
+            return
+        remembered_ns = self._state.tau_ns + self._state.tau_ns // reservation.SLICES
+        found = replace(self._said.memory, peak_handles=self._state.used_handles)
+        for at_ns in self._left_out[-math.ceil(remembered_ns / SECOND_NS) :]:
+            self._state, said = reservation.decide(self._state, found, at_ns, self.settings)
+            if said.action is not ReservationAction.HOLD:
+                raise AssertionError(f"a look was left out that would {said.action.value}: {said.reason}")
+        self._left_out = range(0)
+
     def _decide(self, now_ns: int, unmet_handles: int, peak_handles: int = 0) -> None:
+        self._catch_up()
         memory, view = self._memory, self._memory.view()
         online = OnlineMemory(
             used_handles=view.online_busy,
@@ -124,6 +182,7 @@ class OurMemory(MemoryPolicy):
             pool_handles=memory.handles,
         )
         self._state, decision = reservation.decide(self._state, online, now_ns, self.settings)
+        self._said, self._rests_ns = decision, None
         if decision.action is ReservationAction.TAKE:
             take(memory, decision.handles, waited_ns(self._chance.random() * self.step_ns, self.let_ns))
         elif decision.action is ReservationAction.GIVE:

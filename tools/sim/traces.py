@@ -12,6 +12,7 @@ import csv
 import enum
 import gzip
 import hashlib
+import io
 import math
 import zlib
 from collections.abc import Iterator, Sequence
@@ -213,15 +214,61 @@ def lines(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_trace(file: Path, name: str, records: Iterator[tuple[int, list[str]]], columns: list[str]) -> Trace:
-    rows, skipped = _read_rows(file, records, columns, TIMED)
+    content = file.read_bytes()
+    found, skipped = _plain_rows(file, content, columns), 0
+    if found is None:
+        rows, skipped = _read_rows(file, records, columns, TIMED)
+        found = np.asarray(rows, dtype=np.float64).reshape(-1, len(TIMED))
     return Trace(
         name=name,
-        arrive_ns=_from_the_start(np.asarray([round(row[0] * NS) for row in rows], dtype=np.int64)),
-        in_tok=_tokens(rows, 1),
-        out_tok=_tokens(rows, 2),
+        arrive_ns=_from_the_start(np.rint(found[:, 0] * NS).astype(np.int64)),
+        in_tok=found[:, 1].astype(np.int64),
+        out_tok=found[:, 2].astype(np.int64),
         skipped=skipped,
-        digest=hashlib.sha256(file.read_bytes()).hexdigest(),
+        digest=hashlib.sha256(content).hexdigest(),
     )
+
+
+def _plain_rows(file: Path, content: bytes, columns: list[str]) -> npt.NDArray[np.float64] | None:
+    """The wanted columns read at once; None where any line is other than plain: `_read_rows` says what of it.
+
+    A week of one service has a quarter of a million rows, and a tenth of the time of reading them one by one is enough.
+    """
+    try:
+        text = gzip.decompress(content) if file.suffix == ".gz" else content
+    except (OSError, EOFError, zlib.error):
+        return None
+    text = text.replace(b"\r\n", b"\n").removesuffix(b"\n")
+    header, _, body = text.partition(b"\n")
+    is_plain = text.isascii() and not any(one in text for one in (b'"', b"\r", b"\0", b"\n\n"))
+    if not (is_plain and body and [cell.strip() for cell in header.decode().split(",")] == columns):
+        return None
+    where = [columns.index(column) for column in TIMED]
+    try:
+        if not _has_cells(body, len(columns)):
+            return None
+        found = np.loadtxt(io.BytesIO(body), delimiter=",", comments=None, usecols=where, ndmin=2)
+    except ValueError:
+        return None
+    times, tokens = found[:, 0], found[:, 1:]
+    is_good = bool(
+        np.isfinite(found).all()
+        and times[0] >= 0
+        and times[-1] <= MOST_S
+        and (np.diff(times) >= 0).all()
+        and ((tokens >= 1) & (tokens <= MAX_TOKENS) & (tokens == np.floor(tokens))).all()
+    )
+    return found if is_good else None
+
+
+def _has_cells(body: bytes, cells: int) -> bool:
+    """Whether each line has so many; `loadtxt` looks at the wanted ones only."""
+    marks = np.frombuffer(body + b"\n", dtype=np.uint8)
+    ends, commas = np.flatnonzero(marks == ord("\n")), np.flatnonzero(marks == ord(","))
+    if len(commas) != len(ends) * (cells - 1):
+        return False
+    line = np.searchsorted(ends, commas).reshape(len(ends), -1)
+    return bool((line == np.arange(len(ends))[:, None]).all())
 
 
 def _from_the_start(arrive_ns: IntArray) -> IntArray:

@@ -13,11 +13,12 @@ from valve_tune.serve.engines import EngineError, RunningEngine
 TOKENS = 192  # of one request; the next begins where it ends
 PIECES = 30  # watched before, and at least after, so that both sides have a longest gap of their own
 WAIT_S = 60.0
+LEAST_SEEN = 0.5  # of the disturbance, inside answers: the longest gap of a sliver says nothing of the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """The longest of each kind. None: there was none to measure, as all of it fell between two answers."""
+    """The longest of each kind. None: there was none to measure, as most of it fell between two answers."""
 
     calm_ms: float | None
     disturbed_ms: float | None
@@ -81,7 +82,11 @@ class GapProbe:
         """One that touches the disturbance counts as with it."""
         calm: list[float] = []
         disturbed: list[float] = []
+        seen_s, (since, until) = 0.0, self._span
         for begin, end in itertools.chain.from_iterable(map(itertools.pairwise, self._pieces)):
-            is_in = end > self._span[0] and begin < self._span[1]
+            is_in = end > since and begin < until
             (disturbed if is_in else calm).append((end - begin) * 1e3)
+            seen_s += max(0.0, min(end, until) - max(begin, since))
+        if seen_s < LEAST_SEEN * (until - since):
+            disturbed.clear()
         return Gaps(calm_ms=max(calm, default=None), disturbed_ms=max(disturbed, default=None))
