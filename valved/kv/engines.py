@@ -16,15 +16,13 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
+from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook, Slots
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
 
 Bools = NDArray[np.bool_]
-Cells = tuple[KvRangeBook, Ints]
-"""Slots of one range."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,10 +74,10 @@ class Engine:
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
-        self._books: list[KvRangeBook] = []
+        self._books: tuple[KvRangeBook, ...] = ()
         self._at = np.empty(0, np.int64)  # what stands at each slot of all its ranges, one after the other
         self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
-        self._block_columns = self._block_ptr = np.empty(0, np.int64)
+        self._block_columns = self._block_ptr = self._owners = np.empty(0, np.int64)
         self._reclaimable: Bools = np.zeros(0, np.bool_)
         self._gpu_handles: dict[GpuIndex, Ints] = {}
 
@@ -103,7 +101,7 @@ class Engine:
     def _gather(self) -> None:
         self.index, self.indexed_steps = None, -1
         ranks = list(self.ranks.values())  # one at least: it has just joined
-        self._books = [book for rank in ranks for book in rank.books]
+        self._books = tuple(book for rank in ranks for book in rank.books)
         parts: list[tuple[Ints, Ints, Ints]] = []
         first_book = 0
         for rank in ranks:
@@ -116,7 +114,7 @@ class Engine:
         self._cell_place = starts[self._cell_book] + self._cell_slot
         self._at = np.concatenate([book.at for book in self._books])
         for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
-            known.at = self._at[first_slot : first_slot + known.slots]
+            known.join(self._at, first_slot)
         first = ranks[0].columns
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
         self.heed_pins()
@@ -124,6 +122,8 @@ class Engine:
         if len(self.going) != len(first.columns):
             self.going = np.zeros(len(first.columns), np.bool_)
             self.lost = np.zeros(len(first.columns), np.bool_)
+        owners = [(book.key.client, book.gpu) for book in self._books]
+        self._owners = np.array([owners.index(owner) for owner in owners])
         gpu_of = np.array([book.gpu for book in self._books])[self._cell_book]
         self._gpu_handles = {
             GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
@@ -205,16 +205,16 @@ class Engine:
         whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
         return np.flatnonzero((missing > 0) & (missing < whole))
 
-    def cells(self, columns: Ints, *, backed: bool) -> Iterator[Cells]:
-        """The slots of these columns that are backed, or bare and unclaimed, range by range."""
+    def cells(self, columns: Ints, *, backed: bool) -> Iterator[Slots]:
+        """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
         is_wanted = np.zeros(self.columns, np.bool_)
         is_wanted[columns] = True
         standing = self._standing()
         chosen = np.flatnonzero(is_wanted[self._cell_column] & (standing >= 0 if backed else standing == NO_HANDLE))
-        edges = np.flatnonzero(np.diff(self._cell_book[chosen])) + 1
-        for part in np.split(chosen, edges):
-            if len(part):
-                yield self._books[self._cell_book[part[0]]], self._cell_slot[part]
+        owners = self._owners[self._cell_book[chosen]]
+        for owner in np.unique(owners):
+            part = chosen[owners == owner]
+            yield Slots(books=self._books, of=self._cell_book[part], slots=self._cell_slot[part])
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""

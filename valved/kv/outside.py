@@ -20,7 +20,7 @@ from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.orders import Order, Orders
-from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
+from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey, Slots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
@@ -153,14 +153,15 @@ class Outside:
 
     # At work
 
-    def take(self, book: KvRangeBook, slots: Ints) -> list[Order]:
+    def take(self, slots: Slots) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
-        way = self._ways[book.key.client, book.gpu]
-        if self._orders.unheard(book.key.client) + len(slots) // 64 >= UNHEARD:
+        client = slots.book.key.client
+        way = self._ways[client, slots.book.gpu]
+        if self._orders.unheard(client) + self._orders.packets(slots) > UNHEARD:
             return []
-        orders = self._orders.take_away(KvOp.QUARANTINE, book, slots, KvHow.OUTSIDE)
+        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(book, slots)))
+            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(slots)))
         return orders
 
     def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
@@ -187,7 +188,7 @@ class Outside:
     def _ask_instead(self, orders: list[Order]) -> None:
         for order in orders:
             if not order.settled.is_set:  # else its client has left
-                [instead] = self._orders.take_away(KvOp.QUARANTINE, order.book, order.slots, KvHow.AT_STEP)
+                [instead] = self._orders.take_away(KvOp.QUARANTINE, order.slots, KvHow.AT_STEP)
                 self._orders.refused(order, instead)
 
     def _demote(self, way: Way) -> None:
@@ -213,9 +214,11 @@ class Outside:
         self._ways.clear()
 
 
-def runs_of(book: KvRangeBook, slots: Ints) -> list[tuple[int, int]]:
+def runs_of(slots: Slots) -> list[tuple[int, int]]:
     """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
-    ordered = np.sort(slots)
-    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-    size = book.handle_bytes
-    return [(book.base + int(part[0]) * size, len(part) * size) for part in parts if len(part)]
+    ordered = slots[np.lexsort((slots.slots, slots.of))]
+    size = slots.book.handle_bytes
+    first, counts = ordered.runs()
+    bases = [book.base for book in slots.books]
+    begins = zip(ordered.of[first].tolist(), ordered.slots[first].tolist(), counts.tolist(), strict=True)
+    return [(bases[of] + slot * size, count * size) for of, slot, count in begins]

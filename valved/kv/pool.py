@@ -63,10 +63,18 @@ class KvRangeBook:
     is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
+    whole: Ints = field(init=False)  # of which `at` is a part: an engine looks at all its ranges at once
+    first: int = field(init=False, default=0)  # where in it
     pinned: NDArray[np.bool_] = field(init=False)  # slots that may never be taken
 
     def __post_init__(self) -> None:
+        self.whole = self.at
         self.pinned = np.zeros(len(self.at), np.bool_)
+
+    def join(self, whole: Ints, first: int) -> None:
+        """What stands here stands there, too, and is written there from now on."""
+        self.at = whole[first : first + self.slots]
+        self.whole, self.first = whole, first
 
     @property
     def slots(self) -> int:
@@ -78,6 +86,65 @@ class KvRangeBook:
 
     def empty_slots(self) -> Ints:
         return np.flatnonzero(self.at == NO_HANDLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Slots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
+
+    books: tuple[KvRangeBook, ...]  # some may have no slot here
+    of: Ints  # for each slot, to which of these it belongs ...
+    slots: Ints  # ... and its number there
+
+    @staticmethod
+    def of_range(book: KvRangeBook, slots: Ints) -> Slots:
+        return Slots(books=(book,), of=np.zeros(len(slots), np.int64), slots=slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, part: slice | NDArray[np.bool_] | Ints) -> Slots:
+        return Slots(books=self.books, of=self.of[part], slots=self.slots[part])
+
+    @property
+    def book(self) -> KvRangeBook:
+        """Of the first slot: client, GPU and trust domain are those of all."""
+        return self.books[int(self.of[0])] if len(self.of) else self.books[0]
+
+    def each(self, values: Iterable[int]) -> Ints:
+        """For each slot what belongs to its range."""
+        return np.fromiter(values, np.int64, len(self.books))[self.of]
+
+    def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
+        return self.each(one is book for one in self.books).astype(np.bool_)
+
+    def runs(self, names: Ints | None = None) -> tuple[Ints, Ints]:
+        """Neighbours in one range, whose names, if they count, follow each other: where each run begins, how long it is."""
+        is_edge = (np.diff(self.of) != 0) | (np.diff(self.slots) != 1)
+        if names is not None:
+            is_edge |= np.diff(names) != 1
+        first = np.flatnonzero(np.concatenate([[len(self) > 0], is_edge]))
+        return first, np.diff(first, append=len(self))
+
+    def standing(self) -> Ints:
+        """What stands there."""
+        found = np.empty(len(self), np.int64)
+        for whole, part, places in self._places():
+            found[part] = whole[places]
+        return found
+
+    def put(self, rows: Ints | int) -> None:
+        for whole, part, places in self._places():
+            whole[places] = rows if isinstance(rows, int) else rows[part]
+
+    def _places(self) -> Iterable[tuple[Ints, slice | NDArray[np.bool_], Ints]]:
+        """Where these stand. As a rule in one array; a range that was deleted has stayed behind."""
+        places = self.each(book.first for book in self.books) + self.slots
+        wholes = {id(book.whole): book.whole for book in self.books}
+        if len(wholes) == 1:
+            return [(self.books[0].whole, slice(None), places)]
+        parts = [(whole, self.each(one.whole is whole for one in self.books).astype(np.bool_)) for whole in wholes.values()]
+        return [(whole, part, places[part]) for whole, part in parts]
 
 
 class Pool:
@@ -134,36 +201,38 @@ class Pool:
     def _number(self, domain: str) -> int:
         return self._domains.setdefault(domain, len(self._domains))
 
-    def land(self, rows: Ints, book: KvRangeBook, slots: Ints) -> None:
+    def land(self, rows: Ints, slots: Slots) -> None:
         """They are mapped there now."""
         self._place[rows] = Place.MAPPED
-        self._home[rows] = book.uid
-        self._slot[rows] = slots
-        book.at[slots] = rows
+        self._home[rows] = slots.each(book.uid for book in slots.books)
+        self._slot[rows] = slots.slots
+        slots.put(rows)
 
     def name(self, count: int) -> Ints:
         """Names for handles that are about to be made."""
         self._next_name += count
         return np.arange(self._next_name - count, self._next_name)
 
-    def create(self, names: Ints, fds: Sequence[int], book: KvRangeBook, slots: Ints) -> None:
+    def create(self, names: Ints, fds: Sequence[int], slots: Slots) -> None:
         """Handles that a client made and mapped; we own the descriptors from here on."""
         while len(self._unused) < len(fds):
             self._grow()
         rows = np.array([self._unused.pop() for _ in fds], dtype=np.int64)
         self._fd[rows] = fds
-        self._gpu[rows] = book.gpu
-        self._domain[rows] = self._number(book.domain)
+        self._gpu[rows] = slots.book.gpu
+        self._domain[rows] = self._number(slots.book.domain)
         self._name[rows] = names
-        self.land(rows, book, slots)
+        self.land(rows, slots)
 
-    def lift(self, book: KvRangeBook, slots: Ints) -> Ints:
+    def lift(self, slots: Slots) -> None:
         """The client has unmapped what stood there: free from now on."""
-        rows = book.at[slots]
-        rows = rows[rows >= 0]
-        book.at[slots] = NO_HANDLE
-        self.free(rows)
-        return rows
+        rows = slots.standing()
+        slots.put(NO_HANDLE)
+        self.free(rows[rows >= 0])
+
+    def is_there(self, slots: Slots) -> NDArray[np.bool_]:
+        """Whether their ranges are."""
+        return slots.each(self.ranges.get(book.key) is book for book in slots.books).astype(np.bool_)
 
     def free(self, rows: Ints) -> None:
         self._place[rows] = Place.FREE
@@ -247,7 +316,7 @@ class Pool:
         rows = mine[order][at]
         known: NDArray[np.bool_] = self._name[rows] == names
         self._orphans[process] = np.setdiff1d(self._orphans[process], rows[known])
-        self.land(rows[known], book, slots[known])
+        self.land(rows[known], Slots.of_range(book, slots[known]))
         return known
 
     def _own_orphans(self, process: ProcessId, book: KvRangeBook) -> Ints:
