@@ -52,7 +52,7 @@ class Order:
     how: KvHow
     slots: Slots
     rows: Ints = field(default_factory=lambda: NOTHING)  # BACK: the handles to map; none where they are made
-    names: Ints = field(default_factory=lambda: NOTHING)
+    names: Ints = field(default_factory=lambda: NOTHING)  # of what is mapped
     sent_ns: int = 0
     done: int = 0  # slots carried out
     status: int = 0
@@ -105,7 +105,7 @@ class Orders:
         """QUARANTINE or UNBACK slots that are backed."""
         orders = []
         for part in self._parts(op, slots):
-            order = self._order(op, how, slots[part], self.pool.names(slots[part].standing()), 0)
+            order = self._order(op, how, slots[part], NOTHING, 0)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
             orders.append(order)
@@ -118,10 +118,6 @@ class Orders:
     def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
         return self._order(KvOp.TRY, how, Slots.of_range(scratch, NOTHING), NOTHING, 0)
-
-    def packets(self, slots: Slots) -> int:
-        """How many orders it takes to have these taken away."""
-        return len(self._parts(KvOp.QUARANTINE, slots))
 
     def _parts(self, op: KvOp, slots: Slots) -> list[slice]:
         """What fits into a packet: handles by their descriptors, what goes away by its runs."""
@@ -267,16 +263,17 @@ class Orders:
 
 def _as_entries(order: Order, flags: int) -> KvEntries:
     entries = np.empty((len(order.slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
-    entries[:, 0], entries[:, 1] = order.names, order.slots.slots + (flags << 32)
+    entries[:, 0] = order.names if len(order.names) else 0
+    entries[:, 1] = order.slots.slots + (flags << 32)
     number = order.slots.book.key.number
     return KvEntries(order=order.number, range=number, op=order.op, how=order.how, raw=entries.tobytes())
 
 
 def _as_runs(order: Order, flags: int) -> KvRuns:
     slots = order.slots
-    first, counts = slots.runs(order.names if order.op is KvOp.BACK else None)
+    first, counts = slots.runs(order.names if len(order.names) else None)
     runs = np.empty((len(first), 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
-    runs[:, 0] = order.names[first]
+    runs[:, 0] = order.names[first] if len(order.names) else 0
     runs[:, 1] = slots.each(book.key.number for book in slots.books)[first] + (slots.slots[first] << 32)
     runs[:, 2] = counts + (flags << 32)
     return KvRuns(order=order.number, op=order.op, how=order.how, raw=runs.tobytes())

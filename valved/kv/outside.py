@@ -106,8 +106,8 @@ class Outside:
 
     def why_not(self, engine: Engine) -> str:
         """Why memory is not taken from it so; empty if it is."""
-        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
-        return min(filter(None, (self._why_not(client, gpu) for client, gpu in places)), default="")
+        reasons = (self._why_not(book.key.client, book.gpu) for book in engine.places)
+        return min(filter(None, reasons), default="")
 
     def _why_not(self, client: ClientId, gpu: GpuIndex) -> str:
         way = self._ways.get((client, gpu))
@@ -157,7 +157,7 @@ class Outside:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
         client = slots.book.key.client
         way = self._ways[client, slots.book.gpu]
-        if self._orders.unheard(client) + self._orders.packets(slots) > UNHEARD:
+        if self._orders.unheard(client) + len(slots) // 64 + len(slots.books) > UNHEARD:
             return []
         orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero

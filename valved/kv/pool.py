@@ -50,6 +50,20 @@ class RangeKey(NamedTuple):
     number: int
 
 
+class Standing:
+    """What stands at slots: of one range, or of all ranges of an engine."""
+
+    __slots__ = ("changes", "rows")
+
+    def __init__(self, rows: Ints) -> None:
+        self.rows = rows
+        self.changes = 0  # who remembers what follows from the rows looks here
+
+    def put(self, places: Ints, rows: Ints | int) -> None:
+        self.rows[places] = rows
+        self.changes += 1
+
+
 @dataclass(slots=True, kw_only=True)
 class KvRangeBook:
     """One address range of a client: which handle stands at which slot."""
@@ -63,17 +77,17 @@ class KvRangeBook:
     is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
-    whole: Ints = field(init=False)  # of which `at` is a part: an engine looks at all its ranges at once
+    whole: Standing = field(init=False)  # of which `at` is a part, and by which it is written
     first: int = field(init=False, default=0)  # where in it
     pinned: NDArray[np.bool_] = field(init=False)  # slots that may never be taken
 
     def __post_init__(self) -> None:
-        self.whole = self.at
+        self.whole = Standing(self.at)
         self.pinned = np.zeros(len(self.at), np.bool_)
 
-    def join(self, whole: Ints, first: int) -> None:
+    def join(self, whole: Standing, first: int) -> None:
         """What stands here stands there, too, and is written there from now on."""
-        self.at = whole[first : first + self.slots]
+        self.at = whole.rows[first : first + self.slots]
         self.whole, self.first = whole, first
 
     @property
@@ -130,14 +144,14 @@ class Slots:
         """What stands there."""
         found = np.empty(len(self), np.int64)
         for whole, part, places in self._places():
-            found[part] = whole[places]
+            found[part] = whole.rows[places]
         return found
 
     def put(self, rows: Ints | int) -> None:
         for whole, part, places in self._places():
-            whole[places] = rows if isinstance(rows, int) else rows[part]
+            whole.put(places, rows if isinstance(rows, int) else rows[part])
 
-    def _places(self) -> Iterable[tuple[Ints, slice | NDArray[np.bool_], Ints]]:
+    def _places(self) -> Iterable[tuple[Standing, slice | NDArray[np.bool_], Ints]]:
         """Where these stand. As a rule in one array; a range that was deleted has stayed behind."""
         places = self.each(book.first for book in self.books) + self.slots
         wholes = {id(book.whole): book.whole for book in self.books}
@@ -178,9 +192,7 @@ class Pool:
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
         book = self.ranges.pop(key)
-        backed = book.at >= 0
-        self.free(book.at[backed])
-        book.at[backed] = NO_HANDLE  # an order that is still under way finds nothing to free again
+        self.lift(Slots.of_range(book, np.flatnonzero(book.at >= 0)))  # an order that is under way finds nothing more
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
         return [book for key, book in self.ranges.items() if key.client == client]
