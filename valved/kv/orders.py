@@ -130,9 +130,7 @@ class Orders:
             edges = slots.runs()[0][::MAX_RUNS].tolist()
         return [slice(first, last) for first, last in pairwise([*edges, len(slots)])]
 
-    def _order(
-        self, op: KvOp, how: KvHow, slots: Slots, names: Ints, flags: int, fds: tuple[int, ...] = ()
-    ) -> Order:
+    def _order(self, op: KvOp, how: KvHow, slots: Slots, names: Ints, flags: int, fds: tuple[int, ...] = ()) -> Order:
         if op is KvOp.BACK:
             slots.put(CLAIMED)
         order = Order(number=self._next, op=op, how=how, slots=slots, names=names)

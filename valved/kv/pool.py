@@ -157,7 +157,9 @@ class Slots:
         wholes = {id(book.whole): book.whole for book in self.books}
         if len(wholes) == 1:
             return [(self.books[0].whole, slice(None), places)]
-        parts = [(whole, self.each(one.whole is whole for one in self.books).astype(np.bool_)) for whole in wholes.values()]
+        parts = [
+            (whole, self.each(one.whole is whole for one in self.books).astype(np.bool_)) for whole in wholes.values()
+        ]
         return [(whole, part, places[part]) for whole, part in parts]
 
 
