@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import MAX_RUNS, KvOp
 from valved.abi.link import Feature, LinkType
 from valved.config import Config, MemoryTable
-from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, Slots
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
@@ -95,12 +95,11 @@ def test_an_older_shim_and_a_newer_one_share_a_card(tmp_path):
 
 
 def test_a_range_that_goes_while_its_order_is_under_way_frees_no_handle_twice(tmp_path):
-    world, offline, online = node(tmp_path, 4)
+    world, _, online = node(tmp_path, 4)
+    orders, client = world.kv.books.orders, online.shim.client
     online.want(used=4, wanted=40)
     for _ in range(2000):
-        if any(
-            order.op is KvOp.BACK and len(order.slots) for order in world.kv.books.orders.under_way(online.shim.client)
-        ):
+        if any(order.op is KvOp.BACK and len(order.slots) for order in orders.under_way(client)):
             break
         world.run(0.01)
     else:

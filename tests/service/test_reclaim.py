@@ -9,7 +9,6 @@ import pytest
 from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
 
 from valved.abi.kv_link import KvHow, KvMode, KvOp
-from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
 from valved.errors import NotFound
 from valved.kv.reserve import says_the_same

@@ -15,7 +15,7 @@ from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
 from valved.kv.outside import UNHEARD, runs_of
-from valved.kv.pool import KvRangeBook, RangeKey, Slots
+from valved.kv.slots import KvRangeBook, RangeKey, Slots
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Remap
 from valved.model.memory import KvTensor

@@ -15,7 +15,8 @@ from valved.config import MIB, MemoryTable
 from valved.kv.engines import Engine, Rank
 from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
-from valved.kv.pool import Ints, Pool, RangeKey
+from valved.kv.pool import Pool
+from valved.kv.slots import Ints, RangeKey
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId

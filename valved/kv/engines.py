@@ -16,7 +16,7 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.pool import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Slots, Standing
+from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Slots, Standing
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of

@@ -15,7 +15,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import all_of, start, until
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import Ints
+from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 from valved.kv.ways import Ways

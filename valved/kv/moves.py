@@ -9,7 +9,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.outside import Outside
-from valved.kv.pool import Ints, Slots
+from valved.kv.slots import Ints, Slots
 from valved.kv.supply import Supply
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock

@@ -1,7 +1,7 @@
 """Orders to shims: map, quarantine, unmap. The books follow the answers.
 
-An order is a packet: slots of all ranges of a process on a GPU, as runs; to a shim that knows no runs, up to 64 slots of
-one range.
+An order is a packet: slots of all ranges of a process on a GPU, as runs. A shim that knows no runs gets up to 64
+slots of one range.
 
 While an order is under way its slots are claimed and its handles are moving, so nothing is ordered twice and nobody
 else gets them. An answer, or the end of the client, settles it; a client that never answers keeps what it was sent.
@@ -21,7 +21,8 @@ import numpy as np
 from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, MAX_RUNS, RUN, ZERO, KvDone, KvEntries, KvHow, KvOp, KvRuns
 from valved.abi.link import Body, LinkType, Malformed
 from valved.kv.journey import Pause
-from valved.kv.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool, Slots
+from valved.kv.pool import Pool
+from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Slots
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 

@@ -20,7 +20,7 @@ from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.orders import Order, Orders
-from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, Slots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock

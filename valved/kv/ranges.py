@@ -12,7 +12,7 @@ from valved.abi.link import Malformed
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, RangeGone, RangeTold
-from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, Slots
 from valved.kv.unheeded import Unheeded
 from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex

@@ -10,7 +10,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import all_of
 from valved.kv.orders import Order
 from valved.kv.outside import Outside
-from valved.kv.pool import KvRangeBook
+from valved.kv.slots import KvRangeBook
 from valved.machine.ports import GatePort
 from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, Reach, Remap

@@ -10,9 +10,9 @@ from valved.kv.grow import TRIES
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import KvRangeBook, Slots
 from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
+from valved.kv.slots import KvRangeBook, Slots
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 from valved.kv.unheeded import Unheeded
