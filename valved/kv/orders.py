@@ -125,7 +125,7 @@ class Orders:
         if not self._takes_runs(slots.book.key.client):
             ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), len(slots)]
             edges = [first for low, high in pairwise(ranges) for first in range(low, high, MAX_ENTRIES)]
-        elif op is KvOp.BACK:
+        elif op is KvOp.BACK or len(slots) <= MAX_ENTRIES:
             edges = list(range(0, len(slots), MAX_ENTRIES))
         else:
             edges = slots.runs()[0][::MAX_RUNS].tolist()

@@ -104,18 +104,21 @@ class Slots:
 
     def each(self, values: Iterable[int]) -> Ints:
         """For each slot what belongs to its range."""
-        return np.fromiter(values, np.int64, len(self.books))[self.of]
+        return np.array(list(values), np.int64)[self.of]
 
     def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
         return self.each(one is book for one in self.books).astype(np.bool_)
 
     def runs(self, names: Ints | None = None) -> tuple[Ints, Ints]:
         """Neighbours in one range, by neighbouring names where names count: where each run begins, how long it is."""
-        is_edge = (np.diff(self.of) != 0) | (np.diff(self.slots) != 1)
+        is_first = np.ones(len(self), np.bool_)
+        is_first[1:] = (self.of[1:] != self.of[:-1]) | (self.slots[1:] != self.slots[:-1] + 1)
         if names is not None:
-            is_edge |= np.diff(names) != 1
-        first = np.flatnonzero(np.concatenate([[len(self) > 0], is_edge]))
-        return first, np.diff(first, append=len(self))
+            is_first[1:] |= names[1:] != names[:-1] + 1
+        first = np.flatnonzero(is_first)
+        counts = np.full(len(first), len(self))
+        counts[:-1] = first[1:]
+        return first, counts - first
 
     def standing(self) -> Ints:
         """What stands there."""

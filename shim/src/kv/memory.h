@@ -95,7 +95,7 @@ struct valve_queued {
 	uint32_t range, generation, runs; /* range: of an order without slots */
 	uint16_t op, how;
 	uint32_t refused; /* as of a part */
-	bool is_single; /* one range */
+	bool is_single;   /* one range */
 	struct valve_cursor next;
 	struct valve_answering *answering;
 	struct valve_fds fds;
@@ -114,7 +114,7 @@ struct valve_scratch {
 	CUevent event;
 	uint64_t number; /* of the order that wants the trial */
 	uint32_t order_generation;
-	uint32_t failed;             /* errno value and driver's result of one that is being mended */
+	uint32_t failed; /* errno value and driver's result of one that is being mended */
 	CUresult cu_result;
 };
 

@@ -54,8 +54,7 @@ static struct valve_queued *free_place(uint64_t number, uint16_t how)
 {
 	struct valve_link_kv_done full = {.order = number, .status = EAGAIN};
 
-	if (orders.tail - load_acquire(&orders.head) <
-	    (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS))
+	if (orders.tail - load_acquire(&orders.head) < (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS))
 		return place_in_queue(orders.tail);
 	valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
 	return NULL;
@@ -340,8 +339,8 @@ int valve_orders_start(void)
 		return 0;
 	valve_lock(&orders.lock);
 	if (!orders.queue) {
-		void *at = mmap(NULL, (ORDERS + HEARD) * sizeof(struct valve_queued),
-		                PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		void *at = mmap(NULL, (ORDERS + HEARD) * sizeof(struct valve_queued), PROT_READ | PROT_WRITE,
+		                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 		orders.queue = at == MAP_FAILED ? NULL : at;
 	}

@@ -29,7 +29,8 @@ struct zeroing {
 
 static struct {
 	uint32_t zeroings;
-	struct valve_answering answering[VALVE_ZEROINGS + 1]; /* each has a zeroing, or is the order at work */
+	struct valve_answering
+	        answering[VALVE_ZEROINGS + 1]; /* each has a zeroing, or is the order at work */
 	struct zeroing zeroing[VALVE_ZEROINGS];
 } all;
 
@@ -74,8 +75,7 @@ static void let_go(struct zeroing *zeroing)
 
 static void finish(struct valve_answering *answering)
 {
-	bool keep = !answering->failed &&
-	            answering->generation == load_acquire(&valve_shim.link_generation);
+	bool keep = !answering->failed && answering->generation == load_acquire(&valve_shim.link_generation);
 
 	for (size_t i = 0; all.zeroings && i < VALVE_ZEROINGS; i++)
 		if (all.zeroing[i].range && all.zeroing[i].answering == answering)
