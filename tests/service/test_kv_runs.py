@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from valved.abi.kv_link import MAX_RUNS, KvOp
 from valved.abi.link import Feature, LinkType
 from valved.config import Config, MemoryTable
-from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
@@ -129,7 +129,7 @@ def test_slots_of_ranges_in_one_array_and_of_one_that_stayed_behind_are_written_
         )
         for n in range(3)
     ]
-    slots = Slots(books=tuple(books), of=np.array([0, 0, 1, 2, 2]), slots=np.array([1, 2, 0, 2, 3]))
+    slots = RangeSlots(books=tuple(books), of=np.array([0, 0, 1, 2, 2]), slots=np.array([1, 2, 0, 2, 3]))
 
     slots.put(np.arange(5))
 

@@ -16,7 +16,7 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Slots, Standing
+from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, Standing
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
@@ -211,7 +211,7 @@ class Engine:
         whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
         return np.flatnonzero((missing > 0) & (missing < whole))
 
-    def cells(self, columns: Ints, *, backed: bool) -> Iterator[Slots]:
+    def cells(self, columns: Ints, *, backed: bool) -> Iterator[RangeSlots]:
         """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
         is_wanted = np.zeros(self.columns, np.bool_)
         is_wanted[columns] = True
@@ -220,7 +220,7 @@ class Engine:
         owners = self._owners[self._cell_book[chosen]]
         for owner in np.unique(owners):
             part = chosen[owners == owner]
-            yield Slots(books=self._books, of=self._cell_book[part], slots=self._cell_slot[part])
+            yield RangeSlots(books=self._books, of=self._cell_book[part], slots=self._cell_slot[part])
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""

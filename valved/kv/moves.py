@@ -9,7 +9,7 @@ from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.outside import Outside
-from valved.kv.slots import Ints, Slots
+from valved.kv.slots import Ints, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.ways import Ways
 from valved.machine.clock import Clock
@@ -34,7 +34,7 @@ class Moves:
         self._clock = clock
         self._counters = counters
 
-    def give(self, cells: Iterable[Slots], how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def give(self, cells: Iterable[RangeSlots], how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Order these slots to be backed: free handles first, then new ones as far as there is room.
 
         A free handle of another trust domain goes back to the driver, and makes room for a new one.

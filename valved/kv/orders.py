@@ -22,7 +22,7 @@ from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, MAX_RUNS, RUN, ZERO, 
 from valved.abi.link import Body, LinkType, Malformed
 from valved.kv.journey import Pause
 from valved.kv.pool import Pool
-from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Slots
+from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
@@ -51,7 +51,7 @@ class Order:
     number: int
     op: KvOp
     how: KvHow
-    slots: Slots
+    slots: RangeSlots
     rows: Ints = field(default_factory=lambda: NOTHING)  # BACK: the handles to map; none where they are made
     names: Ints = field(default_factory=lambda: NOTHING)  # of what is mapped
     sent_ns: int = 0
@@ -85,7 +85,7 @@ class Orders:
 
     # Giving orders
 
-    def back(self, slots: Slots, rows: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def back(self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it."""
         orders = []
         for part in self._parts(KvOp.BACK, slots):
@@ -95,14 +95,14 @@ class Orders:
             orders.append(order)
         return orders
 
-    def create(self, slots: Slots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def create(self, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Have the client make handles and map them."""
         return [
             self._order(KvOp.BACK, how, slots[part], self.pool.name(part.stop - part.start), CREATE | ZERO)
             for part in self._parts(KvOp.BACK, slots)
         ]
 
-    def take_away(self, op: KvOp, slots: Slots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def take_away(self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """QUARANTINE or UNBACK slots that are backed."""
         orders = []
         for part in self._parts(op, slots):
@@ -114,13 +114,13 @@ class Orders:
 
     def fence(self, book: KvRangeBook) -> Order:
         """An order without slots: its answer says that the mapping work of all before it is done."""
-        return self._order(KvOp.BACK, KvHow.AT_ONCE, Slots.of_range(book, NOTHING), NOTHING, 0)
+        return self._order(KvOp.BACK, KvHow.AT_ONCE, RangeSlots.of_range(book, NOTHING), NOTHING, 0)
 
     def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
-        return self._order(KvOp.TRY, how, Slots.of_range(scratch, NOTHING), NOTHING, 0)
+        return self._order(KvOp.TRY, how, RangeSlots.of_range(scratch, NOTHING), NOTHING, 0)
 
-    def _parts(self, op: KvOp, slots: Slots) -> list[slice]:
+    def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
         """What fits into a packet: handles by their descriptors, what goes away by its runs."""
         if not self._takes_runs(slots.book.key.client):
             ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), len(slots)]
@@ -131,7 +131,9 @@ class Orders:
             edges = slots.runs()[0][::MAX_RUNS].tolist()
         return [slice(first, last) for first, last in pairwise([*edges, len(slots)])]
 
-    def _order(self, op: KvOp, how: KvHow, slots: Slots, names: Ints, flags: int, fds: tuple[int, ...] = ()) -> Order:
+    def _order(
+        self, op: KvOp, how: KvHow, slots: RangeSlots, names: Ints, flags: int, fds: tuple[int, ...] = ()
+    ) -> Order:
         if op is KvOp.BACK:
             slots.put(CLAIMED)
         order = Order(number=self._next, op=op, how=how, slots=slots, names=names)
@@ -202,7 +204,7 @@ class Orders:
         if len(gone):  # their ranges were deleted meanwhile: nothing is mapped there
             self.pool.lift(gone)
 
-    def _lift(self, slots: Slots) -> None:
+    def _lift(self, slots: RangeSlots) -> None:
         """What a range that was deleted held is free already."""
         self.pool.lift(slots[self.pool.is_there(slots)])
 

@@ -20,7 +20,7 @@ from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.orders import Order, Orders
-from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
@@ -153,7 +153,7 @@ class Outside:
 
     # At work
 
-    def take(self, slots: Slots) -> list[Order]:
+    def take(self, slots: RangeSlots) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
         client = slots.book.key.client
         way = self._ways[client, slots.book.gpu]
@@ -214,7 +214,7 @@ class Outside:
         self._ways.clear()
 
 
-def runs_of(slots: Slots) -> list[tuple[int, int]]:
+def runs_of(slots: RangeSlots) -> list[tuple[int, int]]:
     """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
     ordered = slots[np.lexsort((slots.slots, slots.of))]
     size = slots.book.handle_bytes

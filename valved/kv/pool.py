@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from valved.kv.slots import NO_HANDLE, NOTHING, Ints, KvRangeBook, RangeKey, Slots
+from valved.kv.slots import NO_HANDLE, NOTHING, Ints, KvRangeBook, RangeKey, RangeSlots
 from valved.machine.ports import CloserPort
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
@@ -65,7 +65,9 @@ class Pool:
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
         book = self.ranges.pop(key)
-        self.lift(Slots.of_range(book, np.flatnonzero(book.at >= 0)))  # an order that is under way finds nothing more
+        self.lift(
+            RangeSlots.of_range(book, np.flatnonzero(book.at >= 0))
+        )  # an order that is under way finds nothing more
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
         return [book for key, book in self.ranges.items() if key.client == client]
@@ -86,7 +88,7 @@ class Pool:
     def _number(self, domain: str) -> int:
         return self._domains.setdefault(domain, len(self._domains))
 
-    def land(self, rows: Ints, slots: Slots) -> None:
+    def land(self, rows: Ints, slots: RangeSlots) -> None:
         """They are mapped there now."""
         self._place[rows] = Place.MAPPED
         self._home[rows] = slots.each(book.uid for book in slots.books)
@@ -98,7 +100,7 @@ class Pool:
         self._next_name += count
         return np.arange(self._next_name - count, self._next_name)
 
-    def create(self, names: Ints, fds: Sequence[int], slots: Slots) -> None:
+    def create(self, names: Ints, fds: Sequence[int], slots: RangeSlots) -> None:
         """Handles that a client made and mapped; we own the descriptors from here on."""
         while len(self._unused) < len(fds):
             self._grow()
@@ -109,13 +111,13 @@ class Pool:
         self._name[rows] = names
         self.land(rows, slots)
 
-    def lift(self, slots: Slots) -> None:
+    def lift(self, slots: RangeSlots) -> None:
         """The client has unmapped what stood there: free from now on."""
         rows = slots.standing()
         slots.put(NO_HANDLE)
         self.free(rows[rows >= 0])
 
-    def is_there(self, slots: Slots) -> NDArray[np.bool_]:
+    def is_there(self, slots: RangeSlots) -> NDArray[np.bool_]:
         """Whether their ranges are."""
         return slots.each(self.ranges.get(book.key) is book for book in slots.books).astype(np.bool_)
 
@@ -201,7 +203,7 @@ class Pool:
         rows = mine[order][at]
         known: NDArray[np.bool_] = self._name[rows] == names
         self._orphans[process] = np.setdiff1d(self._orphans[process], rows[known])
-        self.land(rows[known], Slots.of_range(book, slots[known]))
+        self.land(rows[known], RangeSlots.of_range(book, slots[known]))
         return known
 
     def _own_orphans(self, process: ProcessId, book: KvRangeBook) -> Ints:

@@ -80,22 +80,22 @@ class KvRangeBook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
-    """Slots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
+class RangeSlots:
+    """RangeSlots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
 
     books: tuple[KvRangeBook, ...]  # some may have no slot here
     of: Ints  # for each slot, to which of these it belongs ...
     slots: Ints  # ... and its number there
 
     @staticmethod
-    def of_range(book: KvRangeBook, slots: Ints) -> Slots:
-        return Slots(books=(book,), of=np.zeros(len(slots), np.int64), slots=slots)
+    def of_range(book: KvRangeBook, slots: Ints) -> RangeSlots:
+        return RangeSlots(books=(book,), of=np.zeros(len(slots), np.int64), slots=slots)
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def __getitem__(self, part: slice | NDArray[np.bool_] | Ints) -> Slots:
-        return Slots(books=self.books, of=self.of[part], slots=self.slots[part])
+    def __getitem__(self, part: slice | NDArray[np.bool_] | Ints) -> RangeSlots:
+        return RangeSlots(books=self.books, of=self.of[part], slots=self.slots[part])
 
     @property
     def book(self) -> KvRangeBook:

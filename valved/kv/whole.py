@@ -12,7 +12,7 @@ from valved.kv.moves import Moves
 from valved.kv.orders import Order
 from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
-from valved.kv.slots import KvRangeBook, Slots
+from valved.kv.slots import KvRangeBook, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 from valved.kv.unheeded import Unheeded
@@ -56,7 +56,7 @@ class WholeRanges:
         if not self._is_here(book):
             return
         if seq and is_online and not book.is_whole:
-            backed = Slots.of_range(book, np.flatnonzero(book.at >= 0))
+            backed = RangeSlots.of_range(book, np.flatnonzero(book.at >= 0))
             await all_of([order.settled for order in self._books.orders.take_away(KvOp.UNBACK, backed)])
             self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu), is_awaited=True)
         self._ranges.answer_whole(book, seq, len(book.empty_slots()))
@@ -72,7 +72,7 @@ class WholeRanges:
                 need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True)
                 await need.ready
             if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(book.gpu, service):
-                orders = self._moves.give([Slots.of_range(book, empty)])
+                orders = self._moves.give([RangeSlots.of_range(book, empty)])
             if need is not None:
                 need.promised.clear()
             await all_of([order.settled for order in orders])
