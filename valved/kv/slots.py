@@ -81,7 +81,7 @@ class KvRangeBook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeSlots:
-    """RangeSlots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
+    """Slots of ranges of one client on one GPU, in the order in which they are ordered. Costs what one range would."""
 
     books: tuple[KvRangeBook, ...]  # some may have no slot here
     of: Ints  # for each slot, to which of these it belongs ...

@@ -165,10 +165,11 @@ static void hand_in_runs(void)
 		        .flags = packet.op == VALVE_KV_BACK
 		                         ? VALVE_KV_CREATE | (draw() % 2 ? VALVE_KV_ZERO : 0)
 		                         : 0};
-	for (uint32_t i = 2; i < packet.count;
-	     i += 2) /* places that nobody has taken yet name the same one */
-		if (packet.run[i].range == packet.run[0].range)
-			packet.count = 2;
+	/* Places that nobody has taken yet name the same range, and no order names a slot twice. */
+	for (uint32_t i = 2; i < packet.count; i++)
+		for (uint32_t j = 0; j < i / 2 * 2 && i < packet.count; j++)
+			if (packet.run[i].range == packet.run[j].range)
+				packet.count = i / 2 * 2;
 	CHECK(!valve_orders_take_runs(&packet.header, sizeof(packet), &fds));
 	taken++;
 }
