@@ -72,7 +72,7 @@ FUZZ = clang -std=gnu11 -D_GNU_SOURCE -DFUZZER -O1 -g -Iproto/abi $(addprefix -I
 fuzz: ## libFuzzer on the ioctl parser, on KV orders (FUZZ_RUNS inputs each) and on orders of link events (FUZZ_LINK_RUNS); needs clang
 	@mkdir -p build/corpus build/corpus-order build/corpus-link
 	@$(FUZZ) tests/fuzz/fuzz_capture.c $(addprefix shim/src/channels/,rm.c rmcall.c rmcontrol.c) -o build/fuzz_capture
-	@$(FUZZ) tests/fuzz/fuzz_order.c $(addprefix shim/src/,kv/vmm.c kv/ranges.c kv/places.c link/packet.c lock.c) -o build/fuzz_order
+	@$(FUZZ) tests/fuzz/fuzz_order.c $(addprefix shim/src/,kv/vmm.c kv/ranges.c kv/places.c kv/parts.c link/packet.c lock.c) -o build/fuzz_order
 	@$(FUZZ) tests/fuzz/fuzz_link.c $(addprefix shim/src/,link/link.c link/pages.c link/until.c link/ownfd.c link/orphan.c lock.c) -o build/fuzz_link
 	@build/fuzz_capture -runs=$(FUZZ_RUNS) -max_len=9000 -print_final_stats=1 build/corpus
 	@build/fuzz_order -runs=$(FUZZ_RUNS) -max_len=2050 -print_final_stats=1 build/corpus-order

@@ -125,6 +125,7 @@ struct valve_kv_row {
 /* ---- bodies of the KV_ messages (link.h lists who sends them) ---- */
 
 #define VALVE_KV_ENTRIES 64u /* per packet */
+#define VALVE_KV_RUNS    80u /* per packet */
 #define VALVE_KV_TENSORS 16u /* per packet */
 #define VALVE_KV_REPEATS 3u
 
@@ -173,6 +174,15 @@ struct valve_kv_entry {
 	uint32_t flags;
 };
 
+/* Neighbouring slots of one range in a KV_RUNS. The handles of a run have names that follow each other. */
+struct valve_kv_run {
+	uint64_t handle; /* BACK: valved's name of the first one's */
+	uint32_t range;
+	uint32_t slot;
+	uint32_t count; /* of slots: at least one */
+	uint32_t flags; /* of every entry */
+};
+
 /* One KV tensor. Block b stands at base + sum(i_k * repeat[k].stride) + b * block_stride, i_k < repeat[k].count. */
 struct valve_kv_tensor {
 	uint64_t base;
@@ -189,6 +199,7 @@ _Static_assert(sizeof(struct valve_kv_table) == 128, "table head");
 _Static_assert(sizeof(struct valve_kv_book) == 192, "book head");
 _Static_assert(sizeof(struct valve_kv_row) == 16, "row");
 _Static_assert(sizeof(struct valve_kv_entry) == 16, "entry");
+_Static_assert(sizeof(struct valve_kv_run) == 24, "run");
 _Static_assert(sizeof(struct valve_kv_tensor) == 72, "tensor");
 VALVE_KV_AT(valve_kv_table, epoch, 64);
 VALVE_KV_AT(valve_kv_table, backed_blocks, 80);

@@ -43,6 +43,12 @@
  *                                   memory is none of these ranges gets a table that calls every block backed
  *   KV_NEED                   ->    hook: look at the book now (wanted_blocks rose, blocks were offered). No answer
  *
+ * Where both announce VALVE_FEATURE_KV_RUNS, an order has this form instead, unless it has no slots
+ *                             <-    KV_RUNS [+ an fd per slot of BACK without CREATE]: one order for slots of several
+ *                                   ranges. Its runs are carried out in turn, and none behind the first slot that
+ *                                   was not; one KV_DONE tells of all. Of BACK no slot twice, and no more than
+ *                                   VALVE_KV_ENTRIES
+ *
  * Offline shims, where valved announces VALVE_FEATURE_SPARSE
  *   KV_SCRATCH + the uvm fd   ->    here is memory to try it on, in each context with ranges. Before their KV_RANGE.
  *                                   No answer
@@ -94,6 +100,7 @@ enum valve_link_type {
 	VALVE_LINK_KV_NEED = 25,
 	VALVE_LINK_KV_SCRATCH = 26,
 	VALVE_LINK_KV_STEP = 27,
+	VALVE_LINK_KV_RUNS = 28,
 };
 
 /* Only VERSION is for good: of DRAINING a client asks again at once, of the others after 5 to 30 seconds. */
@@ -236,10 +243,20 @@ struct valve_link_kv_entries {
 	struct valve_kv_entry entry[VALVE_KV_ENTRIES];
 };
 
+/* KV_RUNS. Always sent whole; `count` runs are meant. */
+struct valve_link_kv_runs {
+	struct valve_link_header header;
+	uint64_t order;
+	uint16_t op;  /* valve_kv_op, but not TRY */
+	uint16_t how; /* valve_kv_how */
+	uint32_t count;
+	struct valve_kv_run run[VALVE_KV_RUNS];
+};
+
 struct valve_link_kv_done {
 	struct valve_link_header header;
 	uint64_t order;
-	uint32_t done; /* entries carried out, from the first one on */
+	uint32_t done; /* entries, or slots of runs, carried out, from the first one on */
 	/* 0, or an errno value: why the next one was not. ENOMEM; ESTALE: the range is gone; EIO: the driver refused;
 	 * EBUSY: pinned; EEXIST: backed already; EINVAL: no such slot; EAGAIN: more than 1,024 orders wait; EMFILE: no
 	 * room for the descriptors, send fewer at a time. Of TRY: ENODATA: it did not read zero; EBADMSG: its bytes
@@ -316,6 +333,7 @@ VALVE_SIZE(valve_link_note, 136);
 VALVE_SIZE(valve_link_kv_range, 80);
 VALVE_SIZE(valve_link_kv_span, 48);
 VALVE_SIZE(valve_link_kv_entries, 1072);
+VALVE_SIZE(valve_link_kv_runs, 1960);
 VALVE_SIZE(valve_link_kv_done, 48);
 VALVE_SIZE(valve_link_kv_layout, 1232);
 VALVE_SIZE(valve_link_kv_attach, 104);

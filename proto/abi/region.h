@@ -51,8 +51,9 @@ enum valve_feature {
 	        1u
 	        << 12, /* daemon: SCHEDULE_WAIT and _DONE with h_client 0 are about the whole process. A client
 	                   * that has stopped itself, or whose launches wait, stays so over a new link and asks so first */
-	VALVE_FEATURE_KV_STEP = 1u << 8, /* KV_STEP is said before the first engine step over a hole */
-	VALVE_FEATURE_GRANT = 1u << 10,  /* granted time: an offline client stops itself at run_until_ns */
+	VALVE_FEATURE_KV_STEP = 1u << 8,  /* KV_STEP is said before the first engine step over a hole */
+	VALVE_FEATURE_KV_RUNS = 1u << 13, /* KV_RUNS: one order for all ranges of a process on a GPU */
+	VALVE_FEATURE_GRANT = 1u << 10,   /* granted time: an offline client stops itself at run_until_ns */
 };
 
 /* Orders to an offline client, in control.order: what its session thread must do now. */

@@ -167,7 +167,8 @@ void valve_orders_wake(void);
 bool valve_orders_left_no_hole(void);
 bool valve_announce_is_waiting(void);
 bool valve_announce_is_behind(void);
-valve_link_handler valve_orders_take; /* KV_ORDER */
+valve_link_handler valve_orders_take;      /* KV_ORDER */
+valve_link_handler valve_orders_take_runs; /* KV_RUNS */
 
 /* link/until.c: the session's thread alone */
 bool valve_until_stands(void);

@@ -6,11 +6,10 @@ import errno
 
 import numpy as np
 import pytest
-from memory_world import BASE, Hook, KvWorld
+from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
 from node_world import Shares
 
 from valved.abi.kv_link import KvHow, KvMode, KvOp
-from valved.abi.link import LinkType
 from valved.config import Config, MemoryTable
 from valved.errors import NotFound
 from valved.kv.reserve import says_the_same
@@ -145,8 +144,8 @@ def test_the_loss_is_told_before_the_memory_goes(world):
     hear = shim.connection.on_send
 
     def look(kind, body, seq, fds):
-        if kind is LinkType.KV_ORDER and body.op == KvOp.QUARANTINE:
-            lost = {block for slot in body.entries["slot"].tolist() for block in range(slot * 4, slot * 4 + 4)}
+        if kind in ORDERS and body.op == KvOp.QUARANTINE:
+            lost = {block for _, _, slot, _ in entries_of(body) for block in range(slot * 4, slot * 4 + 4)}
             seen.append(lost.isdisjoint(offline.backed().tolist()))
         hear(kind, body, seq, fds)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lent_fds import lend
 from memory_walk import MOMENTS_US, WALKS, Node, under_pressure
-from memory_world import BASE, Hook, KvWorld
+from memory_world import BASE, ORDERS, Hook, KvWorld, entries_of
 from msgspec.structs import replace
 
 from valved.abi.kv_link import ENTRY, ZERO, KvDone, KvEntries, KvHow, KvLayoutPart, KvSpan, KvTableMessage
@@ -426,8 +426,8 @@ def test_zeroing_is_asked_for_with_every_handle(world):
     hear = offline.shim.connection.on_send
 
     def look(kind, body, seq, fds):
-        if kind is LinkType.KV_ORDER:
-            seen.extend(body.entries["flags"].tolist())
+        if kind in ORDERS:
+            seen.extend(flags for _, _, _, flags in entries_of(body))
         hear(kind, body, seq, fds)
 
     offline.shim.connection.on_send = look

@@ -15,7 +15,7 @@ from valved.abi.kv_link import KvHow, KvOp, KvScratch, KvSpan
 from valved.abi.link import LinkType, Malformed
 from valved.config import Config, MemoryTable, QuotaTable
 from valved.kv.outside import UNHEARD, runs_of
-from valved.kv.pool import KvRangeBook, RangeKey
+from valved.kv.slots import KvRangeBook, RangeKey, RangeSlots
 from valved.model.events import EventKind
 from valved.model.ids import Mode, Reach, Remap
 from valved.model.memory import KvTensor
@@ -64,7 +64,7 @@ def test_neighbours_are_taken_in_one_call():
         key=RangeKey(1, 1), gpu=0, base=BASE, handle_bytes=2 * MIB, is_elastic=True, at=np.zeros(9, np.int64)
     )
 
-    runs = runs_of(book, np.array([8, 1, 2, 0, 5]))
+    runs = runs_of(RangeSlots.of_range(book, np.array([8, 1, 2, 0, 5])))
 
     assert runs == [(BASE, 6 * MIB), (BASE + 10 * MIB, 2 * MIB), (BASE + 16 * MIB, 2 * MIB)]
 
@@ -326,7 +326,7 @@ def fill_socket(world):
     connection = offline.shim.connection
     connection.is_full = True
     world.run(20)
-    assert any(packet[0] is LinkType.KV_ORDER for packet in connection.queue)
+    assert any(packet[0] is LinkType.KV_RUNS for packet in connection.queue)
     return offline, online, connection
 
 
@@ -418,9 +418,9 @@ def test_a_client_that_hears_nothing_is_not_taken_from_without_end(world):
     orders = world.kv.books.orders
     offline.shim.answers = False
     for _ in range(UNHEARD):
-        orders.take_away(KvOp.QUARANTINE, book, np.array([0]), KvHow.OUTSIDE)
+        orders.take_away(KvOp.QUARANTINE, RangeSlots.of_range(book, np.array([0])), KvHow.OUTSIDE)
 
-    assert world.kv.outside.take(book, np.array([1])) == []
+    assert world.kv.outside.take(RangeSlots.of_range(book, np.array([1]))) == []
     offline.shim.die()
 
 

@@ -10,7 +10,8 @@ import pytest
 
 RM = ("channels/rm", "channels/rmcall", "channels/rmcontrol")
 ORDERS = ("kv/vmm", "kv/ranges", "kv/places", "link/packet", "lock")
-MEMORY = (*ORDERS, "kv/orders", "kv/announce", "kv/alloc", "kv/answers", "kv/scratch", "link/ownfd")
+KV = ("orders", "parts", "zeroing", "announce", "alloc", "answers", "scratch")
+MEMORY = (*ORDERS, "link/ownfd", *(f"kv/{part}" for part in KV))
 STRICT = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 LINK = (*(f"link/{part}" for part in ("link", "pages", "until", "ownfd", "orphan")), "lock")
 THREADS = (

@@ -20,6 +20,7 @@ from fake_daemon import (
     KV_HELD,
     KV_ORDER,
     KV_RANGE,
+    KV_RUNS,
     KV_SCRATCH,
     LONG_S,
     Client,
@@ -36,6 +37,7 @@ ELASTIC = 1
 ENTRIES = 64
 ENTRY = struct.Struct("<QII")
 ORDER = struct.Struct("<QIHHII")
+RUNS, RUN, RUN_ORDER = 80, struct.Struct("<QIIII"), struct.Struct("<QHHI")
 ENOMEM, EBUSY, EEXIST, EINVAL, EMFILE, ESTALE, EIO = 12, 16, 17, 22, 24, 116, 5
 
 
@@ -54,6 +56,24 @@ def order_body(number: int, op: int, range_id: int, entries: Iterable[Entry], ho
     listed = list(entries)
     body = ORDER.pack(number, range_id, op, how, len(listed), 0) + b"".join(each.pack() for each in listed)
     return body.ljust(ORDER.size + ENTRIES * ENTRY.size, b"\0")
+
+
+@dataclass(frozen=True)
+class Run:
+    range: int
+    slot: int
+    count: int = 1
+    handle: int = 0
+    flags: int = 0
+
+    def pack(self) -> bytes:
+        return RUN.pack(self.handle, self.range, self.slot, self.count, self.flags)
+
+
+def runs_body(number: int, op: int, runs: Iterable[Run], how: int = AT_ONCE) -> bytes:
+    listed = list(runs)
+    body = RUN_ORDER.pack(number, op, how, len(listed)) + b"".join(each.pack() for each in listed)
+    return body.ljust(RUN_ORDER.size + RUNS * RUN.size, b"\0")
 
 
 def unpack_entries(message: Message) -> list[tuple[int, int, int]]:
@@ -133,6 +153,16 @@ class Pool:
     def order(self, client: Client, op: int, range_id: int, entries: Iterable[Entry], how: int = AT_ONCE) -> Message:
         """Sends it and waits for its KV_DONE."""
         number = self.send(client, op, range_id, entries, how)
+        message = self.answer()
+        assert message.order == number
+        return message
+
+    def order_runs(
+        self, client: Client, op: int, runs: Iterable[Run], how: int = AT_ONCE, fds: Iterable[int] = ()
+    ) -> Message:
+        """One order for several ranges; its KV_DONE."""
+        number = self.number()
+        client.send(KV_RUNS, 0, runs_body(number, op, runs, how), list(fds))
         message = self.answer()
         assert message.order == number
         return message

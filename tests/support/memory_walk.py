@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lent_fds import collect
 from memory_world import KvWorld
+from node_world import World
 
 from valved.config import Config
 from valved.model.ids import Role
@@ -47,11 +48,14 @@ class Node(RuleBasedStateMachine):
     """Engines come, want, offer, hang, break and die in any order; card and books are asked after every step."""
 
     config: Config
+    features = World.shim_features  # of its shims
+    layers = 1
 
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24)
+        self.world = KvWorld(Path(self.folder.name), config=self.config, handles=24 * self.layers)
+        self.world.shim_features = self.features
         self.hooks = []
 
     def teardown(self):
@@ -71,7 +75,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: len(self.hooks) < 4)
     @rule(role=st.sampled_from(["online", "offline"]), columns=st.integers(2, 16))
     def come(self, role, columns):
-        hook = self.world.engine(role, columns=columns, name=f"{role}{len(self.world.shims)}")
+        hook = self.world.engine(role, columns=columns, layers=self.layers, name=f"{role}{len(self.world.shims)}")
         if hook is not None:
             self.hooks.append(hook)
             hook.book["steps"] = 1

@@ -45,6 +45,20 @@ BASE = 0x7EA000000000
 SCRATCH = BASE - (1 << 40)
 
 
+ORDERS = (LinkType.KV_ORDER, LinkType.KV_RUNS)
+
+
+def entries_of(body):
+    """(handle's name, range, slot, flags) of each slot of an order, in either form."""
+    if isinstance(body, KvEntries):
+        return [(name, body.range, slot, flags) for name, slot, flags in body.entries.tolist()]
+    return [
+        (handle + i, number, slot + i, flags)
+        for handle, number, slot, count, flags in body.runs.tolist()
+        for i in range(count)
+    ]
+
+
 class Card:
     """Physical memory of all GPUs."""
 
@@ -136,10 +150,12 @@ class Shim:
         return next((status for number, status in self.connection.acks() if number == seq), None)
 
     def _hear(self, kind, body, seq, fds):
-        if kind is LinkType.KV_ORDER and not self.has_stepped:
+        if kind not in ORDERS:
+            return
+        if not self.has_stepped:
             self.before_steps.add(body.order)
-        if kind is not LinkType.KV_ORDER or not self.answers or not self.is_alive:
-            self.held_back += [(kind, body, fds)] if kind is LinkType.KV_ORDER else []
+        if not self.answers or not self.is_alive:
+            self.held_back.append((kind, body, fds))
             return
         if body.how == KvHow.AT_STEP or (self.at_step and body.how == KvHow.AT_ONCE):  # behind one that waits
             self.at_step.append((body, fds))
@@ -149,7 +165,7 @@ class Shim:
 
     def _later(self, body, fds):
         """One after the other, as the helper thread does."""
-        self.free_ns = max(self.free_ns, self.world.clock.now_ns()) + MAP_NS * len(body.entries)
+        self.free_ns = max(self.free_ns, self.world.clock.now_ns()) + MAP_NS * len(entries_of(body))
         self.coming.append(body)
         self.world.clock.call_at_ns(self.free_ns, lambda: body in self.coming and self._come_to(body, fds))
 
@@ -194,23 +210,25 @@ class Shim:
         if body.op == KvOp.TRY:
             self._try(body)
             return
-        slots = self.ranges.get(body.range)
-        most, status = self.fails.popleft() if self.fails else (len(body.entries), 0)
-        if slots is None:
-            most, status = 0, errno.ESTALE
+        entries = entries_of(body)
+        most, status = self.fails.popleft() if self.fails else (len(entries), 0)
         made, done = [], 0
-        for index, (name, slot, flags) in enumerate(body.entries[:most].tolist()):
+        for index, (name, number, slot, flags) in enumerate(entries[:most]):
+            slots = self.ranges.get(number)
+            if slots is None:
+                status = errno.ESTALE
+                break
             fd = fds[index] if fds else None
             if body.op == KvOp.BACK:
-                fd = self.card.create(self.gpus[body.range], self.entry.domain) if flags & CREATE else fd
+                fd = self.card.create(self.gpus[number], self.entry.domain) if flags & CREATE else fd
                 if fd is None:
                     status = errno.ENOMEM
                     break
                 made += [fd] if flags & CREATE else []
-                self._let_go(body.range, slot)
+                self._let_go(number, slot)
                 self._map(slots, slot, name, self.card.by_fd[fd], flags)
-            elif (body.range, slot) in self.thought_gone:
-                self._let_go(body.range, slot)
+            elif (number, slot) in self.thought_gone:
+                self._let_go(number, slot)
             else:
                 self._unmap(slots, slot)
             done += 1
@@ -221,13 +239,16 @@ class Shim:
         """Zeroing goes on beside later orders, and needs channels that are on."""
         if not self.is_alive or self.client not in self.world.books.clients:
             return
-        is_zeroing = body.op == KvOp.TRY or (body.op == KvOp.BACK and len(body.entries))
-        gpu = body.range if body.op == KvOp.TRY else self.gpus.get(body.range, 0)
+        is_zeroing = body.op == KvOp.TRY or (body.op == KvOp.BACK and entries_of(body))
+        gpu = body.range if body.op == KvOp.TRY else self._gpu_of(body)
         if is_zeroing and self.is_offline and self.world.gate.is_gated(gpu):
             again_ns = self.world.clock.now_ns() + 1_000_000
             self.world.clock.call_at_ns(again_ns, lambda: self._answer(body, done, made))
             return
         self.say(LinkType.KV_DONE, done, made)
+
+    def _gpu_of(self, body):
+        return next((self.gpus[number] for _, number, _, _ in entries_of(body) if number in self.gpus), 0)
 
     def _map(self, slots, slot, name, physical, flags):
         assert physical.mapped_by is None, f"handle {name} would have two owners"
@@ -276,16 +297,16 @@ class Shim:
             self.read_zero.add((number, slot))
 
     def _was_told(self, number, slot):
-        sent = [body for kind, body, _, _ in self.connection.sent if kind is LinkType.KV_ORDER]
-        return any(b.how == KvHow.OUTSIDE and b.range == number and slot in b.entries["slot"] for b in sent)
+        sent = [body for kind, body, _, _ in self.connection.sent if kind in ORDERS and body.how == KvHow.OUTSIDE]
+        return any((number, slot) == entry[1:3] for body in sent for entry in entries_of(body))
 
     def _hear_of(self, body):
-        slots = self.ranges.get(body.range, {})
-        for slot in body.entries["slot"].tolist():
+        for _, number, slot, _ in entries_of(body):
+            slots = self.ranges.get(number, {})
             if slot in slots:
-                self.thought_gone[body.range, slot] = slots.pop(slot)
+                self.thought_gone[number, slot] = slots.pop(slot)
         if self.client in self.world.books.clients:
-            done = KvDone(order=body.order, done=len(body.entries), status=0, cu_result=0)
+            done = KvDone(order=body.order, done=len(entries_of(body)), status=0, cu_result=0)
             self.say(LinkType.KV_DONE, done)
 
     def _let_go(self, number, slot):
@@ -303,9 +324,9 @@ class Shim:
 
     def _check_stopped(self, body):
         """A change of mapping in an offline process happens between steps or under a closed gate."""
-        if not self.is_offline or body.how == KvHow.AT_STEP or not len(body.entries):
+        if not self.is_offline or body.how == KvHow.AT_STEP or not entries_of(body):
             return
-        gate, gpu = self.world.gate, self.gpus[body.range]
+        gate, gpu = self.world.gate, self._gpu_of(body)
         has_channels = any(ref.gpu == gpu for ref in gate.clients[self.client].channels.values())
         is_safe = gate.is_stopped(gpu) or self.client in gate.launches_held or body.order in self.before_steps
         assert is_safe or not self.has_stepped or not has_channels, "mapping work under running kernels"

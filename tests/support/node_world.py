@@ -166,6 +166,8 @@ class Shares:
 class World:
     """A daemon as main builds it, with the outside replaced. `folder` holds the state and the pause file."""
 
+    shim_features = Feature.GAPS | Feature.KV_STEP | Feature.KV_RUNS
+
     def __init__(
         self,
         folder: Path,
@@ -250,7 +252,7 @@ class World:
             self.processes.add(pid, parent)
         if self.books.find_claim(self._chain(pid), "") is None:
             assert self.node.launch(pid, self.processes.start_time(pid), Role.ONLINE, name)
-        client = self.hello(pid, Role.ONLINE, uid=uid).client
+        client = self.hello(pid, Role.ONLINE, uid=uid, features=self.shim_features).client
         for gpu in gpus:
             self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
         return client
@@ -261,7 +263,7 @@ class World:
             self.processes.add(pid)
         if claimed:
             self.node.launch(pid, self.processes.start_time(pid), Role.OFFLINE, name)
-        client = self.hello(pid, Role.OFFLINE, uid=uid, features=Feature.GAPS | Feature.KV_STEP).client
+        client = self.hello(pid, Role.OFFLINE, uid=uid, features=self.shim_features).client
         for gpu in gpus:
             self.add_channel(client, gpu=gpu, h_client=0xC1D00000 + client)
         return client

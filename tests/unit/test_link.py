@@ -71,6 +71,7 @@ BODIES = {
 }
 spans = st.builds(kv_link.KvSpan, range=u32, offset=u64, bytes=u64)
 entries = st.lists(st.tuples(u64, u32, u32), max_size=64).map(lambda rows: np.array(rows, kv_link.ENTRY).tobytes())
+runs = st.lists(st.tuples(u64, u32, u32, u32, u32), max_size=80).map(lambda rows: np.array(rows, kv_link.RUN).tobytes())
 orders = st.builds(kv_link.KvEntries, order=u64, range=u32, op=u16, how=u16, raw=entries)
 tensors = st.builds(
     KvTensor,
@@ -95,6 +96,7 @@ BODIES |= {
     LinkType.KV_PIN: spans,
     LinkType.KV_ORDER: orders,
     LinkType.KV_HELD: orders,
+    LinkType.KV_RUNS: st.builds(kv_link.KvRuns, order=u64, op=u16, how=u16, raw=runs),
     LinkType.KV_DONE: st.builds(kv_link.KvDone, order=u64, done=u32, status=u32, cu_result=u32),
     LinkType.KV_LAYOUT: st.builds(
         kv_link.KvLayoutPart,
@@ -196,6 +198,9 @@ def test_python_and_c_agree_on_every_byte(tmp_path):
     order = read[LinkType.KV_ORDER]
     assert (order.order, order.range, order.op, order.how) == (1, 2, kv_link.KvOp.UNBACK, kv_link.KvHow.AT_STEP)
     assert order.entries.tolist() == [(4, 5, kv_link.CREATE), (6, 7, kv_link.ZERO)]
+    runs = read[LinkType.KV_RUNS]
+    assert (runs.order, runs.op, runs.how) == (1, kv_link.KvOp.UNBACK, kv_link.KvHow.AT_STEP)
+    assert runs.runs.tolist() == [(4, 5, 6, 7, kv_link.CREATE), (8, 9, 10, 11, kv_link.ZERO)]
     assert read[LinkType.KV_DONE] == kv_link.KvDone(order=1, done=2, status=3, cu_result=4)
     tensor = KvTensor(base_addr=1, block_stride_bytes=2, block_bytes=3, repeats=((4, 5), (6, 7)))
     assert read[LinkType.KV_LAYOUT] == kv_link.KvLayoutPart(
@@ -272,6 +277,9 @@ int main(void) {
 	SHOW((struct valve_link_kv_entries){HEAD(valve_link_kv_entries, VALVE_LINK_KV_ORDER), .order = 1, .range = 2,
 		.op = VALVE_KV_UNBACK, .how = VALVE_KV_AT_STEP, .count = 2,
 		.entry = {{4, 5, VALVE_KV_CREATE}, {6, 7, VALVE_KV_ZERO}}});
+	SHOW((struct valve_link_kv_runs){HEAD(valve_link_kv_runs, VALVE_LINK_KV_RUNS), .order = 1,
+		.op = VALVE_KV_UNBACK, .how = VALVE_KV_AT_STEP, .count = 2,
+		.run = {{4, 5, 6, 7, VALVE_KV_CREATE}, {8, 9, 10, 11, VALVE_KV_ZERO}}});
 	SHOW((struct valve_link_kv_done){HEAD(valve_link_kv_done, VALVE_LINK_KV_DONE), .order = 1, .done = 2, .status = 3,
 		.cu_result = 4});
 	SHOW((struct valve_link_kv_layout){HEAD(valve_link_kv_layout, VALVE_LINK_KV_LAYOUT), .blocks = 1,

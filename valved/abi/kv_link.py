@@ -26,7 +26,9 @@ MAX_ENTRIES = valve_abi.KV_ENTRIES
 MAX_TENSORS = valve_abi.KV_TENSORS
 MAX_REPEATS = valve_abi.KV_REPEATS
 MAX_PINNED = 8
+MAX_RUNS = valve_abi.KV_RUNS
 ENTRY = np.dtype(valve_abi.KV_ENTRY.dtype())
+RUN = np.dtype(valve_abi.KV_RUN.dtype())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,20 @@ class KvEntries:
     @property
     def entries(self) -> NDArray[Any]:
         return np.frombuffer(self.raw, dtype=ENTRY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRuns:
+    """Body of KV_RUNS. `raw` as they travel; `runs` reads them."""
+
+    order: int
+    op: int
+    how: int
+    raw: bytes
+
+    @property
+    def runs(self) -> NDArray[Any]:
+        return np.frombuffer(self.raw, dtype=RUN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +155,22 @@ class _Entries:
         return (head + body.raw).ljust(self.size, b"\0")
 
 
+class _Runs:
+    _head = valve_abi.LINK_KV_RUNS.struct()
+    size = valve_abi.LINK_KV_RUNS.size
+
+    def read(self, packet: bytes, at: int) -> KvRuns:
+        order, op, how, count = self._head.unpack_from(packet, at)
+        if count > MAX_RUNS:
+            raise Malformed(f"{count} runs, at most {MAX_RUNS} fit")
+        first = at + self._head.size
+        return KvRuns(order=order, op=op, how=how, raw=packet[first : first + count * RUN.itemsize])
+
+    def write(self, body: KvRuns) -> bytes:
+        head = self._head.pack(body.order, body.op, body.how, len(body.raw) // RUN.itemsize)
+        return (head + body.raw).ljust(self.size, b"\0")
+
+
 class _Layout:
     _head = valve_abi.LINK_KV_LAYOUT.struct()
     _tensor = valve_abi.KV_TENSOR.struct()
@@ -184,6 +216,7 @@ def _tensor_words(tensor: KvTensor) -> list[int]:
 RANGE = Plain(KvRangeMessage, valve_abi.LINK_KV_RANGE)
 SPAN = Plain(KvSpan, valve_abi.LINK_KV_SPAN)
 ENTRIES = _Entries()
+RUNS = _Runs()
 DONE = Plain(KvDone, valve_abi.LINK_KV_DONE)
 LAYOUT = _Layout()
 ATTACH = Plain(KvAttach, valve_abi.LINK_KV_ATTACH)

@@ -172,5 +172,6 @@ CODECS: dict[int, Codec] = {
     LinkType.KV_TABLE: kv_link.TABLE,
     LinkType.KV_NEED: kv_link.NEED,
     LinkType.KV_STEP: kv_link.STEP,
+    LinkType.KV_RUNS: kv_link.RUNS,
     LinkType.KV_SCRATCH: kv_link.SCRATCH,
 }

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from valved.abi.link import Ack, LinkType
+from valved.abi.link import Ack, Feature, LinkType
 from valved.config import MIB, MemoryTable
 from valved.kv.engines import Engine, Rank
 from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
-from valved.kv.pool import Ints, Pool, RangeKey
+from valved.kv.pool import Pool
+from valved.kv.slots import Ints, RangeKey
 from valved.machine.clock import Clock
 from valved.machine.ports import CloserPort, GatePort
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
@@ -37,7 +38,7 @@ class KvBooks:
     ) -> None:
         self.settings = settings
         self.pool = Pool(settings.handle_mib * MIB, max(0, fd_limit - SPARE_FDS), clock.now_ns(), closer)
-        self.orders = Orders(self.pool, send, clock)
+        self.orders = Orders(self.pool, send, clock, self._takes_runs)
         self.holds = LaunchHolds(gate)
         self.engines: dict[ServiceId, Engine] = {}
         self.ranks: dict[ClientId, Rank] = {}  # by shim, whether their engine has attached or not
@@ -65,6 +66,10 @@ class KvBooks:
                 engine.table.record(blocks, is_backed, now_ns)
 
     # Questions
+
+    def _takes_runs(self, client: ClientId) -> bool:
+        entry = self.registry.clients.get(client)
+        return entry is not None and bool(entry.features & Feature.KV_RUNS)
 
     def role_of(self, client: ClientId) -> Role:
         entry = self.registry.clients.get(client)

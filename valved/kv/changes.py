@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from valved.kv.engines import Engine
-from valved.kv.pool import KvRangeBook
+from valved.kv.slots import KvRangeBook
 from valved.model.ids import ClientId
 from valved.state.registry import ClientEntry
 

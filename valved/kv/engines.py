@@ -16,15 +16,13 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.pool import NO_HANDLE, STRANGE, Ints, KvRangeBook
+from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, Standing
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
 
 Bools = NDArray[np.bool_]
-Cells = tuple[KvRangeBook, Ints]
-"""Slots of one range."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,10 +74,13 @@ class Engine:
         self.attached_mode = attach.mode
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
-        self._books: list[KvRangeBook] = []
-        self._at = np.empty(0, np.int64)  # what stands at each slot of all its ranges, one after the other
+        self._books: tuple[KvRangeBook, ...] = ()
+        self._at = Standing(NOTHING)  # at each slot of all its ranges, one after the other
         self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
-        self._block_columns = self._block_ptr = np.empty(0, np.int64)
+        self._block_columns = self._block_ptr = self._owners = np.empty(0, np.int64)
+        self.places: list[KvRangeBook] = []  # a range for each process and GPU where it has some
+        self._backed: Bools = np.zeros(0, np.bool_)
+        self._backed_at = -1  # changes of `_at` that are in it
         self._reclaimable: Bools = np.zeros(0, np.bool_)
         self._gpu_handles: dict[GpuIndex, Ints] = {}
 
@@ -103,7 +104,7 @@ class Engine:
     def _gather(self) -> None:
         self.index, self.indexed_steps = None, -1
         ranks = list(self.ranks.values())  # one at least: it has just joined
-        self._books = [book for rank in ranks for book in rank.books]
+        self._books = tuple(book for rank in ranks for book in rank.books)
         parts: list[tuple[Ints, Ints, Ints]] = []
         first_book = 0
         for rank in ranks:
@@ -114,9 +115,9 @@ class Engine:
         self._cell_column, self._cell_book, self._cell_slot = column[order], book[order], slot[order]
         starts = np.cumsum([0, *(book.slots for book in self._books)])
         self._cell_place = starts[self._cell_book] + self._cell_slot
-        self._at = np.concatenate([book.at for book in self._books])
+        self._at, self._backed_at = Standing(np.concatenate([book.at for book in self._books])), -1
         for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
-            known.at = self._at[first_slot : first_slot + known.slots]
+            known.join(self._at, first_slot)
         first = ranks[0].columns
         self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
         self.heed_pins()
@@ -124,6 +125,9 @@ class Engine:
         if len(self.going) != len(first.columns):
             self.going = np.zeros(len(first.columns), np.bool_)
             self.lost = np.zeros(len(first.columns), np.bool_)
+        owners = [(book.key.client, book.gpu) for book in self._books]
+        self._owners = np.array([owners.index(owner) for owner in owners])
+        self.places = [self._books[first] for first in np.unique(self._owners).tolist()]
         gpu_of = np.array([book.gpu for book in self._books])[self._cell_book]
         self._gpu_handles = {
             GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
@@ -185,13 +189,15 @@ class Engine:
 
     def backed_columns(self) -> Bools:
         """Columns of which every cell has its handle."""
-        bare = self._standing() < 0
-        missing: Ints = np.bincount(self._cell_column[bare], minlength=self.columns)
-        return np.equal(missing, 0)
+        if self._backed_at != self._at.changes:  # one reclaim asks a dozen times
+            missing = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
+            self._backed, self._backed_at = np.equal(missing, 0), self._at.changes
+            self._backed.flags.writeable = False
+        return self._backed
 
     def _standing(self) -> Ints:
         """What stands at each cell: a handle, nothing, or a claim."""
-        return self._at[self._cell_place]
+        return self._at.rows[self._cell_place]
 
     def bare_columns(self) -> Ints:
         """Columns that could be backed now, or in part."""
@@ -205,16 +211,16 @@ class Engine:
         whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
         return np.flatnonzero((missing > 0) & (missing < whole))
 
-    def cells(self, columns: Ints, *, backed: bool) -> Iterator[Cells]:
-        """The slots of these columns that are backed, or bare and unclaimed, range by range."""
+    def cells(self, columns: Ints, *, backed: bool) -> Iterator[RangeSlots]:
+        """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
         is_wanted = np.zeros(self.columns, np.bool_)
         is_wanted[columns] = True
         standing = self._standing()
         chosen = np.flatnonzero(is_wanted[self._cell_column] & (standing >= 0 if backed else standing == NO_HANDLE))
-        edges = np.flatnonzero(np.diff(self._cell_book[chosen])) + 1
-        for part in np.split(chosen, edges):
-            if len(part):
-                yield self._books[self._cell_book[part[0]]], self._cell_slot[part]
+        owners = self._owners[self._cell_book[chosen]]
+        for owner in np.unique(owners):
+            part = chosen[owners == owner]
+            yield RangeSlots(books=self._books, of=self._cell_book[part], slots=self._cell_slot[part])
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""

@@ -7,8 +7,8 @@ from valved.kv.engines import Engine
 from valved.kv.journey import all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import Ints
 from valved.kv.reclaim import Reclaimer
+from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 

@@ -15,7 +15,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import all_of, start, until
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import Ints
+from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 from valved.kv.ways import Ways
@@ -94,8 +94,7 @@ class Lending:
 
     async def _mapped(self, orders: list[Order]) -> None:
         """Until the mapping work of these is done; zeroing may go on."""
-        books = {order.book.uid: order.book for order in orders}
-        fences = [self._books.orders.fence(book) for book in books.values()]
+        fences = [self._books.orders.fence(one.slots.book) for one in {one.client: one for one in orders}.values()]
         deadline_ns = self._clock.now_ns() + self._ways.order_ns(Remap.HELPER)
         if not await until(all_of([fence.settled for fence in fences]), self._clock, deadline_ns):
             self._ways.mark_unsafe([fence for fence in fences if not fence.settled.is_set])

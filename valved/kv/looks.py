@@ -54,9 +54,9 @@ class Looks:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        self._rungs.heed()
-        for engine in self._books.engines_with(Role.ONLINE):
+        for engine in self._books.engines_with(Role.ONLINE):  # first of all: somebody may wait for memory
             self._reserve.serve(engine)
+        self._rungs.heed()
         for engine in self._books.engines_with(Role.OFFLINE):
             self._lender.serve(engine)
         self._arm()

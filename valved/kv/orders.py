@@ -1,4 +1,7 @@
-"""Orders to shims: map, quarantine, unmap. One packet each, up to 64 slots of one range; the books follow the answers.
+"""Orders to shims: map, quarantine, unmap. The books follow the answers.
+
+An order is a packet: slots of all ranges of a process on a GPU, as runs. A shim that knows no runs gets up to 64
+slots of one range.
 
 While an order is under way its slots are claimed and its handles are moving, so nothing is ordered twice and nobody
 else gets them. An answer, or the end of the client, settles it; a client that never answers keeps what it was sent.
@@ -10,18 +13,21 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, ZERO, KvDone, KvEntries, KvHow, KvOp
+from valved.abi.kv_link import CREATE, ENTRY, MAX_ENTRIES, MAX_RUNS, RUN, ZERO, KvDone, KvEntries, KvHow, KvOp, KvRuns
 from valved.abi.link import Body, LinkType, Malformed
 from valved.kv.journey import Pause
-from valved.kv.pool import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, Pool
+from valved.kv.pool import Pool
+from valved.kv.slots import CLAIMED, NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots
 from valved.machine.clock import Clock
 from valved.model.ids import ClientId, GpuIndex, ProcessId
 
-assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8, 12], "see _order"  # type: ignore[index]
+assert [ENTRY.fields[name][1] for name in ("handle", "slot", "flags")] == [0, 8, 12], "see _as_entries"  # type: ignore[index]
+assert [RUN.fields[name][1] for name in RUN.names] == [0, 8, 12, 16, 20], "see _as_runs"  # type: ignore[index,union-attr]
 
 
 class Send(Protocol):
@@ -45,10 +51,9 @@ class Order:
     number: int
     op: KvOp
     how: KvHow
-    book: KvRangeBook
-    slots: Ints
+    slots: RangeSlots
     rows: Ints = field(default_factory=lambda: NOTHING)  # BACK: the handles to map; none where they are made
-    names: Ints = field(default_factory=lambda: NOTHING)
+    names: Ints = field(default_factory=lambda: NOTHING)  # of what is mapped
     sent_ns: int = 0
     done: int = 0  # slots carried out
     status: int = 0
@@ -59,7 +64,7 @@ class Order:
 
     @property
     def client(self) -> ClientId:
-        return self.book.key.client
+        return self.slots.book.key.client
 
     @property
     def is_creating(self) -> bool:
@@ -67,8 +72,9 @@ class Order:
 
 
 class Orders:
-    def __init__(self, pool: Pool, send: Send, clock: Clock) -> None:
+    def __init__(self, pool: Pool, send: Send, clock: Clock, takes_runs: Callable[[ClientId], bool]) -> None:
         self.pool = pool
+        self._takes_runs = takes_runs
         self._send = send
         self._clock = clock
         self._next = 1
@@ -79,31 +85,28 @@ class Orders:
 
     # Giving orders
 
-    def back(self, book: KvRangeBook, slots: Ints, rows: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def back(self, slots: RangeSlots, rows: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Map handles that are moving. Whatever a handle held was another's: it is zeroed by who gets it."""
         orders = []
-        for first in range(0, len(slots), MAX_ENTRIES):
-            part = slice(first, first + MAX_ENTRIES)
-            names = self.pool.names(rows[part])
-            order = self._order(KvOp.BACK, how, book, slots[part], names, ZERO, self.pool.fds(rows[part]))
+        for part in self._parts(KvOp.BACK, slots):
+            fds = self.pool.fds(rows[part])
+            order = self._order(KvOp.BACK, how, slots[part], self.pool.names(rows[part]), ZERO, fds)
             order.rows = rows[part]
             orders.append(order)
         return orders
 
-    def create(self, book: KvRangeBook, slots: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def create(self, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """Have the client make handles and map them."""
-        orders = []
-        for first in range(0, len(slots), MAX_ENTRIES):
-            part = slots[first : first + MAX_ENTRIES]
-            orders.append(self._order(KvOp.BACK, how, book, part, self.pool.name(len(part)), CREATE | ZERO))
-        return orders
+        return [
+            self._order(KvOp.BACK, how, slots[part], self.pool.name(part.stop - part.start), CREATE | ZERO)
+            for part in self._parts(KvOp.BACK, slots)
+        ]
 
-    def take_away(self, op: KvOp, book: KvRangeBook, slots: Ints, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
+    def take_away(self, op: KvOp, slots: RangeSlots, how: KvHow = KvHow.AT_ONCE) -> list[Order]:
         """QUARANTINE or UNBACK slots that are backed."""
         orders = []
-        for first in range(0, len(slots), MAX_ENTRIES):
-            part = slots[first : first + MAX_ENTRIES]
-            order = self._order(op, how, book, part, self.pool.names(book.at[part]), 0)
+        for part in self._parts(op, slots):
+            order = self._order(op, how, slots[part], NOTHING, 0)
             self._leaving[order.number] = order
             order.through.then(partial(self._leaving.pop, order.number, None))
             orders.append(order)
@@ -111,25 +114,36 @@ class Orders:
 
     def fence(self, book: KvRangeBook) -> Order:
         """An order without slots: its answer says that the mapping work of all before it is done."""
-        return self._order(KvOp.BACK, KvHow.AT_ONCE, book, NOTHING, NOTHING, 0)
+        return self._order(KvOp.BACK, KvHow.AT_ONCE, RangeSlots.of_range(book, NOTHING), NOTHING, 0)
 
     def trial(self, scratch: KvRangeBook, how: KvHow) -> Order:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
-        return self._order(KvOp.TRY, how, scratch, NOTHING, NOTHING, 0)
+        return self._order(KvOp.TRY, how, RangeSlots.of_range(scratch, NOTHING), NOTHING, 0)
+
+    def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
+        """What fits into a packet: handles by their descriptors, what goes away by its runs."""
+        if not self._takes_runs(slots.book.key.client):
+            ranges = [0, *(np.flatnonzero(np.diff(slots.of)) + 1).tolist(), len(slots)]
+            edges = [first for low, high in pairwise(ranges) for first in range(low, high, MAX_ENTRIES)]
+        elif op is KvOp.BACK or len(slots) <= MAX_ENTRIES:
+            edges = list(range(0, len(slots), MAX_ENTRIES))
+        else:
+            edges = slots.runs()[0][::MAX_RUNS].tolist()
+        return [slice(first, last) for first, last in pairwise([*edges, len(slots)])]
 
     def _order(
-        self, op: KvOp, how: KvHow, book: KvRangeBook, slots: Ints, names: Ints, flags: int, fds: tuple[int, ...] = ()
+        self, op: KvOp, how: KvHow, slots: RangeSlots, names: Ints, flags: int, fds: tuple[int, ...] = ()
     ) -> Order:
-        entries = np.empty((len(slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
-        entries[:, 0], entries[:, 1] = names, slots + (flags << 32)
         if op is KvOp.BACK:
-            book.at[slots] = CLAIMED
-        order = Order(number=self._next, op=op, how=how, book=book, slots=slots, names=names)
+            slots.put(CLAIMED)
+        order = Order(number=self._next, op=op, how=how, slots=slots, names=names)
         order.sent_ns = self._clock.now_ns()
         self._next += 1
         self._under_way[order.number] = order
-        body = KvEntries(order=order.number, range=book.key.number, op=op, how=how, raw=entries.tobytes())
-        order.is_sent = self._send(order.client, LinkType.KV_ORDER, body, 0, fds, order.arrived.set)
+        are_runs = len(slots) > 0 and self._takes_runs(order.client)
+        kind = LinkType.KV_RUNS if are_runs else LinkType.KV_ORDER
+        body = _as_runs(order, flags) if are_runs else _as_entries(order, flags)
+        order.is_sent = self._send(order.client, kind, body, 0, fds, order.arrived.set)
         return order
 
     # Hearing of them
@@ -147,16 +161,15 @@ class Orders:
             return  # it has heard; what became of the memory is told by `taken`
         if order.op is KvOp.BACK:
             self._backed(order, fds)
-        elif self.pool.ranges.get(order.book.key) is order.book:
-            self.pool.lift(order.book, order.slots[: order.done])
+        else:
+            self._lift(order.slots[: order.done])
         self._settle(order)
 
     def taken(self, order: Order) -> None:
         """valved has made the slots of this order sparse."""
         if order.settled.is_set:
             return  # its client left first, and what it had is free, or kept until its process ends
-        if self.pool.ranges.get(order.book.key) is order.book:
-            self.pool.lift(order.book, order.slots)
+        self._lift(order.slots)
         order.done = len(order.slots)
         self._settle(order)
 
@@ -173,24 +186,27 @@ class Orders:
 
     def is_unheard(self, book: KvRangeBook, first: int, last: int) -> bool:
         """Its client does not know yet that some of these slots are taken from outside."""
-        return any(
-            order.book is book and order.how is KvHow.OUTSIDE and ((order.slots >= first) & (order.slots <= last)).any()
-            for order in self._under_way.values()
-        )
+        outside = [order.slots for order in self._under_way.values() if order.how is KvHow.OUTSIDE]
+        return any(((one.slots >= first) & (one.slots <= last) & one.is_in(book)).any() for one in outside)
 
     def _backed(self, order: Order, fds: list[int]) -> None:
         done, left = order.slots[: order.done], order.slots[order.done :]
-        order.book.at[left] = NO_HANDLE
+        left.put(NO_HANDLE)
         if order.status == errno.EEXIST:
-            order.book.at[left[:1]] = STRANGE
+            left[:1].put(STRANGE)
         if order.is_creating:
-            self.pool.create(order.names[: order.done], fds, order.book, done)
+            self.pool.create(order.names[: order.done], fds, done)
             fds.clear()
         else:
-            self.pool.land(order.rows[: order.done], order.book, done)
+            self.pool.land(order.rows[: order.done], done)
             self._return(order)
-        if self.pool.ranges.get(order.book.key) is not order.book:  # deleted meanwhile: nothing is mapped there
-            self.pool.lift(order.book, done)
+        gone = done[~self.pool.is_there(done)]
+        if len(gone):  # their ranges were deleted meanwhile: nothing is mapped there
+            self.pool.lift(gone)
+
+    def _lift(self, slots: RangeSlots) -> None:
+        """What a range that was deleted held is free already."""
+        self.pool.lift(slots[self.pool.is_there(slots)])
 
     def _return(self, order: Order) -> None:
         """Handles that were not mapped. One that the driver refused is not worth another try."""
@@ -207,7 +223,7 @@ class Orders:
             del self._under_way[order.number]
             order.status = errno.ECONNRESET
             if order.op is KvOp.BACK:
-                order.book.at[order.slots] = NO_HANDLE
+                order.slots.put(NO_HANDLE)
                 self.pool.strand(order.rows, process, is_alive=is_alive)
             self._settle(order)
 
@@ -226,7 +242,7 @@ class Orders:
 
     def creating(self, gpu: GpuIndex) -> int:
         """Handles of this GPU that are being made."""
-        orders = (order for order in self._under_way.values() if order.is_creating and order.book.gpu == gpu)
+        orders = (order for order in self._under_way.values() if order.is_creating and order.slots.book.gpu == gpu)
         return sum(len(order.slots) for order in orders)
 
     @property
@@ -236,7 +252,29 @@ class Orders:
     def check_integrity(self) -> None:
         moving = [row for order in self._under_way.values() for row in order.rows.tolist()]
         assert len(set(moving)) == len(moving), "a handle moves twice"
-        claimed = {(order.book.uid, slot) for order in self._under_way.values() for slot in order.slots.tolist()}
+        claimed = {
+            (order.slots.books[of].uid, slot)
+            for order in self._under_way.values()
+            for of, slot in zip(order.slots.of.tolist(), order.slots.slots.tolist(), strict=True)
+        }
         for book in self.pool.ranges.values():
             for slot in np.flatnonzero(book.at == CLAIMED).tolist():
                 assert (book.uid, slot) in claimed, f"slot {slot} of {book.key} is claimed by no order"
+
+
+def _as_entries(order: Order, flags: int) -> KvEntries:
+    entries = np.empty((len(order.slots), 2), np.int64)  # as ENTRY: a handle; a slot and, above it, flags
+    entries[:, 0] = order.names if len(order.names) else 0
+    entries[:, 1] = order.slots.slots + (flags << 32)
+    number = order.slots.book.key.number
+    return KvEntries(order=order.number, range=number, op=order.op, how=order.how, raw=entries.tobytes())
+
+
+def _as_runs(order: Order, flags: int) -> KvRuns:
+    slots = order.slots
+    first, counts = slots.runs(order.names if len(order.names) else None)
+    runs = np.empty((len(first), 3), np.int64)  # as RUN: a handle; a range and, above it, a slot; a count and flags
+    runs[:, 0] = order.names[first] if len(order.names) else 0
+    runs[:, 1] = slots.each(book.key.number for book in slots.books)[first] + (slots.slots[first] << 32)
+    runs[:, 2] = counts + (flags << 32)
+    return KvRuns(order=order.number, op=order.op, how=order.how, raw=runs.tobytes())

@@ -20,7 +20,7 @@ from valved.config import MemoryTable
 from valved.kv.engines import Engine
 from valved.kv.journey import start
 from valved.kv.orders import Order, Orders
-from valved.kv.pool import NO_HANDLE, Ints, KvRangeBook, RangeKey
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.trial import NOT_STOPPED, TrialResult, Trials
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
@@ -106,8 +106,8 @@ class Outside:
 
     def why_not(self, engine: Engine) -> str:
         """Why memory is not taken from it so; empty if it is."""
-        places = {(book.key.client, book.gpu) for rank in engine.ranks.values() for book in rank.books}
-        return min(filter(None, (self._why_not(client, gpu) for client, gpu in places)), default="")
+        reasons = (self._why_not(book.key.client, book.gpu) for book in engine.places)
+        return min(filter(None, reasons), default="")
 
     def _why_not(self, client: ClientId, gpu: GpuIndex) -> str:
         way = self._ways.get((client, gpu))
@@ -153,14 +153,15 @@ class Outside:
 
     # At work
 
-    def take(self, book: KvRangeBook, slots: Ints) -> list[Order]:
+    def take(self, slots: RangeSlots) -> list[Order]:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
-        way = self._ways[book.key.client, book.gpu]
-        if self._orders.unheard(book.key.client) + len(slots) // 64 >= UNHEARD:
+        client = slots.book.key.client
+        way = self._ways[client, slots.book.gpu]
+        if self._orders.unheard(client) + len(slots) // 64 + len(slots.books) > UNHEARD:
             return []
-        orders = self._orders.take_away(KvOp.QUARANTINE, book, slots, KvHow.OUTSIDE)
+        orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
-            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(book, slots)))
+            orders[-1].arrived.then(lambda: self._make(way, orders, runs_of(slots)))
         return orders
 
     def _make(self, way: Way, orders: list[Order], runs: Runs) -> None:
@@ -188,7 +189,7 @@ class Outside:
     def _ask_instead(self, orders: list[Order]) -> None:
         for order in orders:
             if not order.settled.is_set:  # else its client has left
-                [instead] = self._orders.take_away(KvOp.QUARANTINE, order.book, order.slots, KvHow.AT_STEP)
+                [instead] = self._orders.take_away(KvOp.QUARANTINE, order.slots, KvHow.AT_STEP)
                 self._orders.refused(order, instead)
 
     def _demote(self, way: Way) -> None:
@@ -214,9 +215,11 @@ class Outside:
         self._ways.clear()
 
 
-def runs_of(book: KvRangeBook, slots: Ints) -> list[tuple[int, int]]:
+def runs_of(slots: RangeSlots) -> list[tuple[int, int]]:
     """Neighbouring slots in one call each: a call costs the same for one handle and for all."""
-    ordered = np.sort(slots)
-    parts = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-    size = book.handle_bytes
-    return [(book.base + int(part[0]) * size, len(part) * size) for part in parts if len(part)]
+    ordered = slots[np.lexsort((slots.slots, slots.of))]
+    size = slots.book.handle_bytes
+    first, counts = ordered.runs()
+    bases = [book.base for book in slots.books]
+    begins = zip(ordered.of[first].tolist(), ordered.slots[first].tolist(), counts.tolist(), strict=True)
+    return [(bases[of] + slot * size, count * size) for of, slot, count in begins]

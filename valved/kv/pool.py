@@ -17,22 +17,13 @@ import enum
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from valved.kv.slots import NO_HANDLE, NOTHING, Ints, KvRangeBook, RangeKey, RangeSlots
 from valved.machine.ports import CloserPort
 from valved.model.ids import ClientId, GpuIndex, ProcessId
-
-Ints = NDArray[np.int64]
-NO_HANDLE = -1
-CLAIMED = -2
-"""A slot that an order under way will back."""
-STRANGE = -3
-"""A slot that its client says is backed, by what we were never told: left alone until the client comes anew."""
-NOTHING = np.empty(0, np.int64)
 
 
 class Place(enum.IntEnum):
@@ -41,43 +32,6 @@ class Place(enum.IntEnum):
     MOVING = 2
     MAPPED = 3
     ORPHAN = 4
-
-
-class RangeKey(NamedTuple):
-    """A client numbers its ranges."""
-
-    client: ClientId
-    number: int
-
-
-@dataclass(slots=True, kw_only=True)
-class KvRangeBook:
-    """One address range of a client: which handle stands at which slot."""
-
-    key: RangeKey
-    gpu: GpuIndex
-    domain: str = ""  # of trust: handles never leave it (clients/identity.py)
-    base: int
-    handle_bytes: int
-    is_elastic: bool
-    is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
-    uid: int = 0  # given by the pool
-    at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
-    pinned: NDArray[np.bool_] = field(init=False)  # slots that may never be taken
-
-    def __post_init__(self) -> None:
-        self.pinned = np.zeros(len(self.at), np.bool_)
-
-    @property
-    def slots(self) -> int:
-        return len(self.at)
-
-    @property
-    def is_whole(self) -> bool:
-        return bool((self.at >= 0).all())
-
-    def empty_slots(self) -> Ints:
-        return np.flatnonzero(self.at == NO_HANDLE)
 
 
 class Pool:
@@ -111,9 +65,9 @@ class Pool:
     def drop_range(self, key: RangeKey) -> None:
         """The client says that nothing is mapped there any more: its handles are free."""
         book = self.ranges.pop(key)
-        backed = book.at >= 0
-        self.free(book.at[backed])
-        book.at[backed] = NO_HANDLE  # an order that is still under way finds nothing to free again
+        self.lift(
+            RangeSlots.of_range(book, np.flatnonzero(book.at >= 0))
+        )  # an order that is under way finds nothing more
 
     def of_client(self, client: ClientId) -> list[KvRangeBook]:
         return [book for key, book in self.ranges.items() if key.client == client]
@@ -134,36 +88,38 @@ class Pool:
     def _number(self, domain: str) -> int:
         return self._domains.setdefault(domain, len(self._domains))
 
-    def land(self, rows: Ints, book: KvRangeBook, slots: Ints) -> None:
+    def land(self, rows: Ints, slots: RangeSlots) -> None:
         """They are mapped there now."""
         self._place[rows] = Place.MAPPED
-        self._home[rows] = book.uid
-        self._slot[rows] = slots
-        book.at[slots] = rows
+        self._home[rows] = slots.each(book.uid for book in slots.books)
+        self._slot[rows] = slots.slots
+        slots.put(rows)
 
     def name(self, count: int) -> Ints:
         """Names for handles that are about to be made."""
         self._next_name += count
         return np.arange(self._next_name - count, self._next_name)
 
-    def create(self, names: Ints, fds: Sequence[int], book: KvRangeBook, slots: Ints) -> None:
+    def create(self, names: Ints, fds: Sequence[int], slots: RangeSlots) -> None:
         """Handles that a client made and mapped; we own the descriptors from here on."""
         while len(self._unused) < len(fds):
             self._grow()
         rows = np.array([self._unused.pop() for _ in fds], dtype=np.int64)
         self._fd[rows] = fds
-        self._gpu[rows] = book.gpu
-        self._domain[rows] = self._number(book.domain)
+        self._gpu[rows] = slots.book.gpu
+        self._domain[rows] = self._number(slots.book.domain)
         self._name[rows] = names
-        self.land(rows, book, slots)
+        self.land(rows, slots)
 
-    def lift(self, book: KvRangeBook, slots: Ints) -> Ints:
+    def lift(self, slots: RangeSlots) -> None:
         """The client has unmapped what stood there: free from now on."""
-        rows = book.at[slots]
-        rows = rows[rows >= 0]
-        book.at[slots] = NO_HANDLE
-        self.free(rows)
-        return rows
+        rows = slots.standing()
+        slots.put(NO_HANDLE)
+        self.free(rows[rows >= 0])
+
+    def is_there(self, slots: RangeSlots) -> NDArray[np.bool_]:
+        """Whether their ranges are."""
+        return slots.each(self.ranges.get(book.key) is book for book in slots.books).astype(np.bool_)
 
     def free(self, rows: Ints) -> None:
         self._place[rows] = Place.FREE
@@ -247,7 +203,7 @@ class Pool:
         rows = mine[order][at]
         known: NDArray[np.bool_] = self._name[rows] == names
         self._orphans[process] = np.setdiff1d(self._orphans[process], rows[known])
-        self.land(rows[known], book, slots[known])
+        self.land(rows[known], RangeSlots.of_range(book, slots[known]))
         return known
 
     def _own_orphans(self, process: ProcessId, book: KvRangeBook) -> Ints:

@@ -12,7 +12,7 @@ from valved.abi.link import Malformed
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import BackWhole, Changes, Look, PinCame, RangeCame, RangeGone, RangeTold
-from valved.kv.pool import NO_HANDLE, KvRangeBook, RangeKey
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
 from valved.kv.unheeded import UnheededRanges
 from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, GpuIndex
@@ -147,7 +147,7 @@ class Ranges:
         known = self._pool.readopt(entry.process, names, book, slots)
         fresh = [fd for fd, is_known in zip(fds, known.tolist(), strict=True) if not is_known]
         fds[:] = [fd for fd, is_known in zip(fds, known.tolist(), strict=True) if is_known]  # these we have
-        self._pool.create(names[~known], fresh, book, slots[~known])
+        self._pool.create(names[~known], fresh, RangeSlots.of_range(book, slots[~known]))
         self._books.untold[book.key] = left - len(slots)
         if not self._books.untold[book.key]:
             self._told_all(entry, book)

@@ -30,7 +30,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import Pause, all_of, start, until
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import Ints
+from valved.kv.slots import Ints
 from valved.kv.supply import Need, Supply
 from valved.kv.turn import GateTurn
 from valved.kv.victims import choose

@@ -17,8 +17,8 @@ from valved.kv.engines import Engine
 from valved.kv.grow import Growth
 from valved.kv.journey import start
 from valved.kv.lend import Lending
-from valved.kv.pool import Ints
 from valved.kv.rungs import Rungs
+from valved.kv.slots import Ints
 from valved.kv.supply import Supply
 from valved.machine.clock import Clock
 from valved.model.events import EventKind

@@ -107,7 +107,7 @@ class KvService:
     @property
     def features(self) -> Feature:
         """What clients are told: that KV memory is managed, and whether they are asked for their uvm descriptor."""
-        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE
+        always = Feature.MEMORY | Feature.KV_STEP | Feature.KV_FREE | Feature.KV_RUNS
         return always | Feature.SPARSE if self._books.settings.remap in TRIED_FIRST else always
 
     # Messages

@@ -15,7 +15,7 @@ from valved.config import MIB, MemoryTable
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.journey import Pause
-from valved.kv.pool import Ints
+from valved.kv.slots import Ints
 from valved.machine.cards import CardUse
 from valved.machine.clock import Clock
 from valved.model.ids import GpuIndex, Role, ServiceId

@@ -16,7 +16,7 @@ from valved.abi.kv_link import KvHow
 from valved.config import MemoryTable
 from valved.kv.journey import Pause, until
 from valved.kv.orders import Order, Orders
-from valved.kv.pool import KvRangeBook
+from valved.kv.slots import KvRangeBook
 from valved.kv.turn import GateTurn
 from valved.machine.clock import Clock
 from valved.machine.ports import Door, SparseResult

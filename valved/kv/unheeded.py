@@ -18,7 +18,7 @@ from valved.abi.link import Feature
 from valved.kv.books import KvBooks
 from valved.kv.changes import BackHeld, Changes, EndProcess
 from valved.kv.engines import Engine
-from valved.kv.pool import KvRangeBook, RangeKey
+from valved.kv.slots import KvRangeBook, RangeKey
 from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import ClientId, Role

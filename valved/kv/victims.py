@@ -14,7 +14,7 @@ import numpy as np
 
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
-from valved.kv.pool import Ints
+from valved.kv.slots import Ints
 from valved.model.ids import GpuIndex
 from valved.model.memory import ColumnPick, EvictionCost, ReclaimDecision
 from valved.policy.eviction import EvictionSettings, decision_of, select

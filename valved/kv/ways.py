@@ -10,7 +10,7 @@ from valved.kv.engines import Engine
 from valved.kv.journey import all_of
 from valved.kv.orders import Order
 from valved.kv.outside import Outside
-from valved.kv.pool import KvRangeBook
+from valved.kv.slots import KvRangeBook
 from valved.machine.ports import GatePort
 from valved.model.events import EventKind
 from valved.model.ids import TRIED_FIRST, ClientId, Reach, Remap
@@ -44,7 +44,7 @@ class Ways:
         stops = all(self._gate.channels.reach(gpu)[0] in STOPS for gpu in gpus)
         if not stops or not self.unsafe.isdisjoint(clients):
             return Remap.COOPERATIVE
-        ways = {self.best(book) for engine in engines for rank in engine.ranks.values() for book in rank.books}
+        ways = {self.best(book) for engine in engines for book in engine.places}
         return max(ways, key=RUNGS.index, default=self.usual)
 
     def best(self, book: KvRangeBook) -> Remap:

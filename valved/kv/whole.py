@@ -10,9 +10,9 @@ from valved.kv.grow import TRIES
 from valved.kv.journey import Pause, all_of
 from valved.kv.moves import Moves
 from valved.kv.orders import Order
-from valved.kv.pool import KvRangeBook
 from valved.kv.ranges import Ranges
 from valved.kv.reclaim import Reclaimer
+from valved.kv.slots import KvRangeBook, RangeSlots
 from valved.kv.supply import Supply
 from valved.kv.turn import GateTurn
 from valved.kv.unheeded import UnheededRanges
@@ -56,8 +56,8 @@ class WholeRanges:
         if not self._is_here(book):
             return
         if seq and is_online and not book.is_whole:
-            backed = np.flatnonzero(book.at >= 0)
-            await all_of([order.settled for order in self._books.orders.take_away(KvOp.UNBACK, book, backed)])
+            backed = RangeSlots.of_range(book, np.flatnonzero(book.at >= 0))
+            await all_of([order.settled for order in self._books.orders.take_away(KvOp.UNBACK, backed)])
             self._books.pool.trim(book.gpu, self._books.pool.free_handles(book.gpu), is_awaited=True)
         self._ranges.answer_whole(book, seq, len(book.empty_slots()))
 
@@ -72,7 +72,7 @@ class WholeRanges:
                 need = self._reclaimer.ask(service, {book.gpu: len(empty)}, lambda: True)
                 await need.ready
             if self._is_here(book) and len(book.empty_slots()) <= self._supply.affordable(book.gpu, service):
-                orders = self._moves.give([(book, empty)])
+                orders = self._moves.give([RangeSlots.of_range(book, empty)])
             if need is not None:
                 need.promised.clear()
             await all_of([order.settled for order in orders])

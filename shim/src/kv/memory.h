@@ -4,6 +4,8 @@
  *
  *   alloc.c    cuMemAlloc in a bracket makes a range, tells valved, and returns once it is backed
  *   orders.c   valved's orders, one after the other, on a thread of their own: the session stays free to read
+ *   parts.c    what of an order is carried out at a time
+ *   zeroing.c  the answer to an order, once what it maps is zero
  *   vmm.c      what an order does to slots, in as few driver calls as they allow (cost is per call, not per byte)
  *   places.c   a context with ranges: its zero page, its stream, the driver calls we make
  *   ranges.c   the book of ranges
@@ -69,6 +71,7 @@ enum valve_scratch_state {
 	SCRATCH_MENDED, /* a trial has failed, and the pattern is being written for the next one */
 };
 
+/* A part of one: slots of one range. */
 struct valve_kv_order {
 	uint64_t number;
 	uint32_t range, generation, count;
@@ -76,6 +79,27 @@ struct valve_kv_order {
 	uint32_t refused; /* errno value: answered, not carried out */
 	struct valve_fds fds;
 	struct valve_kv_entry entry[VALVE_KV_ENTRIES];
+};
+
+struct valve_answering;
+
+/* Where the next part of an order begins. */
+struct valve_cursor {
+	uint32_t run, slot, fd;
+	bool has_begun;
+};
+
+/* An order that waits, or is at work. */
+struct valve_queued {
+	uint64_t number;
+	uint32_t range, generation, runs; /* range: of an order without slots */
+	uint16_t op, how;
+	uint32_t refused; /* as of a part */
+	bool is_single;   /* one range */
+	struct valve_cursor next;
+	struct valve_answering *answering;
+	struct valve_fds fds;
+	struct valve_kv_run run[VALVE_KV_RUNS];
 };
 
 struct valve_scratch {
@@ -88,8 +112,9 @@ struct valve_scratch {
 	uint64_t beside_bytes;
 	uint32_t *seen; /* pinned host memory: what was read */
 	CUevent event;
-	struct valve_kv_order order; /* the trial */
-	uint32_t failed;             /* errno value and driver's result of one that is being mended */
+	uint64_t number; /* of the order that wants the trial */
+	uint32_t order_generation;
+	uint32_t failed; /* errno value and driver's result of one that is being mended */
 	CUresult cu_result;
 };
 
@@ -188,9 +213,25 @@ void valve_vmm_settle(
         struct valve_range *range); /* sparse slots become what libcuda can know of: the zero page */
 int valve_vmm_export(const struct valve_range *range, uint32_t slot); /* a descriptor, or -1 */
 
+/* parts.c */
+void valve_queued_order(struct valve_queued *order, const struct valve_link_kv_entries *packet,
+                        struct valve_fds *fds);
+void valve_queued_runs(struct valve_queued *order, const struct valve_link_kv_runs *packet,
+                       struct valve_fds *fds);
+bool valve_queued_next(struct valve_queued *order, struct valve_kv_order *part);
+
+/* zeroing.c */
+uint32_t valve_zeroings(void); /* under way */
+bool valve_zeroings_end(void); /* those whose event says so. true: some did */
+void valve_zeroings_reset(void);
+struct valve_answering *valve_answering_begin(const struct valve_queued *order);
+void valve_answering_add(struct valve_answering *answering, struct valve_range *range,
+                         const struct valve_kv_order *part, struct valve_outcome *out, bool may_fail);
+void valve_answering_end(struct valve_answering *answering);
+
 /* orders.c */
 int valve_orders_start(void);
-void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out);
+void valve_orders_report(uint64_t number, uint32_t generation, struct valve_outcome *out);
 int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct valve_fds *fds,
                       uint32_t generation); /* 0 or -errno; waits for room, in the end without a link */
 void valve_orders_settle(void);             /* sparse slots, at the next step */
@@ -214,7 +255,7 @@ void valve_scratch_make(struct valve_place *place);
 void valve_scratch_forget(struct valve_place *place);
 void valve_scratch_reset(void);
 bool valve_scratch_announce(void);
-void valve_scratch_try(const struct valve_kv_order *order);
+void valve_scratch_try(const struct valve_queued *order);
 bool valve_scratch_go_on(uint32_t *pending);
 
 #pragma GCC visibility pop

@@ -1,12 +1,12 @@
 /*
  * orders.c - the memory thread: valved's orders, in the order they came. In the flow: session reads a packet -> queue ->
- * here -> vmm.c -> KV_DONE. A thread of its own, because a driver call on a gated process may wait for the gate, and the
- * session must go on reading: what opens the gate again comes by it.
+ * here, part by part (parts.c) -> vmm.c -> zeroing.c -> KV_DONE. A thread of its own, because a driver call on a gated
+ * process may wait for the gate, and the session must go on reading: what opens the gate again comes by it.
  *
  * Zeroing runs on the GPU beside later orders: a memset cannot run while the client is gated, and a quarantine must not
- * wait behind it. Its order is done when the memset is. What an order of a valved that died in the meantime brought
- * is undone, because nobody would ever hear of it. What valved has done from outside is so, dead or not: such an order
- * is heard in any case, before a successor is told what is mapped here.
+ * wait behind it. What an order of a valved that died in the meantime brought is undone, because nobody would ever
+ * hear of it. What valved has done from outside is so, dead or not: such an order is heard in any case, before a
+ * successor is told what is mapped here.
  */
 #include "memory.h"
 
@@ -23,13 +23,6 @@
 #define UNREAD_TRIES 2000     /* as many waits until a valved that does not read has no link any more */
 #define EXIT_WAIT    1000     /* times RETRY_NS: a call that is waited for at process exit */
 
-struct zeroing {
-	struct valve_range *range; /* NULL: free */
-	struct valve_kv_order order;
-	struct valve_outcome outcome;
-	bool failed; /* no event tells of it */
-};
-
 static struct orders {
 	struct valve_lock lock; /* starting */
 	uint32_t runs;
@@ -38,13 +31,12 @@ static struct orders {
 	uint32_t step_wanted;
 	uint32_t step_granted; /* futex word: a thread waits in valve_kv_step */
 	uint32_t at_work, stopping;
-	uint32_t zeroings, trials;
+	uint32_t trials;
 	uint32_t settle_due; /* sparse slots of a dead valved: their old handles are to go */
-	struct valve_kv_order *queue;
-	struct zeroing zeroing[VALVE_ZEROINGS];
+	struct valve_queued *queue;
 } orders;
 
-static struct valve_kv_order *place_in_queue(uint32_t at)
+static struct valve_queued *place_in_queue(uint32_t at)
 {
 	return &orders.queue[at % (ORDERS + HEARD)];
 }
@@ -57,34 +49,52 @@ void valve_orders_wake(void)
 
 /* ---- the session's side ---- */
 
+/* NULL: too many wait. */
+static struct valve_queued *free_place(uint64_t number, uint16_t how)
+{
+	struct valve_link_kv_done full = {.order = number, .status = EAGAIN};
+
+	if (orders.tail - load_acquire(&orders.head) < (how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS))
+		return place_in_queue(orders.tail);
+	valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
+	return NULL;
+}
+
+static void put_in_queue(struct valve_queued *order)
+{
+	order->generation = valve_shim.link_generation;
+	store_release(&orders.tail, orders.tail + 1);
+	valve_orders_wake();
+}
+
 /* -errno ends the link: those are no words of a valved. Takes the descriptors over. */
 int valve_orders_take(const struct valve_link_header *header, int length, struct valve_fds *fds)
 {
 	const struct valve_link_kv_entries *packet = (const void *)header;
-	struct valve_kv_order *order;
+	struct valve_queued *order;
 
 	if (!valve_packet_is_order(packet, length, fds) || valve_orders_start())
 		return -EPROTO;
-	if (orders.tail - load_acquire(&orders.head) >=
-	    (packet->how == VALVE_KV_OUTSIDE ? ORDERS + HEARD : ORDERS)) {
-		struct valve_link_kv_done full = {.order = packet->order, .status = EAGAIN};
-
-		valve_link_send(&full, sizeof(full), VALVE_LINK_KV_DONE, -1);
+	order = free_place(packet->order, packet->how);
+	if (!order)
 		return 0;
-	}
-	order = place_in_queue(orders.tail);
-	*order = (struct valve_kv_order){.number = packet->order,
-	                                 .range = packet->range,
-	                                 .generation = valve_shim.link_generation,
-	                                 .count = packet->count,
-	                                 .op = packet->op,
-	                                 .how = packet->how,
-	                                 .refused = fds->cut ? EMFILE : 0,
-	                                 .fds = *fds};
-	memcpy(order->entry, packet->entry, sizeof(order->entry));
-	fds->count = 0;
-	store_release(&orders.tail, orders.tail + 1);
-	valve_orders_wake();
+	valve_queued_order(order, packet, fds);
+	put_in_queue(order);
+	return 0;
+}
+
+int valve_orders_take_runs(const struct valve_link_header *header, int length, struct valve_fds *fds)
+{
+	const struct valve_link_kv_runs *packet = (const void *)header;
+	struct valve_queued *order;
+
+	if (!valve_packet_is_runs(packet, length, fds) || valve_orders_start())
+		return -EPROTO;
+	order = free_place(packet->order, packet->how);
+	if (!order)
+		return 0;
+	valve_queued_runs(order, packet, fds);
+	put_in_queue(order);
 	return 0;
 }
 
@@ -116,145 +126,100 @@ int valve_orders_send(void *message, uint32_t bytes, uint16_t type, const struct
 	}
 }
 
-void valve_orders_report(const struct valve_kv_order *order, struct valve_outcome *out)
+void valve_orders_report(uint64_t number, uint32_t generation, struct valve_outcome *out)
 {
-	struct valve_link_kv_done done = {.order = order->number,
+	struct valve_link_kv_done done = {.order = number,
 	                                  .done = out->done,
 	                                  .status = out->status,
 	                                  .cu_result = (uint32_t)out->cu_result};
 
-	valve_orders_send(&done, sizeof(done), VALVE_LINK_KV_DONE, &out->made, order->generation);
+	valve_orders_send(&done, sizeof(done), VALVE_LINK_KV_DONE, &out->made, generation);
 	valve_fds_close(&out->made);
 }
 
-static bool is_stale(const struct valve_kv_order *order)
+static bool is_stale(const struct valve_queued *order)
 {
 	return order->generation != load_acquire(&valve_shim.link_generation);
-}
-
-/* ---- zeroing ---- */
-
-static void end_zeroing(struct zeroing *zeroing, bool worked)
-{
-	struct valve_range *range = zeroing->range;
-	bool keep = worked && !is_stale(&zeroing->order);
-
-	valve_lock(&range->lock);
-	valve_place_enter(range->place, NULL);
-	valve_vmm_cleared(range, &zeroing->order, zeroing->outcome.done, keep);
-	valve_unlock(&range->lock);
-	if (!worked) {
-		valve_fds_close(&zeroing->outcome.made);
-		zeroing->outcome = (struct valve_outcome){.status = EIO, .cu_result = CUDA_ERROR_UNKNOWN};
-	}
-	add_full(&range->progress, 1);
-	valve_orders_report(&zeroing->order, &zeroing->outcome);
-	zeroing->range = NULL;
-	orders.zeroings--;
-	add_full(&range->clearing, (uint32_t)-1); /* last: from here on the range may be freed */
-	futex_wake(&range->clearing, 1);
-}
-
-static bool end_zeroings(void)
-{
-	bool moved = false;
-
-	for (size_t i = 0; orders.zeroings && i < VALVE_ZEROINGS; i++) {
-		struct zeroing *zeroing = &orders.zeroing[i];
-		CUresult result;
-
-		if (!zeroing->range)
-			continue;
-		result = zeroing->failed ? CUDA_ERROR_UNKNOWN
-		                         : valve_cu.cuEventQuery(zeroing->range->place->event[i]);
-		if (result == CUDA_ERROR_NOT_READY)
-			continue;
-		end_zeroing(zeroing, result == CUDA_SUCCESS);
-		moved = true;
-	}
-	return moved;
-}
-
-/* Precondition: a place is free. The memsets were just submitted, in the range's context. */
-static void begin_zeroing(struct valve_range *range, const struct valve_kv_order *order,
-                          const struct valve_outcome *out)
-{
-	struct valve_place *place = range->place;
-	size_t i = 0;
-	CUresult result = CUDA_SUCCESS;
-
-	while (orders.zeroing[i].range)
-		i++;
-	if (!place->event[i])
-		result = valve_cu.cuEventCreate(&place->event[i], CU_EVENT_DISABLE_TIMING);
-	if (!result)
-		result = valve_cu.cuEventRecord(place->event[i], place->stream);
-	orders.zeroing[i].range = range;
-	orders.zeroing[i].order = *order;
-	orders.zeroing[i].outcome = *out;
-	orders.zeroing[i].failed = result != CUDA_SUCCESS;
-	orders.zeroings++;
-	add_full(&range->clearing, 1);
 }
 
 /* ---- orders ---- */
 
 /* false: not now. */
-static bool carry_out(struct valve_kv_order *order)
+static bool carry_out(struct valve_queued *order, struct valve_kv_order *part)
 {
-	struct valve_outcome out = {.status = order->refused};
-	struct valve_range *range;
+	struct valve_outcome out = {.status = part->refused};
+	struct valve_range *range = part->refused ? NULL : valve_range_hold(part->range);
 
-	if (order->op == VALVE_KV_TRY) {
-		valve_scratch_try(order);
-		return true;
-	}
-	range = order->refused ? NULL : valve_range_hold(order->range);
-	if (range && valve_vmm_must_wait(range, order)) {
+	if (range && valve_vmm_must_wait(range, part)) {
 		valve_unlock(&range->lock);
 		return false;
 	}
-	if (range && order->how != VALVE_KV_OUTSIDE && valve_place_enter(range->place, NULL))
+	if (range && part->how != VALVE_KV_OUTSIDE && valve_place_enter(range->place, NULL))
 		out.status = EIO;
 	else if (range)
-		valve_vmm_carry_out(range, order, &out);
-	else if (!order->refused)
+		valve_vmm_carry_out(range, part, &out);
+	else if (!part->refused)
 		out.status = ESTALE;
-	if (range && out.zeroing)
-		begin_zeroing(range, order, &out);
+	valve_answering_add(order->answering, range, part, &out, !order->is_single);
 	if (range) {
 		add_full(&range->progress, 1);
 		valve_unlock(&range->lock);
 	}
-	if (!out.zeroing)
-		valve_orders_report(order, &out);
+	if (out.status && part->how != VALVE_KV_OUTSIDE) /* that has happened in any case */
+		order->next.run = order->runs;
 	return true;
 }
 
-static struct valve_kv_order *head(void)
+static struct valve_queued *head(void)
 {
 	return orders.head == load_acquire(&orders.tail) ? NULL : place_in_queue(orders.head);
 }
 
-static bool waits_for_step(const struct valve_kv_order *order)
+static bool waits_for_step(const struct valve_queued *order)
 {
 	return order && order->how == VALVE_KV_AT_STEP && !is_stale(order);
 }
 
-static bool is_due(const struct valve_kv_order *order)
+static bool is_due(const struct valve_queued *order)
 {
 	return !is_stale(order) || (order->how == VALVE_KV_OUTSIDE && order->op == VALVE_KV_QUARANTINE);
 }
 
+/* As much of it as can be done now. */
+static bool carry_out_parts(struct valve_queued *order, bool *moved)
+{
+	static struct valve_kv_order part;
+
+	if (!order->answering)
+		order->answering = valve_answering_begin(order);
+	while (is_due(order)) {
+		struct valve_cursor before = order->next;
+
+		if (order->op == VALVE_KV_BACK && order->runs && valve_zeroings() == VALVE_ZEROINGS)
+			return false;
+		if (!valve_queued_next(order, &part))
+			break;
+		if (!carry_out(order, &part)) {
+			order->next = before;
+			return false;
+		}
+		*moved = true;
+	}
+	valve_answering_end(order->answering);
+	return true;
+}
+
 static bool next_order(void)
 {
-	struct valve_kv_order *order = head();
+	struct valve_queued *order = head();
+	bool moved = false;
 
-	if (!order || (waits_for_step(order) && !load_acquire(&orders.step_granted)) ||
-	    (orders.zeroings == VALVE_ZEROINGS && order->op == VALVE_KV_BACK && order->count))
+	if (!order || (waits_for_step(order) && !load_acquire(&orders.step_granted)))
 		return false;
-	if (is_due(order) && !carry_out(order))
-		return false;
+	if (order->op == VALVE_KV_TRY && is_due(order))
+		valve_scratch_try(order);
+	else if ((is_due(order) || order->answering) && !carry_out_parts(order, &moved))
+		return moved;
 	valve_fds_close(&order->fds);
 	store_release(&orders.head, orders.head + 1);
 	return true;
@@ -266,7 +231,7 @@ static void look_at_steps(void)
 	bool wanted = waits_for_step(head()) || load_acquire(&orders.settle_due);
 
 	store_release(&orders.step_wanted, wanted);
-	if (wanted || orders.zeroings || !load_acquire(&orders.step_granted))
+	if (wanted || valve_zeroings() || !load_acquire(&orders.step_granted))
 		return;
 	store_release(&orders.step_granted, 0);
 	futex_wake(&orders.step_granted, INT32_MAX);
@@ -316,7 +281,7 @@ void valve_kv_step(void)
 
 static bool work(void)
 {
-	bool moved = end_zeroings();
+	bool moved = valve_zeroings_end();
 
 	orders.trials = 0;
 	moved |= valve_scratch_go_on(&orders.trials);
@@ -348,7 +313,7 @@ static void *serve(void *unused)
 			is_relaxed = valve_place_capture_mode(CU_STREAM_CAPTURE_MODE_RELAXED) >= 0;
 		store_release(&orders.at_work, 1);
 		moved = work();
-		rests = !valve_announce_ends() && !orders.zeroings && !orders.trials;
+		rests = !valve_announce_ends() && !valve_zeroings() && !orders.trials;
 		store_release(&orders.at_work, 0);
 		nap_ns = moved ? POLL_MIN_NS : nap_ns * 2 < POLL_MAX_NS ? nap_ns * 2 : POLL_MAX_NS;
 		if (!moved)
@@ -374,8 +339,8 @@ int valve_orders_start(void)
 		return 0;
 	valve_lock(&orders.lock);
 	if (!orders.queue) {
-		void *at = mmap(NULL, (ORDERS + HEARD) * sizeof(struct valve_kv_order),
-		                PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		void *at = mmap(NULL, (ORDERS + HEARD) * sizeof(struct valve_queued), PROT_READ | PROT_WRITE,
+		                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
 		orders.queue = at == MAP_FAILED ? NULL : at;
 	}
@@ -397,11 +362,6 @@ void valve_orders_reset(void)
 		return;
 	for (uint32_t i = orders.head; i != orders.tail; i++)
 		valve_fds_close(&place_in_queue(i)->fds);
-	for (size_t i = 0; i < VALVE_ZEROINGS; i++) {
-		if (!orders.zeroing[i].range)
-			continue;
-		valve_fds_close(&orders.zeroing[i].outcome.made);
-		orders.zeroing[i].range = NULL;
-	}
-	memset(&orders, 0, offsetof(struct orders, zeroing)); /* the last member; untouched pages stay so */
+	valve_zeroings_reset();
+	memset(&orders, 0, sizeof(orders));
 }

@@ -253,7 +253,7 @@ static void answer(struct valve_place *place, uint32_t status, CUresult result)
 	struct valve_outcome out = {.status = status, .cu_result = result};
 
 	store_release(&place->scratch.state, (uint32_t)SCRATCH_RESTS);
-	valve_orders_report(&place->scratch.order, &out);
+	valve_orders_report(place->scratch.number, place->scratch.order_generation, &out);
 }
 
 /* What failed may work at the next try: it begins with the pattern in place, or fails again. */
@@ -269,12 +269,13 @@ static void end(struct valve_place *place, uint32_t status, CUresult result)
 		answer(place, scratch->failed, result);
 }
 
-static void begin(struct valve_place *place, const struct valve_kv_order *order)
+static void begin(struct valve_place *place, const struct valve_queued *order)
 {
 	bool outside = order->how == VALVE_KV_OUTSIDE;
 	CUresult result = valve_place_enter(place, NULL);
 
-	place->scratch.order = *order;
+	place->scratch.number = order->number;
+	place->scratch.order_generation = order->generation;
 	if (!result && !outside)
 		result = show_instead(place, place->zero);
 	if (!result)
@@ -288,7 +289,7 @@ static void begin(struct valve_place *place, const struct valve_kv_order *order)
 		end(place, 0, result);
 }
 
-void valve_scratch_try(const struct valve_kv_order *order)
+void valve_scratch_try(const struct valve_queued *order)
 {
 	struct valve_place *place = valve_place_at(order->range);
 
@@ -298,7 +299,7 @@ void valve_scratch_try(const struct valve_kv_order *order)
 	} else {
 		struct valve_outcome out = {.status = place && place->scratch.state ? EBUSY : ESTALE};
 
-		valve_orders_report(order, &out);
+		valve_orders_report(order->number, order->generation, &out);
 	}
 	valve_unlock(&lock);
 }

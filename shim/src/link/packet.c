@@ -107,3 +107,44 @@ bool valve_packet_is_order(const struct valve_link_kv_entries *order, int length
 	}
 	return fds->cut ? fds->count <= passed : fds->count == passed;
 }
+
+static bool are_apart(const struct valve_kv_run *one, const struct valve_kv_run *other)
+{
+	return one->range != other->range || one->slot + one->count <= other->slot ||
+	       other->slot + other->count <= one->slot;
+}
+
+static bool is_sane_run(const struct valve_link_kv_runs *order, uint32_t i)
+{
+	const struct valve_kv_run *run = &order->run[i];
+	const uint32_t known = order->op == VALVE_KV_BACK ? VALVE_KV_CREATE | VALVE_KV_ZERO : 0;
+
+	if ((run->flags & ~known) || run->slot > VALVE_KV_MAX_BLOCKS || run->count > VALVE_KV_MAX_BLOCKS ||
+	    !run->count)
+		return false;
+	for (uint32_t j = 0; order->op == VALVE_KV_BACK && j < i; j++)
+		if (!are_apart(run, &order->run[j]))
+			return false;
+	return true;
+}
+
+bool valve_packet_is_runs(const struct valve_link_kv_runs *order, int length, const struct valve_fds *fds)
+{
+	uint32_t passed = 0, slots = 0;
+
+	if (!valve_packet_is(&order->header, length, VALVE_LINK_KV_RUNS, sizeof(*order)) ||
+	    order->op < VALVE_KV_BACK || order->op > VALVE_KV_UNBACK || order->how > VALVE_KV_OUTSIDE ||
+	    (order->how == VALVE_KV_OUTSIDE && order->op != VALVE_KV_QUARANTINE) || order->count < 1 ||
+	    order->count > VALVE_KV_RUNS)
+		return false;
+	for (uint32_t i = 0; i < order->count; i++) {
+		if (!is_sane_run(order, i))
+			return false;
+		slots += order->run[i].count;
+		if (order->op == VALVE_KV_BACK && !(order->run[i].flags & VALVE_KV_CREATE))
+			passed += order->run[i].count;
+	}
+	if (slots > (order->op == VALVE_KV_BACK ? VALVE_KV_ENTRIES : VALVE_KV_MAX_BLOCKS))
+		return false;
+	return fds->cut ? fds->count <= passed : fds->count == passed;
+}

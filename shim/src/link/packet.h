@@ -26,6 +26,7 @@ int valve_packet_receive(int socket_fd, void *message, size_t room, struct valve
 void valve_fds_close(struct valve_fds *fds);
 
 bool valve_packet_is(const struct valve_link_header *header, int length, uint16_t type, size_t bytes);
+bool valve_packet_is_runs(const struct valve_link_kv_runs *order, int length, const struct valve_fds *fds);
 bool valve_packet_is_order(const struct valve_link_kv_entries *order, int length,
                            const struct valve_fds *fds);
 

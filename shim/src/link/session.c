@@ -452,6 +452,7 @@ void valve_register(void)
 	is_offline_wish = valve_settings.wanted_role == VALVE_ROLE_OFFLINE;
 	valve_link_handle(VALVE_LINK_ACK, take_ack);
 	valve_link_handle(VALVE_LINK_KV_ORDER, valve_orders_take);
+	valve_link_handle(VALVE_LINK_KV_RUNS, valve_orders_take_runs);
 	session.lost_ns = now_ns();
 	err = connect_to_valved(is_offline_wish ? OFFLINE_WAIT_MS : ONLINE_WAIT_MS);
 	session.linked_ns = err ? 0 : now_ns();

@@ -142,11 +142,46 @@ static void hand_in(void)
 	taken++;
 }
 
+/* One order for several ranges, some of which may be gone. Ranges have 20 slots. */
+static void hand_in_runs(void)
+{
+	struct valve_link_kv_runs packet = {.order = taken,
+	                                    .op = (uint16_t)(VALVE_KV_BACK + draw() % 3),
+	                                    .how = draw() % 8 == 0 ? VALVE_KV_AT_STEP : VALVE_KV_AT_ONCE,
+	                                    .count = 1 + (uint32_t)(draw() % 6)};
+	struct valve_fds fds = {.count = 0};
+	uint32_t first = (uint32_t)(draw() % KNOWN);
+
+	if (packet.op == VALVE_KV_QUARANTINE && draw() % 2)
+		packet.how = VALVE_KV_OUTSIDE;
+	packet.header = (struct valve_link_header){
+	        .magic = VALVE_LINK_MAGIC, .type = VALVE_LINK_KV_RUNS, .length = sizeof(packet)};
+	for (uint32_t i = 0; i < packet.count; i++)
+		packet.run[i] = (struct valve_kv_run){
+		        .handle = 100 * i,
+		        .range = load_acquire(&known[(first + i / 2) % KNOWN]),
+		        .slot = i % 2 * 10 + (uint32_t)(draw() % 5),
+		        .count = 1 + (uint32_t)(draw() % 5),
+		        .flags = packet.op == VALVE_KV_BACK
+		                         ? VALVE_KV_CREATE | (draw() % 2 ? VALVE_KV_ZERO : 0)
+		                         : 0};
+	/* Places that nobody has taken yet name the same range, and no order names a slot twice. */
+	for (uint32_t i = 2; i < packet.count; i++)
+		for (uint32_t j = 0; j < i / 2 * 2 && i < packet.count; j++)
+			if (packet.run[i].range == packet.run[j].range)
+				packet.count = i / 2 * 2;
+	CHECK(!valve_orders_take_runs(&packet.header, sizeof(packet), &fds));
+	taken++;
+}
+
 static void *session(void *unused)
 {
 	(void)unused;
 	while (load_acquire(&ended) < APPS) {
-		hand_in();
+		if (draw() % 2)
+			hand_in();
+		else
+			hand_in_runs();
 		if (draw() % 100 == 0) { /* another valved */
 			valve_lock(&valve_shim.link_lock);
 			store_release(&valve_shim.link_generation, valve_shim.link_generation + 1);

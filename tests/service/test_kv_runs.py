@@ -1,0 +1,157 @@
+"""One order for all ranges of a process: a reclaim costs as many packets whatever the planes, and older shims go on."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from memory_walk import WALKS, Node
+from memory_world import ORDERS, KvWorld, entries_of
+from msgspec.structs import replace
+
+from valved.abi.kv_link import MAX_RUNS, KvOp
+from valved.abi.link import Feature, LinkType
+from valved.config import Config, MemoryTable
+from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
+from valved.model.events import EventKind
+from valved.model.ids import Remap
+
+MEMORY = MemoryTable(
+    handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, tau_s=1.0, tau_min_s=0.2, order_s=0.05
+)
+OLDER = Feature.GAPS | Feature.KV_STEP
+
+
+def node(folder, planes, *, features=None, remap=Remap.SPARSE):
+    """Offline has the memory, online wants half of it: worlds that differ in nothing but the planes of a column."""
+    memory = replace(MEMORY, headroom_min_mib=1, headroom_max_mib=1, remap=remap, pool_mib=2 * 20 * planes)
+    world = KvWorld(folder, config=Config(memory=memory), handles=20 * planes)
+    if features is not None:
+        world.shim_features = features
+    offline = world.engine("offline", columns=16, layers=planes)
+    world.run(500)
+    offline.hold(0, list(range(4, 60)))
+    online = world.engine("online", columns=16, layers=planes)
+    world.run(500)
+    return world, offline, online
+
+
+def sent(hook, kinds=ORDERS):
+    return [body for kind, body, _, _ in hook.shim.connection.sent if kind in kinds]
+
+
+def reclaim(world, offline, online):
+    """Orders to each side of one reclaim."""
+    before = len(sent(offline)), len(sent(online))
+    online.want(used=4, wanted=40)
+    world.run(100)
+    assert [event for event in world.events(EventKind.RECLAIMED) if event.detail["freed"]]
+    assert len(online.backed()) >= 40
+    taken, given = sent(offline)[before[0] :], sent(online)[before[1] :]
+    return [body for body in taken if body.op == KvOp.QUARANTINE], [body for body in given if body.op == KvOp.BACK]
+
+
+@pytest.mark.parametrize("planes", [1, 4, 16, 64])
+def test_more_planes_never_cost_more_packets_but_by_descriptors(tmp_path, planes):
+    world, offline, online = node(tmp_path, planes)
+    calls = []
+    [way] = world.kv.outside._ways.values()
+    make = way.door.make_sparse
+    way.door.make_sparse = lambda runs, then: (calls.append(runs), make(runs, then))
+
+    taken, given = reclaim(world, offline, online)
+
+    handles = sum(len(entries_of(body)) for body in given)
+    assert len(taken) == len(calls) <= 1 + planes // MAX_RUNS
+    assert len(given) == -(-handles // 64)  # descriptors in a packet
+    assert {number for body in taken for _, number, _, _ in entries_of(body)} == set(range(planes))
+    world.check()
+
+
+@pytest.mark.parametrize("remap", [Remap.SPARSE, Remap.HELPER])
+def test_a_shim_that_knows_no_runs_is_never_sent_one(tmp_path, remap):
+    world, offline, online = node(tmp_path, 4, features=OLDER, remap=remap)
+    offline.shim.steps = True
+
+    taken, _ = reclaim(world, offline, online)
+
+    assert not sent(offline, (LinkType.KV_RUNS,)) + sent(online, (LinkType.KV_RUNS,))
+    assert len(taken) >= 4
+    world.check()
+
+
+def test_an_older_shim_and_a_newer_one_share_a_card(tmp_path):
+    world, offline, online = node(tmp_path, 4, features=OLDER)
+    world.shim_features = OLDER | Feature.KV_RUNS
+    second = world.engine("online", columns=16, layers=4, name="other")
+    world.run(500)
+
+    reclaim(world, offline, second)
+
+    assert sent(second, (LinkType.KV_RUNS,))
+    assert not sent(online, (LinkType.KV_RUNS,))
+    world.check()
+
+
+def test_a_range_that_goes_while_its_order_is_under_way_frees_no_handle_twice(tmp_path):
+    world, _, online = node(tmp_path, 4)
+    orders, client = world.kv.books.orders, online.shim.client
+    online.want(used=4, wanted=40)
+    for _ in range(2000):
+        if any(order.op is KvOp.BACK and len(order.slots) for order in orders.under_way(client)):
+            break
+        world.run(0.01)
+    else:
+        raise AssertionError("no order to map")
+
+    online.shim.free_range(2)
+    world.run(100)
+
+    world.kv.check_integrity()
+    assert not [order for order in orders.under_way(client) if order.op is KvOp.BACK]
+
+
+def test_an_order_that_stopped_in_the_middle_gives_what_was_done_and_no_more(tmp_path):
+    world, offline, online = node(tmp_path, 4, remap=Remap.HELPER)
+    online.shim.fails.append((5, errno.EIO))
+
+    reclaim(world, offline, online)
+
+    world.run(2000)
+    world.check()
+
+
+def test_slots_of_ranges_in_one_array_and_of_one_that_stayed_behind_are_written_alike():
+    books = [
+        KvRangeBook(
+            key=RangeKey(1, n), gpu=0, base=n << 40, handle_bytes=1, is_elastic=True, at=np.full(4, NO_HANDLE, np.int64)
+        )
+        for n in range(3)
+    ]
+    slots = RangeSlots(books=tuple(books), of=np.array([0, 0, 1, 2, 2]), slots=np.array([1, 2, 0, 2, 3]))
+
+    slots.put(np.arange(5))
+
+    assert slots.standing().tolist() == [0, 1, 2, 3, 4]
+    assert [book.at.tolist() for book in books] == [[-1, 0, 1, -1], [2, -1, -1, -1], [-1, -1, 3, 4]]
+    assert [part.tolist() for part in slots.runs()] == [[0, 2, 3], [2, 1, 2]]
+    assert [part.tolist() for part in slots.runs(np.array([7, 9, 1, 2, 3]))] == [[0, 1, 2, 3], [1, 1, 1, 2]]
+
+
+class OlderWalk(Node):
+    """Shims that know no runs."""
+
+    config = Config(memory=MEMORY)
+    features = OLDER
+
+
+class PlanesWalk(Node):
+    """Columns of several handles."""
+
+    config = Config(memory=MEMORY)
+    layers = 3
+
+
+OlderWalk.TestCase.settings = PlanesWalk.TestCase.settings = WALKS
+TestOlderWalk, TestPlanesWalk = OlderWalk.TestCase, PlanesWalk.TestCase
