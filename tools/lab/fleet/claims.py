@@ -106,7 +106,7 @@ def _wall(groups: Mapping[str, Group]) -> float:
         floor = group[OURS].mean("attainment") - POINT
         for name in RIVALS:
             if name in group and group[name].mean("attainment") >= floor:
-                worst = min(worst, ratio(group[OURS], group[name], "tasks_per_s").mean)
+                worst = min(worst, ratio(group[OURS], group[name], "tasks_per_s").low)
     return worst
 
 
