@@ -161,6 +161,25 @@ def test_a_job_of_a_router_that_knew_no_time_limit_goes_on(tmp_path):
     assert ledger.take("j", one.trainer, 1e6 + 600) is None
 
 
+def finish(ledger, kept, now):
+    """Whoever comes last does the rest."""
+    for turn in range(3 * BATCHES):
+        if ledger.job("j")["is_done"]:
+            return
+        now += 1000.0
+        last = ledger.join("j", "last", now)
+        rest = []
+        while (number := ledger.take("j", last.trainer, now)) is not None:
+            rest.append(number)
+        if rest:
+            push(ledger, last, rest, last.tokens + 100 * len(rest), content=b"last %d" % turn, now=now)
+            assert not kept & set(rest)
+            kept |= set(rest)
+        if ledger.parts("j", now):
+            ledger.publish("j", last.version, b"version %d" % turn, now)
+    raise AssertionError("the job never ends")
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(["join", "take", "push", "again", "late", "sweep"])), max_size=80
 )
@@ -201,21 +220,7 @@ def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twic
         numbers = [number for number, _ in ledger.kept_of("j")]
         assert sorted(kept) == numbers
     ledger.sweep(now + 1000.0)
-    for turn in range(3 * BATCHES):  # whoever comes last does the rest
-        if ledger.job("j")["is_done"]:
-            break
-        now += 1000.0
-        last = ledger.join("j", "last", now)
-        rest = []
-        while (number := ledger.take("j", last.trainer, now)) is not None:
-            rest.append(number)
-        if rest:
-            push(ledger, last, rest, last.tokens + 100 * len(rest), content=b"last %d" % turn, now=now)
-            assert not kept & set(rest)
-            kept |= set(rest)
-        if ledger.parts("j", now):
-            ledger.publish("j", last.version, b"version %d" % turn, now)
-    assert ledger.job("j")["is_done"]
+    finish(ledger, kept, now)
     assert sorted(kept) == list(range(BATCHES)) == [number for number, _ in ledger.kept_of("j")]
     ledger.close()
 
@@ -332,7 +337,7 @@ def test_a_round_whose_time_is_over_is_averaged_and_the_job_still_does_all_of_it
     async def talk(router):
         said = {"job": "j", "rounds": 1, "round_batches": 2, "digest": "d", "tokens": 9}
         refused = await router.ask("job", **said, limit_s=-1)
-        assert refused["error"]["type"] == "conflict"
+        assert "time limit" in refused["error"]["message"]
         await router.ask("job", **said, limit_s=1e-6)
         for version in (0, 1):
             joined = await router.ask("join", job="j", name="a")
