@@ -195,6 +195,8 @@ class Timeline:
 
     def _busy_s(self, stage: int, begin: float, end: float) -> float:
         """How much of this gap planned backwards cover. On one stage they do not overlap."""
+        if end <= begin:  # a busy replica has no gaps, and many backwards
+            return 0.0
         return sum(max(0.0, min(end, back.end_s[stage]) - max(begin, back.begin_s[stage])) for back in self.backwards)
 
     def _push(self, stage: int, begin: float, end: float) -> None:

@@ -97,6 +97,8 @@ class Stages:
             for one in self.training:
                 stage = int(one.left[0][0])
                 if stage in taken:
+                    if not stage and one.ran.first_s == FOREVER:
+                        break  # it has not begun, so nothing behind it has: all of those wait for this stage, too
                     continue
                 taken.add(stage)
                 begin, end = self.booked[stage][0] if self.booked[stage] else (FOREVER, FOREVER)
@@ -114,7 +116,8 @@ class Stages:
                         one.ran.forward_end_s = until
                     if not one.left:
                         one.ran.end_s = until
-            self.training = [one for one in self.training if one.left]
+            if any(not one.left for one in runs):
+                self.training = [one for one in self.training if one.left]
             self.clock_s = until
         if not self.training:
             self.clock_s = max(self.clock_s, to_s if to_s < FOREVER else 0.0)
