@@ -56,8 +56,8 @@ def _of_table(cells: Sequence[Cell], table: str) -> str:
         if full:
             few = "All of these" if len(full) == len(behind) else f"{len(full)} of these"
             text += (
-                f" {few} offer at least {FULL:.0%} of what the fleet can do: there every policy queues, and `pack` "
-                "fills replicas one after another, so that the last ones stand idle at first."
+                f" {few} offer at least {100 * FULL:.0f} % of what the fleet can do: there every policy queues, and "
+                "`pack` fills replicas one after another, so that the last ones stand idle at first."
             )
     nodes = [
         ratio(group[OURS], group["round robin"], "node_seconds").mean
@@ -72,8 +72,9 @@ def _of_table(cells: Sequence[Cell], table: str) -> str:
     text += _throughput(groups)
     if table == "sizes" and worst_wall(groups).ratio.mean < WALL:
         text += (
-            " Training is sent to the replicas that have most requests, and waits there while they leave no room; other "
-            "replicas would have done it. What is sent is not moved, and the plan knows no request that is still to come."
+            " Training is sent to the replicas that have most requests, and waits there while they leave no room; "
+            "other replicas would have done it. What is sent is not moved, and the plan knows no request that is still "
+            "to come."
         )
     return text
 
@@ -115,7 +116,7 @@ def _bursts(cells: Sequence[Cell]) -> list[str]:
         text += f", in the other traces {_densest(groups, rest)}." if rest else "."
     kept = [one for one in groups.values() if one[LEAST].mean("attainment") >= KEPT]
     if kept and all(one[OURS].mean("attainment") >= KEPT for one in kept):
-        text += f" Where least response reaches {KEPT:.0%}, `pack` does as well ({len(kept)} cells)."
+        text += f" Where least response reaches {100 * KEPT:.0f} %, `pack` does as well ({len(kept)} cells)."
     return [text + _throughput(groups), _fills(groups, cells)]
 
 
@@ -167,7 +168,7 @@ def _printed(cells: Sequence[Cell]) -> str:
     ours = sum(group[OURS].mean("largest_share") for group in groups) / len(groups)
     return (
         f"**`printed`** is the paper's formula: its sign prefers longer responses. With the gate its fullest node gets "
-        f"{share:.0%} of the tasks in the mean of the cells, that of `pack` {ours:.0%}."
+        f"{100 * share:.0f} % of the tasks in the mean of the cells, that of `pack` {100 * ours:.0f} %."
     )
 
 
