@@ -133,19 +133,15 @@ class FleetBooks:
             raise Refused("a round's time limit is finite, and at least 0 s")
         with self._change() as db:
             row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
-            if row is not None and (row["rounds"], row["round_batches"], row["digest"]) != (
-                rounds,
-                round_batches,
-                digest,
-            ):
+            same = (rounds, round_batches, digest)
+            if row is not None and (row["rounds"], row["round_batches"], row["digest"]) != same:
                 raise Refused(f"there is another job {name}: its data, rounds or spec differ")
             text = "INSERT INTO rounds VALUES (?, ?, ?) ON CONFLICT (job) DO UPDATE SET limit_s = excluded.limit_s"
             db.execute(text, (name, now_s, limit_s))
             if row is not None:
                 return
-            values = (name, rounds, round_batches, digest, tokens, now_s)
             text = "INSERT INTO jobs (name, rounds, round_batches, digest, tokens, begun_s) VALUES (?, ?, ?, ?, ?, ?)"
-            db.execute(text, values)
+            db.execute(text, (name, rounds, round_batches, digest, tokens, now_s))
             _queue(db, name, 0, now_s)
 
     def job(self, name: str) -> dict[str, Any]:
@@ -157,16 +153,8 @@ class FleetBooks:
     def jobs(self) -> list[dict[str, Any]]:
         """With what waits, is out and is kept in this round."""
         with self._lock:
-            found = []
-            for row in self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall():
-                text = (
-                    "SELECT MIN(queued_s) FROM batches WHERE job = ? AND version = ? "
-                    "AND trainer IS NULL AND kept IS NULL"
-                )
-                oldest_s = self._db.execute(text, (row["name"], row["version"])).fetchone()[0] or 0
-                counted = _counted(self._db, row["name"], row["version"])
-                found.append({**dict(row), **counted, "oldest_s": oldest_s})
-            return found
+            rows = self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall()  # `whole`: of all three
+            return [{**row, **_counted(self._db, row["name"], row["version"])} for row in map(dict, rows)]
 
     # trainers
 
@@ -354,11 +342,13 @@ def _queue(db: sqlite3.Connection, job: str, version: int, now_s: float) -> None
     db.executemany("INSERT INTO batches (job, number, version, queued_s) VALUES (?, ?, ?, ?)", rows)
 
 
-def _counted(db: sqlite3.Connection, job: str, version: int) -> dict[str, int]:
-    """Micro-batches of a round."""
+def _counted(db: sqlite3.Connection, job: str, version: int) -> dict[str, Any]:
+    """Micro-batches of a round, and when the oldest that waits was queued."""
     text = (
         "SELECT SUM(trainer IS NULL AND kept IS NULL) AS waiting, SUM(trainer IS NOT NULL AND kept IS NULL) AS out, "
-        "SUM(kept IS NOT NULL) AS kept, COUNT(*) AS whole FROM batches WHERE job = ? AND version = ?"
+        "SUM(kept IS NOT NULL) AS kept, COUNT(*) AS whole, "
+        "MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s "
+        "FROM batches WHERE job = ? AND version = ?"
     )
     return {name: value or 0 for name, value in dict(db.execute(text, (job, version)).fetchone()).items()}
 
