@@ -57,7 +57,7 @@ def _of_table(cells: Sequence[Cell], table: str) -> str:
             few = "All of these" if len(full) == len(behind) else f"{len(full)} of these"
             text += (
                 f" {few} offer at least {100 * FULL:.0f} % of what the fleet can do: there every policy queues, and "
-                "`pack` fills replicas one after another, so that the last ones stand idle at first."
+                "which requests are late is decided by the order. The single runs of these cells were not looked at."
             )
     nodes = [
         ratio(group[OURS], group["round robin"], "node_seconds").mean
