@@ -79,6 +79,15 @@ class Exchange:
         answers: list[Any] = getattr(self, f"_on_{kind}")(message)
         return answers
 
+    @property
+    def is_chosen(self) -> bool:
+        return self._sent is not None
+
+    def late(self) -> list[Any]:
+        """Nothing came for too long. A request whose body does not come is refused; of an answer that does not come
+        nothing can be said: it counts as given up, and the gateway has its own limit."""
+        return [self._refuse(408, "the body did not come")] if self._has_begun and self._sent is None else []
+
     def end(self) -> None:
         self._let_go()
         if self._sent is not None and self._sent.is_open:  # Envoy shows no end where it shows no body

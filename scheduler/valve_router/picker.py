@@ -69,15 +69,26 @@ class Picker(service.ExternalProcessorServicer):  # type: ignore[misc]
     def __init__(self, settings: Settings, replicas: Replicas, counts: Counts) -> None:
         self._replicas, self._counts = replicas, counts
         self._held = HeldBodies(settings.held_bytes)
+        self._settings = settings
 
     async def Process(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         exchange = Exchange(self._replicas, self._counts, self._held, time.monotonic)
+        asked_until_s = time.monotonic() + self._settings.stuck_s
         try:
-            async for message in messages:
+            while not exchange.is_refused:
+                # All of a request has one limit, so that no sender of single bytes holds its place; of the answer each
+                # pause has one, as the router's own proxy has it: an answer may be long.
+                left_s = self._settings.silent_s if exchange.is_chosen else asked_until_s - time.monotonic()
+                try:
+                    message = await asyncio.wait_for(messages.__anext__(), max(0.0, left_s))
+                except asyncio.TimeoutError:
+                    for answer in exchange.late():
+                        yield answer
+                    return
                 for answer in exchange.on(message):
                     yield answer
-                if exchange.is_refused:
-                    return
+        except StopAsyncIteration:
+            return
         except NeverSaid as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"out of order: {error}")
         finally:

@@ -292,11 +292,13 @@ def test_a_picker_is_never_wider_open_than_its_pool_needs() -> None:
         assert role["rules"] == [
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
         ]
-    (policy,) = (one for one in of_pickers if one["kind"] == "NetworkPolicy")  # of the one that names its gateways
-    guarded, probed = policy["spec"]["ingress"]
-    assert guarded["from"]
-    assert [one["port"] for one in guarded["ports"]] == ["grpc"]
-    assert [one["port"] for one in probed["ports"]] == ["health"]
+    policies = [one for one in of_pickers if one["kind"] == "NetworkPolicy"]
+    assert {one["metadata"]["name"] for one in policies} == names
+    for policy in policies:
+        guarded, probed = policy["spec"]["ingress"]
+        assert guarded["from"]
+        assert [one["port"] for one in guarded["ports"]] == ["grpc"]
+        assert [one["port"] for one in probed["ports"]] == ["health"]
     (pool,) = of_kind("InferencePool", "pickers")
     assert pool["spec"]["endpointPickerRef"] == {
         "name": "valve-picker-chat",

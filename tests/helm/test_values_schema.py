@@ -58,6 +58,14 @@ def test_a_pod_of_the_chart_never_lacks_a_time_out_that_the_command_line_sets() 
     assert DEFAULTS["admission"]["offlineEnv"] == OFFLINE_TIMEOUTS
 
 
+@pytest.mark.parametrize("opened", [{}, {"from": []}])
+def test_a_picker_is_never_open_to_all_because_nobody_is_named(opened: dict[str, Any]) -> None:
+    """Without a peer no NetworkPolicy was made, and any pod could hold the picker's places."""
+    picker = {"name": "chat", "namespace": "serving", "service": "chat", "port": 8000}
+    assert errors(with_value("pickers", [{**picker, **opened}])) == ["pickers/0" + ("/from" if opened else "")]
+    assert errors(with_value("pickers", [{**picker, "from": [{"podSelector": {}}]}])) == []
+
+
 # Free-form by nature: resource quantities, selectors and environments take any key.
 FREE = ("resources", "nodeSelector", "namespaceLabel", "offlineEnv")
 

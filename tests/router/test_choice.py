@@ -264,3 +264,27 @@ def test_with_a_gate_one_replica_never_gets_all_the_training():
     timelines[1].trained(train(0.0))
 
     assert choose(timelines, [train(0.0)] * 3, ScoreSettings()).index == 1
+
+
+@pytest.mark.parametrize("stop_s", [None, 0.001])
+def test_training_never_draws_a_request_to_its_replica(stop_s):
+    """Only the second replica has a trainer, and all is over when the next request comes."""
+    timelines = [Timeline(replace(LLAMA_8B, stop_s=stop_s)) for _ in range(2)]
+    timelines[0].add(timelines[0].place(Task(arrival_s=0.0, tokens=150)))
+    for number in range(20):
+        timelines[1].add(timelines[1].place(replace(train(10.0 * number), tokens=150)))
+        timelines[1].trained(train(0.0))
+
+    request = Task(arrival_s=1000.0, tokens=150)
+
+    assert choose(timelines, [request] * 2, ScoreSettings()).index == 0
+    assert timelines[1].work_s == 0.0
+
+
+def test_lengths_of_training_never_count_as_requests():
+    timeline = Timeline(LLAMA_8B)
+    timeline.add(timeline.place(Task(arrival_s=0.0, tokens=100)))
+    timeline.add(timeline.place(train(10.0)))
+
+    assert (timeline.lengths.count, timeline.lengths.mean) == (1, 100.0)
+    assert (timeline.printed_lengths.count, timeline.printed_lengths.mean) == (2, 2050.0)  # the paper counts both

@@ -10,12 +10,18 @@ import aiohttp
 import gateway
 import grpc
 import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorStub,
+    add_ExternalProcessorServicer_to_server,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from played_engines import Engines
 from ports import free_ports, serving
 from valve_router import picker
 from valve_router.command import main
-from valve_router.picker import SERVICE, GatewayDoor, Health
+from valve_router.counts import Counts
+from valve_router.picker import SERVICE, GatewayDoor, Health, Picker
 from valve_router.prompt import READ_BYTES
 from valve_router.replicas import Replicas
 from valve_router.settings import Service, Settings
@@ -213,6 +219,64 @@ def test_a_picker_with_tls_never_answers_a_gateway_without(tmp_path, tls):
         door = GatewayDoor(is_self_signed=True)
         async with picked(tmp_path, door=door, gate=gate) as there, there.post({"prompt": "b"}) as answer:
             assert (answer.status == 200) == tls
+
+    asyncio.run(run())
+
+
+HEADERS = ProcessingRequest(request_headers={})
+WHOLE = ProcessingRequest(request_headers={"end_of_stream": True})
+
+
+@pytest.mark.parametrize(
+    ("said", "limit", "answers", "counted"),
+    [
+        ([], {"stuck_s": 0.05}, 0, {}),
+        ([HEADERS], {"stuck_s": 0.05}, 1, {"408": 1}),
+        ([WHOLE], {"silent_s": 0.05}, 1, {"499": 1}),
+        ([WHOLE, ProcessingRequest(response_headers={})], {"silent_s": 0.05}, 2, {"499": 1}),
+    ],
+    ids=["nothing", "a request without its end", "no answer", "an answer that stops"],
+)
+def test_a_stream_that_says_nothing_more_never_keeps_its_place(said, limit, answers, counted):
+    """It counted against the streams and the replica's requests for as long as whoever opened it liked."""
+
+    settings = Settings(replicas=("http://127.0.0.1:9",), **limit)
+    replicas, counts, found = Replicas(settings, lambda: 0.0), Counts(), []
+
+    async def asking():
+        for one in said:
+            yield one
+        await asyncio.Event().wait()  # and never ends
+
+    async def run():
+        server = grpc.aio.server()
+        add_ExternalProcessorServicer_to_server(Picker(settings, replicas, counts), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async for answer in ExternalProcessorStub(channel).Process(asking()):
+                found.append(answer)
+        await server.stop(None)
+
+    asyncio.run(run())
+    assert len(found) == answers
+    assert {str(status): count for status, count in counts.requests.items()} == counted
+    assert replicas.all[0].under_way == 0
+
+
+def test_a_body_in_single_bytes_never_holds_a_place_for_longer():
+    async def run():
+        settings = Settings(replicas=("http://127.0.0.1:9",), stuck_s=0.2)
+        replicas = Replicas(settings, lambda: 0.0)
+
+        async def dripping():
+            yield HEADERS
+            while True:
+                yield ProcessingRequest(request_body={"body": b"x"})
+                await asyncio.sleep(0.01)
+
+        answers = [one async for one in Picker(settings, replicas, Counts()).Process(dripping(), None)]
+        assert [one.immediate_response.status.code for one in answers] == [408]
 
     asyncio.run(run())
 

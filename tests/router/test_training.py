@@ -24,9 +24,9 @@ from valve_router.training.ledger import FleetBooks, Gone, LedgerRefused, Push
 BATCHES = 12
 
 
-def begin(folder, rounds=2, batches=BATCHES, silent_s=60.0):
+def begin(folder, rounds=2, batches=BATCHES, silent_s=60.0, limit_s=0.0):
     ledger = FleetBooks(folder, silent_s)
-    ledger.add_job("j", rounds=rounds, round_batches=batches, digest="d", tokens=100, now_s=0.0)
+    ledger.add_job("j", rounds=rounds, round_batches=batches, digest="d", tokens=100, limit_s=limit_s, now_s=0.0)
     return ledger
 
 
@@ -84,12 +84,12 @@ def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
     ledger = begin(tmp_path, batches=2)
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
     for joined in (one, two):
-        assert ledger.parts("j") is None
+        assert ledger.parts("j", 1.0) is None
         with pytest.raises(LedgerRefused):
             ledger.publish("j", 0, b"half", 0.0)
         push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100 + joined.trainer)
 
-    assert [part["tokens"] for part in ledger.parts("j")] == [100 + one.trainer, 100 + two.trainer]
+    assert [part["tokens"] for part in ledger.parts("j", 1.0)] == [100 + one.trainer, 100 + two.trainer]
     assert ledger.publish("j", 0, b"average", 2.0) == 1
     assert ledger.publish("j", 0, b"average", 2.0) == 1  # whose answer was lost
     with pytest.raises(LedgerRefused):
@@ -99,15 +99,96 @@ def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
     assert ledger.read(ledger.join("j", "a", 3.0).start) == b"average"
 
 
+def test_a_round_never_waits_for_ever_and_what_it_did_not_do_is_in_the_next(tmp_path):
+    ledger = begin(tmp_path, rounds=2, batches=4, limit_s=600.0)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 100)
+    held = ledger.take("j", two.trainer, 599.0)
+    assert ledger.oldest("j", 599.0) is not None
+
+    assert ledger.take("j", one.trainer, 600.0) is None  # its time is over: nobody gets more of it
+    assert ledger.oldest("j", 600.0) is None
+    assert ledger.parts("j", 600.0) is None  # not before what is out is kept, or waits again
+    push(ledger, two, [held], 100, now=601.0)
+
+    assert len(ledger.parts("j", 601.0)) == 2
+    assert ledger.publish("j", 0, b"average", 601.0) == 1
+    again = ledger.join("j", "a", 601.0)
+    rest = []
+    for turn in range(1, 4):  # each round is as long as the first, until nothing is left
+        numbers = []
+        while (number := ledger.take("j", again.trainer, 601.0 + turn)) is not None:
+            numbers.append(number)
+        if not numbers:
+            break
+        rest += numbers
+        push(ledger, again, numbers, 100 * len(numbers), content=b"%d" % turn)
+        ledger.publish("j", turn, b"average %d" % turn, 602.0 + turn)
+        again = ledger.join("j", "a", 602.0 + turn)
+
+    assert sorted([0, held, *rest]) == list(range(8))
+    assert len(ledger.kept_of("j")) == 8
+    assert ledger.job("j")["is_done"]
+    assert ledger.job("j")["version"] == 3  # one more than it would have had
+
+
+def test_a_round_of_which_nothing_is_done_is_never_averaged_however_old_it_is(tmp_path):
+    ledger = begin(tmp_path, limit_s=600.0)
+    lost = ledger.join("j", "a", 1e4)
+    assert ledger.take("j", lost.trainer, 1e4) == 0
+    assert ledger.take("j", lost.trainer, 1e4) is None  # one is out: what it becomes can be averaged
+    assert ledger.sweep(2e4) == [lost.trainer]
+
+    assert ledger.parts("j", 2e4) is None
+    with pytest.raises(LedgerRefused):
+        ledger.publish("j", 0, b"nothing", 2e4)
+    other = ledger.join("j", "b", 2e4)
+    assert ledger.take("j", other.trainer, 2e4) == 0
+
+
+def test_a_job_of_a_router_that_knew_no_time_limit_goes_on(tmp_path):
+    ledger = begin(tmp_path)
+    with sqlite3.connect(tmp_path / "training.sqlite3") as db:
+        db.execute("DROP TABLE rounds")
+    ledger.close()
+    ledger = FleetBooks(tmp_path)
+    one = ledger.join("j", "a", 1e6)
+    assert ledger.take("j", one.trainer, 1e6) == 0
+
+    ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="d", tokens=100, limit_s=600.0, now_s=1e6)
+
+    assert ledger.take("j", one.trainer, 1e6 + 599) == 1
+    assert ledger.take("j", one.trainer, 1e6 + 600) is None
+
+
+def finish(ledger, kept, now):
+    """Whoever comes last does the rest."""
+    for turn in range(3 * BATCHES):
+        if ledger.job("j")["is_done"]:
+            return
+        now += 1000.0
+        last = ledger.join("j", "last", now)
+        rest = []
+        while (number := ledger.take("j", last.trainer, now)) is not None:
+            rest.append(number)
+        if rest:
+            push(ledger, last, rest, last.tokens + 100 * len(rest), content=b"last %d" % turn, now=now)
+            assert not kept & set(rest)
+            kept |= set(rest)
+        if ledger.parts("j", now):
+            ledger.publish("j", last.version, b"version %d" % turn, now)
+    raise AssertionError("the job never ends")
+
+
 STEPS = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(["join", "take", "push", "again", "late", "sweep"])), max_size=80
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=STEPS)
-def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twice(tmp_path_factory, steps):
-    ledger = begin(tmp_path_factory.mktemp("ledger"), rounds=1)
+@given(steps=STEPS, limit_s=st.sampled_from([0.0, 20.0]))
+def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twice(tmp_path_factory, steps, limit_s):
+    ledger = begin(tmp_path_factory.mktemp("ledger"), rounds=1, limit_s=limit_s)
     there, held, tokens, dead = {}, {}, {}, []
     now = 0.0
     kept: set[int] = set()
@@ -138,13 +219,9 @@ def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twic
             held[name] = []
         numbers = [number for number, _ in ledger.kept_of("j")]
         assert sorted(kept) == numbers
-    last = ledger.join("j", "last", now)
     ledger.sweep(now + 1000.0)
-    last = ledger.join("j", "last", now + 1000.0)
-    rest = []
-    while (number := ledger.take("j", last.trainer, now + 1000.0)) is not None:
-        rest.append(number)
-    assert sorted([*kept, *rest]) == list(range(BATCHES))
+    finish(ledger, kept, now)
+    assert sorted(kept) == list(range(BATCHES)) == [number for number, _ in ledger.kept_of("j")]
     ledger.close()
 
 
@@ -256,6 +333,28 @@ def asked(folder, talk):
     asyncio.run(run())
 
 
+def test_a_round_whose_time_is_over_is_averaged_and_the_job_still_does_all_of_its_work(tmp_path):
+    async def talk(router):
+        said = {"job": "j", "rounds": 1, "round_batches": 2, "digest": "d", "tokens": 9}
+        refused = await router.ask("job", **said, limit_s=-1)
+        assert "time limit" in refused["error"]["message"]
+        await router.ask("job", **said, limit_s=1e-6)
+        for version in (0, 1):
+            joined = await router.ask("join", job="j", name="a")
+            asking = {"job": "j", "trainer": joined["trainer"], "version": version}
+            assert await router.ask("take", **asking) == {"number": version}
+            assert await router.ask("take", **asking) == {"empty": True}
+            document = b"push %d" % version
+            pushed = await router.send("push", document, **asking, numbers=[version], tokens=9, steps=1)
+            assert pushed[0] == 200
+            assert len((await router.ask("take", **asking))["average"]) == 1
+            published = await router.send("publish", b"average %d" % version, job="j", version=version)
+            assert published[0] == 200
+        assert await router.ask("take", **{**asking, "version": 2}) == {"done": True, "version": 2}
+
+    asked(tmp_path, talk)
+
+
 def test_a_checkpoint_larger_than_a_request_may_be_is_never_refused(tmp_path):
     async def talk(router):
         said = await router.begun(1)
@@ -354,7 +453,7 @@ def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_
     push(ledger, one, mine[1:], 200, content=b"a2")
     push(ledger, two, [other], 100, content=b"b1")
     assert not push(ledger, two, [other], 100, content=b"b1")
-    parts = ledger.parts("j")
+    parts = ledger.parts("j", 1.0)
     with pytest.raises(LedgerRefused):
         ledger.publish("j", 1, b"refused", 1.0)
     assert [ledger.read(part["blob"]) for part in parts] == blobs(tmp_path) == [b"a2", b"b1"]

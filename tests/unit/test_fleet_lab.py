@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from valve_router.plan.task import Task, TaskKind
+from valve_tools.lab.fleet import __main__ as fleet_lab
 from valve_tools.lab.fleet import cells, claims, freed
+from valve_tools.lab.fleet import reading as reading_module
 from valve_tools.lab.fleet.load import STOP_S, Arrivals, Fleet
 from valve_tools.lab.fleet.page import Found, page
 from valve_tools.lab.fleet.policies import POLICIES
 from valve_tools.lab.fleet.proofs import proofs
+from valve_tools.lab.fleet.reading import reading
 from valve_tools.lab.fleet.run import Run, World
 from valve_tools.lab.fleet.stages import FOREVER, Stages
+from valve_tools.lab.granted.engine import Bench, Load
+from valve_tools.lab.granted.sweep import cost_of
 from valve_tools.replay import provenance
 
 
@@ -89,6 +97,53 @@ def test_packing_and_granting_free_the_most_and_keep_the_target():
     found = [freed.work(one) for one in freed.quick()]
     assert all(claim.ok for claim in freed.claims(found))
     assert found[0].gpus["packed, granted"] > found[0].gpus["spread, idle"] + 0.1
+
+
+def test_a_pause_that_begins_before_the_time_of_observation_is_never_lost():
+    """A replica whose only request came late was counted as busy nearly all the time."""
+    load = Load(name="one", duration_ms=100_000.0, arrive_ms=(60_000.0,), prompt=(100,), answer=(10,))
+    found = freed.WholePauses(load, Bench.h100(), cost_of(0.5), None, 1).run()
+    assert found.offline_idle_ms / found.duration_ms > 0.99
+
+
+def test_a_replica_is_never_filled_where_a_long_prompt_makes_a_short_answer_late():
+    """Full by the mean alone, one in ten answers of long prompts and few tokens was late."""
+    arrive, bench = tuple(float(one) for one in range(100)), Bench.h100()
+    chat = Load(name="chat", duration_ms=1e5, arrive_ms=arrive, prompt=(200,) * 100, answer=(200,) * 100)
+    code = replace(chat, prompt=(2000,) * 100, answer=(20,) * 100)
+    assert freed.full_at(chat, bench, 8.0) > 10
+    assert freed.full_at(code, bench, 8.0) == 1
+
+
+def test_one_table_alone_is_run_and_kept_whichever_it_is(tmp_path, monkeypatch):
+    """`--table freed` has no cell of the grid, and ended in a traceback."""
+    monkeypatch.setattr(freed, "parts", lambda folder, seeds: freed.quick())
+    monkeypatch.setattr(fleet_lab, "proofs", list)
+    assert fleet_lab.main(["--traces", str(tmp_path), "--table", "freed", "--out", str(tmp_path), "--jobs", "1"]) == 0
+    assert len(fleet_lab.joined([tmp_path / "freed.json"]).freed) == 1
+
+
+def test_no_number_of_the_reading_is_ever_typed():
+    """The page was made again once, and its words kept the numbers of before."""
+    tree = ast.parse(Path(reading_module.__file__).read_text())
+    texts = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    formats = re.compile(r"[.][0-9][f%]")
+    assert [one for one in texts if any(sign.isdigit() for sign in one) and not formats.fullmatch(one)] == []
+
+
+def test_what_is_said_of_the_runs_follows_the_cells(quick):
+    found = Found(cells=quick, proofs=[], freed=[])
+    assert "within a point of every rival in 3" in reading(found)
+    worse = [
+        replace(cell, figures=tuple(replace(one, attainment=one.attainment - 0.05) for one in cell.figures))
+        if cell.policy == "pack"
+        else cell
+        for cell in quick
+    ]
+    text = " ".join(reading(replace(found, cells=worse)).split())
+    assert "within a point of every rival in 0" in text
+    assert all(f"{name} (5" in text for name in {cell.name for cell in quick})
+    assert "GPUs freed" not in text
 
 
 def test_the_page_names_what_is_missed_and_goes_stale_with_the_planner(quick, tmp_path, monkeypatch):

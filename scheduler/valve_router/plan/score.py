@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import exp, pi, sqrt
 
 from valve_router.plan.task import Task
-from valve_router.plan.timeline import Placed, Timeline
+from valve_router.plan.timeline import Lengths, Placed, Timeline
 
 
 class Score(enum.Enum):
@@ -104,7 +104,7 @@ def _took_s(timeline: Timeline, placed: Placed) -> float:
 def cost(timeline: Timeline, placed: Placed, settings: ScoreSettings) -> float:
     """Less is better."""
     idle = max(placed.idle_s / timeline.profile.stages - _gap_s(timeline, placed.task), settings.idle_floor_s)
-    likeness = settings.length_weight * length_likeness(timeline, placed.task)
+    likeness = settings.length_weight * length_likeness(timeline.lengths, placed.task)
     return settings.response_weight * placed.response_s + idle - likeness
 
 
@@ -112,13 +112,12 @@ def printed(timeline: Timeline, placed: Placed, settings: ScoreSettings) -> floa
     """E1 to E3 of the paper, to the letter. More is better."""
     gap = _gap_s(timeline, placed.task)
     profit = -max(placed.printed_idle_s / timeline.profile.stages - gap, settings.idle_floor_s)
-    above = profit + settings.length_weight * length_likeness(timeline, placed.task)
+    above = profit + settings.length_weight * length_likeness(timeline.printed_lengths, placed.task)
     return above / (settings.response_weight * max(placed.response_s, 1e-9))
 
 
-def length_likeness(timeline: Timeline, task: Task) -> float:
+def length_likeness(lengths: Lengths, task: Task) -> float:
     """The normal density of this length among those that the replica has run."""
-    lengths = timeline.lengths
     if lengths.count < 2 or lengths.deviation <= 0:
         return 0.0
     z = (task.tokens - lengths.mean) / lengths.deviation

@@ -74,8 +74,9 @@ class Timeline:
     forward_end_s: list[float] | None = None  # of the last planned task by stage; None: nothing yet
     backwards: list[Passage] = field(default_factory=list)
     last_arrival_s: float | None = None
-    work_s: float = 0.0  # planned so far
-    lengths: Lengths = field(default_factory=Lengths)
+    work_s: float = 0.0  # requests planned so far: what `pack` goes by
+    lengths: Lengths = field(default_factory=Lengths)  # of requests
+    printed_lengths: Lengths = field(default_factory=Lengths)  # of both kinds, as LeMix's code counts them
     busy_until_s: float = 0.0  # a decode step that runs: no prefill begins before its end
     training: Passage | None = None  # with a gate: the forward of the last training task
     owed_s: float = 0.0  # training that was sent and is not yet reported done
@@ -133,11 +134,13 @@ class Timeline:
         if placed.backward:
             begins, ends = ([one[i] for one in placed.backward] for i in (0, 1))
             self.backwards.append(Passage(begins, ends, self.profile.backward.seconds(task)))
+        self.last_arrival_s = task.arrival_s
+        self.printed_lengths.add(task.tokens)
         if task.is_training:
             self.owed_s += self.profile.whole_s(task)
-        self.last_arrival_s = task.arrival_s
-        self.lengths.add(task.tokens)
-        self.work_s += sum(end - begin for begin, end in (*placed.forward, *placed.backward))
+        else:  # training must not draw requests: it can pause or run elsewhere, they cannot
+            self.lengths.add(task.tokens)
+            self.work_s += sum(end - begin for begin, end in placed.forward)
         self.forget(task.arrival_s)
 
     def forget(self, now_s: float) -> None:
@@ -192,6 +195,8 @@ class Timeline:
 
     def _busy_s(self, stage: int, begin: float, end: float) -> float:
         """How much of this gap planned backwards cover. On one stage they do not overlap."""
+        if end <= begin:  # a busy replica has no gaps, and many backwards
+            return 0.0
         return sum(max(0.0, min(end, back.end_s[stage]) - max(begin, back.begin_s[stage])) for back in self.backwards)
 
     def _push(self, stage: int, begin: float, end: float) -> None:

@@ -88,8 +88,11 @@ class TrainingApi:
 
     async def _job(self, asked: Asked) -> Asked:
         values = {name: int(asked[name]) for name in ("rounds", "round_batches", "tokens")}
+        limit_s = float(asked.get("limit_s", 0.0))  # a trainer of before knows none
         await asyncio.to_thread(
-            lambda: self._ledger.add_job(str(asked["job"]), digest=str(asked["digest"]), now_s=time.time(), **values)
+            lambda: self._ledger.add_job(
+                str(asked["job"]), digest=str(asked["digest"]), limit_s=limit_s, now_s=time.time(), **values
+            )
         )
         return {"job": asked["job"]}
 
@@ -110,12 +113,12 @@ class TrainingApi:
         row = await asyncio.to_thread(self._ledger.job, job)
         if row["version"] != int(asked["version"]):
             return {"version": row["version"]}
-        if row["version"] >= row["rounds"]:
+        if row["is_done"]:
             return {"done": True, "version": row["version"]}
-        oldest = await asyncio.to_thread(self._ledger.oldest, job)
+        oldest = await asyncio.to_thread(self._ledger.oldest, job, time.time())
         if oldest is None:
             await asyncio.to_thread(self._ledger.seen, trainer, time.time())
-            parts = await asyncio.to_thread(self._ledger.parts, job)
+            parts = await asyncio.to_thread(self._ledger.parts, job, time.time())
             return {"empty": True} if parts is None else {"average": parts}
         now_s = time.monotonic()
         queued_s = now_s - max(0.0, time.time() - oldest[1])

@@ -1,9 +1,10 @@
 """What a fleet job has computed, in SQLite: nothing is dropped, and no micro-batch counts twice, whoever is killed.
 
-A round is a number of micro-batches that are trained from one version of the adapter. A micro-batch waits, is out with
-a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is kept once.
-A trainer that was given up (it was silent, or another came under its name) has a number that is no longer valid: what
-it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
+A round is a number of micro-batches that are trained from one version of the adapter. After its time limit nothing more
+of it is handed out: what is kept is averaged, and what still waits goes into the next round. A micro-batch waits, is
+out with a trainer, or is kept: part of a checkpoint that its trainer pushed. It may be computed several times, and is
+kept once. A trainer that was given up (it was silent, or another came under its name) has a number that is no longer
+valid: what it pushes later is refused, and what it held waits again. Its last push stays, and counts in the average.
 
 `now_s` is wall time: it must go on over a restart of the router.
 """
@@ -38,6 +39,7 @@ CREATE TABLE IF NOT EXISTS pushes (
 CREATE TABLE IF NOT EXISTS versions (
   job TEXT NOT NULL, version INTEGER NOT NULL, blob TEXT NOT NULL, tokens INTEGER NOT NULL,
   PRIMARY KEY (job, version));
+CREATE TABLE IF NOT EXISTS rounds (job TEXT PRIMARY KEY, begun_s REAL NOT NULL, limit_s REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS batches_of ON batches (job, version, trainer, kept);
 """
 NEEDED = """
@@ -112,40 +114,47 @@ class FleetBooks:
 
     # jobs
 
-    def add_job(self, name: str, *, rounds: int, round_batches: int, digest: str, tokens: int, now_s: float) -> None:
-        """`tokens`: of a usual micro-batch. The same job once more changes nothing; another of its name is refused."""
+    def add_job(
+        self,
+        name: str,
+        *,
+        rounds: int,
+        round_batches: int,
+        digest: str,
+        tokens: int,
+        now_s: float,
+        limit_s: float = 0.0,
+    ) -> None:
+        """`tokens`: of a usual micro-batch. `limit_s`: of a round; 0: none. The same job once more changes at most this
+        limit; another of its name is refused."""
         if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
             raise LedgerRefused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
+        if not 0 <= limit_s < float("inf"):
+            raise LedgerRefused("a round's time limit is finite, and at least 0 s")
         with self._change() as db:
             row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
+            same = (rounds, round_batches, digest)
+            if row is not None and (row["rounds"], row["round_batches"], row["digest"]) != same:
+                raise LedgerRefused(f"there is another job {name}: its data, rounds or spec differ")
+            text = "INSERT INTO rounds VALUES (?, ?, ?) ON CONFLICT (job) DO UPDATE SET limit_s = excluded.limit_s"
+            db.execute(text, (name, now_s, limit_s))
             if row is not None:
-                if (row["rounds"], row["round_batches"], row["digest"]) != (rounds, round_batches, digest):
-                    raise LedgerRefused(f"there is another job {name}: its data, rounds or spec differ")
                 return
-            values = (name, rounds, round_batches, digest, tokens, now_s)
             text = "INSERT INTO jobs (name, rounds, round_batches, digest, tokens, begun_s) VALUES (?, ?, ?, ?, ?, ?)"
-            db.execute(text, values)
-            _queue(db, name, 0, round_batches, now_s)
+            db.execute(text, (name, rounds, round_batches, digest, tokens, now_s))
+            _queue(db, name, 0, now_s)
 
     def job(self, name: str) -> dict[str, Any]:
+        """With `is_done`: nothing of it is left."""
         with self._lock:
-            return _job(self._db, name)
+            row = _job(self._db, name)
+            return {**row, "is_done": not _counted(self._db, name, row["version"])["whole"]}
 
     def jobs(self) -> list[dict[str, Any]]:
         """With what waits, is out and is kept in this round."""
-        counts = (
-            "SUM(trainer IS NULL AND kept IS NULL) AS waiting, SUM(trainer IS NOT NULL AND kept IS NULL) AS out, "
-            "SUM(kept IS NOT NULL) AS kept, "
-            "MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s"
-        )
         with self._lock:
-            rows = self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall()
-            found = []
-            for row in rows:
-                text = f"SELECT {counts} FROM batches WHERE job = ? AND version = ?"
-                now = dict(self._db.execute(text, (row["name"], row["version"])).fetchone())
-                found.append({**dict(row), **{name: value or 0 for name, value in now.items()}})
-            return found
+            rows = self._db.execute("SELECT * FROM jobs ORDER BY name").fetchall()  # `whole`: of all three
+            return [{**row, **_counted(self._db, row["name"], row["version"])} for row in map(dict, rows)]
 
     # trainers
 
@@ -189,9 +198,11 @@ class FleetBooks:
 
     # micro-batches
 
-    def oldest(self, job: str) -> tuple[int, float] | None:
-        """(number, when it was first queued) of what waits longest."""
+    def oldest(self, job: str, now_s: float) -> tuple[int, float] | None:
+        """(number, when it was first queued) of what waits longest, if any of it is handed out now."""
         with self._lock:
+            if _is_due(self._db, job, now_s):
+                return None
             version = _job(self._db, job)["version"]
             text = (
                 "SELECT number, queued_s FROM batches WHERE job = ? AND version = ? AND trainer IS NULL "
@@ -201,10 +212,12 @@ class FleetBooks:
             return (row["number"], row["queued_s"]) if row else None
 
     def take(self, job: str, trainer: int, now_s: float) -> int | None:
-        """The next micro-batch of the trainer's round, or None: nothing waits."""
+        """The next micro-batch of the trainer's round, or None: nothing waits, or the round's time is over."""
         with self._change() as db:
             _valid(db, trainer)
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
+            if _is_due(db, job, now_s):
+                return None
             text = (
                 "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches "
                 "WHERE job = ? AND version = (SELECT version FROM jobs WHERE name = ?) "
@@ -241,12 +254,13 @@ class FleetBooks:
 
     # versions
 
-    def parts(self, job: str) -> list[dict[str, Any]] | None:
-        """The last push of each trainer, when every micro-batch of the round is kept; else None."""
+    def parts(self, job: str, now_s: float) -> list[dict[str, Any]] | None:
+        """The last push of each trainer, when every micro-batch of the round is kept, or its time is over and none is
+        out; else None."""
         with self._lock:
             version = _job(self._db, job)["version"]
-            text = "SELECT COUNT(*) FROM batches WHERE job = ? AND version = ? AND kept IS NULL"
-            if self._db.execute(text, (job, version)).fetchone()[0]:
+            counted = _counted(self._db, job, version)
+            if counted["out"] or (counted["waiting"] and not _is_due(self._db, job, now_s)):
                 return None
             text = (
                 "SELECT name, blob, tokens FROM pushes WHERE id IN (SELECT MAX(id) FROM pushes WHERE job = ? "
@@ -256,7 +270,7 @@ class FleetBooks:
 
     def publish(self, job: str, version: int, blob: bytes | memoryview, now_s: float) -> int:
         """The average of round `version` becomes the next version. Twice the same is once; another one is refused."""
-        parts = self.parts(job)
+        parts = self.parts(job, now_s)
         with self._written(blob) as (name, beside), self._change() as db:
             row = _job(db, job)
             there = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version + 1)).fetchone()
@@ -269,8 +283,10 @@ class FleetBooks:
             tokens = sum(part["tokens"] for part in parts)
             db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (job, version + 1, name, tokens))
             db.execute("UPDATE jobs SET version = ? WHERE name = ?", (version + 1, job))
-            if version + 1 < row["rounds"]:
-                _queue(db, job, version + 1, row["round_batches"], now_s)
+            db.execute("UPDATE rounds SET begun_s = ? WHERE job = ?", (now_s, job))
+            text = "UPDATE batches SET version = ?, trainer = NULL WHERE job = ? AND version = ? AND kept IS NULL"
+            db.execute(text, (version + 1, job, version))
+            _queue(db, job, version + 1, now_s)
             beside.replace(self._blobs / name)
         self._drop([part["blob"] for part in parts])
         return version + 1
@@ -317,9 +333,33 @@ class FleetBooks:
                 (self._blobs / blob).unlink(missing_ok=True)
 
 
-def _queue(db: sqlite3.Connection, job: str, version: int, count: int, now_s: float) -> None:
-    rows = ((job, version * count + number, version, now_s) for number in range(count))
+def _queue(db: sqlite3.Connection, job: str, version: int, now_s: float) -> None:
+    """Fill the round up; what an earlier one left over is in it already."""
+    row, left = _job(db, job), _counted(db, job, version)["waiting"]
+    queued = db.execute("SELECT COUNT(*) FROM batches WHERE job = ?", (job,)).fetchone()[0]
+    count = min(row["round_batches"] - left, row["rounds"] * row["round_batches"] - queued)
+    rows = ((job, queued + number, version, now_s) for number in range(count))
     db.executemany("INSERT INTO batches (job, number, version, queued_s) VALUES (?, ?, ?, ?)", rows)
+
+
+def _counted(db: sqlite3.Connection, job: str, version: int) -> dict[str, Any]:
+    """Micro-batches of a round, and when the oldest that waits was queued."""
+    text = (
+        "SELECT SUM(trainer IS NULL AND kept IS NULL) AS waiting, SUM(trainer IS NOT NULL AND kept IS NULL) AS out, "
+        "SUM(kept IS NOT NULL) AS kept, COUNT(*) AS whole, "
+        "MIN(CASE WHEN trainer IS NULL AND kept IS NULL THEN queued_s END) AS oldest_s "
+        "FROM batches WHERE job = ? AND version = ?"
+    )
+    return {name: value or 0 for name, value in dict(db.execute(text, (job, version)).fetchone()).items()}
+
+
+def _is_due(db: sqlite3.Connection, job: str, now_s: float) -> bool:
+    """The round's time is over, and there is or will be something to average: once something is kept it stays due."""
+    row = db.execute("SELECT begun_s, limit_s FROM rounds WHERE job = ?", (job,)).fetchone()
+    if row is None or not row["limit_s"] or now_s - row["begun_s"] < row["limit_s"]:
+        return False  # a job that an older router began has no row until a trainer names it again
+    counted = _counted(db, job, _job(db, job)["version"])
+    return bool(counted["kept"] or counted["out"])
 
 
 def _job(db: sqlite3.Connection, name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from valve_tools.lab.fleet.cells import Cell
 from valve_tools.lab.fleet.freed import Freed
 from valve_tools.lab.fleet.page import Found, page
 from valve_tools.lab.fleet.proofs import proofs
-from valve_tools.lab.fleet.reading import READING
+from valve_tools.lab.fleet.reading import reading
 from valve_tools.lab.fleet.run import Figures
 from valve_tools.replay.work import Workers, silent, spread
 from valve_tools.sim.metrics import Claim
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         keep(found, options.out / f"{name}.json".replace(" ", "-").replace("/", "-"))
         if options.table is None and not options.only:
             wanted = [(one.table, one.name) for one in cells.settings(str(options.traces or ""))]
-            for name, text in page(found, READING, wanted).items():
+            for name, text in page(found, reading(found), wanted).items():
                 (options.out / name).write_text(text, encoding="utf-8")
     return 0 if all(claim.ok for claim in judged) else EXIT_MISSED
 
@@ -70,7 +70,7 @@ def simulated(options: argparse.Namespace) -> Found:
         for one in cells.settings(str(folder))
         if options.table in (None, one.table) and one.name.startswith(options.only)
     ]
-    ran = [cell for some in spread(cells.work, settings, silent, workers) for cell in some]
+    ran = [cell for some in spread(cells.work, settings, silent, workers) for cell in some] if settings else []
     if options.table not in (None, "freed"):
         return Found(cells=ran, proofs=[], freed=[])
     loads = freed.parts(folder, cells.SEEDS)

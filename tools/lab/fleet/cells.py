@@ -8,7 +8,7 @@ from itertools import product
 
 from valve_router.plan.profile import Law, Profile
 from valve_tools.lab.fleet.load import MODELS, Arrivals, Fleet
-from valve_tools.lab.fleet.policies import OURS, POLICIES, VARIANTS
+from valve_tools.lab.fleet.policies import FILLS, OURS, POLICIES, VARIANTS
 from valve_tools.lab.fleet.run import Figures, Run, World
 from valve_tools.sim.metrics import Interval, interval
 
@@ -59,7 +59,7 @@ class Cell:
 def work(setting: Setting) -> list[Cell]:
     found = []
     for name in setting.policies:
-        policy = (POLICIES | VARIANTS)[name]
+        policy = (POLICIES | VARIANTS | FILLS)[name]
         worlds = [replace(setting.world, seed=seed) for seed in range(1, setting.seeds + 1)]
         figures = tuple(Run(world, policy).figures() for world in worlds)
         busy = busy_share(setting.world)
@@ -118,7 +118,7 @@ def bursts(folder: str, count: int) -> list[Setting]:
                 arrivals=Arrivals(per_s=per_s, training=share, count=count, trace=trace, folder=folder),
                 seed=0,
             ),
-            policies=tuple(POLICIES),
+            policies=(*POLICIES, *FILLS),
         )
         for trace, per_s, share in product(TRACES, (4.0, 8.0, 16.0), (0.25, 0.5))
     ]

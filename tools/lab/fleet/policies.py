@@ -35,8 +35,8 @@ class Policy:
     defer: DeferRule | None = None
 
 
-def scored(score: Score) -> Picks:
-    settings = ScoreSettings(score=score)
+def scored(score: Score, fill: float = ScoreSettings().fill) -> Picks:
+    settings = ScoreSettings(score=score, fill=fill)
 
     def pick(sight: Sight, task: Task) -> int:
         return choose(sight.timelines, [task] * len(sight.timelines), settings).index
@@ -113,3 +113,11 @@ VARIANTS = {
         Policy(name="printed, deferred by its own response", pick=scored(Score.PRINTED), defer=OWN),
     )
 }
+FILLS = {
+    one.name: one
+    for one in (
+        Policy(name=f"pack, filled to {fill:g}", pick=scored(Score.PACK, fill), defer=NEXT)
+        for fill in (0.25, 0.35, 1.0)
+    )
+}
+"""Of the target. What the router's own, a half, is held against where bursts miss marks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -47,6 +48,7 @@ class Figures:
     oldest_s: float  # the longest that a training task waited to be sent
     trained_per_s: float  # training tasks over the wall
     unserved: int
+    densest: float  # of the tasks, how many come in the busiest tenth of the time
 
 
 class Run:
@@ -163,7 +165,14 @@ class Run:
             oldest_s=self.oldest_s,
             trained_per_s=(len(self.ran) - len(requests)) / wall_s,
             unserved=len(self.tasks) - len(self.ran),
+            densest=_densest([one.arrival_s for one in self.tasks]),
         )
+
+
+def _densest(times: list[float]) -> float:
+    """`times` in order."""
+    long_s = 0.1 * (times[-1] - times[0])
+    return max(bisect_right(times, at + long_s) - number for number, at in enumerate(times)) / len(times)
 
 
 def _awake_s(spans: list[tuple[float, float]]) -> float:

@@ -92,19 +92,7 @@ class Stages:
             for booked in self.booked:
                 while booked and booked[0][1] <= now:
                     booked.pop(0)
-            until, runs = to_s, []
-            taken: set[int] = set()
-            for one in self.training:
-                stage = int(one.left[0][0])
-                if stage in taken:
-                    continue
-                taken.add(stage)
-                begin, end = self.booked[stage][0] if self.booked[stage] else (FOREVER, FOREVER)
-                if begin <= now:
-                    until = min(until, end)
-                    continue
-                runs.append(one)
-                until = min(until, begin, now + one.left[0][1])
+            until, runs = self._turn(now, to_s)
             for one in runs:
                 one.ran.first_s = min(one.ran.first_s, now)
                 one.left[0][1] -= until - now
@@ -114,10 +102,29 @@ class Stages:
                         one.ran.forward_end_s = until
                     if not one.left:
                         one.ran.end_s = until
-            self.training = [one for one in self.training if one.left]
+            if any(not one.left for one in runs):
+                self.training = [one for one in self.training if one.left]
             self.clock_s = until
         if not self.training:
             self.clock_s = max(self.clock_s, to_s if to_s < FOREVER else 0.0)
+
+    def _turn(self, now: float, to_s: float) -> tuple[float, list[_Pieces]]:
+        """Who may run now, one on each stage, and until when."""
+        until, runs, taken = to_s, [], set()
+        for one in self.training:
+            stage = int(one.left[0][0])
+            if stage in taken:
+                if not stage and one.ran.first_s == FOREVER:
+                    break  # it has not begun, so nothing behind it has: all of those wait for this stage, too
+                continue
+            taken.add(stage)
+            begin, end = self.booked[stage][0] if self.booked[stage] else (FOREVER, FOREVER)
+            if begin <= now:
+                until = min(until, end)
+                continue
+            runs.append(one)
+            until = min(until, begin, now + one.left[0][1])
+        return until, runs
 
     def _in_line(self, ran: Ran, now_s: float, forward_s: float, backward_s: float) -> None:
         ready, stages = now_s, self.profile.stages

@@ -274,11 +274,12 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     batches = options.sync_steps * spec.gradient_accumulation_steps
     mean = max(1, rows.tokens // max(1, len(rows)) * spec.per_device_train_batch_size)
     digest = f"{trainer.digest}/{options.average}"
-    link.ask("job", {"job": job, "rounds": options.rounds, "round_batches": batches, "tokens": mean, "digest": digest})
+    said = {"rounds": options.rounds, "round_batches": batches, "limit_s": 60.0 * options.sync_minutes}
+    link.ask("job", {"job": job, "tokens": mean, "digest": digest, **said})
     publish = publisher(folder, trainer, job, options.publish_to)
 
     def moved(version: int, document: bytes) -> None:
-        folder.say("running", version * options.sync_steps)
+        folder.say("running", min(version, options.rounds) * options.sync_steps)
         publish(version, document)
 
     worker = FleetWorker(
@@ -330,6 +331,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     one.add_argument("--rounds", type=int, default=1, help="averages until the job is done")
     one.add_argument("--sync-steps", type=int, default=100, help="optimizer steps of all trainers from one to the next")
+    one.add_argument(
+        "--sync-minutes",
+        type=float,
+        default=10.0,
+        help="or so long, whichever comes first; what a round has not done then goes into the next; 0: no limit",
+    )
     one.add_argument("--average", choices=METHODS[:2], default=METHODS[0])
     one.add_argument("--push-steps", type=int, default=10, help="steps that a dead node costs at most")
     one.add_argument("--publish-to", default="", metavar="URL", help="this node's engine gets every version")
