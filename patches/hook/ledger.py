@@ -14,28 +14,19 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from valve_hook.losses import NOTHING_WRITTEN, spread
+from valve_hook.holders import Held, HolderIndex
+from valve_hook.losses import NOTHING_WRITTEN, Verdict, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
 TENDED = 8  # requests whose rows are brought up to date at a time: who takes a step meanwhile waits for them at most
-
-
-@dataclass(slots=True, kw_only=True)
-class Held:
-    """The blocks of one request from one admission to its end or preemption."""
-
-    request: str
-    blocks: array[int]
-    row: int  # in the book; -1: there was no room, or it is closed
-    source: Sequence[Any] | None = None  # the engine's own list of its blocks, of which `blocks` is a beginning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +61,10 @@ class Step:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        first = self.facts.first_tokens
-        return {name: token for names, tokens in first for name, token in zip(names, tokens, strict=True)}
+        starts: dict[str, int] = {}
+        for names, tokens in self.facts.first_tokens:
+            starts.update(zip(names, tokens, strict=True))
+        return starts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +77,9 @@ class Ledger:
     asked: dict[int, Step] = field(default_factory=dict)  # of them, those that were asked about, by the record's id
     kept: dict[str, Held] = field(default_factory=dict)  # sound beginnings of requests that wait: in the book alone
     current: Callable[[str], Sequence[Any] | None] | None = None  # the list that a request has in the engine now
+    grown: dict[int, str] | None = None  # a new block and who has it, where the engine tells; None: all may have some
     book: Book | None = None
+    _index: HolderIndex = field(default_factory=HolderIndex)
     _free_rows: list[int] = field(default_factory=list)
     _tour: list[Held] = field(default_factory=list)  # whose rows are brought up to date next, last first
     _lock: threading.RLock = field(default_factory=threading.RLock)  # who tends is another thread than who schedules
@@ -101,6 +96,7 @@ class Ledger:
         """The request starts with these blocks, or starts again."""
         self.dismiss(request)
         held = self.held[request] = Held(request=request, blocks=array("I", blocks), row=-1)
+        self._index.begin(held)
         self._open_row(held)
 
     def follow(self, request: str, source: Sequence[Any]) -> None:
@@ -109,15 +105,22 @@ class Ledger:
         self.held[request].source = source
 
     def tend(self, most: int = TENDED) -> bool:
-        """Bring the rows of a few requests up to date, round and round; whether this round has more. Any thread may."""
+        """Bring the rows of a few requests up to date: of those that have grown, else of all, round and round. Whether
+        there is more to do, in this round. Any thread may.
+        """
         with self._lock:
+            if self.grown is not None:
+                for _ in range(min(most, len(self.grown))):
+                    held = self.held.get(self.grown.popitem()[1])
+                    if held is not None:
+                        self._catch_up(held)
+                return self._index.settle(most) or bool(self.grown)
             if not self._tour:
                 self._tour = list(self.held.values())
             tour = self._tour
             for _ in range(min(most, len(tour))):
-                held = tour.pop()
-                if held.source is not None and len(held.source) != len(held.blocks):
-                    self._catch_up(held)
+                self._catch_up(tour.pop())
+            self._index.settle(most)
             return bool(tour)
 
     def dismiss(self, request: str) -> None:
@@ -131,6 +134,7 @@ class Ledger:
                 return
             self._catch_up(held)
             held.source = None
+            self._index.end(held)
             for step in self.steps:
                 if request in step.facts.requests:
                     step.left.setdefault(request, held)
@@ -173,23 +177,36 @@ class Ledger:
             return self._judge(lost, blocks)
 
     def _judge(self, lost: Blocks, blocks: int) -> Judgement:
-        self._refresh()
-        holders, present = self.holders()
-        tables = [held.blocks for held in holders]
-        verdict = spread(lost, tables, lambda index: self.first_written(holders[index]), self.copies(), blocks)
-        bad = np.zeros(blocks + 1, dtype=bool)
-        bad[verdict.bad] = True
+        self._refresh(lost)
+        left = list({id(held): held for step in self.steps for held in step.left.values()}.values())
+        present = self.holders(lost)
+        while True:
+            for held in present:
+                self._look_at(held)
+            verdict = self._spread(lost, [*present, *left], blocks)
+            bad = verdict.bad
+            more = self.holders(bad)
+            if {id(held) for held in present}.issuperset(map(id, more)):
+                break
+            present = more
+        is_bad = np.zeros(blocks + 1, dtype=bool)
+        is_bad[bad] = True
+        hit = sorted(verdict.hit)
         return Judgement(
-            running={holders[at].request: _sound(tables[at], bad) for at in verdict.hit if at < present},
-            left=frozenset(holders[at].request for at in verdict.hit if at >= present),
-            bad=verdict.bad,
+            running={present[at].request: _sound(present[at].blocks, is_bad) for at in hit if at < len(present)},
+            left=frozenset(left[at - len(present)].request for at in hit if at >= len(present)),
+            bad=bad,
         )
 
-    def holders(self) -> tuple[list[Held], int]:
-        """Everybody a loss can hit: those who hold blocks now, and from the returned index on those who have left."""
-        now = list(self.held.values())
-        left = {id(held): held for step in self.steps for held in step.left.values()}
-        return now + list(left.values()), len(now)
+    def holders(self, blocks: Blocks) -> list[Held]:
+        """Those who may hold one of these blocks now."""
+        found = self._index.of(blocks)
+        return list(self.held.values()) if found is None else found
+
+    def _spread(self, lost: Blocks, holders: list[Held], blocks: int) -> Verdict:
+        copies = (pair for step in self.steps for pair in step.facts.copies)
+        tables = [held.blocks for held in holders]
+        return spread(lost, tables, lambda index: self.first_written(holders[index]), copies, blocks)
 
     def first_written(self, held: Held) -> int:
         """Index of the first of its blocks that a step in flight may write."""
@@ -201,29 +218,32 @@ class Ledger:
                 first = block if first == NOTHING_WRITTEN else min(first, block)
         return first
 
-    def copies(self) -> Iterator[tuple[int, int]]:
-        for step in self.steps:
-            yield from step.facts.copies
+    def _refresh(self, lost: Blocks) -> None:
+        """Everybody who may hold a lost block that is not in the index yet."""
+        grown = self.grown
+        if grown is None or any(step.facts.copies for step in self.steps):
+            names = list(self.held)
+        else:
+            names = [grown[block] for block in grown.keys() & lost.tolist()]
+        for name in names:
+            if (held := self.held.get(name)) is not None:
+                self._look_at(held)
 
-    def _refresh(self) -> None:
-        """All that everybody holds now. Who has left since the last step keeps the list that he had."""
-        current = self.current if self.current is not None else lambda _: None
-        for held, now in zip(self.held.values(), map(current, self.held), strict=True):
-            source = held.source
-            if source is None:
-                continue
-            if now is not source and now is not None:
-                raise RuntimeError("a request has other blocks than those it started with")
-            if len(source) != len(held.blocks):
-                self._catch_up(held)
+    def _look_at(self, held: Held) -> None:
+        """Who has left since the last step keeps the list that he had."""
+        now = self.current(held.request) if self.current is not None and held.source is not None else None
+        if now is not held.source and now is not None:
+            raise RuntimeError("a request has other blocks than those it started with")
+        self._catch_up(held)
 
     def _catch_up(self, held: Held) -> None:
-        if held.source is not None:
+        if held.source is not None and len(held.source) != len(held.blocks):
             self._extend(held, [block.block_id for block in held.source[len(held.blocks) :]])
 
     def _extend(self, held: Held, blocks: Sequence[int]) -> None:
         start = len(held.blocks)
         held.blocks.extend(blocks)
+        self._index.note(held)
         if blocks and self.book is not None and held.row >= 0:
             self.book.extend_row(held.row, start, blocks)
 

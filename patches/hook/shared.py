@@ -40,7 +40,7 @@ class Change:
     epoch: int
     lost: Blocks  # changed: their content is gone
     backed: NDArray[np.bool_]  # of every block, now
-    entries: Blocks
+    entries: Blocks  # good until the next look
 
 
 class Table:
@@ -65,6 +65,7 @@ class Table:
         """All that valved ever changes but the entries, as it is now: while it stays the same nothing is new."""
         self.seen_epoch = -1
         self.seen = np.zeros(self.blocks, dtype=np.uint32)
+        self._spare = np.zeros(self.blocks, dtype=np.uint32)  # for the next look: new memory would cost more than it
 
     @property
     def has_news(self) -> bool:
@@ -116,6 +117,8 @@ class Table:
 
     def accept(self, change: Change) -> None:
         """It has been acted on: no news any more. Never earlier, for what fails half way has to be found again."""
+        if change.entries is self._spare:
+            self._spare = self.seen
         self.seen, self.seen_epoch = change.entries, change.epoch
 
     def changed(self) -> NDArray[np.bool_]:
@@ -126,7 +129,8 @@ class Table:
     def _copy(self) -> tuple[int, Blocks]:
         epoch = self._epoch[0]
         fence()
-        return epoch, self._entries.copy()
+        np.copyto(self._spare, self._entries)
+        return epoch, self._spare
 
 
 class Book:

@@ -45,6 +45,7 @@ class VllmHook:
             slack_tokens=2 * int(getattr(scheduler, "num_spec_tokens", 0) or 0),
             current=self.engine.tables.get,
             read=facts_of,
+            grown=self.engine.grown,
         )
         self.reconciler = Reconciler(link=link, engine=self.engine, ledger=self.ledger, blocks=blocks, mode=mode)
         self.progress = Progress(scheduler, link)

@@ -21,6 +21,7 @@ from typing import Any
 
 from valve_hook.ledger import Facts, Ledger
 from valve_hook.shared import Blocks
+from valve_hook.vllm.asking import tell
 from valve_hook.vllm.free_blocks import ColumnQueue
 from valve_hook.vllm.prefixes import Prefixes
 
@@ -39,6 +40,10 @@ class VllmEngine:
         self.pool = self.manager.block_pool
         self.tables = self.manager.coordinator.single_type_managers[0].req_to_blocks  # one group, or it was refused
         self.block_tokens = int(scheduler.block_size)
+        self.grown: dict[int, str] | None = {}
+        self._is_told = tell(self.manager.coordinator.single_type_managers[0], lambda: self._columns, self.grown)
+        if not self._is_told:
+            self.grown = None
         self.prefixes = Prefixes(backed=lambda: self.pool.num_gpu_blocks - 1 - len(self.withheld))
         self.withheld: set[int] = set()
         self._forgotten: set[int] = set()  # just now, in the same look: the cache need not be asked for them again
@@ -58,7 +63,8 @@ class VllmEngine:
         scheduler, now = self.scheduler, time.monotonic()
         kept: dict[str, Sequence[int]] = {}
         ids = {id(scheduler.requests[name]) for name in running if name in scheduler.requests}
-        hit = [each for each in scheduler.running if id(each) in ids]
+        places = [place for place, each in enumerate(scheduler.running) if id(each) in ids]
+        hit = [scheduler.running[place] for place in places]
         try:
             for request in reversed(hit):
                 name, computed = request.request_id, request.num_computed_tokens
@@ -67,8 +73,9 @@ class VllmEngine:
                 scheduler.prev_step_scheduled_req_ids.discard(name)
                 kept[name] = [block.block_id for block in self.prefixes.keep(name, sound, computed)]
         finally:
-            gone = {id(each) for each in hit if each.request_id in kept}
-            scheduler.running[:] = [each for each in scheduler.running if id(each) not in gone]
+            for place, request in zip(reversed(places), reversed(hit), strict=True):
+                if request.request_id in kept:
+                    del scheduler.running[place]
         self._drop_stale({*left, *running} - kept.keys())
         return kept
 
@@ -97,8 +104,17 @@ class VllmEngine:
         self.manager.evict_blocks(new - forgotten)
         if not self.has_abandoned:
             self._refuse_held(new, "lost")
-        self.pool.touch([self.pool.blocks[block] for block in sorted(new)])
+        self._hold([self.pool.blocks[block] for block in sorted(new)])
         self.withheld |= new
+
+    def _hold(self, blocks: Sequence[Any]) -> None:
+        """`BlockPool.touch`, for all of them at once where they can be; vLLM's statistics have it block by block."""
+        if self._columns is None or getattr(self.pool, "metrics_collector", None) is not None:
+            self.pool.touch(blocks)
+            return
+        self._columns.remove_all([block for block in blocks if block.ref_cnt == 0])
+        for block in blocks:
+            block.ref_cnt += 1
 
     def _refuse_held(self, blocks: Iterable[int], what: str) -> None:
         pool_blocks, withheld = self.pool.blocks, self.withheld
@@ -108,9 +124,9 @@ class VllmEngine:
 
     def release(self, blocks: Blocks) -> None:
         back = set(blocks.tolist()) & self.withheld
-        for block in sorted(back):
-            self.withheld.discard(block)
-            self.pool.free_blocks([self.pool.blocks[block]])
+        if back:
+            self.withheld -= back
+            self.pool.free_blocks([self.pool.blocks[block] for block in sorted(back)])
 
     def reset(self) -> int:
         """Whoever was preempted before has no blocks, and may have output in flight."""
@@ -144,6 +160,7 @@ class VllmEngine:
             return
         free = self.pool.free_block_queue.get_all_free_blocks()
         self._columns = self.pool.free_block_queue = ColumnQueue(column_of.tolist(), free)
+        self._columns.is_told = self._is_told
         self.prefixes.use(self._columns)
 
     def free_columns(self) -> Sequence[int]:

@@ -7,18 +7,19 @@ column by column, the one whose free cached blocks were used the longest ago in 
 the mean of all. So the prefix cache keeps nearly what vLLM would keep (test_hit_rate.py). What is kept for a request
 that was sent back (prefixes.py) is free like the rest, so nobody waits or is preempted for it; but it goes last of all.
 
-The pool does not say for whom it takes blocks, and wrapping the functions that know would cost every running request in
-every step. So the caller's frame is read, only when blocks are really taken; where it cannot be found (another version)
-the request counts as new, which costs affinity and nothing else.
+The pool does not say for whom it takes blocks. Where the engine tells (asking.py), `asker` is the list of blocks of
+that request. Else the caller's frame is read; where that cannot be found either (another version) the request counts as
+new, which costs affinity and nothing else.
 """
 
 from __future__ import annotations
 
 import heapq
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -46,28 +47,33 @@ def last_block_of_caller() -> int | None:
 
 
 class ColumnQueue:
-    """Free blocks in columns."""
+    """Free blocks in columns. For one block that a request takes, its last block's pile and a count are looked at; all
+    else is put right when somebody asks for it.
+    """
 
     def __init__(self, column_of: Sequence[int], free: Iterable[Block]) -> None:
-        self._column_of = list(column_of)
-        columns = max(self._column_of, default=0) + 1
+        columns = max(column_of, default=0) + 1
+        shared = list(range(columns))  # one number for all blocks of a column: fewer things to fetch from memory
+        self._column_of = [shared[column] for column in column_of]
         self._fresh: list[dict[int, Block]] = [{} for _ in range(columns)]
         self._cached: list[dict[int, Block]] = [{} for _ in range(columns)]
-        sizes = Counter(self._column_of)
+        self._home = [self._fresh[column] for column in column_of]  # by block
+        sizes = Counter(column_of)
         self._sizes = [sizes[column] for column in range(columns)]
         self._order = FullestColumn(columns, max(sizes.values(), default=0))
-        self._fresh_blocks = self._cached_blocks = 0
+        self._cached_blocks = 0
         self._clock = 0
         self._freed_at = [0] * len(self._column_of)
-        self._age_sum, self._age_count = np.zeros(columns), np.zeros(columns)  # of free cached blocks
+        self._age_sum, self._age_count = (array("q", bytes(8 * columns)) for _ in range(2))  # of free cached blocks
         self._emptied = self._emptied_at = 0  # the column whose cached blocks are being given up, and up to what age
-        self.whole: set[int] = set()  # columns all of whose blocks are free, and kept for nobody
-        self._whole_order: list[int] = []  # a heap of their negatives, with some that are whole no more
+        self._whole_order: list[int] = []  # a heap of the negatives of whole columns, with some that are whole no more
         self._in_order: set[int] = set()
         self._kept: dict[int, int] = {}  # block: for how many
         self._kept_free: dict[int, Block] = {}
         self.num_free_blocks = 0
-        self.found_owner = 0  # times the asking request was known
+        self.is_told = False  # who asks
+        self.asker: Sequence[Block] | None = None  # the blocks of the request for which blocks are being taken
+        self.found_owner = 0  # times the asking request was known from a frame
         self.append_n(list(free))
 
     # ---- vLLM's interface ----
@@ -78,50 +84,27 @@ class ColumnQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Block]:
+        asker = self.asker
+        if n == 1 and asker and (pile := self._home[asker[-1].block_id]):  # a request that decodes: mostly this
+            self.num_free_blocks -= 1
+            return [pile.popitem()[1]]  # freed last: it may still be in the processor's caches
         assert self.num_free_blocks >= n
-        last = last_block_of_caller() if self._fresh_blocks else None
-        column = -1
-        if last is not None:
+        last = asker[-1].block_id if asker else None
+        if not self.is_told and self._fresh_blocks and (last := last_block_of_caller()) is not None:
             self.found_owner += 1
-            column = self._column_of[last]
-            if n == 1 and (pile := self._fresh[column]):  # a request that decodes: mostly this
-                self._fresh_blocks -= 1
+            if n == 1 and (pile := self._home[last]):
                 self.num_free_blocks -= 1
-                self.whole.discard(column)
-                return [pile.popitem()[1]]  # freed last: it may still be in the processor's caches
-        taken: list[Block] = []
-        while len(taken) < n:
-            if not self._fresh_blocks:
-                give_up = self._give_up if self._cached_blocks else self._give_up_kept
-                taken += give_up(n - len(taken))
-                continue
-            if column < 0 or not self._fresh[column]:
-                column = self._order.find(self._count_fresh)
-            pile = self._fresh[column]
-            before = len(pile)
-            while pile and len(taken) < n:
-                taken.append(pile.pop(next(iter(pile))))
-            self._fresh_blocks -= before - len(pile)
-            self.whole.discard(column)
-        self.num_free_blocks -= n
-        return taken
+                return [pile.popitem()[1]]
+        return self._take(n, self._home[last] if last is not None else {})
 
     def remove(self, block: Block) -> None:
-        column = self._column_of[block.block_id]
-        if self._fresh[column].pop(block.block_id, None) is not None:
-            self._fresh_blocks -= 1
-        elif self._kept_free.pop(block.block_id, None) is None:
-            del self._cached[column][block.block_id]
-            self._forget_age(column, block)
-        self.whole.discard(column)
-        self.num_free_blocks -= 1
+        self.remove_all((block,))
 
     def append(self, block: Block) -> None:
         self.append_n([block])
 
     def append_n(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self._put(block)
+        self._put(blocks)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
@@ -134,24 +117,56 @@ class ColumnQueue:
 
     # ---- for the hook ----
 
+    def remove_all(self, blocks: Sequence[Block]) -> None:
+        """Nobody is to have them."""
+        column_of, freed_at, at, gone, ages = self._column_of, self._freed_at, -1, 0, 0
+        fresh, cached = dict[int, Block](), dict[int, Block]()
+        try:
+            for block in blocks:
+                number = block.block_id
+                if (column := column_of[number]) != at:
+                    self._forget_ages(at, gone, ages)
+                    at, gone, ages, fresh, cached = column, 0, 0, self._fresh[column], self._cached[column]
+                if cached.pop(number, None) is not None:
+                    gone += 1
+                    ages += freed_at[number]
+                elif fresh.pop(number, None) is None:
+                    del self._kept_free[number]
+                self.num_free_blocks -= 1
+        finally:
+            self._forget_ages(at, gone, ages)
+
+    def _forget_ages(self, column: int, cached: int, ages: int) -> None:
+        if cached:
+            self._cached_blocks -= cached
+            self._age_count[column] -= cached
+            self._age_sum[column] -= ages
+
     def keep(self, blocks: Iterable[Block]) -> None:
         """Somebody comes back for what they hold: as long as anything else is free, it is not given up."""
         for block in blocks:
-            self._kept[block.block_id] = self._kept.get(block.block_id, 0) + 1
-            column = self._column_of[block.block_id]
-            if self._cached[column].pop(block.block_id, None) is not None:
-                self._forget_age(column, block)
-                self._kept_free[block.block_id] = block
-                self.whole.discard(column)
+            number = block.block_id
+            self._kept[number] = self._kept.get(number, 0) + 1
+            if number in self._cached[self._column_of[number]]:
+                self.remove(block)
+                self.num_free_blocks += 1
+                self._kept_free[number] = block
 
     def let_go(self, blocks: Iterable[Block]) -> None:
         """`keep`, undone: what is free was used just now."""
+        free = []
         for block in blocks:
             left = self._kept.pop(block.block_id, 1) - 1
             if left > 0:
                 self._kept[block.block_id] = left
             elif self._kept_free.pop(block.block_id, None) is not None:
-                self._put(block)
+                free.append(block)
+        self._put(free)
+
+    @property
+    def whole(self) -> set[int]:
+        """Columns all of whose blocks are free, and kept for nobody."""
+        return {column for column in self._in_order if self._is_whole(column)}
 
     def last_whole(self, blocks: int) -> list[int]:
         """Columns all of whose blocks are free, from the last on, of so many blocks together: one at least."""
@@ -159,7 +174,7 @@ class ColumnQueue:
         while order and blocks > 0:
             column = -heapq.heappop(order)
             self._in_order.discard(column)
-            if column in self.whole:
+            if self._is_whole(column):
                 found.append(column)
                 blocks -= self._sizes[column]
         for column in found:  # until their blocks are taken
@@ -168,26 +183,62 @@ class ColumnQueue:
 
     # ---- parts ----
 
-    def _put(self, block: Block) -> None:
-        number = block.block_id
-        column = self._column_of[number]
-        if block.block_hash is None:
-            self._fresh[column][number] = block
-            self._fresh_blocks += 1
-        elif number in self._kept:
-            self._kept_free[number] = block
-            return
-        else:
-            self._cached[column][number] = block
-            self._cached_blocks += 1
-            self._clock += 1
-            self._freed_at[number] = self._clock
-            self._age_sum[column] += self._clock
-            self._age_count[column] += 1
-        self._file(column)
+    @property
+    def _fresh_blocks(self) -> int:
+        return self.num_free_blocks - self._cached_blocks - len(self._kept_free)
+
+    def _is_whole(self, column: int) -> bool:
+        return len(self._fresh[column]) + len(self._cached[column]) == self._sizes[column]
+
+    def _take(self, n: int, pile: dict[int, Block]) -> list[Block]:
+        """As long as there are any, from this pile of fresh blocks."""
+        taken: list[Block] = []
+        while len(taken) < n:
+            wanted = n - len(taken)
+            if not pile and self._fresh_blocks:
+                pile = self._fresh[self._order.find(self._count_fresh)]
+            if pile:
+                some = [pile.pop(number) for number in list(islice(pile, wanted))]
+            else:
+                some = self._give_up(wanted) if self._cached_blocks else self._give_up_kept(wanted)
+            self.num_free_blocks -= len(some)
+            taken += some
+        return taken
+
+    def _put(self, blocks: Sequence[Block]) -> None:
+        """The blocks of a request come mostly column by column, so what is said of a column is said once for a run."""
+        column_of, kept, freed_at, clock = self._column_of, self._kept, self._freed_at, self._clock
+        at, before, ages, fresh, cached = -1, 0, 0, dict[int, Block](), dict[int, Block]()
+        for block in blocks:
+            number = block.block_id
+            if (column := column_of[number]) != at:
+                if at >= 0:
+                    self._file(at, len(cached) - before, ages)
+                at, fresh, cached = column, self._fresh[column], self._cached[column]
+                before, ages = len(cached), 0
+            if block.block_hash is None:
+                fresh[number] = block
+            elif number in kept:
+                self._kept_free[number] = block
+            else:
+                cached[number] = block
+                clock += 1
+                freed_at[number] = clock
+                ages += clock
+        self._clock = clock
+        if at >= 0:
+            self._file(at, len(cached) - before, ages)
+
+    def _file(self, column: int, cached: int, ages: int) -> None:
+        """So many cached blocks have come to it, with this sum of ages, and any number of fresh ones."""
+        self._cached_blocks += cached
+        self._age_count[column] += cached
+        self._age_sum[column] += ages
+        self._order.file(column, len(self._fresh[column]))
+        if self._is_whole(column):
+            self._note_whole(column)
 
     def _note_whole(self, column: int) -> None:
-        self.whole.add(column)
         if column not in self._in_order:
             self._in_order.add(column)
             heapq.heappush(self._whole_order, -column)
@@ -200,37 +251,24 @@ class ColumnQueue:
         return taken
 
     def _give_up(self, most: int) -> list[Block]:
-        if not self._has_old():
-            ages = np.full(len(self._age_sum), np.inf)
-            np.divide(self._age_sum, self._age_count, out=ages, where=self._age_count > 0)
+        """Of what is older than the mean of all: the rest of a column, and what comes back to it, is worth more."""
+        old = self._old(most)
+        if not old:
+            sums, counts = (np.frombuffer(each, dtype=np.int64) for each in (self._age_sum, self._age_count))
+            ages = np.full(len(sums), np.inf)
+            np.divide(sums, counts, out=ages, where=counts > 0)
             self._emptied = int(ages.argmin())
-            self._emptied_at = int(self._age_sum.sum() / self._age_count.sum())
-        pile = self._cached[self._emptied]
-        taken: list[Block] = []
-        while len(taken) < most and self._has_old():
-            block = pile.pop(next(iter(pile)))
-            self._forget_age(self._emptied, block)
-            taken.append(block)
-        self.whole.discard(self._emptied)
+            self._emptied_at = int(sums.sum() / counts.sum())
+            old = self._old(most)
+        taken = [self._cached[self._emptied][number] for number in old]
+        self.remove_all(taken)
+        self.num_free_blocks += len(taken)
         return taken
 
-    def _has_old(self) -> bool:
-        """Of what is older than the mean of all: the rest of the column, and what comes back to it, is worth more."""
-        oldest = next(iter(self._cached[self._emptied]), None)
-        return oldest is not None and self._freed_at[oldest] <= self._emptied_at
-
-    def _forget_age(self, column: int, block: Block) -> None:
-        self._age_sum[column] -= self._freed_at[block.block_id]
-        self._age_count[column] -= 1
-        self._cached_blocks -= 1
+    def _old(self, most: int) -> list[int]:
+        freed_at, limit = self._freed_at, self._emptied_at
+        first = islice(self._cached[self._emptied], most)
+        return list(takewhile(lambda number: freed_at[number] <= limit, first))
 
     def _count_fresh(self, column: int) -> int:
         return len(self._fresh[column])
-
-    def _file(self, column: int) -> None:
-        fresh = len(self._fresh[column])
-        self._order.file(column, fresh)
-        if fresh + len(self._cached[column]) == self._sizes[column]:
-            self._note_whole(column)
-        else:
-            self.whole.discard(column)

@@ -27,7 +27,8 @@ class Progress:
         self._scheduler = scheduler
         self._link = link
         self.ended = 0
-        self._counted = 0
+        self._counted = 0  # rows that wait are not in it, what is to be taken out of them is
+        self._last_useful = 0
         self._rows: deque[list[Any]] = deque()  # a step's sampled tokens, one or none in a row, not counted yet
         self._lock = threading.Lock()
         self._gone: set[str] = set()  # ended, and may be in a step in flight
@@ -41,6 +42,7 @@ class Progress:
         with self._lock:
             while self._rows:
                 self._counted += sum(map(len, self._rows.popleft()))
+            self._last_useful = self._counted
             return self._counted
 
     def _count(self, tokens: int) -> None:
@@ -65,8 +67,10 @@ class Progress:
         return self.unheeded
 
     def _tell(self) -> None:
+        """In a step's way the tokens as they were counted last: the link's thread counts and tells them."""
         self.told_open = len(self._scheduler.requests)
-        self._link.lifecycle.tell(self.told_open, self.ended, self.useful_tokens)
+        tokens = self._last_useful if self.told_open else self.useful_tokens
+        self._link.lifecycle.tell(self.told_open, self.ended, tokens)
 
     def tell_tokens(self) -> None:
         """On the link's thread, between two changes of what is open; and what is, before the first step."""

@@ -250,12 +250,14 @@ def test_with_surplus_and_no_free_column_a_step_never_looks_at_the_columns(world
     node, scheduler, _ = world
     scheduler._valve.before_schedule()
     queue = scheduler.pool.free_block_queue
-    queue._sizes = None  # what a look at them all would need
     node.aim(1)
     for column in list(queue.whole):
         queue.remove(next(iter(queue._fresh[column].values())))
     scheduler._valve.reconciler.sync()
     scheduler._valve.reconciler.publish()
+    queue._sizes = None  # what a look at any of them would need
+    scheduler._valve.reconciler.publish()
+    queue._sizes = [64] * len(queue._fresh)
 
     assert queue.whole == set()
     assert node.offered() == []

@@ -156,10 +156,10 @@ def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
     hook, pool = scheduler._valve, scheduler._valve.engine.pool
     hook.link.on_tick = None
     scheduler.launch()  # schedules nothing: idle from here on
-    inside, go_on, touch = threading.Event(), threading.Event(), pool.touch
+    inside, go_on, hold = threading.Event(), threading.Event(), hook.engine._hold
 
     def slow(blocks):
-        touch(blocks)
+        hold(blocks)
         if threading.current_thread().name == "link":
             inside.set()
             go_on.wait(60)
@@ -167,7 +167,7 @@ def test_an_idle_engine_is_acted_on_by_one_thread_at_a_time(node, what):
     if what == "reset the prefix cache":
         scheduler.believe()
     node.take(list(range(1, 50)))
-    pool.touch = slow
+    hook.engine._hold = slow
     link = threading.Thread(target=hook.while_idle, name="link")
     link.start()
     assert inside.wait(60)

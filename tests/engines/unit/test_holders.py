@@ -1,0 +1,46 @@
+"""Who holds a block, from the block: never somebody else than a walk over all requests finds."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+from valve_hook.holders import MOST_NOTED, Held, HolderIndex
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_never_names_others_than_a_walk_over_all(seed):
+    chance, index, held, told = random.Random(seed), HolderIndex(), [], set()
+    for number in range(600):
+        if held and chance.random() < 0.3:
+            index.end(held.pop(chance.randrange(len(held))))
+        elif held and chance.random() < 0.5:
+            each = chance.choice(held)
+            each.blocks.extend(set(chance.sample(range(400), 2)) - set(each.blocks))
+            index.note(each)
+        else:
+            held.append(Held(request=str(number), blocks=array("I", chance.sample(range(400), 6)), row=-1))
+            index.begin(held[-1])
+        if chance.random() < 0.3:
+            index.settle(chance.randrange(4))
+        wanted = chance.sample(range(420), 5)
+        found = index.of(np.array(wanted, dtype=np.uint32))
+        holders = [each.request for each in held if not set(wanted).isdisjoint(each.blocks)]
+        is_shared = any(sum(block in each.blocks for each in held) > 1 for block in wanted)
+
+        assert found is None if is_shared else [each.request for each in found] == holders
+        told.add(found is None)
+    assert told == {False, True}
+
+
+def test_what_nobody_counts_never_grows_without_bound():
+    index = HolderIndex()
+    for _ in range(2 * MOST_NOTED):
+        held = Held(request="a", blocks=array("I", [1]), row=-1)
+        index.begin(held)
+        index.end(held)
+
+    assert len(index._noted) <= MOST_NOTED + 1
+    assert index.of(np.array([1], dtype=np.uint32)) == []
