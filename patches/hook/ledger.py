@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from valve_hook.holders import Held, HolderIndex
-from valve_hook.losses import NOTHING_WRITTEN, Verdict, spread
+from valve_hook.losses import NOTHING_WRITTEN, Spread, spread
 from valve_hook.shared import Blocks, Book
 
 MOST_STEPS = 256  # in flight: an engine has two, or one for each stage of a pipeline
@@ -203,7 +203,7 @@ class Ledger:
         found = self._index.of(blocks)
         return list(self.held.values()) if found is None else found
 
-    def _spread(self, lost: Blocks, holders: list[Held], blocks: int) -> Verdict:
+    def _spread(self, lost: Blocks, holders: list[Held], blocks: int) -> Spread:
         copies = (pair for step in self.steps for pair in step.facts.copies)
         tables = [held.blocks for held in holders]
         return spread(lost, tables, lambda index: self.first_written(holders[index]), copies, blocks)

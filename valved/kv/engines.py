@@ -16,7 +16,7 @@ from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
 from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, Standing
+from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
 from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
 from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
 from valved.policy.columns import ColumnMap, columns_of
@@ -75,7 +75,7 @@ class Engine:
         self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
         self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
         self._books: tuple[KvRangeBook, ...] = ()
-        self._at = Standing(NOTHING)  # at each slot of all its ranges, one after the other
+        self._at = SlotHandles(NOTHING)  # at each slot of all its ranges, one after the other
         self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
         self._block_columns = self._block_ptr = self._owners = np.empty(0, np.int64)
         self.places: list[KvRangeBook] = []  # a range for each process and GPU where it has some
@@ -115,7 +115,7 @@ class Engine:
         self._cell_column, self._cell_book, self._cell_slot = column[order], book[order], slot[order]
         starts = np.cumsum([0, *(book.slots for book in self._books)])
         self._cell_place = starts[self._cell_book] + self._cell_slot
-        self._at, self._backed_at = Standing(np.concatenate([book.at for book in self._books])), -1
+        self._at, self._backed_at = SlotHandles(np.concatenate([book.at for book in self._books])), -1
         for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
             known.join(self._at, first_slot)
         first = ranks[0].columns

@@ -27,7 +27,7 @@ class RangeKey(NamedTuple):
     number: int
 
 
-class Standing:
+class SlotHandles:
     """What stands at slots: of one range, or of all ranges of an engine."""
 
     __slots__ = ("changes", "rows")
@@ -54,15 +54,15 @@ class KvRangeBook:
     is_heeded: bool = False  # a hook reads, or read, the table of it: what has no memory is not handed out
     uid: int = 0  # given by the pool
     at: Ints  # NO_HANDLE, CLAIMED, or the row of the handle that is mapped there
-    whole: Standing = field(init=False)  # of which `at` is a part, and by which it is written
+    whole: SlotHandles = field(init=False)  # of which `at` is a part, and by which it is written
     first: int = field(init=False, default=0)  # where in it
     pinned: NDArray[np.bool_] = field(init=False)  # slots that may never be taken
 
     def __post_init__(self) -> None:
-        self.whole = Standing(self.at)
+        self.whole = SlotHandles(self.at)
         self.pinned = np.zeros(len(self.at), np.bool_)
 
-    def join(self, whole: Standing, first: int) -> None:
+    def join(self, whole: SlotHandles, first: int) -> None:
         """What stands here stands there, too, and is written there from now on."""
         self.at = whole.rows[first : first + self.slots]
         self.whole, self.first = whole, first
@@ -131,13 +131,13 @@ class RangeSlots:
         for whole, part, places in self._places():
             whole.put(places, rows if isinstance(rows, int) else rows[part])
 
-    def _places(self) -> Iterable[tuple[Standing, slice | NDArray[np.bool_], Ints]]:
+    def _places(self) -> Iterable[tuple[SlotHandles, slice | NDArray[np.bool_], Ints]]:
         """Where these stand. As a rule in one array; a range that was deleted has stayed behind."""
         places = self.each(book.first for book in self.books) + self.slots
         wholes = {id(book.whole): book.whole for book in self.books}
         if len(wholes) == 1:
             return [(self.books[0].whole, slice(None), places)]
-        found: list[tuple[Standing, NDArray[np.bool_], Ints]] = []
+        found: list[tuple[SlotHandles, NDArray[np.bool_], Ints]] = []
         for whole in wholes.values():
             part = self.each(book.whole is whole for book in self.books).astype(np.bool_)
             found.append((whole, part, places[part]))
