@@ -185,6 +185,7 @@ class Ledger:
                 self._look_at(held)
             verdict = self._spread(lost, [*present, *left], blocks)
             bad = verdict.bad
+            self._refresh(bad)
             more = self.holders(bad)
             if {id(held) for held in present}.issuperset(map(id, more)):
                 break
@@ -219,7 +220,7 @@ class Ledger:
         return first
 
     def _refresh(self, lost: Blocks) -> None:
-        """Everybody who may hold a lost block that is not in the index yet."""
+        """Everybody who may hold one of these blocks that is not in the index yet."""
         grown = self.grown
         if grown is None or any(step.facts.copies for step in self.steps):
             names = list(self.held)

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from valved.abi.kv_link import MAX_RUNS, KvOp
 from valved.abi.link import Feature, LinkType
 from valved.config import Config, MemoryTable
+from valved.kv import outside
 from valved.kv.slots import NO_HANDLE, KvRangeBook, RangeKey, RangeSlots
+from valved.machine.uvm import SparseResult
 from valved.model.events import EventKind
 from valved.model.ids import Remap
 
@@ -119,6 +121,45 @@ def test_an_order_that_stopped_in_the_middle_gives_what_was_done_and_no_more(tmp
     reclaim(world, offline, online)
 
     world.run(2000)
+    world.check()
+
+
+def test_the_ranges_of_other_gpus_never_count_against_those_of_one(tmp_path, monkeypatch):
+    """Counted together, an engine of eight GPUs and 80 layers was never taken from outside."""
+    monkeypatch.setattr(outside, "UNHEARD", 6)
+    world = KvWorld(tmp_path, config=Config(memory=replace(MEMORY, pool_mib=320)), handles=160)
+    world.engine("offline", columns=16, layers=4, gpus=(0, 1))
+    world.run(500)
+
+    for slots in next(iter(world.kv.books.engines.values())).cells(np.arange(4), backed=True):
+        assert len(slots.books) == 4
+        assert {book.gpu for book in slots.books} == {slots.book.gpu}
+        assert world.kv.outside.take(slots)
+
+
+def test_a_client_that_left_is_never_asked_for_what_the_driver_refused(tmp_path):
+    """It has heard of the order, and died before the driver's call was back: nobody waits for it."""
+    world, offline, online = node(tmp_path, 4)
+    [way] = world.kv.outside._ways.values()
+    calls = []
+    way.door.make_sparse = lambda runs, then: calls.append(then)
+    online.want(used=4, wanted=40)
+    for _ in range(2000):
+        if calls and not world.kv.books.orders.under_way(offline.shim.client):
+            break
+        world.run(0.01)
+    else:
+        raise AssertionError("no order that it has heard of")
+    heard = world.kv.books.orders.leaving(frozenset({offline.shim.client}))
+    assert heard
+
+    offline.shim.die()
+    world.run(1)
+    assert all(order.settled.is_set for order in heard)
+    calls[0](SparseResult(status=0x40, runs=0, took_ns=1000))
+
+    world.run(100)
+    assert not world.kv.books.orders.leaving(frozenset({offline.shim.client}))
     world.check()
 
 

@@ -8,7 +8,7 @@ from reports import harvest_node, pod
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
-from valve_scheduler.webhook.admission import AdmissionSettings, Refused, mutate_offline
+from valve_scheduler.webhook.admission import AdmissionSettings, PodRefused, mutate_offline
 
 
 def test_a_pod_is_read_with_its_owner_and_wishes() -> None:
@@ -228,5 +228,5 @@ def test_no_text_of_a_tenant_is_ever_more_than_refused_by_name(key: str, text: s
     if key == names.GPUS_REQUIRED:
         one["spec"]["containers"][0]["resources"] = {}
     for read in (offline_pod, lambda it: mutate_offline(it, AdmissionSettings())):
-        with contextlib.suppress(InvalidObject, Refused):
+        with contextlib.suppress(InvalidObject, PodRefused):
             read(one)

@@ -220,7 +220,8 @@ class Engine:
         owners = self._owners[self._cell_book[chosen]]
         for owner in np.unique(owners):
             part = chosen[owners == owner]
-            yield RangeSlots(books=self._books, of=self._cell_book[part], slots=self._cell_slot[part])
+            books, of = np.unique(self._cell_book[part], return_inverse=True)
+            yield RangeSlots(books=tuple(self._books[book] for book in books), of=of, slots=self._cell_slot[part])
 
     def blocks_of(self, columns: Ints) -> Ints:
         """Every block with a byte in these columns."""

@@ -120,6 +120,9 @@ class Orders:
         """Have a client look at its scratch memory; `scratch` stands for it and is in no book."""
         return self._order(KvOp.TRY, how, RangeSlots.of_range(scratch, NOTHING), NOTHING, 0)
 
+    def packets(self, op: KvOp, slots: RangeSlots) -> int:
+        return len(self._parts(op, slots))
+
     def _parts(self, op: KvOp, slots: RangeSlots) -> list[slice]:
         """What fits into a packet: handles by their descriptors, what goes away by its runs."""
         if not self._takes_runs(slots.book.key.client):
@@ -216,12 +219,14 @@ class Orders:
         self.pool.free(left[len(bad) :])
 
     def client_gone(self, client: ClientId, process: ProcessId, *, is_alive: bool) -> None:
-        """Its orders will not be answered. Call before the pool forgets its ranges."""
-        for order in self.leaving(frozenset({client})):
-            del self._leaving[order.number]
-        for order in [order for order in self._under_way.values() if order.client == client]:
-            del self._under_way[order.number]
-            order.status = errno.ECONNRESET
+        """Its orders will not be answered, and nobody waits for what it was only heard of. Call before the pool forgets
+        its ranges.
+        """
+        heard = [order for order in self.leaving(frozenset({client})) if order.number not in self._under_way]
+        for order in [*heard, *(order for order in self._under_way.values() if order.client == client)]:
+            self._leaving.pop(order.number, None)
+            self._under_way.pop(order.number, None)
+            order.status, order.done = errno.ECONNRESET, 0
             if order.op is KvOp.BACK:
                 order.slots.put(NO_HANDLE)
                 self.pool.strand(order.rows, process, is_alive=is_alive)

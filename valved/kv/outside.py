@@ -157,7 +157,7 @@ class Outside:
         """Precondition: `best` says SPARSE, the GPU stands, and the engine's table has said that they are lost."""
         client = slots.book.key.client
         way = self._ways[client, slots.book.gpu]
-        if self._orders.unheard(client) + len(slots) // 64 + len(slots.books) > UNHEARD:
+        if self._orders.unheard(client) + self._orders.packets(KvOp.QUARANTINE, slots) > UNHEARD:
             return []
         orders = self._orders.take_away(KvOp.QUARANTINE, slots, KvHow.OUTSIDE)
         if orders and all(order.is_sent for order in orders):  # else it would believe what reads as zero
