@@ -24,6 +24,8 @@ _RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstrai
 _CACHED = 16 << 10  # bytes of what says a wish; the API server takes a megabyte
 _KEPT_LABELS = frozenset({"pod-template-hash"})
 _ALIKE, _MANY = 4096, 16  # how many different labels, owners, containers are kept once, each of how many parts
+_LONG = 1 << 10  # characters; the names of owners have no limit, and what is kept once outlives its pods
+_OWN_TEXT = frozenset({names.GPUS, names.DECISION, names.PREDICTED})  # annotations that no two pods have alike
 _REFUSED = ("PodScheduled", "False")
 _IN_ROWS = ("idle", "freeMemory", "onlineMemory")  # of a GPU: what the rows of a NodeReport hold
 
@@ -282,12 +284,14 @@ def _slim(pod: _Pod) -> Json:
 def _slim_metadata(metadata: _Metadata) -> Json:
     labels = _labels(tuple(_ours(metadata.labels).items()))
     notes = _ours(metadata.annotations)
-    owners = _owners(tuple(metadata.ownerReferences or ()))
+    owners = _owners_of(metadata)
     metadata.labels = metadata.annotations = metadata.ownerReferences = None
     metadata.namespace = sys.intern(metadata.namespace)
     found: Json = msgspec.to_builtins(metadata)
     found["labels"] = labels
-    found["annotations"] = {key: text if key == names.GPUS else sys.intern(text) for key, text in notes.items()}
+    found["annotations"] = {
+        key: text if key in _OWN_TEXT or len(text) > _LONG else sys.intern(text) for key, text in notes.items()
+    }
     if owners:
         found["ownerReferences"] = owners
 
@@ -335,6 +339,12 @@ def _alike(make: Callable[[tuple[Any, ...]], T]) -> Callable[[tuple[Any, ...]], 
 @_alike
 def _labels(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return dict(pairs)
+
+
+def _owners_of(metadata: _Metadata) -> list[Json]:
+    owners = tuple(metadata.ownerReferences or ())
+    length = sum(len(one.uid) + len(one.name) + len(one.kind) + len(one.apiVersion) for one in owners)
+    return _owners(owners) if length <= _LONG else [msgspec.to_builtins(one) for one in owners]
 
 
 @_alike

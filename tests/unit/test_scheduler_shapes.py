@@ -163,6 +163,17 @@ def test_pods_of_one_job_never_hold_what_they_share_twice() -> None:
     assert one["status"] is other["status"]
 
 
+def test_an_owner_with_a_long_name_is_never_kept_beyond_its_pod() -> None:
+    """Names of owners have no limit: pods of one tenant, made and deleted, filled the memory of the controller."""
+    one = pod()
+    one["metadata"]["ownerReferences"] = [{"uid": "u", "name": "x" * 5_000, "kind": "Job", "controller": True}]
+
+    first, second = slim(one)["metadata"]["ownerReferences"], slim(one)["metadata"]["ownerReferences"]
+
+    assert first == second
+    assert first is not second
+
+
 def test_a_limit_is_never_read_as_that_of_another_pod() -> None:
     """1, 1.0 and "1" are one key of a dict, but not one limit."""
     for limit in (1, 1.0, "1", 2):

@@ -125,8 +125,7 @@ class FleetBooks:
         now_s: float,
         limit_s: float = 0.0,
     ) -> None:
-        """`tokens`: of a usual micro-batch. `limit_s`: of a round; 0: none. The same job once more changes at most this
-        limit; another of its name is refused."""
+        """`tokens`: of a usual micro-batch. `limit_s`: of a round, or 0. Of a job that is there it alone changes."""
         if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
             raise LedgerRefused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
         if not 0 <= limit_s < float("inf"):
@@ -148,7 +147,7 @@ class FleetBooks:
         """With `is_done`: nothing of it is left."""
         with self._lock:
             row = _job(self._db, name)
-            return {**row, "is_done": not _counted(self._db, name, row["version"])["whole"]}
+            return {**row, "is_done": not _has(self._db, name, row["version"])}
 
     def jobs(self) -> list[dict[str, Any]]:
         """With what waits, is out and is kept in this round."""
@@ -218,12 +217,12 @@ class FleetBooks:
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
             if _is_due(db, job, now_s):
                 return None
+            version = _begun(db, job, now_s)
             text = (
                 "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches "
-                "WHERE job = ? AND version = (SELECT version FROM jobs WHERE name = ?) "
-                "AND trainer IS NULL AND kept IS NULL) RETURNING number"
+                "WHERE job = ? AND version = ? AND trainer IS NULL AND kept IS NULL) RETURNING number"
             )
-            row = db.execute(text, (trainer, job, job, job)).fetchone()
+            row = db.execute(text, (trainer, job, job, version)).fetchone()
             return int(row["number"]) if row else None
 
     def push(self, job: str, trainer: int, version: int, push: Push, now_s: float) -> bool:
@@ -354,12 +353,27 @@ def _counted(db: sqlite3.Connection, job: str, version: int) -> dict[str, Any]:
 
 
 def _is_due(db: sqlite3.Connection, job: str, now_s: float) -> bool:
-    """The round's time is over, and there is or will be something to average: once something is kept it stays due."""
+    """The round's time is over, and there is or will be something to average: nothing more of it is handed out."""
     row = db.execute("SELECT begun_s, limit_s FROM rounds WHERE job = ?", (job,)).fetchone()
     if row is None or not row["limit_s"] or now_s - row["begun_s"] < row["limit_s"]:
         return False  # a job that an older router began has no row until a trainer names it again
-    counted = _counted(db, job, _job(db, job)["version"])
-    return bool(counted["kept"] or counted["out"])
+    version = _job(db, job)["version"]
+    if _has(db, job, version, "kept IS NULL AND trainer IS NOT NULL"):
+        return bool(now_s - row["begun_s"] < 2 * row["limit_s"])  # a gate may hold one for hours: the others go on then
+    return _has(db, job, version, "kept IS NOT NULL")
+
+
+def _begun(db: sqlite3.Connection, job: str, now_s: float) -> int:
+    """The version under way, whose time begins with its first micro-batch."""
+    version = int(_job(db, job)["version"])
+    if not _has(db, job, version, "kept IS NOT NULL OR trainer IS NOT NULL"):
+        db.execute("UPDATE rounds SET begun_s = ? WHERE job = ?", (now_s, job))
+    return version
+
+
+def _has(db: sqlite3.Connection, job: str, version: int, which: str = "1") -> bool:
+    text = f"SELECT EXISTS (SELECT 1 FROM batches WHERE job = ? AND version = ? AND ({which}))"
+    return bool(db.execute(text, (job, version)).fetchone()[0])
 
 
 def _job(db: sqlite3.Connection, name: str) -> dict[str, Any]:
