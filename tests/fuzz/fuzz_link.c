@@ -209,6 +209,11 @@ int valve_orders_take(const struct valve_link_header *packet, int length, struct
 	return valve_packet_is_order((const void *)packet, length, fds) ? 0 : -EPROTO;
 }
 
+int valve_orders_take_runs(const struct valve_link_header *packet, int length, struct valve_fds *fds)
+{
+	return valve_packet_is_runs((const void *)packet, length, fds) ? 0 : -EPROTO;
+}
+
 int valve_spawn(void *(*run)(void *))
 {
 	(void)run;
