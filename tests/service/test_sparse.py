@@ -343,15 +343,19 @@ def test_memory_is_never_taken_while_the_order_waits_in_valved(world):
     assert not demotions(world)
 
 
-def test_memory_is_never_taken_from_a_process_that_may_run_again_when_it_hears_of_it(world):
-    offline, online, connection = fill_socket(world)
-    world.run(100)  # the reclaim has ended without it
-
+def read_again(world, offline, connection):
     connection.is_full = False
     connection.flush()
     world.run(100)
     offline.shim.step()
     world.run(100)
+
+
+def test_memory_is_never_taken_from_a_process_that_may_run_again_when_it_hears_of_it(world):
+    offline, online, connection = fill_socket(world)
+    world.run(100)  # the reclaim has ended without it
+
+    read_again(world, offline, connection)
 
     assert not offline.shim.read_zero
     assert len(online.backed()) >= 40
@@ -363,11 +367,7 @@ def test_the_driver_is_never_begun_with_so_late_that_it_may_be_at_it_when_the_gp
     world.run(30)
     assert world.gate.off
 
-    connection.is_full = False
-    connection.flush()
-    world.run(100)
-    offline.shim.step()
-    world.run(100)
+    read_again(world, offline, connection)
 
     assert not offline.shim.read_zero
     assert len(online.backed()) > 16  # asked instead, it gave it all the same

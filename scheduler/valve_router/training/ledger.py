@@ -282,7 +282,6 @@ class FleetBooks:
             tokens = sum(part["tokens"] for part in parts)
             db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (job, version + 1, name, tokens))
             db.execute("UPDATE jobs SET version = ? WHERE name = ?", (version + 1, job))
-            db.execute("UPDATE rounds SET begun_s = ? WHERE job = ?", (now_s, job))
             text = "UPDATE batches SET version = ?, trainer = NULL WHERE job = ? AND version = ? AND kept IS NULL"
             db.execute(text, (version + 1, job, version))
             _queue(db, job, version + 1, now_s)
