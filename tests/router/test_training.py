@@ -38,13 +38,13 @@ def push(ledger, joined, numbers, tokens, steps=1, content=b"", now=1.0):
 def test_what_a_dead_trainer_held_waits_again_and_what_it_pushed_stays(tmp_path):
     ledger = begin(tmp_path)
     first = ledger.join("j", "a", 0.0)
-    held = [ledger.take("j", first.trainer, 0.0) for _ in range(4)]
+    held = [ledger.take("j", first.trainer, first.version, 0.0) for _ in range(4)]
     assert push(ledger, first, held[:2], 200)
 
     assert ledger.sweep(100.0) == [first.trainer]
 
     other = ledger.join("j", "b", 100.0)
-    assert [ledger.take("j", other.trainer, 100.0) for _ in range(2)] == held[2:]
+    assert [ledger.take("j", other.trainer, other.version, 100.0) for _ in range(2)] == held[2:]
     again = ledger.join("j", "a", 100.0)
     assert (again.tokens, again.steps, ledger.read(again.push)) == (200, 1, f"{first.trainer}/200".encode())
 
@@ -52,15 +52,15 @@ def test_what_a_dead_trainer_held_waits_again_and_what_it_pushed_stays(tmp_path)
 def test_a_trainer_that_was_given_up_never_counts_what_another_computes(tmp_path):
     ledger = begin(tmp_path)
     lost = ledger.join("j", "a", 0.0)
-    number = ledger.take("j", lost.trainer, 0.0)
+    number = ledger.take("j", lost.trainer, lost.version, 0.0)
     now = ledger.join("j", "a", 1.0)
 
     with pytest.raises(Gone):
         push(ledger, lost, [number], 100)
     with pytest.raises(Gone):
-        ledger.take("j", lost.trainer, 1.0)
+        ledger.take("j", lost.trainer, lost.version, 1.0)
 
-    assert ledger.take("j", now.trainer, 1.0) == number
+    assert ledger.take("j", now.trainer, now.version, 1.0) == number
     assert push(ledger, now, [number], 100)
     assert len(ledger.kept_of("j")) == 1
 
@@ -68,7 +68,7 @@ def test_a_trainer_that_was_given_up_never_counts_what_another_computes(tmp_path
 def test_a_push_whose_answer_was_lost_counts_once(tmp_path):
     ledger = begin(tmp_path)
     one = ledger.join("j", "a", 0.0)
-    number = ledger.take("j", one.trainer, 0.0)
+    number = ledger.take("j", one.trainer, one.version, 0.0)
 
     assert push(ledger, one, [number], 100)
     assert not push(ledger, one, [number], 100)
@@ -84,12 +84,12 @@ def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
     ledger = begin(tmp_path, batches=2)
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
     for joined in (one, two):
-        assert ledger.parts("j", 1.0) is None
+        assert ledger.standing("j", 1.0).parts is None
         with pytest.raises(LedgerRefused):
             ledger.publish("j", 0, b"half", 0.0)
-        push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100 + joined.trainer)
+        push(ledger, joined, [ledger.take("j", joined.trainer, joined.version, 0.0)], 100 + joined.trainer)
 
-    assert [part["tokens"] for part in ledger.parts("j", 1.0)] == [100 + one.trainer, 100 + two.trainer]
+    assert [part["tokens"] for part in ledger.standing("j", 1.0).parts] == [100 + one.trainer, 100 + two.trainer]
     assert ledger.publish("j", 0, b"average", 2.0) == 1
     assert ledger.publish("j", 0, b"average", 2.0) == 1  # whose answer was lost
     with pytest.raises(LedgerRefused):
@@ -102,22 +102,22 @@ def test_a_round_is_averaged_only_when_all_of_it_is_kept(tmp_path):
 def test_a_round_never_waits_for_ever_and_what_it_did_not_do_is_in_the_next(tmp_path):
     ledger = begin(tmp_path, rounds=2, batches=4, limit_s=600.0)
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
-    push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 100)
-    held = ledger.take("j", two.trainer, 599.0)
-    assert ledger.oldest("j", 599.0) is not None
+    push(ledger, one, [ledger.take("j", one.trainer, one.version, 0.0)], 100)
+    held = ledger.take("j", two.trainer, two.version, 599.0)
+    assert ledger.standing("j", 599.0).queued_s is not None
 
-    assert ledger.take("j", one.trainer, 600.0) is None  # its time is over: nobody gets more of it
-    assert ledger.oldest("j", 600.0) is None
-    assert ledger.parts("j", 600.0) is None  # not before what is out is kept, or waits again
+    assert ledger.take("j", one.trainer, one.version, 600.0) is None  # its time is over: nobody gets more of it
+    assert ledger.standing("j", 600.0).queued_s is None
+    assert ledger.standing("j", 600.0).parts is None  # not before what is out is kept, or waits again
     push(ledger, two, [held], 100, now=601.0)
 
-    assert len(ledger.parts("j", 601.0)) == 2
+    assert len(ledger.standing("j", 601.0).parts) == 2
     assert ledger.publish("j", 0, b"average", 601.0) == 1
     again = ledger.join("j", "a", 601.0)
     rest = []
     for turn in range(1, 4):  # each round is as long as the first, until nothing is left
         numbers = []
-        while (number := ledger.take("j", again.trainer, 601.0 + turn)) is not None:
+        while (number := ledger.take("j", again.trainer, again.version, 601.0 + turn)) is not None:
             numbers.append(number)
         if not numbers:
             break
@@ -128,22 +128,22 @@ def test_a_round_never_waits_for_ever_and_what_it_did_not_do_is_in_the_next(tmp_
 
     assert sorted([0, held, *rest]) == list(range(8))
     assert len(ledger.kept_of("j")) == 8
-    assert ledger.job("j")["is_done"]
-    assert ledger.job("j")["version"] == 3  # one more than it would have had
+    assert ledger.standing("j", 1e9).is_done
+    assert ledger.standing("j", 1e9).version == 3  # one more than it would have had
 
 
 def test_a_round_of_which_nothing_is_done_is_never_averaged_however_old_it_is(tmp_path):
     ledger = begin(tmp_path, limit_s=600.0)
     lost = ledger.join("j", "a", 1e4)
-    assert ledger.take("j", lost.trainer, 1e4) == 0
-    assert ledger.take("j", lost.trainer, 1e4 + 600) is None  # one is out: what it becomes can be averaged
+    assert ledger.take("j", lost.trainer, lost.version, 1e4) == 0
+    assert ledger.take("j", lost.trainer, lost.version, 1e4 + 600) is None  # what is out can be averaged
     assert ledger.sweep(2e4) == [lost.trainer]
 
-    assert ledger.parts("j", 2e4) is None
+    assert ledger.standing("j", 2e4).parts is None
     with pytest.raises(LedgerRefused):
         ledger.publish("j", 0, b"nothing", 2e4)
     other = ledger.join("j", "b", 2e4)
-    assert ledger.take("j", other.trainer, 2e4) == 0
+    assert ledger.take("j", other.trainer, other.version, 2e4) == 0
 
 
 def test_a_job_of_a_router_that_knew_no_time_limit_goes_on(tmp_path):
@@ -153,29 +153,29 @@ def test_a_job_of_a_router_that_knew_no_time_limit_goes_on(tmp_path):
     ledger.close()
     ledger = FleetBooks(tmp_path)
     one = ledger.join("j", "a", 1e6)
-    assert ledger.take("j", one.trainer, 1e6) == 0
+    assert ledger.take("j", one.trainer, one.version, 1e6) == 0
 
     ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="d", tokens=100, limit_s=600.0, now_s=1e6)
 
-    assert ledger.take("j", one.trainer, 1e6 + 599) == 1
-    assert ledger.take("j", one.trainer, 1e6 + 600) is None
+    assert ledger.take("j", one.trainer, one.version, 1e6 + 599) == 1
+    assert ledger.take("j", one.trainer, one.version, 1e6 + 600) is None
 
 
 def finish(ledger, kept, now):
     """Whoever comes last does the rest."""
     for turn in range(3 * BATCHES):
-        if ledger.job("j")["is_done"]:
+        if ledger.standing("j", 1e9).is_done:
             return
         now += 1000.0
         last = ledger.join("j", "last", now)
         rest = []
-        while (number := ledger.take("j", last.trainer, now)) is not None:
+        while (number := ledger.take("j", last.trainer, last.version, now)) is not None:
             rest.append(number)
         if rest:
             push(ledger, last, rest, last.tokens + 100 * len(rest), content=b"last %d" % turn, now=now)
             assert not kept & set(rest)
             kept |= set(rest)
-        if ledger.parts("j", now):
+        if ledger.standing("j", now).parts:
             ledger.publish("j", last.version, b"version %d" % turn, now)
     raise AssertionError("the job never ends")
 
@@ -189,14 +189,14 @@ def test_a_trainer_behind_a_closed_gate_never_idles_the_others(tmp_path):
     """Its node's service is busy for hours: the others had nothing to do from the tenth minute on."""
     ledger = begin(tmp_path, rounds=2, batches=8, limit_s=600.0)
     gated, other = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
-    assert ledger.take("j", gated.trainer, 0.0) == 0
-    push(ledger, other, [ledger.take("j", other.trainer, 1.0)], 100)
+    assert ledger.take("j", gated.trainer, gated.version, 0.0) == 0
+    push(ledger, other, [ledger.take("j", other.trainer, other.version, 1.0)], 100)
 
-    assert ledger.take("j", other.trainer, 700.0) is None  # what is out may still come
-    assert ledger.take("j", other.trainer, 1300.0) == 2
+    assert ledger.take("j", other.trainer, other.version, 700.0) is None  # what is out may still come
+    assert ledger.take("j", other.trainer, other.version, 1300.0) == 2
     push(ledger, other, [2], 200)
     push(ledger, gated, [0], 100, content=b"late")
-    assert [part["tokens"] for part in ledger.parts("j", 7000.0)] == [100, 200]
+    assert [part["tokens"] for part in ledger.standing("j", 7000.0).parts] == [100, 200]
 
 
 def test_a_round_that_nobody_trains_never_uses_its_time_up(tmp_path):
@@ -204,7 +204,7 @@ def test_a_round_that_nobody_trains_never_uses_its_time_up(tmp_path):
     ledger = begin(tmp_path, batches=4, limit_s=600.0)
     one = ledger.join("j", "a", 40_000.0)
 
-    assert [ledger.take("j", one.trainer, 40_000.0 + second) for second in range(3)] == [0, 1, 2]
+    assert [ledger.take("j", one.trainer, one.version, 40_000.0 + second) for second in range(3)] == [0, 1, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,7 +228,7 @@ def test_no_order_of_deaths_and_pushes_ever_drops_a_micro_batch_or_keeps_it_twic
             with pytest.raises(Gone):
                 push(ledger, dead[-1], [0], 10_000)
         elif name in there and act == "take":
-            number = ledger.take("j", there[name].trainer, now)
+            number = ledger.take("j", there[name].trainer, there[name].version, now)
             if number is not None:
                 assert number not in kept
                 held[name].append(number)
@@ -254,8 +254,8 @@ def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path)
     if not child:
         ledger = FleetBooks(tmp_path)
         one = ledger.join("j", "a", 0.0)
-        push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 100)
-        number = ledger.take("j", one.trainer, 0.0)
+        push(ledger, one, [ledger.take("j", one.trainer, one.version, 0.0)], 100)
+        number = ledger.take("j", one.trainer, one.version, 0.0)
         with ledger._change() as db:
             db.execute("UPDATE batches SET kept = 7 WHERE number = ?", (number,))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -266,7 +266,7 @@ def test_a_queue_that_is_killed_keeps_what_was_pushed_and_nothing_else(tmp_path)
     assert [number for number, _ in ledger.kept_of("j")] == [0]
     again = ledger.join("j", "a", 1.0)
     assert again.tokens == 100
-    assert ledger.take("j", again.trainer, 1.0) == 1
+    assert ledger.take("j", again.trainer, again.version, 1.0) == 1
 
 
 def test_another_job_of_the_same_name_is_refused(tmp_path):
@@ -411,6 +411,31 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("turn", range(4))
+def test_a_round_that_another_ends_meanwhile_is_never_averaged_from_nothing_nor_trained_on(tmp_path, rounds, turn):
+    """The version moves before each call of the ledger that one question makes."""
+    ledger = begin(tmp_path, rounds=rounds, batches=1)
+    one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
+    push(ledger, one, [ledger.take("j", one.trainer, 0, 0.0)], 100)
+    calls = []
+
+    class Overtaken:
+        def __getattr__(self, name):
+            calls.append(name)
+            if len(calls) == turn + 1:
+                ledger.publish("j", 0, b"average", 1.0)
+            return getattr(ledger, name)
+
+    _, desk = seated(1)
+    api = TrainingApi(Settings(replicas=("http://r0:1",)), Overtaken(), desk)
+    told = asyncio.run(api._take({"job": "j", "trainer": two.trainer, "version": 0}))
+
+    assert told == {"version": 1} or [part["name"] for part in told["average"]] == ["a"]
+    assert ledger.take("j", two.trainer, 0, 2.0) is None or len(calls) <= turn
+    assert ledger.standing("j", 2.0).parts is None or len(calls) <= turn
+
+
 @pytest.mark.parametrize("how", ["joined again", "silent"])
 def test_what_a_given_up_trainer_had_in_hand_never_stays_in_the_plan(tmp_path, monkeypatch, how):
     monkeypatch.setattr("valve_router.training.api.SWEEP_S", 0.001)
@@ -465,8 +490,8 @@ def blobs(folder):
 def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_needs_always_is(tmp_path):
     ledger = begin(tmp_path, batches=3)
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
-    mine = [ledger.take("j", one.trainer, 0.0) for _ in range(2)]
-    other = ledger.take("j", two.trainer, 0.0)
+    mine = [ledger.take("j", one.trainer, one.version, 0.0) for _ in range(2)]
+    other = ledger.take("j", two.trainer, two.version, 0.0)
     push(ledger, one, mine[:1], 100, content=b"a1")
     with pytest.raises(LedgerRefused):
         push(ledger, one, [other], 200, content=b"refused")
@@ -474,7 +499,7 @@ def test_what_nobody_needs_any_more_is_never_left_on_the_disk_and_what_somebody_
     push(ledger, one, mine[1:], 200, content=b"a2")
     push(ledger, two, [other], 100, content=b"b1")
     assert not push(ledger, two, [other], 100, content=b"b1")
-    parts = ledger.parts("j", 1.0)
+    parts = ledger.standing("j", 1.0).parts
     with pytest.raises(LedgerRefused):
         ledger.publish("j", 1, b"refused", 1.0)
     assert [ledger.read(part["blob"]) for part in parts] == blobs(tmp_path) == [b"a2", b"b1"]
@@ -496,8 +521,8 @@ def test_a_blob_of_two_names_is_never_dropped_for_one_of_them(tmp_path):
     ledger = begin(tmp_path, batches=3)
     one, two = ledger.join("j", "a", 0.0), ledger.join("j", "b", 0.0)
     for joined in (one, two):
-        push(ledger, joined, [ledger.take("j", joined.trainer, 0.0)], 100, content=b"same")
-    push(ledger, one, [ledger.take("j", one.trainer, 0.0)], 200, content=b"more")
+        push(ledger, joined, [ledger.take("j", joined.trainer, joined.version, 0.0)], 100, content=b"same")
+    push(ledger, one, [ledger.take("j", one.trainer, one.version, 0.0)], 200, content=b"more")
     assert blobs(tmp_path) == [b"more", b"same"]
     ledger.publish("j", 0, b"same", 1.0)  # the average of the same is the same
     assert blobs(tmp_path) == [b"same"]

@@ -110,25 +110,24 @@ class TrainingApi:
         """One of: number, wait (deferred), empty (push what you have), average (parts), version (moved), done."""
         job, trainer, replica = str(asked["job"]), int(asked["trainer"]), str(asked.get("replica", ""))
         self._over(trainer, float(asked.get("took_s", 0.0)))
-        row = await asyncio.to_thread(self._ledger.job, job)
-        if row["version"] != int(asked["version"]):
-            return {"version": row["version"]}
-        if row["is_done"]:
-            return {"done": True, "version": row["version"]}
-        oldest = await asyncio.to_thread(self._ledger.oldest, job, time.time())
-        if oldest is None:
+        version = int(asked["version"])
+        standing = await asyncio.to_thread(self._ledger.standing, job, time.time())
+        if standing.version != version:
+            return {"version": standing.version}
+        if standing.is_done:
+            return {"done": True, "version": version}
+        if standing.queued_s is None:
             await asyncio.to_thread(self._ledger.seen, trainer, time.time())
-            parts = await asyncio.to_thread(self._ledger.parts, job, time.time())
-            return {"empty": True} if parts is None else {"average": parts}
+            return {"empty": True} if standing.parts is None else {"average": standing.parts}
         now_s = time.monotonic()
-        queued_s = now_s - max(0.0, time.time() - oldest[1])
-        task = self._desk.may_train(replica, row["tokens"], queued_s, now_s)
+        queued_s = now_s - max(0.0, time.time() - standing.queued_s)
+        task = self._desk.may_train(replica, standing.tokens, queued_s, now_s)
         if task is None:
             await asyncio.to_thread(self._ledger.seen, trainer, time.time())
             return {"wait": True}
         self._out[trainer] = (replica, task)  # before the ledger says so: who gives the trainer up meanwhile finds it
         try:
-            number = await asyncio.to_thread(self._ledger.take, job, trainer, time.time())
+            number = await asyncio.to_thread(self._ledger.take, job, trainer, version, time.time())
         except BaseException:
             self._over(trainer, 0.0)
             raise

@@ -72,6 +72,17 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Of a job at one moment: another trainer may end the round at any other."""
+
+    version: int
+    tokens: int  # of a usual micro-batch
+    is_done: bool
+    queued_s: float | None  # when what waits longest was first queued, if any of it is handed out now
+    parts: list[dict[str, Any]] | None  # the last push of each trainer, when there is nothing more to wait for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """Cumulative within a round: adapter, moments and tokens since the version, and the micro-batches new in it."""
 
@@ -143,11 +154,17 @@ class FleetBooks:
             db.execute(text, (name, rounds, round_batches, digest, tokens, now_s))
             _queue(db, name, 0, now_s)
 
-    def job(self, name: str) -> dict[str, Any]:
-        """With `is_done`: nothing of it is left."""
+    def standing(self, job: str, now_s: float) -> Standing:
         with self._lock:
-            row = _job(self._db, name)
-            return {**row, "is_done": not _has(self._db, name, row["version"])}
+            row = _job(self._db, job)
+            counted = _counted(self._db, job, row["version"])
+            return Standing(
+                version=row["version"],
+                tokens=row["tokens"],
+                is_done=not counted["whole"],
+                queued_s=counted["oldest_s"] if counted["waiting"] and not _is_due(self._db, job, now_s) else None,
+                parts=_parts(self._db, job, row["version"], now_s),
+            )
 
     def jobs(self) -> list[dict[str, Any]]:
         """With what waits, is out and is kept in this round."""
@@ -197,27 +214,14 @@ class FleetBooks:
 
     # micro-batches
 
-    def oldest(self, job: str, now_s: float) -> tuple[int, float] | None:
-        """(number, when it was first queued) of what waits longest, if any of it is handed out now."""
-        with self._lock:
-            if _is_due(self._db, job, now_s):
-                return None
-            version = _job(self._db, job)["version"]
-            text = (
-                "SELECT number, queued_s FROM batches WHERE job = ? AND version = ? AND trainer IS NULL "
-                "AND kept IS NULL ORDER BY number LIMIT 1"
-            )
-            row = self._db.execute(text, (job, version)).fetchone()
-            return (row["number"], row["queued_s"]) if row else None
-
-    def take(self, job: str, trainer: int, now_s: float) -> int | None:
-        """The next micro-batch of the trainer's round, or None: nothing waits, or the round's time is over."""
+    def take(self, job: str, trainer: int, version: int, now_s: float) -> int | None:
+        """The next micro-batch of this round, or None: nothing waits, its time is over, or it is over itself."""
         with self._change() as db:
             _valid(db, trainer)
             db.execute("UPDATE trainers SET seen_s = ? WHERE id = ?", (now_s, trainer))
-            if _is_due(db, job, now_s):
+            if version != _job(db, job)["version"] or _is_due(db, job, now_s):
                 return None
-            version = _begun(db, job, now_s)
+            _begin(db, job, version, now_s)
             text = (
                 "UPDATE batches SET trainer = ? WHERE job = ? AND number = (SELECT MIN(number) FROM batches "
                 "WHERE job = ? AND version = ? AND trainer IS NULL AND kept IS NULL) RETURNING number"
@@ -253,23 +257,8 @@ class FleetBooks:
 
     # versions
 
-    def parts(self, job: str, now_s: float) -> list[dict[str, Any]] | None:
-        """The last push of each trainer, when every micro-batch of the round is kept, or its time is over and none is
-        out; else None."""
-        with self._lock:
-            version = _job(self._db, job)["version"]
-            counted = _counted(self._db, job, version)
-            if counted["out"] or (counted["waiting"] and not _is_due(self._db, job, now_s)):
-                return None
-            text = (
-                "SELECT name, blob, tokens FROM pushes WHERE id IN (SELECT MAX(id) FROM pushes WHERE job = ? "
-                "AND version = ? GROUP BY name) ORDER BY name"
-            )
-            return [dict(row) for row in self._db.execute(text, (job, version))]
-
     def publish(self, job: str, version: int, blob: bytes | memoryview, now_s: float) -> int:
         """The average of round `version` becomes the next version. Twice the same is once; another one is refused."""
-        parts = self.parts(job, now_s)
         with self._written(blob) as (name, beside), self._change() as db:
             row = _job(db, job)
             there = db.execute("SELECT blob FROM versions WHERE job = ? AND version = ?", (job, version + 1)).fetchone()
@@ -277,6 +266,7 @@ class FleetBooks:
                 if there["blob"] != name:
                     raise LedgerRefused(f"version {version + 1} of {job} is another one")
                 return version + 1
+            parts = _parts(db, job, version, now_s)
             if row["version"] != version or not parts:
                 raise LedgerRefused(f"round {version} of {job} is not whole")
             tokens = sum(part["tokens"] for part in parts)
@@ -362,12 +352,22 @@ def _is_due(db: sqlite3.Connection, job: str, now_s: float) -> bool:
     return _has(db, job, version, "kept IS NOT NULL")
 
 
-def _begun(db: sqlite3.Connection, job: str, now_s: float) -> int:
-    """The version under way, whose time begins with its first micro-batch."""
-    version = int(_job(db, job)["version"])
+def _begin(db: sqlite3.Connection, job: str, version: int, now_s: float) -> None:
+    """A round's time begins with its first micro-batch."""
     if not _has(db, job, version, "kept IS NOT NULL OR trainer IS NOT NULL"):
         db.execute("UPDATE rounds SET begun_s = ? WHERE job = ?", (now_s, job))
-    return version
+
+
+def _parts(db: sqlite3.Connection, job: str, version: int, now_s: float) -> list[dict[str, Any]] | None:
+    """When every micro-batch of the round is kept, or its time is over and none is out; else None."""
+    counted = _counted(db, job, version)
+    if not counted["kept"] or counted["out"] or (counted["waiting"] and not _is_due(db, job, now_s)):
+        return None
+    text = (
+        "SELECT name, blob, tokens FROM pushes WHERE id IN (SELECT MAX(id) FROM pushes WHERE job = ? "
+        "AND version = ? GROUP BY name) ORDER BY name"
+    )
+    return [dict(row) for row in db.execute(text, (job, version))]
 
 
 def _has(db: sqlite3.Connection, job: str, version: int, which: str = "1") -> bool:
