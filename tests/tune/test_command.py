@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -179,6 +180,8 @@ def test_a_failure_says_where_and_what_is_whole(job):
     [
         (["--lora-r", "0"], "lora_r: must be from 1 to 512"),
         (["--learning-rate", "nan"], "learning_rate: must be finite"),
+        (["--lora_r", "many"], "'many' is no number"),
+        (["--model", "/etc"], "/etc holds no config.json"),
         (["--use_dora"], "use_dora: vLLM rejects DoRA"),
         (["--load-in-4bit", "true"], "load_in_4bit: QLoRA is not offered"),
         (["--no-such-thing"], "unrecognized arguments"),
@@ -196,6 +199,14 @@ def test_a_bad_line_is_named_before_anything_runs(job):
         file.write('{"messages": [{"role": "user"}]}\n')
     assert "line 25, messages[0].content" in command.run(*run, "--max-steps", "2", code=2)
     assert not folder.path.exists()
+
+
+def test_help_shows_one_form_of_each_flag_and_what_its_value_is(job):
+    command, _, _ = job
+    said = command.run("run", "--help")
+    assert not re.search(r"--\w+_\w+", said)
+    assert not re.search(r"--[\w-]+ (str|int|float)\b", said)
+    assert "--dtype {float32,bfloat16}" in said
 
 
 def test_a_base_without_tokenizer_is_a_clear_end(job, tmp_path):

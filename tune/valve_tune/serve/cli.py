@@ -114,7 +114,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        options = parser().parse_args(argv)
+        options = parser().parse_args(flags.dashed(sys.argv[1:] if argv is None else argv))
         return int(options.run(options))
     except (SpecError, DataError, FolderError) as error:
         print(f"valve tune: {error}", file=sys.stderr)

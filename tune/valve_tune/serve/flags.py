@@ -1,9 +1,10 @@
-"""The fields of a job as flags, spelt as people know them from TRL and peft: with dashes or underscores."""
+"""The fields of a job as flags, named as people know them from TRL and peft. Underscores are taken for dashes."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from valve_tune.train.spec import REFUSED, JobSpec, SpecError
@@ -15,13 +16,14 @@ ALSO = {
     "eval_data": ("--eval-file", "--validation-file"),
     "target_modules": ("--lora-target-modules",),
 }
+VALUES = {"model": "DIR", "data": "FILE", "out": "DIR", "eval_data": "FILE", "share_weights": "SERVICE"}
 DEFAULT_PASSES = 3.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     hints = get_type_hints(JobSpec)
     for each in dataclasses.fields(JobSpec):
-        names = both(f"--{each.name.replace('_', '-')}", *ALSO.get(each.name, ()))
+        names = (f"--{each.name.replace('_', '-')}", *ALSO.get(each.name, ()))
         default = None if each.default is dataclasses.MISSING else each.default
         shown = (
             f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
@@ -35,24 +37,34 @@ def add(parser: argparse.ArgumentParser) -> None:
         elif get_args(kind):
             parser.add_argument(*names, nargs="+", metavar="NAME", **more)
         else:
-            parser.add_argument(
-                *names, type=read_number if kind in (int, float) else str, metavar=kind.__name__, **more
-            )
-    parser.add_argument(*both("--num-train-epochs"), type=float, default=None, metavar="float", help=argparse.SUPPRESS)
+            parser.add_argument(*names, type=str if kind is str else read_number, metavar=shown_value(each), **more)
+    parser.add_argument("--num-train-epochs", type=float, default=None, help=argparse.SUPPRESS)
     for name in REFUSED:
-        parser.add_argument(*both(f"--{name.replace('_', '-')}"), nargs="?", action=Refuse, help=argparse.SUPPRESS)
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="?", action=Refuse, help=argparse.SUPPRESS)
 
 
-def both(*names: str) -> list[str]:
-    """Each flag with dashes and with underscores."""
-    return list(dict.fromkeys(form for name in names for form in (name, "--" + name[2:].replace("-", "_"))))
+def shown_value(each: dataclasses.Field[Any]) -> str:
+    choices = each.metadata.get("choices")
+    return "{" + ",".join(choices) + "}" if choices else VALUES.get(each.name, "N")
+
+
+def dashed(arguments: Sequence[str]) -> list[str]:
+    """`--max_steps=4` is `--max-steps=4`."""
+    parts = (one.partition("=") for one in arguments)
+    return [
+        name.replace("_", "-") + equals + value if name.startswith("--") else name + equals + value
+        for name, equals, value in parts
+    ]
 
 
 def read_number(text: str) -> int | float:
     try:
         return int(text)
     except ValueError:
-        return float(text)
+        try:
+            return float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
 class Refuse(argparse.Action):

@@ -49,6 +49,8 @@ def tokenizer_of(model: str) -> Any:
 
     if not Path(model).is_dir():
         raise SpecError("model", f"{model} is no folder")
+    if not (Path(model) / "config.json").is_file():
+        raise SpecError("model", f"{model} holds no config.json: a base is a folder as transformers saves it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:
