@@ -38,6 +38,12 @@ class Picked:
     def post(self, body, **more):
         return self.client.post(f"{self.url}/v1/completions", json=body, **more)
 
+    async def whole(self, body, **more):
+        """The answer, once its body is here: a client that leaves before that is counted as one that left."""
+        async with self.post(body, **more) as answer:
+            await answer.read()
+            return answer
+
     async def status(self):
         async with self.client.get(f"http://127.0.0.1:{self.settings.port}/route/status") as answer:
             return await answer.json()
@@ -104,6 +110,7 @@ def test_an_answer_never_comes_from_another_replica_than_was_chosen(tmp_path, as
                     assert await answer.text() == streamed(there.by(answer), f"p{index}", 20)
             async with there.client.get(f"{there.url}/v1/models") as answer:
                 assert answer.status == 200
+                await answer.read()
             status = await there.until_quiet()
             assert status["requests"] == {"200": 13}
             assert sum(one["served"] for one in status["replicas"]) == 13
@@ -142,8 +149,7 @@ def test_a_full_fleet_never_queues_in_the_picker(tmp_path):
                     assert answer.headers["Retry-After"] == "1"
                     assert (await answer.json())["error"]["message"] == "every replica is full"
             await there.until_quiet()  # their clients hung up
-            async with there.post({"prompt": "b"}) as answer:
-                assert answer.status == 200
+            assert (await there.whole({"prompt": "b"})).status == 200
             status = await there.until_quiet()
             assert status["requests"] == {"200": 1, "429": 1, "499": 2}
 
@@ -177,8 +183,7 @@ def test_the_gateways_subset_is_never_left(tmp_path, index):
                     assert (await answer.json())["from"] == str(there.engines.ports[index])
             there.engines.processes[index].kill()
             await there.until(lambda found: found["replicas"][index]["state"] == "away", "it is away")
-            async with there.post({"prompt": "b"}) as answer:  # the other one lives, and is not allowed
-                assert answer.status == 503
+            assert (await there.whole({"prompt": "b"})).status == 503  # the other one lives, and is not allowed
 
     asyncio.run(run())
 
@@ -203,8 +208,8 @@ def test_a_dead_picker_never_stops_requests_where_the_gateway_can_go_on(tmp_path
         return {"allow": True, "picker": free_ports(1)[0], "asked": mode, "answered": mode}
 
     async def run():
-        async with picked(tmp_path, gate=gate) as there, there.post({"prompt": "b"}) as answer:
-            assert answer.status == status
+        async with picked(tmp_path, gate=gate) as there:
+            assert (await there.whole({"prompt": "b"})).status == status
 
     asyncio.run(run())
 
@@ -217,8 +222,8 @@ def test_a_picker_with_tls_never_answers_a_gateway_without(tmp_path, tls):
 
     async def run():
         door = GatewayDoor(is_self_signed=True)
-        async with picked(tmp_path, door=door, gate=gate) as there, there.post({"prompt": "b"}) as answer:
-            assert (answer.status == 200) == tls
+        async with picked(tmp_path, door=door, gate=gate) as there:
+            assert ((await there.whole({"prompt": "b"})).status == 200) == tls
 
     asyncio.run(run())
 

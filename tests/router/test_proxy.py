@@ -28,6 +28,12 @@ class Routed:
     def post(self, body, **more):
         return self.client.post(f"{self.url}/v1/completions", json=body, **more)
 
+    async def whole(self, body, **more):
+        """The answer, once its body is here: a client that leaves before that is counted as one that left."""
+        async with self.post(body, **more) as answer:
+            await answer.read()
+            return answer
+
     async def status(self):
         async with self.client.get(f"{self.url}/route/status") as answer:
             return await answer.json()
@@ -120,8 +126,7 @@ def test_a_request_that_had_not_begun_is_never_lost_when_its_replica_is_dead():
             router.engines.processes[0].kill()
             router.engines.processes[0].wait()
             for number in range(20):
-                async with router.post({"prompt": str(number)}) as answer:
-                    assert answer.status == 200
+                assert (await router.whole({"prompt": str(number)})).status == 200
             status = await router.status()
             assert status["retries"] == 1  # it is known to be away from then on
             assert status["replicas"][0]["state"] == "away"
@@ -132,15 +137,13 @@ def test_a_request_that_had_not_begun_is_never_lost_when_its_replica_is_dead():
 def test_a_request_that_kills_its_reader_never_reaches_more_than_two_replicas():
     async def run():
         async with routed(4) as router:
-            async with router.post({"prompt": "a", "die": "before"}) as answer:
-                assert answer.status == 502
+            assert (await router.whole({"prompt": "a", "die": "before"})).status == 502
 
             def dead():
                 return sum(process.poll() is not None for process in router.engines.processes)
 
             await router.until(lambda: has(dead()), "its first reader is dead")
-            async with router.post({"prompt": "b"}) as answer:
-                assert answer.status == 200
+            assert (await router.whole({"prompt": "b"})).status == 200
             assert dead() <= 2
 
     asyncio.run(run())
@@ -150,8 +153,7 @@ def test_a_request_that_replicas_refuse_never_makes_them_look_dead():
     async def run():
         async with routed(3, health_s=3600) as router:
             await router.until_asked()
-            async with router.post({"prompt": "a", "status": 503}) as answer:
-                assert answer.status == 503
+            assert (await router.whole({"prompt": "a", "status": 503})).status == 503
             status = await router.status()
             assert [one["state"] for one in status["replicas"]] == ["serving"] * 3
 
@@ -163,8 +165,7 @@ def test_a_single_replica_that_closed_an_old_connection_is_asked_again():
         async with routed(1, health_s=3600) as router:
             await router.until_asked()
             for _ in range(3):
-                async with router.post({"prompt": "a"}) as answer:
-                    assert answer.status == 200
+                assert (await router.whole({"prompt": "a"})).status == 200
                 router.engines.processes[0].kill()
                 router.engines.processes[0].wait()
                 router.engines.processes = [router.engines.start(router.engines.ports[0])]
@@ -275,8 +276,7 @@ def test_a_drained_replica_gets_nothing_more_and_ends_what_it_has():
             async with router.client.post(f"{router.url}/route/drain", json=drain) as answer:
                 assert answer.status == 200
             for _ in range(10):
-                async with router.post({"prompt": "a"}) as answer:
-                    assert answer.headers["x-valve-replica"] != str(index)
+                assert (await router.whole({"prompt": "a"})).headers["x-valve-replica"] != str(index)
             assert (await held.text()).endswith("[DONE]\n\n")
             for wrong in ({}, {"replica": "9", "is_drained": True}, [], {"replica": "0", "is_drained": "x"}):
                 async with router.client.post(f"{router.url}/route/drain", json=wrong) as answer:
@@ -290,14 +290,12 @@ def test_nobody_alive_is_said_and_a_replica_that_comes_back_serves_again():
         async with routed(1) as router:
             router.engines.end()
             await router.until_state(0, "away")
-            async with router.post({"prompt": "a"}) as answer:
-                assert answer.status == 503
+            assert (await router.whole({"prompt": "a"})).status == 503
             async with router.client.get(f"{router.url}/health") as answer:
                 assert answer.status == 503
             router.engines.processes = [router.engines.start(router.engines.ports[0])]
             await router.until_state(0, "serving")
-            async with router.post({"prompt": "a"}) as answer:
-                assert answer.status == 200
+            assert (await router.whole({"prompt": "a"})).status == 200
 
     asyncio.run(run())
 
@@ -309,11 +307,9 @@ def test_without_the_token_nobody_gets_anything_and_no_replica_sees_it():
                 async with router.client.get(f"{router.url}/{path}") as answer:
                     assert answer.status == 401
             wrong = {"Authorization": "Bearer secret2"}
-            async with router.post({"prompt": "a"}, headers=wrong) as answer:
-                assert answer.status == 401
+            assert (await router.whole({"prompt": "a"}, headers=wrong)).status == 401
             right = {"Authorization": "Bearer secret"}
-            async with router.post({"prompt": "a"}, headers=right) as answer:
-                assert answer.status == 200
+            assert (await router.whole({"prompt": "a"}, headers=right)).status == 200
             assert (await router.played(0))["headers"]["Authorization"] == "Bearer inner"
             drain = {"replica": "0", "is_drained": True}
             async with router.client.post(f"{router.url}/route/drain", json=drain, headers=right) as answer:
@@ -392,13 +388,10 @@ def test_only_streamed_answers_teach_how_long_a_first_token_takes():
     async def run():
         async with routed(1) as router:
             for _ in range(3):
-                async with router.post({"prompt": "a"}) as answer:
-                    assert answer.status == 200
-            async with router.post({"prompt": "a", "status": 400}):
-                pass
+                assert (await router.whole({"prompt": "a"})).status == 200
+            await router.whole({"prompt": "a", "status": 400})
             assert (await router.status())["replicas"][0]["prediction_error"] == 0
-            async with router.post({"prompt": "a", "stream": True}) as answer:
-                await answer.read()
+            await router.whole({"prompt": "a", "stream": True})
             assert (await router.status())["replicas"][0]["prediction_error"] > 0
 
     asyncio.run(run())
@@ -410,8 +403,7 @@ def test_prompts_with_the_same_beginning_meet_in_one_replica():
             long = "You are a helpful assistant of a bank. " * 300
             homes = set()
             for number in range(12):
-                async with router.post({"prompt": f"{long}{number}"}) as answer:
-                    homes.add(answer.headers["x-valve-replica"])
+                homes.add((await router.whole({"prompt": f"{long}{number}"})).headers["x-valve-replica"])
             assert len(homes) == 1
 
     asyncio.run(run())
@@ -420,8 +412,7 @@ def test_prompts_with_the_same_beginning_meet_in_one_replica():
 def test_figures_are_there_for_prometheus():
     async def run():
         async with routed(1) as router:
-            async with router.post({"prompt": "a"}):
-                pass
+            await router.whole({"prompt": "a"})
             async with router.client.get(f"{router.url}/metrics") as answer:
                 text = await answer.text()
             assert 'valve_router_requests_total{status="200"} 1.0' in text

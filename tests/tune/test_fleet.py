@@ -97,17 +97,19 @@ def part_trainer(model: Path, out: Path, method: str = PRODUCTS, **more: Any) ->
 
 
 def test_a_trainer_that_gets_every_micro_batch_trains_what_a_job_of_its_own_does(model, tmp_path):
-    part = part_trainer(model, tmp_path / "part")
+    """The two sum in another order. AdamW divides by its epsilon where a gradient is no more than rounding: with the
+    usual 1e-8 the last bits of a CPU's sums are 2e-5 of an adapter. One micro-batch in place of another is 1e-3."""
+    part = part_trainer(model, tmp_path / "part", adam_epsilon=1e-4)
     for number in range(8):
         part.compute(number)
-    alone = part_trainer(model, tmp_path / "alone")
+    alone = part_trainer(model, tmp_path / "alone", adam_epsilon=1e-4)
     jobs.train(alone.spec)
     alone.state.adapter.load((tmp_path / "alone" / "adapter_model.safetensors").read_bytes())
 
     for path, pair in part.model.adapter.pairs.items():
         wanted = alone.state.adapter.pairs[path]
-        assert torch.allclose(pair.a, wanted.a, atol=2e-5)
-        assert torch.allclose(pair.b, wanted.b, atol=2e-5)
+        assert torch.allclose(pair.a, wanted.a, atol=1e-5)
+        assert torch.allclose(pair.b, wanted.b, atol=1e-5)
     assert part.steps == 4
     assert part.since_push == list(range(8))
 

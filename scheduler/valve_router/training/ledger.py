@@ -72,7 +72,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class JobStanding:
     """Of a job at one moment: another trainer may end the round at any other."""
 
     version: int
@@ -154,11 +154,11 @@ class FleetBooks:
             db.execute(text, (name, rounds, round_batches, digest, tokens, now_s))
             _queue(db, name, 0, now_s)
 
-    def standing(self, job: str, now_s: float) -> Standing:
+    def standing(self, job: str, now_s: float) -> JobStanding:
         with self._lock:
             row = _job(self._db, job)
             counted = _counted(self._db, job, row["version"])
-            return Standing(
+            return JobStanding(
                 version=row["version"],
                 tokens=row["tokens"],
                 is_done=not counted["whole"],
