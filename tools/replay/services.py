@@ -99,8 +99,8 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
             f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, "
             f"default settings. {RULE}",
             f"{len(good)} of {len(services)} services would save {sum(one.saved for one in good):.1f} GPUs, one "
-            "replica of each; the others should not share (docs/when-not.md). A service by itself (--requests FILE) gets "
-            "its best settings, too.",
+            "replica of each; the others should not share (docs/when-not.md). "
+            "A service by itself (--requests FILE) gets its best settings, too.",
         ),
         tables=(
             Table(
