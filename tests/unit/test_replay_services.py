@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from valve_tools.replay import services
 from valve_tools.replay.command import main
+from valve_tools.replay.question import Question
 from valve_tools.replay.store import Store
-from valve_tools.replay.whatif import Question
 from valve_tools.replay.work import Workers, silent
 from valve_tools.sim import combinations
+from valve_tools.sim.sample import RULE
 from valve_tools.sim.traces import TraceError
 
 
@@ -40,17 +41,28 @@ def test_each_service_of_a_folder_gets_its_own_verdict(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "whatif.json").read_text())["data"]["services"]) == 3
 
 
-def test_a_service_that_is_silent_in_the_hours_that_are_judged_is_never_told_to_share(tmp_path: Path) -> None:
-    """It would be idle for all of them, and a GPU saved."""
-    rows = [f"{at},200,20" for at in (0.0, *(86_400.0 + number for number in range(600)))]
-    (tmp_path / "tomorrow.csv").write_text("\n".join(["t_s,in_tok,out_tok", *rows]))
+def test_a_service_of_which_the_sample_shows_next_to_nothing_is_never_told_to_share(tmp_path: Path) -> None:
+    """It would be idle for all that is judged, and a GPU saved."""
+    service(tmp_path, "seldom.csv", 7200.0, requests=84)
 
     page = services.run(Question(requests=tmp_path), [1], silent)
 
-    assert page.tables[0].rows[0][-1] == (
-        "DO NOT USE VALVE HERE: no answer: 1 requests in 21600 s say nothing about a service; "
-        "bring at least 50 over 60 s, better a day"
-    )
+    verdict = page.tables[0].rows[0][-1]
+    assert verdict.startswith("DO NOT USE VALVE HERE: no answer: ")
+    assert "a sample of 84 in 166.0 h, say nothing about a service" in verdict
+
+
+def test_a_service_that_works_by_day_is_never_judged_by_its_first_night(tmp_path: Path) -> None:
+    """Before, the first six hours of a load were all that was looked at, and this one would have saved a whole GPU."""
+    night, day = range(0, 21_600, 60), range(21_600, 86_400)
+    rows = [*(f"{at},200,20" for at in night), *(f"{at},6000,200" for at in day)]
+    (tmp_path / "works.csv").write_text("\n".join(["t_s,in_tok,out_tok", *rows]))
+
+    page = services.run(Question(requests=tmp_path), [1], silent)
+
+    (answer,) = page.data["services"][0]["answers"]
+    assert 0.2 < answer["idle_share"] < 0.4  # the night is a quarter of the day
+    assert RULE in page.summary[0]
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -28,6 +28,7 @@ from valve_tools.replay import (
     whatif,
 )
 from valve_tools.replay.provenance import stale
+from valve_tools.replay.question import Question
 from valve_tools.replay.report import Report, Table, claims_table, markdown, text, write
 from valve_tools.replay.store import Store, default_folder
 from valve_tools.replay.work import Progress, Workers, bars, silent
@@ -127,7 +128,7 @@ def _smoke(report: Report, share: float, words: str) -> Report:
 
 
 def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
-    question = whatif.Question(
+    asked = Question(
         requests=options.requests,
         prometheus=options.prometheus,
         machine=options.machine,
@@ -139,8 +140,8 @@ def _whatif(options: argparse.Namespace, progress: Progress) -> Report:
         hours=options.hours,
     )
     if options.requests is not None and options.requests.is_dir():
-        return services.run(question, seeds_of(options), progress, workers_of(options))
-    return whatif.run(question, seeds_of(options), progress, workers_of(options))
+        return services.run(asked, seeds_of(options), progress, workers_of(options))
+    return whatif.run(asked, seeds_of(options), progress, workers_of(options))
 
 
 def _early(options: argparse.Namespace, progress: Progress) -> Report:

@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from valve_tools.replay.question import Question, bound_of, machine_of, trace_of
 from valve_tools.replay.report import Cell, Report, Table
 from valve_tools.replay.store import Store
-from valve_tools.replay.whatif import Answer, Question, Task, bound_of, judged, machine_of, refusals, run_task, trace_of
+from valve_tools.replay.whatif import Answer, Task, refusals, run_task
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.machine import Settings
 from valve_tools.sim.metrics import interval
-from valve_tools.sim.shape import LONGEST_S
+from valve_tools.sim.sample import RULE
 from valve_tools.sim.traces import TraceError
 
 DEFAULTS = "defaults"
@@ -30,6 +31,8 @@ class Service:
     name: str
     requests: int = 0
     hours: float = 0.0
+    of_hours: float = 0.0
+    """How long the load lasts of which so many hours were judged."""
     answers: tuple[Answer, ...] = ()
     why_not: tuple[str, ...] = ()
 
@@ -69,8 +72,9 @@ def judge(ask: Ask) -> Service:
     answers = tuple(ask.store.run(run_task, task) for task in tasks)
     return Service(
         name=path.name,
-        requests=judged(bound.trace),
+        requests=bound.trace.requests,
         hours=bound.seconds / 3600,
+        of_hours=(bound.trace.sample.of_s if bound.trace.sample else bound.seconds) / 3600,
         answers=answers,
         why_not=tuple(refusals(answers, DEFAULTS)),
     )
@@ -92,16 +96,17 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
         name="whatif",
         title=f"What Valve would give on {len(services)} services",
         summary=(
-            f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, default "
-            f"settings, at most the first {LONGEST_S / 3600:g} hours of each. {len(good)} of {len(services)} services "
-            f"would save {sum(one.saved for one in good):.1f} GPUs, one replica of each; the others should not "
-            "share (docs/when-not.md). A service by itself (--requests FILE) gets its best settings, too.",
+            f"{question.online} online and {question.offline} offline on {question.tp} {gpu} for each replica, "
+            f"default settings. {RULE}",
+            f"{len(good)} of {len(services)} services would save {sum(one.saved for one in good):.1f} GPUs, one "
+            "replica of each; the others should not share (docs/when-not.md). "
+            "A service by itself (--requests FILE) gets its best settings, too.",
         ),
         tables=(
             Table(
                 title="Services",
-                columns=("service", "requests", "hours", "idle %", "GPUs saved", "own GPU: TTFT ms mean", "P99",
-                         "with Valve: TTFT ms mean", "P99", "TPOT % mean", "verdict"),
+                columns=("service", "requests", "hours", "of hours", "idle %", "GPUs saved",
+                         "own GPU: TTFT ms mean", "P99", "with Valve: TTFT ms mean", "P99", "TPOT % mean", "verdict"),
                 rows=tuple(_row(one) for one in ordered),
             ),
         ),
@@ -114,7 +119,7 @@ def report(question: Question, gpu: str, services: Sequence[Service], seeds: Seq
 def _row(one: Service) -> tuple[Cell, ...]:
     verdict = "share" if not one.why_not else "DO NOT USE VALVE HERE: " + "; ".join(one.why_not)
     if not one.answers:
-        return (one.name, *[None] * 9, verdict)
+        return (one.name, *[None] * 10, verdict)
 
     def mean(figures: Sequence[float]) -> float:
         return interval(list(figures)).mean
@@ -126,6 +131,7 @@ def _row(one: Service) -> tuple[Cell, ...]:
         one.name,
         one.requests,
         one.hours,
+        one.of_hours,
         100 * mean([answer.idle_share for answer in one.answers]),
         one.saved,
         *(mean([answer.alone_ms["ttft own"][quantile] for answer in one.answers]) for quantile in ("mean", "p99")),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from valve_tools.replay import svg
-from valve_tools.replay.fleet_input import prometheus_of, requests_of
 from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of, words_of
+from valve_tools.replay.question import Question, bounds_of, machine_of, words_of_load
 from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_least, at_most
 from valve_tools.replay.work import Progress, Workers, spread
 from valve_tools.sim.combinations import (
@@ -25,43 +22,19 @@ from valve_tools.sim.combinations import (
     run_own,
     run_solo,
 )
-from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings, pool_handles
+from valve_tools.sim.machine import Settings, pool_handles
 from valve_tools.sim.metrics import Interval, Summary, distribution, interval, summarise
-from valve_tools.sim.pairs import Bound, Pair, batch_lengths
-from valve_tools.sim.shape import Shape, window_s
-from valve_tools.sim.traces import Folder, Trace, TraceError
-from valve_tools.sim.world import NS, Job, Service
+from valve_tools.sim.pairs import Bound
+from valve_tools.sim.sample import RULE
+from valve_tools.sim.traces import TraceError
+from valve_tools.sim.world import NS
 
-PLAUSIBLE = {"memory_gib": (1.0, 10_000.0), "bandwidth_bytes_s": (1e9, 1e15), "flops": (1e10, 1e18)}
-SHARE, TIMES_NS = (0.01, 1.0), (1e-3, 1e9)
-"""What a figure of a card can be: by its name, of an efficiency, of a time."""
 TARGETS = (6.0, 30.0, 120.0, 600.0)
 LEAST_POOL_MIB = 1024
 HEADROOM_SHARES = (0.03, 0.06, 0.12)
 WITHOUT_HINT = "Channel without hint+OurMem"
-LEAST_REQUESTS, LEAST_S = 50, 60.0
-"""A shorter load says nothing about a service: no answer is given."""
 LEAST_SAVED = 0.05
 """GPUs saved per GPU below which sharing is not worth having somebody watch it."""
-NOT_ASKED = Shape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
-"""The shape says which pair a trace is for; here the operator said it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the operator has."""
-
-    requests: Path | None = None
-    prometheus: Path | None = None
-    machine: Path | None = None
-    gpu: str = "H100"
-    online: str = "8B"
-    offline: str = "8B"
-    tp: int = 1
-    replicas: int = 1
-    """The load is that of so many replicas; one of them is simulated."""
-    hours: float | None = None
-    """Only the first so many hours of the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,75 +58,6 @@ class Answer:
     alone_ms: dict[str, dict[str, float]]
     """The service without the job, by what it runs on: TTFT and TPOT."""
     summaries: dict[str, Summary]
-
-
-def machine_of(question: Question) -> Settings:
-    """The card by name, or its figures from a JSON file that names the fields of `Gpu` to change."""
-    if question.gpu not in GPUS:
-        raise TraceError(f"--gpu {question.gpu}: known are {', '.join(GPUS)}; describe another with --machine FILE")
-    gpu = GPUS[question.gpu]
-    if question.machine is None:
-        return Settings(gpu=gpu)
-    try:
-        changes = json.loads(question.machine.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TraceError(f"{question.machine}: not readable as JSON: {error}") from error
-    if not isinstance(changes, dict):
-        raise TraceError(f'{question.machine}: not a JSON object of figures, such as {{"memory_gib": 44}}')
-    for name, value in changes.items():
-        _check_figure(f"{question.machine}: {name}", name, value)
-    return Settings(gpu=replace(gpu, **changes))
-
-
-def _check_figure(place: str, name: str, value: object) -> None:
-    known = [field.name for field in fields(Gpu)]
-    if name not in known:
-        raise TraceError(f"{place}: unknown field {name!r}; known are {', '.join(known)}")
-    if name == "name":
-        if not isinstance(value, str):
-            raise TraceError(f"{place} is {value!r}, it must be a word")
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise TraceError(f"{place} is {value!r}, it must be a number above zero")
-    least, most = PLAUSIBLE.get(name, SHARE if name.endswith("_efficiency") else TIMES_NS)
-    if not least <= value <= most:
-        raise TraceError(f"{place} is {value!r}, it must be at least {least:g} and at most {most:g}")
-
-
-def trace_of(question: Question, seed: int) -> Trace:
-    if (question.requests is None) == (question.prometheus is None):
-        raise TraceError("pass one of --requests FILE (CSV) and --prometheus FILE (query_range JSON)")
-    whole = requests_of(question.requests) if question.requests else prometheus_of(Path(str(question.prometheus)), seed)
-    load = whole.thinned(question.replicas)
-    return load if question.hours is None else load.first(question.hours * 3600)
-
-
-def judged(trace: Trace) -> int:
-    """Requests of the hours that are simulated: the first of a long load."""
-    return trace.first(window_s(trace)).requests
-
-
-def bound_of(question: Question, trace: Trace) -> Bound:
-    for name in (question.online, question.offline):
-        if name not in MODELS:
-            raise TraceError(f"model {name}: known are {', '.join(MODELS)}")
-    if trace.requests == 0:
-        raise TraceError("the load holds no request")
-    if judged(trace) < LEAST_REQUESTS or window_s(trace) < LEAST_S:
-        raise TraceError(
-            f"no answer: {judged(trace)} requests in {window_s(trace):.0f} s say nothing about a service; "
-            f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
-        )
-    online, offline, shape = question.online, question.offline, NOT_ASKED
-    pair = Pair(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
-    lengths = batch_lengths(Folder(traces=(), lengths=(), ignored=()))
-    return Bound(
-        pair=pair,
-        trace=trace,
-        shape=shape,
-        service=Service(model=MODELS[online], tp=question.tp),
-        job=Job(model=MODELS[offline], tp=question.tp, lengths=lengths),
-    )
 
 
 def candidates(bound: Bound, settings: Settings) -> dict[str, Tuning]:
@@ -207,14 +111,6 @@ def _handles(bound: Bound, settings: Settings) -> int:
     return handles
 
 
-def bounds_of(question: Question, seeds: Sequence[int]) -> list[Bound]:
-    """One for each seed; only an export's load is drawn anew."""
-    first = bound_of(question, trace_of(question, seeds[0]))
-    if question.prometheus is None:
-        return [first] * len(seeds)
-    return [first, *(bound_of(question, trace_of(question, seed)) for seed in seeds[1:])]
-
-
 def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
     settings = machine_of(question)
     bounds = bounds_of(question, seeds)
@@ -233,8 +129,9 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
         title=f"What Valve would give on {bound.trace.label}",
         summary=(
             f"{question.online} online and {question.offline} offline on {question.tp} {settings.gpu.name}, "
-            f"{judged(bound.trace):,} requests in {window_s(bound.trace) / 3600:.1f} h for one replica; the service "
-            f"alone leaves {100 * answers[0].idle_share:.0f} % of the GPU idle.",
+            f"{words_of_load(bound.trace)} for one replica; the service alone leaves "
+            f"{100 * answers[0].idle_share:.0f} % of the GPU idle.",
+            *((RULE,) if bound.trace.sample else ()),
             *verdict(answers, best, why_not),
         ),
         claims=tuple(_claims(answers, best)),

@@ -52,7 +52,9 @@ class Candidate:
 
 
 def window_s(trace: Trace) -> float:
-    """All of a short slice, six hours of a long one."""
+    """All of a short slice or of a sample, six hours of a long one."""
+    if trace.sample is not None:
+        return trace.sample.seconds
     return min(LONGEST_S, math.floor(trace.duration_s) + 1.0)
 
 

@@ -55,6 +55,16 @@ class UnreadableError(TraceError):
     """A file of which not even the header can be read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a trace was taken from, by sample.py."""
+
+    seconds: float
+    """Of all slices together, silent ends too."""
+    of_requests: int
+    of_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """Requests of one service, times in ns from the start of the slice."""
@@ -68,6 +78,8 @@ class Trace:
     """Rows with a blank cell."""
     digest: str = ""
     """SHA-256 of the file."""
+    sample: Sample | None = None
+    """None: it is the load itself."""
 
     @property
     def requests(self) -> int:
