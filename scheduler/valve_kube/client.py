@@ -19,7 +19,9 @@ WHOLE = Shape()
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
-PAGE = 500
+# Objects of a page. One may be two megabytes, so a page beyond PAGE_BYTES is asked for anew with fewer of them.
+PAGES = (500, 50, 5, 1)
+PAGE_BYTES = 16 << 20
 
 
 class ApiError(SchedulerError):
@@ -69,13 +71,16 @@ class KubeClient:
         body: Any = None,
         content_type: str = "application/json",
         accept: str = "application/json",
+        limit: int = 1 << 30,
     ) -> bytes:
         data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {"Content-Type": content_type, "Accept": accept}
         try:
             async with self._slots:
-                call = self._exchange(method, _target(path, query), headers, data)
+                call = self._exchange(method, _target(path, query), headers, data, limit)
                 status, head, raw = await asyncio.wait_for(call, self._timeout_s)
+        except wire.TooLarge:
+            raise
         except (OSError, asyncio.IncompleteReadError, wire.ProtocolError, asyncio.TimeoutError) as error:
             raise Unreachable(f"{method} {path}: {error!r}") from error
         if status >= 400:
@@ -93,12 +98,17 @@ class KubeClient:
         """All items and the resourceVersion of one consistent (quorum) read, page by page. Of each page only what
         `shape` keeps outlives it."""
         items: list[Json] = []
-        token = ""
+        token, size = "", 0
         while True:
-            page = {**(query or {}), "limit": str(PAGE)}
+            page = {**(query or {}), "limit": str(PAGES[size])}
             if token:
                 page["continue"] = token
-            raw = await self._raw("GET", path, query=page, accept=accept)
+            is_last = size == len(PAGES) - 1
+            try:
+                raw = await self._raw("GET", path, query=page, accept=accept, limit=1 << 30 if is_last else PAGE_BYTES)
+            except wire.TooLarge:
+                size += 1
+                continue
             answer = _decoded(f"GET {path}", shape.page, raw)
             items += answer.items
             token = answer.next_token
@@ -149,7 +159,7 @@ class KubeClient:
         self._idle.clear()
 
     async def _exchange(
-        self, method: str, target: str, headers: Mapping[str, str], data: bytes
+        self, method: str, target: str, headers: Mapping[str, str], data: bytes, limit: int
     ) -> tuple[int, wire.Head, bytes]:
         found = self._kept()
         kept = found is not None
@@ -159,12 +169,12 @@ class KubeClient:
             head = await wire.read_head(reader)
             if head is None:
                 raise ConnectionResetError("connection closed without an answer")
-            raw = await wire.read_body(reader, head, limit=1 << 30)
+            raw = await wire.read_body(reader, head, limit)
         except BaseException as error:
             writer.close()
             # The server may have closed a kept connection just as we took it. Only reads are safe to repeat.
             if kept and method == "GET" and isinstance(error, ConnectionError):
-                return await self._exchange(method, target, headers, data)
+                return await self._exchange(method, target, headers, data, limit)
             raise
         if head.keeps_alive:
             self._idle.append((reader, writer))

@@ -18,6 +18,7 @@ _NAME = "@metadata.name"  # the one field of a node that an affinity may name, a
 _DECIMAL = re.compile("[+-]?[0-9]+")
 KEPT = "nodeWish"  # key of the spec of a pod of which only the wish was kept
 MOST = 200  # requirements, their values and tolerations: each is held against each node while the lease waits
+MOST_TEXT = 16 << 10  # characters of all of them: the API server takes values of a megabyte, and wishes are kept
 
 Taint = tuple[str, str, str]  # key, value, effect
 Requirement = tuple[str, str, tuple[str, ...]]  # label, operator, values
@@ -86,12 +87,13 @@ def node_wish(spec: Object) -> NodeWish:
         Toleration(**{key: str(one.get(key) or "") for key in ("key", "operator", "value", "effect")})
         for one in spec.get("tolerations") or []
     }
-    return NodeWish(
+    found = NodeWish(
         selector=tuple(sorted((spec.get("nodeSelector") or {}).items())),
         terms=None if required is None else tuple(map(_term, required.get("nodeSelectorTerms") or [])),
         tolerations=tuple(sorted(tolerations, key=repr)),
         is_bound=_is_bound(spec, affinity),
     )
+    return found if _text(found) <= MOST_TEXT else TOO_LONG
 
 
 def ground_of(node: Object) -> Ground:
@@ -111,6 +113,12 @@ def _size(spec: Object, required: Object) -> int:
     asked = [one for term in terms for kind in ("matchExpressions", "matchFields") for one in term.get(kind) or []]
     values = sum(len(one.get("values") or []) for one in asked)
     return len(spec.get("nodeSelector") or {}) + len(spec.get("tolerations") or []) + len(terms) + len(asked) + values
+
+
+def _text(wish: NodeWish) -> int:
+    asked = [(key, *values) for term in wish.terms or () for key, _, values in term]
+    tolerated = [(one.key, one.value) for one in wish.tolerations]
+    return sum(len(text) for texts in (*wish.selector, *asked, *tolerated) for text in texts)
 
 
 def _is_bound(spec: Object, affinity: Object) -> bool:

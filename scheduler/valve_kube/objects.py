@@ -23,11 +23,13 @@ from valve_scheduler.model.curve import FloatArray
 from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import ANY_NODE, NodeWish, node_wish
+from valve_kube.owners import owner_uid
 
 Object = Mapping[str, Any]
 KEPT_REPORT = "nodeReport"  # key of a GPUHarvestNode whose figures were read when it arrived
 _COUNTS = frozenset(str(number) for number in range(1, MAX_GPUS + 1))
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,9 @@ def resource_count(pod: Object, resource: str) -> int:
         try:
             return int(limits.get(resource, 0))
         except ValueError as error:
-            raise InvalidObject(f"limit {resource} is {limits[resource]!r}, must be a whole number") from error
+            raise InvalidObject(
+                f"limit {resource} is {_short(str(limits[resource]))}, must be a whole number"
+            ) from error
 
     running = sum(of(container) for container in spec.get("containers") or [])
     starting = max((of(container) for container in spec.get("initContainers") or []), default=0)
@@ -132,7 +136,7 @@ def sla_of(pod: Object) -> float:
     except ValueError:
         sla = math.nan
     if not 0.0 < sla <= 1.0:
-        raise InvalidObject(f"annotation {names.SLA} is {text!r}, must be a number in (0, 1], such as 0.30")
+        raise InvalidObject(f"annotation {names.SLA} is {_short(text)}, must be a number in (0, 1], such as 0.30")
 
     return sla
 
@@ -141,7 +145,7 @@ def kind_of(pod: Object) -> str:
     """What kind of offline work the pod is, as its author says."""
     kind = annotation(pod, names.KIND) or names.BATCH
     if kind not in (names.BATCH, names.FINETUNE):
-        raise InvalidObject(f"annotation {names.KIND} is {kind!r}, must be {names.BATCH} or {names.FINETUNE}")
+        raise InvalidObject(f"annotation {names.KIND} is {_short(kind)}, must be {names.BATCH} or {names.FINETUNE}")
 
     return kind
 
@@ -152,9 +156,23 @@ def base_of(pod: Object) -> str:
     if base and kind != names.FINETUNE:
         raise InvalidObject(f"annotation {names.BASE} is for pods with {names.KIND}: {names.FINETUNE}")
     if base and not _LABEL_VALUE.fullmatch(base):
-        raise InvalidObject(f"annotation {names.BASE} is {base!r}, which no label of a service can be")
+        raise InvalidObject(f"annotation {names.BASE} is {_short(base)}, which no label of a service can be")
 
     return base
+
+
+def profile_of(pod: Object) -> str:
+    """Name of the OfflineProfile; empty when the pod names none."""
+    name = annotation(pod, names.PROFILE)
+    if name and not _NAME.fullmatch(name):
+        raise InvalidObject(f"annotation {names.PROFILE} is {_short(name)}, which is no name of an object")
+
+    return name
+
+
+def _short(text: str) -> str:
+    """Of what a tenant wrote: it may be a quarter of a megabyte, and events, logs and answers hold it."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def gpus_wanted(pod: Object) -> int:
@@ -162,13 +180,13 @@ def gpus_wanted(pod: Object) -> int:
     text = annotation(pod, names.GPUS_REQUIRED) or str(count)
     if text.lstrip("0") not in _COUNTS:  # as a text: one of 5,000 digits is no number for int()
         raise InvalidObject(
-            f"the pod asks for {text[:40]!r} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
+            f"the pod asks for {_short(text)} harvested GPUs, must be 1 to {MAX_GPUS} of one node "
             f"(limit {names.RESOURCE} or annotation {names.GPUS_REQUIRED})"
         )
     wanted = int(text.lstrip("0"))
     if count and wanted != count:
         raise InvalidObject(
-            f"annotation {names.GPUS_REQUIRED} is {text[:40]!r} and limit {names.RESOURCE} is {count}; quotas and "
+            f"annotation {names.GPUS_REQUIRED} is {_short(text)} and limit {names.RESOURCE} is {count}; quotas and "
             "slots go by the limit, leave the annotation out"
         )
     return wanted
@@ -195,29 +213,6 @@ def followed(pod: Object) -> Object:
         raise InvalidObject(f"label {names.ROLE} of the pod is {role!r}, must be {names.OFFLINE}")
 
     return pod
-
-
-def owner_uid(pod: Object) -> str:
-    """The controller of the pod (its Job), which survives eviction; a bare pod is its own."""
-    metadata = pod["metadata"]
-    owners = metadata.get("ownerReferences") or []
-
-    return str(next((owner["uid"] for owner in owners if owner.get("controller")), metadata["uid"]))
-
-
-def is_bare(pod: Object) -> bool:
-    """Nothing makes it anew when it is gone."""
-    return not any(owner.get("controller") for owner in pod["metadata"].get("ownerReferences") or [])
-
-
-def owner_name(pod: Object) -> str:
-    """What people call the thing a pod is one of: its Job, StatefulSet or Deployment; a bare pod by its own name."""
-    metadata = pod["metadata"]
-    owner: Object = next((one for one in metadata.get("ownerReferences") or [] if one.get("controller")), {})
-    name = str(owner.get("name") or metadata.get("name", ""))
-    made_by_deployment = (metadata.get("labels") or {}).get("pod-template-hash", "") if owner else ""
-
-    return name.removesuffix(f"-{made_by_deployment}") if made_by_deployment else name
 
 
 def started_at_s(pod: Object) -> float:
@@ -259,7 +254,7 @@ def offline_pod(pod: Object) -> OfflinePod:
         owner_uid=owner_uid(pod),
         gpus=gpus_wanted(pod),
         sla=sla_of(pod),
-        profile=annotation(pod, names.PROFILE),
+        profile=profile_of(pod),
         base=base_of(pod),
         wish=node_wish(pod.get("spec") or {}),
     )

@@ -3,7 +3,6 @@
 A whole decoded pod takes 65 KB of memory, and a night of short Jobs has thousands of them. What is kept here has the
 form of the JSON it came from, less everything else, and one value more: which nodes the pod may use."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ from valve_kube import names
 from valve_kube.errors import InvalidObject
 from valve_kube.node_wish import CLAIMED_VOLUMES, KEPT, NodeWish, node_wish
 from valve_kube.objects import KEPT_REPORT, node_report, start_text
+from valve_kube.owners import controller_of
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -22,9 +22,11 @@ T = TypeVar("T")
 _NULL = msgspec.Raw(b"null")
 _RAW_PARTS = ("nodeSelector", "affinity", "tolerations", "topologySpreadConstraints")
 _CACHED = 16 << 10  # bytes of what says a wish; the API server takes a megabyte
-_KEPT_LABELS = frozenset({"pod-template-hash"})
+# All that is read of a pod's labels and annotations: a tenant may write any others, and as many as it likes.
+_ASKED = (names.ROLE, names.SLA, names.PROFILE, names.KIND, names.BASE, names.GPUS_REQUIRED, "pod-template-hash")
+_READ = {key: key for key in (*_ASKED, names.GPUS, names.DECISION, names.PREDICTED)}
+_MOST_TEXT = 256  # characters of an annotation that a tenant wrote; a longer one has no meaning, and keeps none
 _ALIKE, _MANY = 4096, 16  # how many different labels, owners, containers are kept once, each of how many parts
-_LONG = 1 << 10  # characters; the names of owners have no limit, and what is kept once outlives its pods
 _OWN_TEXT = frozenset({names.GPUS, names.DECISION, names.PREDICTED})  # annotations that no two pods have alike
 _REFUSED = ("PodScheduled", "False")
 _IN_ROWS = ("idle", "freeMemory", "onlineMemory")  # of a GPU: what the rows of a NodeReport hold
@@ -247,7 +249,7 @@ def _packed(node: Json) -> Json:
     metadata["managedFields"] = [{key: one[key] for key in ("subresource", "time") if key in one} for one in written]
     for told in (*(status.get("offline") or []), *(status.get("services") or [])):
         if isinstance(told.get("namespace"), str):
-            told["namespace"] = sys.intern(told["namespace"])
+            told["namespace"] = _once(told["namespace"])
     try:
         node[KEPT_REPORT] = node_report(node)
     except InvalidObject:
@@ -263,7 +265,7 @@ def _packed(node: Json) -> Json:
 def _shared(node: _Node) -> Json:
     """The sixty labels of a node are much the same on all nodes: each text of them is kept once."""
     labels = node.metadata.labels or {}
-    node.metadata.labels = {sys.intern(key): sys.intern(value) for key, value in labels.items()}
+    node.metadata.labels = {_once(key): _once(value) for key, value in labels.items()}
     found: Json = msgspec.to_builtins(node)
     return found
 
@@ -282,18 +284,16 @@ def _slim(pod: _Pod) -> Json:
 
 
 def _slim_metadata(metadata: _Metadata) -> Json:
-    labels = _labels(tuple(_ours(metadata.labels).items()))
-    notes = _ours(metadata.annotations)
-    owners = _owners_of(metadata)
+    labels = _labels(tuple(_read(metadata.labels).items()))
+    notes = _read(metadata.annotations)
+    owner = controller_of({"metadata": {"ownerReferences": msgspec.to_builtins(metadata.ownerReferences)}})
     metadata.labels = metadata.annotations = metadata.ownerReferences = None
-    metadata.namespace = sys.intern(metadata.namespace)
+    metadata.namespace = _once(metadata.namespace)
     found: Json = msgspec.to_builtins(metadata)
     found["labels"] = labels
-    found["annotations"] = {
-        key: text if key in _OWN_TEXT or len(text) > _LONG else sys.intern(text) for key, text in notes.items()
-    }
-    if owners:
-        found["ownerReferences"] = owners
+    found["annotations"] = {key: text if key in _OWN_TEXT else _once(text[:_MOST_TEXT]) for key, text in notes.items()}
+    if owner is not None:
+        found["ownerReferences"] = _owners(tuple(owner.items()))
 
     return found
 
@@ -301,10 +301,10 @@ def _slim_metadata(metadata: _Metadata) -> Json:
 def _slim_spec(spec: _Spec, working: list[Json]) -> Json:
     found: Json = {KEPT: _wish_of(spec)}
     if spec.nodeName is not None:
-        found["nodeName"] = sys.intern(spec.nodeName)
+        found["nodeName"] = _once(spec.nodeName)
     if working:
         found["containers"] = working
-    if starting := _working(spec.initContainers):
+    if starting := _working(spec.initContainers, is_named=False):
         found["initContainers"] = starting
 
     return found
@@ -319,15 +319,16 @@ def _slim_status(status: _Status, working: list[Json]) -> Json:
     return _status((status.phase, started, is_refused))
 
 
-def _working(containers: Sequence[_Container] | None) -> list[Json]:
-    """Those that ask for harvested GPUs; of their limits nothing else."""
+def _working(containers: Sequence[_Container] | None, *, is_named: bool = True) -> list[Json]:
+    """Those that ask for harvested GPUs; of their limits nothing else. More than eight of them are refused, and more
+    than sixteen are not kept: a pod may have four thousand."""
     found = []
     for one in containers or ():
         limits = (one.resources.limits if one.resources else None) or {}
-        if names.RESOURCE in limits:
-            found.append((one.name, type(limits[names.RESOURCE]), limits[names.RESOURCE]))
+        if str(limits.get(names.RESOURCE, "0")) != "0":
+            found.append((one.name if is_named else "", type(limits[names.RESOURCE]), limits[names.RESOURCE]))
 
-    return _containers(tuple(found))
+    return _containers(tuple(dict.fromkeys(found))[:_MANY])
 
 
 def _alike(make: Callable[[tuple[Any, ...]], T]) -> Callable[[tuple[Any, ...]], T]:
@@ -341,15 +342,10 @@ def _labels(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return dict(pairs)
 
 
-def _owners_of(metadata: _Metadata) -> list[Json]:
-    owners = tuple(metadata.ownerReferences or ())
-    length = sum(len(one.uid) + len(one.name) + len(one.kind) + len(one.apiVersion) for one in owners)
-    return _owners(owners) if length <= _LONG else [msgspec.to_builtins(one) for one in owners]
-
-
 @_alike
-def _owners(owners: tuple[_Owner, ...]) -> list[Json]:
-    return [msgspec.to_builtins(one) for one in owners]
+def _owners(pairs: tuple[tuple[str, Any], ...]) -> list[Json]:
+    """Its controller alone: nobody asks for another."""
+    return [dict(pairs)]
 
 
 @_alike
@@ -386,7 +382,12 @@ def _wish(selector: bytes, affinity: bytes, tolerations: bytes, spreads: bytes, 
     return node_wish({**dict(zip(_RAW_PARTS, parts, strict=True)), "volumes": [dict.fromkeys(kinds)]})
 
 
-def _ours(values: dict[str, str] | None) -> dict[str, str]:
-    return {
-        key: value for key, value in (values or {}).items() if key.startswith(f"{names.DOMAIN}/") or key in _KEPT_LABELS
-    }
+def _read(values: dict[str, str] | None) -> dict[str, str]:
+    return {_READ[key]: value for key, value in (values or {}).items() if key in _READ}
+
+
+@lru_cache(maxsize=1 << 14)
+def _once(text: str) -> str:
+    """One object for equal texts, for a while. Never `sys.intern`: CPython 3.12.0 to 3.12.5 keep what is interned for
+    ever, and tenants make up as many texts as they like."""
+    return text

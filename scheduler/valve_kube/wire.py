@@ -17,6 +17,10 @@ class ProtocolError(Exception):
     """The peer does not speak HTTP/1.1 as we know it; the connection is of no more use."""
 
 
+class TooLarge(ProtocolError):
+    """A body beyond the limit of who reads it; what is left of it is still on its way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """First line and headers; header names in lower case."""
@@ -75,11 +79,11 @@ async def read_chunks(reader: asyncio.StreamReader, head: Head) -> AsyncIterator
 async def read_body(reader: asyncio.StreamReader, head: Head, limit: int = BODY_LIMIT) -> bytes:
     parts, total = [], 0
     if "transfer-encoding" not in head.headers and _content_length(head) > limit:
-        raise ProtocolError(f"body of {_content_length(head)} bytes, at most {limit} are taken")
+        raise TooLarge(f"body of {_content_length(head)} bytes, at most {limit} are taken")
     async for part in read_chunks(reader, head):
         total += len(part)
         if total > limit:
-            raise ProtocolError(f"body exceeds {limit} bytes")
+            raise TooLarge(f"body exceeds {limit} bytes")
         parts.append(part)
 
     return b"".join(parts)

@@ -116,7 +116,7 @@ def no_pods_left(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def helm(control_plane: ControlPlane) -> Helm:
     if not (control_plane.programs / "helm").exists():
-        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 7 minutes)")
     return Helm(control_plane)
 
 

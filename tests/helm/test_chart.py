@@ -69,7 +69,7 @@ def test_the_goldens_are_what_helm_renders_now(tmp_path: Path) -> None:
     script = ROOT / "tests/cluster/build_tools.sh"
     programs = subprocess.run([str(script), "--where"], capture_output=True, text=True, check=True).stdout.strip()
     if not Path(programs, "helm").exists():
-        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 7 minutes)")
 
     subprocess.run([str(ROOT / "tests/helm/render.sh"), str(tmp_path)], check=True)
 
@@ -85,7 +85,7 @@ def test_helm_has_nothing_to_say_against_the_chart(name: str) -> None:
     script = ROOT / "tests/cluster/build_tools.sh"
     programs = subprocess.run([str(script), "--where"], capture_output=True, text=True, check=True).stdout.strip()
     if not Path(programs, "helm").exists():
-        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 6 minutes)")
+        pytest.skip("no helm: build it once with `make cluster-tools` (Go 1.26, 7 minutes)")
 
     values = f"--values={ROOT}/helm/valve/ci/{name}-values.yaml"
     done = subprocess.run(

@@ -28,6 +28,7 @@ class FakeApi:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self.version = 1
+        self.is_obedient = False  # pages are as long as was asked for
         self.watches: list[list[Any]] = []
         self.answers: list[tuple[int, Json, dict[str, str]]] = []  # for any request, before all else
         self.seen: list[tuple[str, dict[str, str]]] = []
@@ -82,7 +83,7 @@ class FakeApi:
 
     def _page(self, query: dict[str, str]) -> Json:
         start = int(query.get("continue", "0"))
-        end = start + 2  # small pages, whatever limit was asked for
+        end = start + (int(query["limit"]) if self.is_obedient else 2)  # small pages, whatever limit was asked for
         metadata = {"resourceVersion": str(self.version)}
         if end < len(self.items):
             metadata["continue"] = str(end)

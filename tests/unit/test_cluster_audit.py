@@ -9,7 +9,9 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = (TESTS / "cluster/README.md").read_text().partition("## What each finding")[2]
-ROWS = re.findall(r"^\| (\d+) \| (.*) \|$", TABLE, re.MULTILINE)
+FINDINGS, _, POINTS = TABLE.partition("\nWhat was asked for")
+ROW = re.compile(r"^\| (\d+) \| (.*) \|$", re.MULTILINE)
+ROWS = ROW.findall(FINDINGS)
 
 
 def test_no_finding_is_without_a_row() -> None:
@@ -32,3 +34,13 @@ def test_no_test_is_named_without_its_file() -> None:
     sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
 
     assert named <= set(re.findall(r"def (test_\w+)", sources))
+
+
+def test_no_point_that_was_asked_for_is_held_by_a_file_that_is_gone() -> None:
+    points = ROW.findall(POINTS)
+    named = re.findall(r"[\w/]+\.(?:py|md)", POINTS)
+
+    assert [number for number, _ in points] == [str(number) for number in range(1, 11)]
+    assert all(held for _, _, held in (row.rpartition(" | ") for _, row in points))
+    roots = (TESTS, TESTS / "cluster", TESTS.parent)
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
-from controller_world import CREATE, EVICTION, World, achieved, running
+from controller_world import CREATE, EVICTION, World, achieved, refused_pod, running
 from reports import pod, uuids
 from valve_kube import names
+from valve_scheduler.controller import apart
 
 Json = dict[str, Any]
 
@@ -72,8 +74,6 @@ def test_no_object_that_cannot_be_handled_ever_ends_a_round(monkeypatch: pytest.
     steps: dict[str, Any] = {
         "_sample": controller.promises,
         "_create": controller.promises._book,
-        "_refused_job": controller.waiting,
-        "_refused_kind": controller.waiting,
         "_worth": controller.book,
     }
     for step, room in steps.items():
@@ -143,3 +143,55 @@ def test_a_pod_of_another_tenant_never_counts_for_the_job_whose_uid_it_names() -
     told = {who: [one["type"] for one in item["status"]["conditions"]] for (who, _), item in held.items()}
     assert "SLAUnreachable" in told["a-tenant"]
     assert "SLAUnreachable" not in told["default"]
+
+
+def test_a_waiting_pod_that_cannot_be_judged_never_keeps_another_from_being_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    world.profile()
+    world.report(idle=1.0)
+    for name in ("bad", "good"):
+        one = refused_pod()
+        one["metadata"] |= {"name": name, "uid": name}
+        world.pods.sink.put(one)
+    known = world.controller.waiting._of
+
+    def refuse(one: Any, now_s: float) -> Any:
+        if one.uid == "bad":
+            raise RuntimeError("not thought of")
+        return known(one, now_s)
+
+    monkeypatch.setattr(world.controller.waiting, "_of", refuse)
+
+    assert world.requeue() == ["/api/v1/nodes/n1"]
+
+
+def test_many_pods_never_hold_up_the_loop_that_renews_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """500 wishes held it for 4.5 s of each second, 10,000 owners out of reach for 14 s."""
+    world, beats = World(), []
+    ticks = itertools.count(0.0, apart.SLICE_S)
+    monkeypatch.setattr(apart.unhurried, "__defaults__", (lambda: next(ticks),))
+    world.profile()
+    world.report()
+    for number in range(300):
+        one = refused_pod()
+        one["metadata"] |= {"name": f"p{number}", "uid": f"u{number}"}
+        world.pods.sink.put(one)
+
+    async def run(step: Any) -> int:
+        beats.clear()
+
+        async def heart() -> None:
+            while True:
+                beats.append(1)
+                await asyncio.sleep(0)
+
+        beating = asyncio.ensure_future(heart())
+        await step()
+        beating.cancel()
+        return len(beats)
+
+    controller = world.controller
+    for step in (controller.waiting.requeue, controller.promises.round, controller.account):
+        assert asyncio.run(run(step)) >= 300

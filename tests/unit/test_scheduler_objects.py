@@ -7,7 +7,8 @@ import pytest
 from reports import harvest_node, pod
 from valve_kube import names
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import node_report, offline_pod, owner_name, pod_place, workload_profile
+from valve_kube.objects import node_report, offline_pod, pod_place, workload_profile
+from valve_kube.owners import owner_name
 from valve_scheduler.webhook.admission import AdmissionSettings, PodRefused, mutate_offline
 
 

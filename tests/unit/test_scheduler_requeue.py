@@ -43,12 +43,12 @@ def busy(**idle: float) -> ClusterState:
 def test_a_round_never_takes_longer_than_its_time_and_the_rest_comes_next() -> None:
     state, clock = busy(n1=1.0), Clock(0.01)
     retries, waiting = Retries(state, clock), kinds(1_000)
-    asyncio.run(retries.round(waiting, NOW_S))
+    asyncio.run(retries.round({"a": waiting}, NOW_S))
     per_round = clock.looks
 
     assert per_round <= ROUND_S / clock.step_s + 2
     for _ in range(len(waiting) // (per_round - 2) + 1):
-        asyncio.run(retries.round(waiting, NOW_S))
+        asyncio.run(retries.round({"a": waiting}, NOW_S))
     assert retries._seen == set(waiting)
 
 
@@ -58,11 +58,11 @@ def test_verdicts_on_what_is_out_of_reach_never_hold_up_the_loop_either() -> Non
         ReachVerdicts(state, clock),
         [Job(gpus=1, sla=0.6 + n / 10_000, profile=PROFILE) for n in range(300)],
     )
-    first = dict(asyncio.run(reach.of(waiting, NOW_S)))
+    first = dict(asyncio.run(reach.of({"a": waiting}, NOW_S)))
 
     assert 0 < len(first) < 20
     for _ in range(40):
-        known = asyncio.run(reach.of(waiting, NOW_S))
+        known = asyncio.run(reach.of({"a": waiting}, NOW_S))
     assert set(known) == set(waiting)
     assert all(verdict is not None for verdict in known.values())
 
@@ -77,7 +77,7 @@ def test_the_loop_goes_on_between_two_kinds() -> None:
 
     async def run() -> None:
         beating = asyncio.ensure_future(heart())
-        await Retries(state, Clock(0.0)).round(kinds(50), NOW_S)
+        await Retries(state, Clock(0.0)).round({"a": kinds(50)}, NOW_S)
         beating.cancel()
 
     asyncio.run(run())
@@ -89,9 +89,9 @@ def test_owners_that_avoid_different_nodes_are_one_kind_and_each_gets_its_node()
     retries = Retries(state)
     waiting = [Job(gpus=1, avoid=frozenset(avoid)) for avoid in ((), ("n1",), ("n1", "n2"), NODES)]
 
-    assert asyncio.run(retries.round(waiting, NOW_S)) == {"n1", "n2", "n3"}
+    assert asyncio.run(retries.round({"a": waiting}, NOW_S)) == {"n1", "n2", "n3"}
     assert len(retries._taking) == 1
-    assert asyncio.run(retries.round(waiting, NOW_S)) == frozenset()
+    assert asyncio.run(retries.round({"a": waiting}, NOW_S)) == frozenset()
 
 
 step = st.tuples(st.sampled_from(NODES), st.sampled_from(["report", "hold", "release"]), st.floats(0.0, 1.0))
@@ -122,14 +122,31 @@ def test_no_change_for_the_better_is_missed_and_nothing_else_is_bumped(
             expected |= set(sorted(fresh, key=lambda n: (-taking[n], n))[:1])
             before[job] = frozenset(taking)
 
-        assert asyncio.run(retries.round(jobs, NOW_S)) == expected
+        assert asyncio.run(retries.round({"a": jobs}, NOW_S)) == expected
 
 
 @pytest.mark.parametrize("count", [1, 700])
 def test_what_is_forgotten_is_told_again(count: int) -> None:
     state = busy(n2=1.0)
     retries, waiting = Retries(state, Clock(0.0)), kinds(count)
-    assert asyncio.run(retries.round(waiting, NOW_S)) == {"n2"}
+    assert asyncio.run(retries.round({"a": waiting}, NOW_S)) == {"n2"}
     retries.forget()
 
-    assert asyncio.run(retries.round(waiting, NOW_S)) == {"n2"}
+    assert asyncio.run(retries.round({"a": waiting}, NOW_S)) == {"n2"}
+
+
+@pytest.mark.parametrize("what", ["retries", "verdicts"])
+def test_a_tenant_with_many_kinds_of_jobs_never_keeps_those_of_another_from_being_looked_at(what: str) -> None:
+    """Its pods say another SLA each second, so they are always new; what is new came first."""
+    state, clock = busy(n1=0.5), Clock(0.01)
+    retries, reach, honest = Retries(state, clock), ReachVerdicts(state, clock), Job(gpus=1, sla=0.9, profile=PROFILE)
+    looked = set[Job]()
+    for number in range(20):
+        news = [Job(gpus=1, sla=0.5 + (number * 100 + n) / 10_000, profile=PROFILE) for n in range(100)]
+        jobs = {"hostile": news, "honest": [honest]} if number else {"hostile": news}
+        if what == "retries":
+            asyncio.run(retries.round(jobs, NOW_S))
+            looked |= retries._seen
+        else:
+            looked |= asyncio.run(reach.of(jobs, NOW_S)).keys()
+        assert (honest in looked) == bool(number)

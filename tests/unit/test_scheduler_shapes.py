@@ -18,11 +18,10 @@ from valve_kube.objects import (
     followed,
     node_report,
     offline_pod,
-    owner_name,
-    owner_uid,
     pod_place,
     started_at_s,
 )
+from valve_kube.owners import owner_name, owner_uid
 from valve_kube.shapes import NodeShape, PodShape, ReportShape, Shape
 from valve_scheduler.controller.conditions import Told, event
 from valve_scheduler.controller.given import memory_given
@@ -163,17 +162,6 @@ def test_pods_of_one_job_never_hold_what_they_share_twice() -> None:
     assert one["status"] is other["status"]
 
 
-def test_an_owner_with_a_long_name_is_never_kept_beyond_its_pod() -> None:
-    """Names of owners have no limit: pods of one tenant, made and deleted, filled the memory of the controller."""
-    one = pod()
-    one["metadata"]["ownerReferences"] = [{"uid": "u", "name": "x" * 5_000, "kind": "Job", "controller": True}]
-
-    first, second = slim(one)["metadata"]["ownerReferences"], slim(one)["metadata"]["ownerReferences"]
-
-    assert first == second
-    assert first is not second
-
-
 def test_a_limit_is_never_read_as_that_of_another_pod() -> None:
     """1, 1.0 and "1" are one key of a dict, but not one limit."""
     for limit in (1, 1.0, "1", 2):
@@ -182,18 +170,6 @@ def test_a_limit_is_never_read_as_that_of_another_pod() -> None:
         (container,) = slim(one)["spec"]["containers"]
         found = container["resources"]["limits"][names.RESOURCE]
         assert (type(found), found) == (type(limit), limit)
-
-
-def test_a_pod_of_many_parts_is_never_kept_beyond_its_life() -> None:
-    """What is kept once outlives its pods, so a tenant's pods with a thousand labels each must not be."""
-    one = pod()
-    one["metadata"]["labels"] |= {f"{names.DOMAIN}/x{n}": "y" * 60 for n in range(1_000)}
-
-    first, second = slim(one)["metadata"]["labels"], slim(one)["metadata"]["labels"]
-
-    assert len(first) == 1_001
-    assert first == second
-    assert first is not second
 
 
 def reported(name: str) -> Json:

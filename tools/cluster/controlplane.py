@@ -46,7 +46,7 @@ def binaries(root: Path) -> Path:
     folder = Path(found.stdout.strip())
     missing = [name for name in PROGRAMS if not (folder / name).exists()]
     if missing:
-        raise NotBuilt(f"no {', '.join(missing)}: build them once with `make cluster-tools` (Go 1.26, 6 minutes)")
+        raise NotBuilt(f"no {', '.join(missing)}: build them once with `make cluster-tools` (Go 1.26, 7 minutes)")
 
     return folder
 

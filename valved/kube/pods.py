@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from valve_kube import names
-from valve_kube.objects import annotation, asks_for_gpus, names_gpus, owner_name
+from valve_kube.objects import annotation, asks_for_gpus, names_gpus
+from valve_kube.owners import owner_name
 
 from valved.clients.identity import NO_CLAIM, NOT_YET, Peer, PodClaim, Silence
 from valved.kube.cgroup import pod_of

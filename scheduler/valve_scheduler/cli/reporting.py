@@ -14,7 +14,8 @@ from pathlib import Path
 from valve_kube import names
 from valve_kube.client import Json, KubeClient
 from valve_kube.errors import InvalidObject, SchedulerError
-from valve_kube.objects import Object, annotation, names_gpus, node_report, owner_name
+from valve_kube.objects import Object, annotation, names_gpus, node_report
+from valve_kube.owners import owner_name
 
 from valve_scheduler.report import page, prometheus
 from valve_scheduler.report.worth import Candidate, Findings, NodeAlignment, by_pool, price

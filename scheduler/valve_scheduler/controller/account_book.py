@@ -2,12 +2,12 @@
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import offline_pod, owner_name
+from valve_kube.objects import offline_pod
+from valve_kube.owners import owner_name
 
 from valve_scheduler.controller.accounts import Entry, Worth, charge, entries_of, spread, total_of
 from valve_scheduler.controller.apart import apart, each
@@ -38,7 +38,7 @@ class AccountBook:
 
     async def round(self, now_s: float) -> None:
         """Add what the nodes counted since the last look to the account of each namespace."""
-        worth_of = each(self._pods.items.values(), partial(self._worth, now_s=now_s))
+        worth_of = await each(self._pods.items.values(), self._worth)
         known = {pod["metadata"]["uid"]: (worth, now_s) for pod, worth in worth_of}
         # A node reports a pod for a while after it ended, when the watch shows it no more.
         ended = {uid: (worth, at_s) for uid, (worth, at_s) in self._worths.items() if now_s - at_s < WORTH_KEPT_S}
@@ -60,14 +60,14 @@ class AccountBook:
                 await self._write_account(namespace, name, held.get(name, {}), status)
         self._tally.show(namespace, total_of(statuses.values())["offline"])
 
-    def _worth(self, pod: Json, *, now_s: float) -> Worth:
+    def _worth(self, pod: Json) -> Worth:
         """Of an offline pod, with the GPU-seconds that one of its tokens costs on GPUs of its own."""
         whose = Worth(namespace=pod["metadata"]["namespace"], owner=owner_name(pod))
         try:
             wish = offline_pod(pod)
         except InvalidObject:
             return whose
-        profile = self._state.asked.job(wish, now_s).profile
+        profile = self._state.asked.profile(wish)
 
         return replace(whose, saved_per_token=wish.gpus / profile.standalone_tokens_per_s) if profile else whose
 

@@ -1,7 +1,10 @@
-"""One object that cannot be handled never ends a round for all others: it is logged and counted, and the next comes."""
+"""One object that cannot be handled never ends a round for all others: it is logged and counted, and the next comes.
+Nor do many objects hold up the loop that renews the lease."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -13,6 +16,8 @@ from valve_scheduler import metrics
 log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
+Item = TypeVar("Item")
+SLICE_S = 0.005
 
 
 @contextmanager
@@ -28,10 +33,20 @@ def apart(item: Object) -> Iterator[None]:
         log.exception("object left out of the round", extra=found)
 
 
-def each(items: Iterable[Json], read: Callable[[Json], Found | None]) -> list[tuple[Json, Found]]:
+async def unhurried(items: Iterable[Item], clock_s: Callable[[], float] = time.perf_counter) -> AsyncIterator[Item]:
+    """The items as they are now; every few milliseconds of work on them the loop runs what else there is."""
+    end_s = clock_s() + SLICE_S
+    for item in tuple(items):
+        yield item
+        if clock_s() >= end_s:
+            await asyncio.sleep(0)
+            end_s = clock_s() + SLICE_S
+
+
+async def each(items: Iterable[Json], read: Callable[[Json], Found | None]) -> list[tuple[Json, Found]]:
     """What could be made of each, without those of which nothing could."""
     found = []
-    for item in items:
+    async for item in unhurried(items):
         with apart(item):
             if (one := read(item)) is not None:
                 found.append((item, one))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from valve_kube import names
 from valve_kube.node_wish import node_wish
-from valve_kube.objects import Object, annotation, is_bare, phase_in_force, pod_place
-from valve_kube.owners import owner_key
+from valve_kube.objects import Object, annotation, phase_in_force, pod_place
+from valve_kube.owners import is_bare, owner_key
 
 from valve_scheduler.controller.monitor import MonitorSettings, Track, Verdict
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 from valve_kube.client import Json
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import PodPlace, is_bare, offline_pod, phase_in_force, pod_place, started_at_s
-from valve_kube.owners import key_of_owner, workload_key
+from valve_kube.objects import PodPlace, offline_pod, phase_in_force, pod_place, started_at_s
+from valve_kube.owners import is_bare, key_of_owner, workload_key
 
 from valve_scheduler.controller.apart import apart, each
 from valve_scheduler.controller.belief import Belief
@@ -54,14 +54,14 @@ class Promises:
         await self._belief.look()
         now_s, rules = self._now_s(), self._rules()
         running = self._caches.running()
-        samples = [sample for _, sample in each(running, self._sample)]
+        samples = [sample for _, sample in await each(running, self._sample)]
         known = self._tracks
         self._tracks = {
             sample.pod_uid: observe(known.get(sample.pod_uid), sample, self._rules(sample.node)) for sample in samples
         }
         count(known, self._tracks)
         workloads = self._caches.workloads.items
-        stored = {workload_key(item): one for item, one in each(workloads.values(), owner_of)}
+        stored = {workload_key(item): one for item, one in await each(workloads.values(), owner_of)}
         owners = self._records.merged(stored, now_s, rules)
         homes = {workload_key(item): item["metadata"]["namespace"] for item in workloads.values()}
         pods = {pod["metadata"]["uid"]: pod for pod in running}
@@ -112,7 +112,7 @@ class Promises:
         reported = self._caches.reported(place.node, place.uid)
         if reported is None or (wish.sla <= 0 and self._rules(place.node).floor <= 0):
             return None
-        profile = self._caches.state.asked.job(wish, self._now_s()).profile
+        profile = self._caches.state.asked.profile(wish)
 
         return Sample(
             pod_uid=place.uid,

@@ -15,7 +15,7 @@ from valve_kube.lease import DURATION_S, Lease
 from valve_scheduler.controller.account_book import AccountBook
 from valve_scheduler.controller.belief import Belief
 from valve_scheduler.controller.caches import Caches
-from valve_scheduler.controller.clearing import ghosts, hidden_leavers, leavers, unseen
+from valve_scheduler.controller.clearing import HARMFUL, ghosts, hidden_leavers, leavers, unseen
 from valve_scheduler.controller.conditions import Told
 from valve_scheduler.controller.hands import Hands
 from valve_scheduler.controller.measuring import Measuring
@@ -86,7 +86,7 @@ class Controller:
         found = list(leavers(pods, nodes))
         for name, uids in list(unseen(pods, nodes)):
             found += hidden_leavers(await self._hands.pods_of(name), name, uids)
-        for leaver in found:
+        for leaver in sorted(found, key=lambda leaver: leaver.reason not in HARMFUL):
             await self._hands.evict(leaver.pod, leaver.reason, leaver.note)
 
     async def free_stuck(self) -> None:

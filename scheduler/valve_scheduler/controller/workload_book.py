@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from valve_kube import names
 from valve_kube.client import ApiError, Json, KubeClient, Unreachable
-from valve_kube.objects import owner_uid
-from valve_kube.owners import owner_key, workload_key
+from valve_kube.owners import owner_key, owner_uid, workload_key
 
-from valve_scheduler.controller.apart import apart
+from valve_scheduler.controller.apart import apart, unhurried
 from valve_scheduler.controller.conditions import Told
 from valve_scheduler.controller.guarded import Guarded
 from valve_scheduler.controller.hands import Hands
@@ -66,7 +65,7 @@ class WorkloadBook:
             if key not in self._workloads.items and (judged or uid in lost or uid in guarded):
                 with apart(pod):
                     await self._create(pod)
-        for (namespace, name), workload in list(self._workloads.items.items()):
+        async for (namespace, name), workload in unhurried(self._workloads.items.items()):
             uid = workload_key(workload)
             before = workload.get("status") or {}
             why = lost[uid][1] if uid in lost else None

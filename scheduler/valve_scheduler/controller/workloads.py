@@ -7,7 +7,8 @@ from typing import Any
 
 from valve_kube import names
 from valve_kube.errors import InvalidObject
-from valve_kube.objects import Object, kind_of, owner_uid, sla_of
+from valve_kube.objects import Object, kind_of, sla_of
+from valve_kube.owners import controller_of, owner_uid
 
 from valve_scheduler.controller.conditions import Told, condition, time_text
 from valve_scheduler.controller.guarded import Guarded
@@ -53,9 +54,8 @@ def workload_name(owner: str) -> str:
 def new_workload(pod: Object, sla: float) -> dict[str, Any]:
     """The object for a pod's owner; deleted together with it."""
     metadata = pod["metadata"]
-    references = [r for r in metadata.get("ownerReferences") or [] if r.get("controller")]
     itself = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
-    owner = references[0] if references else itself
+    owner = controller_of(pod) or itself
     reference = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
 
     return {

@@ -28,8 +28,8 @@ from valve_scheduler.placement.state import ClusterState
 
 log = logging.getLogger(__name__)
 
-# Pods between filter and bind; kube-scheduler works on one at a time and binds a few dozen at once.
-_REMEMBERED = 4096
+# Pods between filter and bind; kube-scheduler works on one at a time and binds a few dozen at once. One may be 70 KB.
+_REMEMBERED = 512
 # kube-scheduler scores every node that passes with all its plugins: a thousand of them cost it more than Valve's whole
 # answer, and a node that is not among the best by share is not chosen anyway (weight 10).
 _CANDIDATES = 64

@@ -48,9 +48,12 @@ class Asked:
         return Job(
             gpus=pod.gpus,
             sla=pod.sla,
-            profile=self._profiles.get((pod.namespace, pod.profile)),
+            profile=self.profile(pod),
             avoid=missed | closed if missed else closed,
         )
+
+    def profile(self, pod: OfflinePod) -> WorkloadProfile | None:
+        return self._profiles.get((pod.namespace, pod.profile))
 
     def closed_to(self, pod: OfflinePod) -> frozenset[str]:
         """Nodes that the pod may not use, whatever their GPUs."""

@@ -7,13 +7,14 @@ that ends by itself when services get quieter."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from valve_scheduler.model import HISTOGRAM_BINS, MAX_GPUS
 from valve_scheduler.placement.explain import crowded
+from valve_scheduler.placement.in_turn import in_turn
 from valve_scheduler.placement.rank import (
     Fleet,
     GpuSets,
@@ -42,20 +43,29 @@ class Beyond:
 
 
 class ReachVerdicts:
-    """Verdicts on the kinds of jobs that wait, kept between rounds: a round judges those judged longest ago, for as
-    long as its time lasts."""
+    """Verdicts on the kinds of jobs that wait, kept between rounds: a round judges those judged longest ago, of each
+    namespace in turn, for as long as its time lasts."""
 
     def __init__(self, state: ClusterState, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._state = state
         self._clock_s = clock_s
         self._known: dict[Job, Beyond | None] = {}
+        self._after = ""
 
-    async def of(self, jobs: Iterable[Job], now_s: float) -> dict[Job, Beyond | None]:
-        """Jobs that avoid only nodes which are closed to their pods; one that was never judged has no verdict yet."""
-        wanted = set(jobs)
+    async def of(self, jobs: Mapping[str, Collection[Job]], now_s: float) -> dict[Job, Beyond | None]:
+        """By namespace, jobs that avoid only nodes which are closed to their pods; one that was never judged has no
+        verdict yet."""
+        wanted = {job for of_namespace in jobs.values() for job in of_namespace}
         self._known = {job: verdict for job, verdict in self._known.items() if job in wanted}
         end_s = self._clock_s() + ROUND_S
-        for job in [*(wanted - self._known.keys()), *self._known]:
+        judged = {job: place for place, job in enumerate(self._known)}
+        order = {name: sorted(of, key=lambda job: judged.get(job, -1)) for name, of in jobs.items()}
+        done = set[Job]()
+        turns = in_turn(order, self._after)
+        for self._after, job in turns:
+            if job in done:
+                continue
+            done.add(job)
             self._known.pop(job, None)
             sets = self._state.sets(job.gpus)
             self._known[job] = beyond(self._state.open_fleet(now_s), sets, job, self._state.settings)

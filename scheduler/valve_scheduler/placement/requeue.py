@@ -5,7 +5,6 @@ an annotation of the node is one, so the node that just became good enough gets 
 
 Jobs that differ only in the nodes they avoid are of one kind and judged together."""
 
-from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
@@ -17,13 +16,9 @@ from valve_scheduler.placement.rank import Job, Ranking, Reason
 Flags = NDArray[np.bool_]
 
 
-def by_kind(jobs: Iterable[Job]) -> dict[Job, list[Job]]:
-    """Jobs by what they have in common, the nodes they avoid left out."""
-    found: defaultdict[Job, list[Job]] = defaultdict(list)
-    for job in jobs:
-        found[replace(job, avoid=frozenset())].append(job)
-
-    return dict(found)
+def kind_of(job: Job) -> Job:
+    """What it has in common with others, the nodes they avoid left out."""
+    return replace(job, avoid=frozenset())
 
 
 def newly_feasible(

@@ -40,7 +40,8 @@ class ServedBases:
         place = self._places.pop(pod["metadata"]["uid"], None)
         if place is not None:
             self._pods[place] -= 1
-            self._pods += Counter()
+            if not self._pods[place]:
+                del self._pods[place]
 
     def replace(self, pods: Iterable[Json]) -> None:
         self._places.clear()

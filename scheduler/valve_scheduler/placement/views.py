@@ -14,7 +14,7 @@ from valve_kube.objects import node_report, pod_place, workload_profile
 from valve_kube.owners import workload_key
 from valve_kube.policies import read_policies
 from valve_kube.reflector import Reflector, Sink
-from valve_kube.shapes import NodeShape, PodShape, ReportShape
+from valve_kube.shapes import ListPage, NodeShape, PodShape, ReportShape, Shape
 
 from valve_scheduler import metrics
 from valve_scheduler.model import WorkloadProfile
@@ -28,6 +28,28 @@ OFFLINE_PODS = {
     "labelSelector": f"{names.ROLE}={names.OFFLINE}",
     "fieldSelector": "status.phase!=Succeeded,status.phase!=Failed",
 }
+
+
+class ProfileShape(Shape):
+    """OfflineProfiles as they are, with what is read of their metadata: a tenant may write a quarter of a megabyte of
+    annotations into each, and make as many as it likes."""
+
+    def page(self, raw: bytes) -> ListPage:
+        found = super().page(raw)
+        for item in found.items:
+            _prune(item)
+        return found
+
+    def event(self, line: bytes) -> Json:
+        found = super().event(line)
+        if found.get("type") != "ERROR":
+            _prune(found["object"])
+        return found
+
+
+def _prune(item: Json) -> None:
+    kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+    item["metadata"] = {key: item["metadata"][key] for key in kept if key in item["metadata"]}
 
 
 Tee = Callable[[Sink], Sink]  # whoever wants to see the objects, too, of the sink that a view has
@@ -89,7 +111,7 @@ def profiles_view(client: KubeClient, state: ClusterState, tee: Tee = _as_it_is)
         put=lambda item: state.asked.put_profile(*key(item), read(item)),
         drop=lambda item: state.asked.put_profile(*key(item), None),
     )
-    return Reflector(client, f"{names.API_PATH}/offlineprofiles", tee(sink))
+    return Reflector(client, f"{names.API_PATH}/offlineprofiles", tee(sink), shape=ProfileShape())
 
 
 def avoid_list(workload: Json) -> tuple[str, dict[str, float]]:

@@ -21,7 +21,7 @@ from valve_kube.injection import (
     inject,
     merge_preload,
 )
-from valve_kube.objects import annotation, asks_for_gpus, base_of, gpus_wanted, resource_count, sla_of
+from valve_kube.objects import annotation, asks_for_gpus, base_of, gpus_wanted, profile_of, resource_count, sla_of
 
 Pod = dict[str, Any]
 
@@ -150,6 +150,7 @@ def _refuse_offline(pod: Pod) -> None:
             raise PodRefused(f"container {container['name']} is privileged: it would reach GPUs it was not given")
     sla_of(pod)
     base_of(pod)
+    profile_of(pod)
     if resource_count(pod, names.RESOURCE) or annotation(pod, names.GPUS_REQUIRED):
         gpus_wanted(pod)
     by_kueue = any(key.startswith(_KUEUE) for key in metadata.get("labels") or {})
