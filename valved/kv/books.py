@@ -57,7 +57,7 @@ class KvBooks:
         """Write what changed into the table of an engine whose ranks are all known: backed means backed everywhere."""
         if not engine.is_complete:
             return
-        now = engine.are_whole(engine.backed_columns() & ~engine.lost)
+        now = engine.are_whole(engine.standing_columns())
         before = engine.table.is_backed()
         now_ns = self._clock.now_ns()
         for is_backed in (False, True):

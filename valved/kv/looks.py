@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from valved.kv.ahead import Queue
 from valved.kv.books import KvBooks
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
@@ -17,7 +18,7 @@ from valved.kv.supply import Supply
 from valved.machine.clock import Clock, Ticker, TimerHandle
 from valved.machine.ports import WorkPort
 from valved.model.ids import Role
-from valved.policy.eviction import CostIndex, EvictionSettings
+from valved.policy.eviction import EvictionSettings
 
 INDEX_REST = 20  # times as long as an index took nobody makes another
 
@@ -77,22 +78,23 @@ class Looks:
         began_ns = self._clock.now_ns()
         if engine.is_indexing or began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
             return
-        if engine.is_index_new:
+        if engine.is_index_new and engine.is_queue_new:
             engine.indexed_ns = began_ns
             return
         engine.is_indexing, steps, ranks = True, engine.view().steps, engine.clients
 
-        def made(index: CostIndex | None, error: Exception | None) -> None:
+        def made(queue: Queue | None, error: Exception | None) -> None:
             ended_ns = self._clock.now_ns()
             engine.is_indexing = False
             engine.index_ns = ended_ns - began_ns
             engine.index_after_ns = ended_ns + INDEX_REST * engine.index_ns
-            if index is not None and self._books.is_attached(engine) and engine.clients == ranks:
-                engine.put_index(index, steps, began_ns)
+            if queue is not None and self._books.is_attached(engine) and engine.clients == ranks:
+                engine.put_index(queue.index, steps, began_ns)
+                engine.queue = queue
             elif error is not None and self._books.is_attached(engine):
                 raise error
 
-        self._work.do(partial(engine.make_index, self._costs), made)
+        self._work.do(partial(engine.make_queue, engine.takeable(), self._costs), made)
 
     def _is_reclaim_near(self, engine: Engine) -> bool:
         """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""

@@ -81,8 +81,15 @@ class Reserve:
         now_ns = self._clock.now_ns()
         if now_ns < online.blocked_until_ns:
             return
-        rung_ns, engine.rung_ns = engine.rung_ns, 0
         memory = self._observe(engine)
+        self._growth.hurry(engine, min(memory.unmet_handles, memory.pool_handles - memory.mapped_handles))
+        try:
+            self._decide(engine, online, memory, now_ns)
+        finally:
+            self._growth.calm()
+
+    def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, now_ns: int) -> None:
+        rung_ns, engine.rung_ns = engine.rung_ns, 0
         bare = memory.pool_handles - memory.mapped_handles
         if memory.mapped_handles < min(online.state.headroom_handles, memory.pool_handles):  # it has just begun
             self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles), rung_ns)
@@ -133,7 +140,7 @@ class Reserve:
 
     def _observe(self, engine: Engine) -> OnlineMemory:
         view, per_column = engine.view(), engine.blocks_per_column
-        mapped = int(((engine.backed_columns() | engine.going) & ~engine.lost).sum())
+        mapped = engine.mapped_columns()
         used = min(engine.columns, -(-view.used_blocks // per_column))
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
         return OnlineMemory(
@@ -159,7 +166,7 @@ class Reserve:
             if came < len(columns):
                 online.blocked_until_ns = self._clock.now_ns() + RETRY_NS
         if self.online.get(engine.service) is online and engine.is_complete:
-            self._set_target(engine, online, int((engine.backed_columns() & ~engine.lost).sum()))
+            self._set_target(engine, online, engine.standing_count())
         self._changes.put(Look())
 
     def _set_target(self, engine: Engine, online: Online, columns: int) -> None:
@@ -170,11 +177,10 @@ class Reserve:
     def _accept_offers(self, engine: Engine, online: Online) -> None:
         if online.giving or not online.target_columns:
             return
-        backed = engine.backed_columns() & ~engine.lost
-        surplus = int(backed.sum()) - online.target_columns
+        surplus = engine.standing_count() - online.target_columns
         if surplus <= 0 or engine.view().epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
-        offered = engine.offered_columns(backed)[-surplus:]
+        offered = engine.offered_columns()[-surplus:]
         if len(offered):
             online.giving = True
             start(self._giving(engine, online, offered))
