@@ -12,7 +12,8 @@ import numpy as np
 
 from valved.abi.link import Ack, Feature, LinkType
 from valved.config import MIB, MemoryTable
-from valved.kv.engines import Engine, Rank
+from valved.kv.columns import Rank
+from valved.kv.engines import Engine
 from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import Pool

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from valved.kv.ahead import Queue
 from valved.kv.books import KvBooks
+from valved.kv.columns import Queue
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
 from valved.kv.reserve import Reserve
@@ -44,17 +44,33 @@ class Looks:
         self._costs = costs
         self._work = work
         self._soon: TimerHandle | None = None
+        self._is_wanted = False  # a look in the next turn
         self._ticker = Ticker(clock, self._on_tick)
+
+    def look_now(self) -> None:
+        """A hook rang that waits for memory: at once, and however often it rings, once in this turn of the loop."""
+        if self._soon is None:
+            self.look()
+            self._in_next_turn()
+        else:
+            self._is_wanted = True
 
     def look_soon(self) -> None:
         """Once in this turn of the loop, however many things changed."""
+        self._is_wanted = True
         if self._soon is None:
-            self._soon = self._clock.call_at_ns(self._clock.now_ns(), self.look)
+            self._in_next_turn()
+
+    def _in_next_turn(self) -> None:
+        self._soon = self._clock.call_at_ns(self._clock.now_ns(), self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._soon = None
+        if self._is_wanted:
+            self.look()
 
     def look(self) -> None:
-        if self._soon is not None:
-            self._soon.cancel()
-            self._soon = None
+        self._is_wanted = False
         for engine in self._books.engines_with(Role.ONLINE):  # first of all: somebody may wait for memory
             self._reserve.serve(engine)
         self._rungs.heed()

@@ -6,12 +6,11 @@ engine offers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from valved.config import Config
 from valved.kv.books import KvBooks
-from valved.kv.budget import ReclaimBudget
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
 from valved.kv.grow import Growth
@@ -24,11 +23,36 @@ from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
-from valved.policy.reservation import ReservationSettings, decide
+from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
 from valved.policy.reservation import start as first_state
 from valved.state.journal import Journal
 
 RETRY_NS = 1_000_000_000  # after a growth that got less than it asked for
+
+
+class ReclaimBudget:
+    """When memory was reclaimed on each GPU: the target counts per GPU, however many engines share one. Every engine
+    decides by the reclaims of its busiest GPU, its own and those of others; they outlive engines.
+    """
+
+    def __init__(self, uuids: Mapping[GpuIndex, bytes]) -> None:
+        self._uuids = dict(uuids)
+        self._at_ns: dict[GpuIndex, tuple[int, ...]] = {}
+
+    def seen_by(self, gpus: Iterable[GpuIndex], since_ns: int) -> tuple[int, ...]:
+        """Of the GPU that had most since then."""
+        recent = (tuple(at for at in self._at_ns.get(gpu, ()) if at > since_ns) for gpu in sorted(gpus))
+        return max(recent, key=len, default=())
+
+    def note(self, gpus: Iterable[GpuIndex], now_ns: int) -> None:
+        for gpu in gpus:
+            self._at_ns[gpu] = (*self._at_ns.get(gpu, ()), now_ns)[-REMEMBERED_RECLAIMS:]
+
+    def saved(self) -> dict[str, tuple[int, ...]]:
+        return {self._uuids[gpu].hex(): at for gpu, at in self._at_ns.items()}
+
+    def restore(self, saved: Mapping[str, tuple[int, ...]]) -> None:
+        self._at_ns = {gpu: tuple(saved[uuid.hex()]) for gpu, uuid in self._uuids.items() if uuid.hex() in saved}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from valved.kv.ahead import Queue, per_column, queue_of
+from valved.kv.columns import Queue, per_column, queue_of
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.slots import Ints

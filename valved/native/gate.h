@@ -240,7 +240,8 @@ int valve_door_bell(struct valve_door *door); /* an eventfd, readable when answe
 int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count);
 /* The next answer, in their order: 1, and *status is 0, an RM status or -errno; *done: runs made. 0: none waits. */
 int valve_door_answer(struct valve_door *door, int *status, uint32_t *done, uint64_t *took_ns);
-void valve_door_close(struct valve_door *door); /* once what was asked is done; no answer is waited for any more */
+void valve_door_close(
+        struct valve_door *door); /* once what was asked is done; no answer is waited for any more */
 /* Called on threads that may wait in the driver. */
 /* What a descriptor of a stranger is: 0 and its numbers for a character device, else -errno. Never waits for the file. */
 int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
