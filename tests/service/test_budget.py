@@ -6,7 +6,7 @@ import pytest
 from memory_world import KvWorld
 
 from valved.config import Config, MemoryTable
-from valved.kv.budget import ReclaimBudget
+from valved.kv.reserve import ReclaimBudget
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, Remap
 

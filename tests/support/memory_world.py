@@ -528,6 +528,11 @@ class KvWorld(World):
 
     def check_memory(self):
         self.kv.check_integrity()
+        for engine in self.kv.books.engines.values():
+            remembered = dict(engine.known())
+            engine.known().clear()
+            for question, answer in remembered.items():
+                assert np.array_equal(getattr(engine, question)(), answer), f"{question} was remembered and has changed"
         for shim in self.shims:
             believed = {(number, slot) for number, slots in shim.ranges.items() for slot in slots}
             waiting = shim.free_ns > self.clock.now_ns() or not shim.answers

@@ -43,8 +43,7 @@ pool_mib = {pool_mib}
 remap = "{remap}"
 headroom_min_mib = 1
 headroom_max_mib = 1
-tau_s = 0.2
-tau_min_s = 0.2
+keep_s = 0.2
 spare_mib = 0
 order_s = 20.0
 """

@@ -12,7 +12,8 @@ import numpy as np
 
 from valved.abi.link import Ack, Feature, LinkType
 from valved.config import MIB, MemoryTable
-from valved.kv.engines import Engine, Rank
+from valved.kv.columns import Rank
+from valved.kv.engines import Engine
 from valved.kv.launch_holds import LaunchHolds
 from valved.kv.orders import Orders, Send
 from valved.kv.pool import Pool
@@ -57,7 +58,7 @@ class KvBooks:
         """Write what changed into the table of an engine whose ranks are all known: backed means backed everywhere."""
         if not engine.is_complete:
             return
-        now = engine.are_whole(engine.backed_columns() & ~engine.lost)
+        now = engine.are_whole(engine.standing_columns())
         before = engine.table.is_backed()
         now_ns = self._clock.now_ns()
         for is_backed in (False, True):

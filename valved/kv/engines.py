@@ -7,54 +7,23 @@ those of its siblings is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 from valve_abi import KvMode
 
 from valved.abi.kv_files import BookView, KvBook, KvTable
-from valved.abi.kv_link import KvAttach, KvLayoutPart
-from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
-from valved.model.ids import ClientId, GpuIndex, Role, ServiceId
-from valved.model.memory import ColumnId, KvLayout, KvRange, LayoutRefused
-from valved.policy.columns import ColumnMap, columns_of
+from valved.abi.kv_link import KvAttach
+from valved.kv.columns import QUEUED, Bools, Columns, Queue, Rank, per_column, queue_of
+from valved.kv.slots import Ints
+from valved.model.ids import ClientId, Role, ServiceId
+from valved.model.memory import ColumnId, LayoutRefused
 from valved.policy.eviction import BlockTables, CostIndex, EvictionSettings, index_requests
 
-Bools = NDArray[np.bool_]
 
-
-@dataclass(slots=True, kw_only=True)
-class Rank:
-    """One process of an engine: its KV tensors inside its ranges."""
-
-    client: ClientId  # the shim
-    hook: ClientId
-    books: tuple[KvRangeBook, ...]
-    layout: KvLayout
-    columns: ColumnMap
-
-    @staticmethod
-    def of(client: ClientId, hook: ClientId, books: Iterable[KvRangeBook], told: KvLayoutPart) -> Rank:
-        """Raises LayoutRefused."""
-        mine = tuple(sorted(books, key=lambda book: book.base))
-        layout = KvLayout(
-            ranges=tuple(
-                KvRange(base_addr=book.base, handle_bytes=book.handle_bytes, handles=book.slots) for book in mine
-            ),
-            tensors=told.tensors,
-            blocks=told.blocks,
-            block_tokens=told.block_tokens,
-            pinned_blocks=told.pinned,
-        )
-        return Rank(client=client, hook=hook, books=mine, layout=layout, columns=columns_of(layout))
-
-
-class Engine:
+class Engine(Columns):
     """One attached engine."""
 
     def __init__(self, hook: ClientId, service: ServiceId, role: Role, attach: KvAttach) -> None:
+        super().__init__()
         self.hook = hook
         self.service = service
         self.role = role
@@ -64,25 +33,15 @@ class Engine:
         self.book = KvBook(attach.rows, attach.row_blocks, attach.blocks, attach.block_tokens)
         self.ranks: dict[ClientId, Rank] = {}
         self.is_broken = False
+        self.attached_mode = attach.mode
         self.index: CostIndex | None = None
+        self.queue: Queue | None = None
         self.indexed_steps = -1
         self.indexed_ns = 0
         self.rung_ns = 0  # when its hook rang, by its own clock; 0 once that was looked at
         self.index_ns = 0  # how long the last one took
         self.is_indexing = False
         self.index_after_ns = 0  # not before: what an index costs is a share of the loop at most
-        self.attached_mode = attach.mode
-        self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way
-        self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
-        self._books: tuple[KvRangeBook, ...] = ()
-        self._at = SlotHandles(NOTHING)  # at each slot of all its ranges, one after the other
-        self._cell_column = self._cell_book = self._cell_slot = self._cell_place = np.empty(0, np.int64)
-        self._block_columns = self._block_ptr = self._owners = np.empty(0, np.int64)
-        self.places: list[KvRangeBook] = []  # a range for each process and GPU where it has some
-        self._backed: Bools = np.zeros(0, np.bool_)
-        self._backed_at = -1  # changes of `_at` that are in it
-        self._reclaimable: Bools = np.zeros(0, np.bool_)
-        self._gpu_handles: dict[GpuIndex, Ints] = {}
 
     # Ranks
 
@@ -102,45 +61,11 @@ class Engine:
         self.is_broken |= client in self.ranks
 
     def _gather(self) -> None:
-        self.index, self.indexed_steps = None, -1
-        ranks = list(self.ranks.values())  # one at least: it has just joined
-        self._books = tuple(book for rank in ranks for book in rank.books)
-        parts: list[tuple[Ints, Ints, Ints]] = []
-        first_book = 0
-        for rank in ranks:
-            parts.append(_cells_of(rank, first_book))
-            first_book += len(rank.books)
-        column, book, slot = (np.concatenate(one) for one in zip(*parts, strict=True))
-        order = np.lexsort((slot, book))
-        self._cell_column, self._cell_book, self._cell_slot = column[order], book[order], slot[order]
-        starts = np.cumsum([0, *(book.slots for book in self._books)])
-        self._cell_place = starts[self._cell_book] + self._cell_slot
-        self._at, self._backed_at = SlotHandles(np.concatenate([book.at for book in self._books])), -1
-        for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
-            known.join(self._at, first_slot)
-        first = ranks[0].columns
-        self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
-        self.heed_pins()
-        self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
-        if len(self.going) != len(first.columns):
-            self.going = np.zeros(len(first.columns), np.bool_)
-            self.lost = np.zeros(len(first.columns), np.bool_)
-        owners = [(book.key.client, book.gpu) for book in self._books]
-        self._owners = np.array([owners.index(owner) for owner in owners])
-        self.places = [self._books[first] for first in np.unique(self._owners).tolist()]
-        gpu_of = np.array([book.gpu for book in self._books])[self._cell_book]
-        self._gpu_handles = {
-            GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
-            for gpu in np.unique(gpu_of).tolist()
-        }
+        self.index, self.queue, self.indexed_steps = None, None, -1
+        self.lay(list(self.ranks.values()))
+        first = next(iter(self.ranks.values())).columns
         lowest = first.block_columns[first.block_column_ptr[:-1].clip(max=len(first.block_columns) - 1)]
-        self.table.set_columns(lowest, len(first.columns))
-
-    def heed_pins(self) -> None:
-        """Columns with a slot that may never be taken. A pin costs one look at the cells, not a new map."""
-        if self._books:
-            is_pinned = np.concatenate([book.pinned for book in self._books])[self._cell_place]
-            self._reclaimable[self._cell_column[is_pinned]] = False
+        self.table.set_columns(lowest, self.columns)
 
     # Questions
 
@@ -148,14 +73,6 @@ class Engine:
     def is_complete(self) -> bool:
         """Every rank has said where its blocks lie."""
         return len(self.ranks) == self.expected_ranks and not self.is_broken
-
-    @property
-    def columns(self) -> int:
-        return len(self._reclaimable)
-
-    @property
-    def gpus(self) -> frozenset[GpuIndex]:
-        return frozenset(self._gpu_handles)
 
     @property
     def clients(self) -> frozenset[ClientId]:
@@ -174,75 +91,16 @@ class Engine:
         """Its hook recomputes what is lost. Any doubt means no."""
         return self.is_complete and self.attached_mode != KvMode.NONE and self.book.mode is not KvMode.NONE
 
-    def handles_of(self, gpu: GpuIndex) -> Ints:
-        """Handles of each column on this GPU."""
-        return self._gpu_handles[gpu]
-
-    @property
-    def handles_per_column(self) -> int:
-        """Of the largest column, on the GPU that has most."""
-        return max((int(counts.max()) for counts in self._gpu_handles.values()), default=1)
-
     @property
     def blocks_per_column(self) -> int:
         return max(1, -(-self.table.blocks // max(1, self.columns)))
 
-    def backed_columns(self) -> Bools:
-        """Columns of which every cell has its handle."""
-        if self._backed_at != self._at.changes:  # one reclaim asks a dozen times
-            missing = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
-            self._backed, self._backed_at = np.equal(missing, 0), self._at.changes
-            self._backed.flags.writeable = False
-        return self._backed
-
-    def _standing(self) -> Ints:
-        """What stands at each cell: a handle, nothing, or a claim."""
-        return self._at.rows[self._cell_place]
-
-    def bare_columns(self) -> Ints:
-        """Columns that could be backed now, or in part."""
-        standing = self._standing()
-        is_strange: Ints = np.bincount(self._cell_column[standing == STRANGE], minlength=self.columns)
-        return np.flatnonzero(~self.backed_columns() & ~self.going & (is_strange == 0))
-
-    def partial_columns(self) -> Ints:
-        """Columns with some of their handles."""
-        missing: Ints = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
-        whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
-        return np.flatnonzero((missing > 0) & (missing < whole))
-
-    def cells(self, columns: Ints, *, backed: bool) -> Iterator[RangeSlots]:
-        """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
-        is_wanted = np.zeros(self.columns, np.bool_)
-        is_wanted[columns] = True
-        standing = self._standing()
-        chosen = np.flatnonzero(is_wanted[self._cell_column] & (standing >= 0 if backed else standing == NO_HANDLE))
-        owners = self._owners[self._cell_book[chosen]]
-        for owner in np.unique(owners):
-            part = chosen[owners == owner]
-            books, of = np.unique(self._cell_book[part], return_inverse=True)
-            yield RangeSlots(books=tuple(self._books[book] for book in books), of=of, slots=self._cell_slot[part])
-
-    def blocks_of(self, columns: Ints) -> Ints:
-        """Every block with a byte in these columns."""
-        is_in = np.zeros(self.columns, np.bool_)
-        is_in[columns] = True
-        return np.flatnonzero(~self.are_whole(~is_in))
-
-    def are_whole(self, columns: Bools) -> Bools:
-        """Of every block, whether it lies in these columns only."""
-        inside: Bools = columns[self._block_columns]
-        if len(inside) == self.table.blocks:  # none straddles
-            return inside
-        whole: Bools = np.logical_and.reduceat(inside, self._block_ptr[:-1])
-        return whole
-
-    def offered_columns(self, backed: Bools) -> Ints:
-        """Backed columns that the hook offers whole. A block that straddles belongs to each of its columns."""
+    def offered_columns(self) -> Ints:
+        """Standing columns that the hook offers whole. A block that straddles belongs to each of its columns."""
         offered = self.book.offered()
         if not offered.any():
             return np.empty(0, np.int64)
-        open_ = backed & self._reclaimable & ~self.going
+        open_ = self.standing_columns() & self._reclaimable & ~self.going
         kept = np.zeros(self.columns, np.bool_)
         kept[self._block_columns[~np.repeat(offered, np.diff(self._block_ptr))]] = True
         return np.flatnonzero(open_ & ~kept)
@@ -255,6 +113,11 @@ class Engine:
         tables = BlockTables(ptr=rows.ptr, blocks=rows.blocks, tokens=rows.tokens)
         return index_requests(next(iter(self.ranks.values())).columns, tables, settings)
 
+    def make_queue(self, takeable: Bools, settings: EvictionSettings) -> Queue:
+        """What would be taken first, of these. Reads only, too."""
+        index = self.make_index(settings)
+        return queue_of(index, takeable, min(self.columns, QUEUED) * per_column(index))
+
     def put_index(self, index: CostIndex, steps: int, now_ns: int) -> None:
         """One that was begun at this step count of the engine."""
         self.index, self.indexed_steps, self.indexed_ns = index, steps, now_ns
@@ -264,23 +127,13 @@ class Engine:
         """The engine has not stepped since."""
         return self.index is not None and self.view().steps == self.indexed_steps
 
-    def takeable(self) -> Bools:
-        """Columns that may be taken now."""
-        return self.backed_columns() & self._reclaimable & ~self.going
+    @property
+    def is_queue_new(self) -> bool:
+        return self.queue is not None and np.array_equal(self.queue.takeable, self.takeable())
 
     def close(self) -> None:
         self.table.close()
         self.book.close()
-
-
-def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
-    """(column, book, slot) of every handle that holds a block. Handles are counted through all ranges in order."""
-    starts = np.concatenate([[0], np.cumsum([book.slots for book in rank.books])])
-    counts = [len(column.handles) for column in rank.columns.columns]
-    handles = np.array([handle for column in rank.columns.columns for handle in column.handles], dtype=np.int64)
-    column = np.repeat(np.arange(len(counts)), counts)
-    book = np.searchsorted(starts, handles, side="right") - 1
-    return column, book + first_book, handles - starts[book]
 
 
 def ids(columns: Ints) -> tuple[ColumnId, ...]:

@@ -23,6 +23,18 @@ class Growth:
         self._moves = moves
         self._reclaimer = reclaimer
 
+    def hurry(self, engine: Engine, columns: int) -> None:
+        """So many at least are about to be asked for: where they cannot be had, offline work is stopped meanwhile. Ends
+        with `calm`, in this turn of the loop."""
+        bare = engine.bare_columns()[: max(0, columns)]
+        if len(bare):
+            short = [gpu for gpu in engine.gpus if self._supply.is_short(engine, bare, gpu)]
+            if short:
+                self._reclaimer.stop_ahead(frozenset(short))
+
+    def calm(self) -> None:
+        self._turn.calm()
+
     async def grow(self, engine: Engine, columns: Ints, rung_ns: int = 0) -> int:
         """Back bare columns of an online engine, taking from offline work what is missing. How many have come.
 
@@ -63,6 +75,5 @@ class Growth:
 
     def _is_short(self, engine: Engine) -> bool:
         """It would use more than it has."""
-        here = engine.backed_columns() & ~engine.lost
         wanted = engine.view().wanted_blocks
-        return self._books.is_attached(engine) and wanted > int(here.sum()) * engine.blocks_per_column
+        return self._books.is_attached(engine) and wanted > engine.standing_count() * engine.blocks_per_column

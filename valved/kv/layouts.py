@@ -11,7 +11,7 @@ from functools import partial
 
 from valved.abi.kv_link import KvLayoutPart
 from valved.kv.books import KvBooks
-from valved.kv.engines import Rank
+from valved.kv.columns import Rank
 from valved.kv.tables import Tables
 from valved.machine.clock import Clock
 from valved.machine.ports import WorkPort

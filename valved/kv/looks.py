@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from valved.kv.books import KvBooks
+from valved.kv.columns import Queue
 from valved.kv.engines import Engine
 from valved.kv.lend import Lender
 from valved.kv.reserve import Reserve
@@ -17,7 +18,7 @@ from valved.kv.supply import Supply
 from valved.machine.clock import Clock, Ticker, TimerHandle
 from valved.machine.ports import WorkPort
 from valved.model.ids import Role
-from valved.policy.eviction import CostIndex, EvictionSettings
+from valved.policy.eviction import EvictionSettings
 
 INDEX_REST = 20  # times as long as an index took nobody makes another
 
@@ -43,17 +44,33 @@ class Looks:
         self._costs = costs
         self._work = work
         self._soon: TimerHandle | None = None
+        self._is_wanted = False  # a look in the next turn
         self._ticker = Ticker(clock, self._on_tick)
+
+    def look_now(self) -> None:
+        """A hook rang that waits for memory: at once, and however often it rings, once in this turn of the loop."""
+        if self._soon is None:
+            self.look()
+            self._in_next_turn()
+        else:
+            self._is_wanted = True
 
     def look_soon(self) -> None:
         """Once in this turn of the loop, however many things changed."""
+        self._is_wanted = True
         if self._soon is None:
-            self._soon = self._clock.call_at_ns(self._clock.now_ns(), self.look)
+            self._in_next_turn()
+
+    def _in_next_turn(self) -> None:
+        self._soon = self._clock.call_at_ns(self._clock.now_ns(), self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._soon = None
+        if self._is_wanted:
+            self.look()
 
     def look(self) -> None:
-        if self._soon is not None:
-            self._soon.cancel()
-            self._soon = None
+        self._is_wanted = False
         for engine in self._books.engines_with(Role.ONLINE):  # first of all: somebody may wait for memory
             self._reserve.serve(engine)
         self._rungs.heed()
@@ -77,22 +94,23 @@ class Looks:
         began_ns = self._clock.now_ns()
         if engine.is_indexing or began_ns < engine.index_after_ns or not self._is_reclaim_near(engine):
             return
-        if engine.is_index_new:
+        if engine.is_index_new and engine.is_queue_new:
             engine.indexed_ns = began_ns
             return
         engine.is_indexing, steps, ranks = True, engine.view().steps, engine.clients
 
-        def made(index: CostIndex | None, error: Exception | None) -> None:
+        def made(queue: Queue | None, error: Exception | None) -> None:
             ended_ns = self._clock.now_ns()
             engine.is_indexing = False
             engine.index_ns = ended_ns - began_ns
             engine.index_after_ns = ended_ns + INDEX_REST * engine.index_ns
-            if index is not None and self._books.is_attached(engine) and engine.clients == ranks:
-                engine.put_index(index, steps, began_ns)
+            if queue is not None and self._books.is_attached(engine) and engine.clients == ranks:
+                engine.put_index(queue.index, steps, began_ns)
+                engine.queue = queue
             elif error is not None and self._books.is_attached(engine):
                 raise error
 
-        self._work.do(partial(engine.make_index, self._costs), made)
+        self._work.do(partial(engine.make_queue, engine.takeable(), self._costs), made)
 
     def _is_reclaim_near(self, engine: Engine) -> bool:
         """An online engine beside it could not double its reserve from what is free, or nobody knows what is."""

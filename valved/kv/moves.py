@@ -70,20 +70,20 @@ class Moves:
     # What is under way
 
     def coming(self, engine: Engine, columns: Ints) -> None:
-        engine.going[columns] = True
+        engine.mark(columns, going=True)
 
     def came(self, engine: Engine, columns: Ints) -> None:
         """Or not: the table says what is there."""
         if self._books.is_attached(engine):
-            engine.going[columns] = False
+            engine.mark(columns, going=False)
             self._books.tell(engine)
 
     def lose(self, engine: Engine, columns: Ints) -> None:
         """Tell first, then do."""
-        engine.going[columns] = engine.lost[columns] = True
+        engine.mark(columns, going=True, lost=True)
         engine.table.record(engine.blocks_of(columns), False, self._clock.now_ns())
 
     def lost(self, engine: Engine, columns: Ints) -> None:
         if self._books.is_attached(engine):
-            engine.going[columns] = engine.lost[columns] = False
+            engine.mark(columns, going=False)
             self._books.tell(engine)

@@ -99,6 +99,12 @@ class Reclaimer:
             start(self._serve())
         return need
 
+    def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
+        """Somebody is about to ask for memory that is missing there: see `GateTurn.stop_ahead`."""
+        engines = self._supply.losers(gpus)
+        if engines and not self._is_running and self._ways.way_of(engines) is not Remap.COOPERATIVE:
+            self._turn.stop_ahead(gpus.union(*(engine.gpus for engine in engines)))
+
     async def _serve(self) -> None:
         """Needs that came together are served together."""
         self._is_running = True

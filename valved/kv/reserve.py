@@ -6,12 +6,11 @@ engine offers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from valved.config import Config
 from valved.kv.books import KvBooks
-from valved.kv.budget import ReclaimBudget
 from valved.kv.changes import Changes, Look
 from valved.kv.engines import Engine
 from valved.kv.grow import Growth
@@ -24,11 +23,36 @@ from valved.machine.clock import Clock
 from valved.model.events import EventKind
 from valved.model.ids import GpuIndex, ServiceId
 from valved.model.memory import OnlineMemory, ReservationAction, ReservationDecision, ReservationState
-from valved.policy.reservation import ReservationSettings, decide
+from valved.policy.reservation import REMEMBERED_RECLAIMS, ReservationSettings, decide
 from valved.policy.reservation import start as first_state
 from valved.state.journal import Journal
 
 RETRY_NS = 1_000_000_000  # after a growth that got less than it asked for
+
+
+class ReclaimBudget:
+    """When memory was reclaimed on each GPU: the target counts per GPU, however many engines share one. Every engine
+    decides by the reclaims of its busiest GPU, its own and those of others; they outlive engines.
+    """
+
+    def __init__(self, uuids: Mapping[GpuIndex, bytes]) -> None:
+        self._uuids = dict(uuids)
+        self._at_ns: dict[GpuIndex, tuple[int, ...]] = {}
+
+    def seen_by(self, gpus: Iterable[GpuIndex], since_ns: int) -> tuple[int, ...]:
+        """Of the GPU that had most since then."""
+        recent = (tuple(at for at in self._at_ns.get(gpu, ()) if at > since_ns) for gpu in sorted(gpus))
+        return max(recent, key=len, default=())
+
+    def note(self, gpus: Iterable[GpuIndex], now_ns: int) -> None:
+        for gpu in gpus:
+            self._at_ns[gpu] = (*self._at_ns.get(gpu, ()), now_ns)[-REMEMBERED_RECLAIMS:]
+
+    def saved(self) -> dict[str, tuple[int, ...]]:
+        return {self._uuids[gpu].hex(): at for gpu, at in self._at_ns.items()}
+
+    def restore(self, saved: Mapping[str, tuple[int, ...]]) -> None:
+        self._at_ns = {gpu: tuple(saved[uuid.hex()]) for gpu, uuid in self._uuids.items() if uuid.hex() in saved}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,8 +105,15 @@ class Reserve:
         now_ns = self._clock.now_ns()
         if now_ns < online.blocked_until_ns:
             return
-        rung_ns, engine.rung_ns = engine.rung_ns, 0
         memory = self._observe(engine)
+        self._growth.hurry(engine, min(memory.unmet_handles, memory.pool_handles - memory.mapped_handles))
+        try:
+            self._decide(engine, online, memory, now_ns)
+        finally:
+            self._growth.calm()
+
+    def _decide(self, engine: Engine, online: Online, memory: OnlineMemory, now_ns: int) -> None:
+        rung_ns, engine.rung_ns = engine.rung_ns, 0
         bare = memory.pool_handles - memory.mapped_handles
         if memory.mapped_handles < min(online.state.headroom_handles, memory.pool_handles):  # it has just begun
             self._grow(engine, online, min(bare, online.state.headroom_handles - memory.mapped_handles), rung_ns)
@@ -133,7 +164,7 @@ class Reserve:
 
     def _observe(self, engine: Engine) -> OnlineMemory:
         view, per_column = engine.view(), engine.blocks_per_column
-        mapped = int(((engine.backed_columns() | engine.going) & ~engine.lost).sum())
+        mapped = engine.mapped_columns()
         used = min(engine.columns, -(-view.used_blocks // per_column))
         wanted = min(engine.columns, -(-view.wanted_blocks // per_column))
         return OnlineMemory(
@@ -159,7 +190,7 @@ class Reserve:
             if came < len(columns):
                 online.blocked_until_ns = self._clock.now_ns() + RETRY_NS
         if self.online.get(engine.service) is online and engine.is_complete:
-            self._set_target(engine, online, int((engine.backed_columns() & ~engine.lost).sum()))
+            self._set_target(engine, online, engine.standing_count())
         self._changes.put(Look())
 
     def _set_target(self, engine: Engine, online: Online, columns: int) -> None:
@@ -170,11 +201,10 @@ class Reserve:
     def _accept_offers(self, engine: Engine, online: Online) -> None:
         if online.giving or not online.target_columns:
             return
-        backed = engine.backed_columns() & ~engine.lost
-        surplus = int(backed.sum()) - online.target_columns
+        surplus = engine.standing_count() - online.target_columns
         if surplus <= 0 or engine.view().epoch_seen < engine.table.epoch:
             return  # what it offers was said of an older table: a block may have come since, and be in use
-        offered = engine.offered_columns(backed)[-surplus:]
+        offered = engine.offered_columns()[-surplus:]
         if len(offered):
             online.giving = True
             start(self._giving(engine, online, offered))

@@ -146,7 +146,10 @@ class KvService:
         engine = self._books.engines.get(hook.service)
         if engine is not None and not engine.rung_ns:
             engine.rung_ns = sent_ns
-        self._looks.look_soon()
+        if engine is not None and engine.role is Role.ONLINE:
+            self._looks.look_now()
+        else:
+            self._looks.look_soon()
 
     def _check_handles(self, fds: list[int]) -> None:
         if not all(map(self._port.is_handle, fds)):

@@ -104,7 +104,7 @@ class RangeSlots:
 
     def each(self, values: Iterable[int]) -> Ints:
         """For each slot what belongs to its range."""
-        return np.array(list(values), np.int64)[self.of]
+        return np.fromiter(values, np.int64, len(self.books))[self.of]
 
     def is_in(self, book: KvRangeBook) -> NDArray[np.bool_]:
         return self.each(one is book for one in self.books).astype(np.bool_)

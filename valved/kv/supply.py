@@ -114,6 +114,10 @@ class Supply:
             fits = min(fits, int(np.searchsorted(needed, self.affordable(gpu, engine.service), side="right")))
         return fits
 
+    def is_short(self, engine: Engine, columns: Ints, gpu: GpuIndex) -> bool:
+        """Whether something must be taken there for these to be backed."""
+        return int(engine.handles_of(gpu)[columns].sum()) > self.affordable(gpu, engine.service)
+
     def losers(self, gpus: Iterable[GpuIndex]) -> list[Engine]:
         """Offline engines that could lose something on these GPUs."""
         if not self.is_allowed:
@@ -122,7 +126,7 @@ class Supply:
         return [
             engine
             for engine in self._books.engines_with(Role.OFFLINE)
-            if engine.can_lose and not engine.gpus.isdisjoint(wanted) and engine.takeable().any()
+            if engine.can_lose and not engine.gpus.isdisjoint(wanted) and any(engine.takeable_handles().values())
         ]
 
     def takeable(self, gpu: GpuIndex) -> int:
@@ -130,7 +134,7 @@ class Supply:
         if not self.is_allowed:
             return 0
         engines = (one for one in self._books.engines_with(Role.OFFLINE) if gpu in one.gpus and one.can_lose)
-        return sum(int(engine.handles_of(gpu)[engine.takeable()].sum()) for engine in engines)
+        return sum(engine.takeable_handles()[gpu] for engine in engines)
 
     def obtainable(self, engine: Engine) -> int:
         """Columns that could be had, from whomever: asking for more would count as a reclaim and bring nothing."""

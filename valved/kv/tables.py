@@ -10,7 +10,8 @@ from valved.abi.link import LinkType
 from valved.gate.wake import GateService
 from valved.kv.books import KvBooks
 from valved.kv.changes import Changes, EngineLeft, HookLost, Look
-from valved.kv.engines import Engine, Rank
+from valved.kv.columns import Rank
+from valved.kv.engines import Engine
 from valved.kv.journey import all_of
 from valved.kv.orders import Send
 from valved.kv.unheeded import UnheededRanges

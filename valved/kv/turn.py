@@ -22,6 +22,7 @@ class GateTurn:
         self._clock = clock
         self._supply = supply
         self._turn: Pause | None = None  # set when whoever has the gate for moving memory is through
+        self._is_ahead = False  # GPUs are held for somebody who plans
         self._watching: list[Pause] = []  # somebody waits for GPUs to stop
 
     async def mine(self) -> None:
@@ -29,6 +30,20 @@ class GateTurn:
         while self._turn is not None:
             await self._turn
         self._turn = Pause()
+
+    def stop_ahead(self, gpus: frozenset[GpuIndex]) -> None:
+        """Whoever is about to ask for it plans while the driver stops them. Ends with `calm`, in this turn of the loop.
+
+        Not while somebody else has the gate."""
+        if self._turn is None:
+            self._is_ahead = True
+            self._gating.set_moving(gpus)
+
+    def calm(self) -> None:
+        """Nobody took the gate after all: they run again."""
+        if self._is_ahead and self._turn is None:
+            self._gating.set_moving(frozenset())
+        self._is_ahead = False
 
     def give_up(self) -> None:
         turn, self._turn = self._turn, None

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from valved.kv.columns import Queue, per_column, queue_of
 from valved.kv.engines import Engine
 from valved.kv.orders import Order
 from valved.kv.slots import Ints
 from valved.model.ids import GpuIndex
 from valved.model.memory import ColumnPick, EvictionCost, ReclaimDecision
-from valved.policy.eviction import EvictionSettings, decision_of, select
+from valved.policy.eviction import EvictionSettings, decision_of
 
 
 @dataclass(slots=True, kw_only=True)
 class Victims:
     engine: Engine
     columns: Ints
-    decision: ReclaimDecision
+    picks: tuple[ColumnPick, ...]
+    cost: EvictionCost
+    freed: int
     orders: list[Order] = field(default_factory=list)
+
+    @property
+    def decision(self) -> ReclaimDecision:
+        return decision_of("selective", self.cost, list(self.picks), self.freed, self.freed)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,21 +40,20 @@ class Stream:
     """The columns of one engine in the order in which the policy would take them, and how many are taken."""
 
     engine: Engine
-    cost: EvictionCost
-    picks: tuple[ColumnPick, ...]
+    queue: Queue
     gains: dict[GpuIndex, Ints]  # handles of each pick
     taken: int = 0
 
     def price(self, left: dict[GpuIndex, int]) -> float:
         """Of the next column, for each handle that is still missing; infinite if there is none to gain."""
-        if self.taken == len(self.picks):
+        if self.taken == len(self.queue.picks):
             return math.inf
         gain = sum(min(int(gains[self.taken]), max(0, left[gpu])) for gpu, gains in self.gains.items())
-        return self.picks[self.taken].marginal_cost / gain if gain else math.inf
+        return self.queue.picks[self.taken].marginal_cost / gain if gain else math.inf
 
     def take_all(self, left: dict[GpuIndex, int]) -> None:
         """As far as anything is missing: what `price` and `take` do one by one, for one who has no rival."""
-        gain = np.zeros(len(self.picks), np.int64)
+        gain = np.zeros(len(self.queue.picks), np.int64)
         for gpu, gains in self.gains.items():
             before = left[gpu] - (np.cumsum(gains) - gains)
             gain += np.minimum(gains, np.maximum(0, before))
@@ -59,12 +65,12 @@ class Stream:
         self.taken += 1
 
     def victims(self) -> Victims:
-        picks = self.picks[: self.taken]
-        freed = sum(int(gains[: self.taken].sum()) for gains in self.gains.values())
         return Victims(
             engine=self.engine,
-            columns=np.array([pick.column_id for pick in picks], dtype=np.int64),
-            decision=decision_of("selective", self.cost, list(picks), freed, freed),
+            columns=self.queue.columns[: self.taken],
+            picks=self.queue.picks[: self.taken],
+            cost=self.queue.index.cost,
+            freed=sum(int(gains[: self.taken].sum()) for gains in self.gains.values()),
         )
 
 
@@ -88,15 +94,10 @@ def _stream(engine: Engine, wanted: dict[GpuIndex, int], settings: EvictionSetti
     if engine.index is None:
         engine.put_index(engine.make_index(settings), engine.view().steps, 0)
     assert engine.index is not None
-    takeable = engine.takeable()
-    index = replace(engine.index, column_cost=np.where(takeable, engine.index.column_cost, np.inf))
-    most = 0
-    for gpu, count in wanted.items():
-        per_column = engine.handles_of(gpu)[takeable]
-        smallest = int(per_column[per_column > 0].min(initial=count))
-        most = max(most, -(-count // max(1, smallest)))
-    per_index = int(index.column_map.handles_of_column.max(initial=1))
-    picks = select(index, min(most, engine.columns) * per_index).picks
-    columns = np.array([pick.column_id for pick in picks], dtype=np.int64)
-    gains = {gpu: engine.handles_of(gpu)[columns] for gpu in wanted}
-    return Stream(engine=engine, cost=index.cost, picks=picks, gains=gains)
+    most = max(-(-count // max(1, engine.least_handles().get(gpu, count))) for gpu, count in wanted.items())
+    handles = min(most, engine.columns) * per_column(engine.index)
+    queue = engine.queue
+    if queue is None or not queue.serves(engine.index, engine.takeable(), handles):
+        queue = engine.queue = queue_of(engine.index, engine.takeable(), handles)
+    gains = {gpu: engine.handles_of(gpu)[queue.columns] for gpu in wanted}
+    return Stream(engine=engine, queue=queue, gains=gains)

@@ -1,18 +1,15 @@
-"""Memory of other processes, changed from here: their uvm descriptors, and a thread for each that waits in the driver.
-
-A call may take milliseconds, or never come back: the loop never waits for one. The thread owns the descriptor, closing
-it as its last act, because the last close of a uvm file tears a whole address space down.
+"""Memory of other processes, changed from here: their uvm descriptors, and a thread for each that waits in the driver
+(native/sparse.c). The loop never waits for a call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import functools
 import os
-import threading
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 
 from valved.machine.ports import Runs, SparseResult
 from valved.native._gate import ffi, lib
@@ -63,28 +60,37 @@ class UvmDoors:
 class UvmDoor:
     def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, uuid: bytes) -> None:
         self._loop = loop
-        self._fd = fd
-        self._uuid = uuid
-        self._work: SimpleQueue[tuple[Runs, Callable[[SparseResult], None]] | None] = SimpleQueue()
-        # A daemon: a call that never comes back must not keep valved from leaving.
-        threading.Thread(target=self._serve, name="valved-uvm", daemon=True).start()
+        self._native = lib.valve_door_open(fd, uuid)
+        if self._native == ffi.NULL:
+            raise OSError(errno.EAGAIN, "no thread for the memory of another process")
+        self._asked: deque[Callable[[SparseResult], None]] = deque()
+        self._is_open = True
+        loop.add_reader(lib.valve_door_bell(self._native), self._hear)
 
     def make_sparse(self, runs: Runs, then: Callable[[SparseResult], None]) -> None:
-        self._work.put((runs, then))
+        words = ffi.new("uint64_t[]", [word for run in runs for word in run])
+        if lib.valve_door_ask(self._native, words, len(runs)):
+            self._loop.call_soon(then, SparseResult(status=-errno.ENOMEM, runs=0, took_ns=0))
+        else:
+            self._asked.append(then)
 
     def close(self) -> None:
-        self._work.put(None)
+        self._is_open = False
+        self._leave()
 
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            runs, then = work
-            result = self._call(runs)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(then, result)
-        os.close(self._fd)
+    def _hear(self) -> None:
+        status, done, took = ffi.new("int *"), ffi.new("uint32_t *"), ffi.new("uint64_t *")
+        answers = []
+        while lib.valve_door_answer(self._native, status, done, took):
+            answers.append((self._asked.popleft(), SparseResult(status=status[0], runs=done[0], took_ns=took[0])))
+        self._leave()
+        for then, result in answers[1:]:  # each for itself: one that fails takes no other along
+            self._loop.call_soon(then, result)
+        for then, result in answers[:1]:
+            then(result)
 
-    def _call(self, runs: Runs) -> SparseResult:
-        words = ffi.new("uint64_t[]", [word for run in runs for word in run])
-        done, took = ffi.new("uint32_t *"), ffi.new("uint64_t *")
-        status = lib.valve_uvm_sparse(self._fd, self._uuid, words, len(runs), done, took)
-        return SparseResult(status=status, runs=done[0], took_ns=took[0])
+    def _leave(self) -> None:
+        if not self._is_open and not self._asked and self._native is not None:
+            self._loop.remove_reader(lib.valve_door_bell(self._native))
+            native, self._native = self._native, None
+            lib.valve_door_close(native)

@@ -231,11 +231,18 @@ int valve_gpu_try(struct valve_gate *gate, uint32_t gpu, const struct valve_entr
 int valve_gpu_enable(struct valve_gate *gate, uint32_t gpu, uint32_t h_client, uint32_t h_channel,
                      uint32_t unless_held);
 /*
- * The exceptions to "one thread": called on threads that may wait in the driver, knows no gate. Makes `count` runs (pairs of
- * address and bytes) of the process behind `fd` sparse; *done: how many were.
+ * Knows no gate. A way into the memory of the process behind `fd`, with a thread of its own that waits in the driver. The
+ * thread owns the descriptor and closes it as its last act. NULL: there is no thread for it, and `fd` is still the caller's.
  */
-int valve_uvm_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32_t count, uint32_t *done,
-                     uint64_t *took_ns);
+struct valve_door *valve_door_open(int fd, const uint8_t *uuid);
+int valve_door_bell(struct valve_door *door); /* an eventfd, readable when answers wait */
+/* Have `count` runs (pairs of address and bytes) made sparse, behind what was asked before. 0 or -ENOMEM. */
+int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count);
+/* The next answer, in their order: 1, and *status is 0, an RM status or -errno; *done: runs made. 0: none waits. */
+int valve_door_answer(struct valve_door *door, int *status, uint32_t *done, uint64_t *took_ns);
+void valve_door_close(
+        struct valve_door *door); /* once what was asked is done; no answer is waited for any more */
+/* Called on threads that may wait in the driver. */
 /* What a descriptor of a stranger is: 0 and its numbers for a character device, else -errno. Never waits for the file. */
 int valve_fd_device(int fd, uint32_t *major, uint32_t *minor);
 /* 0: the file is nvidiactl, and this RM client of it has this subdevice on the card with this UUID. Else why not. */

@@ -3,17 +3,61 @@
  * reads give zero, writes are dropped, and nothing faults. The driver asks for an initialised file and a range of it,
  * not for who calls (uvm_map_external_sparse, kernel-open/nvidia-uvm/uvm_map_external.c); its page tables are
  * written on channels of its own, so the owner's may be off.
+ *
+ * A call may take milliseconds, or never come back, so each process has a thread (a door). It is native because whoever
+ * waits for a reclaim would wait for Python's lock twice, before the calls and after them.
  */
 #include "internal.h"
 
+#include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 
-static int make_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32_t count, uint32_t *done)
+struct work {
+	struct work *next;
+	int status;
+	uint32_t count, done;
+	uint64_t took_ns;
+	uint64_t runs[]; /* address and bytes of each */
+};
+
+struct queue {
+	struct work *first, **last;
+};
+
+struct valve_door {
+	pthread_mutex_t lock; /* over all that follows; never held in a call that waits */
+	pthread_cond_t asked;
+	struct queue todo, answers;
+	bool is_closed;
+	int owners; /* the caller, and the thread until it ends: whoever leaves last frees it */
+	int fd, bell;
+	uint8_t uuid[16];
+};
+
+static void put(struct queue *queue, struct work *work)
 {
-	for (*done = 0; *done < count; ++*done) {
-		struct uvm_map_external_sparse params = {
-		        .base = runs[2 * *done], .length = runs[2 * *done + 1], .rmStatus = ~0u};
+	work->next = NULL;
+	*queue->last = work;
+	queue->last = &work->next;
+}
+
+static struct work *take(struct queue *queue)
+{
+	struct work *work = queue->first;
+
+	if (work && !(queue->first = work->next))
+		queue->last = &queue->first;
+	return work;
+}
+
+static int make_sparse(int fd, const uint8_t *uuid, struct work *work)
+{
+	for (; work->done < work->count; ++work->done) {
+		struct uvm_map_external_sparse params = {.base = work->runs[2 * work->done],
+		                                         .length = work->runs[2 * work->done + 1],
+		                                         .rmStatus = ~0u};
 		int rc;
 
 		memcpy(params.gpuUuid, uuid, sizeof params.gpuUuid);
@@ -28,12 +72,123 @@ static int make_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32
 	return 0;
 }
 
-int valve_uvm_sparse(int fd, const uint8_t *uuid, const uint64_t *runs, uint32_t count, uint32_t *done,
-                     uint64_t *took_ns)
+/* With the lock held, which it lets go of. */
+static void leave(struct valve_door *door)
 {
-	uint64_t began_ns = now_ns();
-	int status = make_sparse(fd, uuid, runs, count, done);
+	bool is_last = --door->owners == 0;
+	struct work *work;
 
-	*took_ns = now_ns() - began_ns;
-	return status;
+	pthread_mutex_unlock(&door->lock);
+	if (!is_last)
+		return;
+	while ((work = take(&door->answers)))
+		free(work);
+	close(door->bell);
+	pthread_cond_destroy(&door->asked);
+	pthread_mutex_destroy(&door->lock);
+	free(door);
+}
+
+static void *serve(void *argument)
+{
+	struct valve_door *door = argument;
+	const uint64_t one = 1;
+
+	pthread_mutex_lock(&door->lock);
+	for (;;) {
+		struct work *work = take(&door->todo);
+		uint64_t began_ns;
+
+		if (!work && door->is_closed)
+			break;
+		if (!work) {
+			pthread_cond_wait(&door->asked, &door->lock);
+			continue;
+		}
+		pthread_mutex_unlock(&door->lock);
+		began_ns = now_ns();
+		work->status = make_sparse(door->fd, door->uuid, work);
+		work->took_ns = now_ns() - began_ns;
+		pthread_mutex_lock(&door->lock);
+		put(&door->answers, work);
+		if (write(door->bell, &one, sizeof one) < 0)
+			continue; /* the counter is full: then it is readable, which is all we want */
+	}
+	pthread_mutex_unlock(&door->lock);
+	close(door->fd); /* the last close of a uvm file tears a whole address space down */
+	pthread_mutex_lock(&door->lock);
+	leave(door);
+	return NULL;
+}
+
+struct valve_door *valve_door_open(int fd, const uint8_t *uuid)
+{
+	struct valve_door *door = calloc(1, sizeof *door);
+	pthread_t thread;
+
+	if (!door)
+		return NULL;
+	pthread_mutex_init(&door->lock, NULL);
+	pthread_cond_init(&door->asked, NULL);
+	door->todo.last = &door->todo.first;
+	door->answers.last = &door->answers.first;
+	memcpy(door->uuid, uuid, sizeof door->uuid);
+	door->fd = fd;
+	door->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	door->owners = 2;
+	if (door->bell >= 0 && thread_start(&thread, serve, door) == 0) {
+		pthread_detach(thread);
+		return door;
+	}
+	door->owners = 1;
+	pthread_mutex_lock(&door->lock);
+	leave(door);
+	return NULL;
+}
+
+int valve_door_bell(struct valve_door *door)
+{
+	return door->bell;
+}
+
+int valve_door_ask(struct valve_door *door, const uint64_t *runs, uint32_t count)
+{
+	struct work *work = calloc(1, sizeof *work + 2 * count * sizeof *runs);
+
+	if (!work)
+		return -ENOMEM;
+	work->count = count;
+	memcpy(work->runs, runs, 2 * count * sizeof *runs);
+	pthread_mutex_lock(&door->lock);
+	put(&door->todo, work);
+	pthread_cond_signal(&door->asked);
+	pthread_mutex_unlock(&door->lock);
+	return 0;
+}
+
+int valve_door_answer(struct valve_door *door, int *status, uint32_t *done, uint64_t *took_ns)
+{
+	struct work *work;
+	uint64_t rung;
+
+	if (read(door->bell, &rung, sizeof rung) < 0 && errno != EAGAIN)
+		return 0;
+	pthread_mutex_lock(&door->lock);
+	work = take(&door->answers);
+	pthread_mutex_unlock(&door->lock);
+	if (!work)
+		return 0;
+	*status = work->status;
+	*done = work->done;
+	*took_ns = work->took_ns;
+	free(work);
+	return 1;
+}
+
+void valve_door_close(struct valve_door *door)
+{
+	pthread_mutex_lock(&door->lock);
+	door->is_closed = true;
+	pthread_cond_signal(&door->asked);
+	leave(door);
 }

@@ -1,0 +1,173 @@
+"""On the way of a need for memory lies only what was not worked out before, or is while the driver is busy."""
+
+from __future__ import annotations
+
+import pytest
+from memory_world import KvWorld
+
+from valved.abi.kv_link import KvNeed
+from valved.abi.link import LinkType
+from valved.config import Config, MemoryTable
+from valved.kv import columns, reserve
+from valved.model.events import EventKind
+from valved.model.ids import Remap, Role
+from valved.model.memory import ReservationAction
+from valved.state.registry import MEMORY_SERVICE
+
+MEMORY = MemoryTable(handle_mib=2, remap=Remap.SPARSE, headroom_min_mib=2, headroom_max_mib=8, pool_mib=40)
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = KvWorld(tmp_path, config=Config(memory=MEMORY), handles=20)
+    yield world
+    world.check()
+
+
+@pytest.fixture
+def said(world, monkeypatch):
+    """What the gate was told of the memory service, and what was decided meanwhile."""
+    said = []
+    put, decide = world.gate.put_service, reserve.decide
+
+    def put_service(service, gpus):
+        if service == MEMORY_SERVICE:
+            said.append("stop")
+        put(service, gpus)
+
+    def decided(*arguments):
+        said.append("decide")
+        return decide(*arguments)
+
+    monkeypatch.setattr(world.gate, "put_service", put_service)
+    monkeypatch.setattr(reserve, "decide", decided)
+    return said
+
+
+def full(world):
+    """Offline work has nearly all memory, and the online engine beside it its headroom."""
+    offline = world.engine("offline", columns=16)
+    world.run(500)
+    offline.hold(0, list(range(4, 60)))
+    online = world.engine("online", columns=16)
+    world.run(500)
+    return offline, online
+
+
+def rings(online, wanted):
+    online.book["used_blocks"], online.book["wanted_blocks"] = 4, wanted
+    online.say(LinkType.KV_NEED, KvNeed(wanted_blocks=wanted))
+
+
+def is_held(world):
+    return any(MEMORY_SERVICE in account.holders for account in world.gating.gpus.values())
+
+
+def test_who_waits_for_memory_never_waits_for_a_decision_before_the_stop(world, said):
+    _, online = full(world)
+    said.clear()
+
+    rings(online, 40)
+
+    assert said[:2] == ["stop", "decide"]
+    assert said.count("stop") == 1
+    world.run(100)
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+    assert not is_held(world)
+
+
+def test_a_need_that_free_memory_serves_never_stops_offline_work(world, said):
+    offline = world.engine("offline", columns=4)
+    world.run(500)
+    offline.hold(0, list(range(4, 16)))
+    online = world.engine("online", columns=10)
+    world.run(500)
+    said.clear()
+
+    rings(online, 32)
+    world.run(100)
+
+    assert len(online.backed()) >= 32
+    assert "stop" not in said
+
+
+def test_a_stop_of_which_nobody_makes_use_never_lasts(world, monkeypatch):
+    _, online = full(world)
+    decide = reserve.decide
+
+    def hold(state, memory, now_ns, settings):
+        state, decision = decide(state, memory, now_ns, settings)
+        return state, reserve.replace(decision, action=ReservationAction.HOLD)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reserve, "decide", hold)
+        rings(online, 40)
+        assert not is_held(world)
+
+    world.run(100)
+    assert len(online.backed()) >= 40
+
+
+def test_a_look_that_fails_never_leaves_offline_work_stopped(world, monkeypatch):
+    _, online = full(world)
+
+    def fail(*arguments):
+        raise RuntimeError("no decision")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reserve, "decide", fail)
+        with pytest.raises(RuntimeError):
+            rings(online, 40)
+        assert not is_held(world)
+
+
+def test_a_brake_never_lets_a_need_stop_offline_work(world, said):
+    _, online = full(world)
+    world.kv.allow(False)
+    said.clear()
+
+    rings(online, 40)
+    world.run(100)
+
+    assert "stop" not in said
+    world.kv.allow(True)
+
+
+def test_victims_that_were_in_order_before_the_need_are_never_put_in_order_again(world, monkeypatch):
+    _, online = full(world)
+    made = []
+    select = columns.select
+    monkeypatch.setattr(columns, "select", lambda *arguments: made.append(arguments) or select(*arguments))
+
+    rings(online, 40)
+    world.clock.settle()
+    before_the_stop_is_through = len(made)
+    world.run(100)
+
+    assert before_the_stop_is_through == 0
+    assert world.events(EventKind.RECLAIMED)[-1].detail["freed"]
+
+
+def test_victims_are_put_in_order_anew_when_columns_have_come_or_gone(world):
+    offline, online = full(world)
+    [engine] = world.kv.books.engines_with(Role.OFFLINE)
+    before = engine.queue
+    rings(online, 40)
+    world.run(1000)
+
+    assert engine.queue is not before
+    assert engine.is_queue_new
+    assert set(engine.queue.columns.tolist()) <= {block // 4 for block in offline.backed().tolist()}
+
+
+def test_a_hook_that_rings_again_and_again_is_never_looked_at_more_than_twice_in_a_turn(world, monkeypatch):
+    _, online = full(world)
+    looks = []
+    look = world.kv.looks.look
+    monkeypatch.setattr(world.kv.looks, "look", lambda: (looks.append(1), look()))
+
+    for _ in range(32):
+        rings(online, 8)
+    world.clock.settle()
+
+    assert len(looks) <= 2

@@ -1,0 +1,289 @@
+"""The columns of an engine, as its ranks have laid out their blocks: which have memory, which would go first.
+
+What follows from the books is remembered until they change: one look asks the same a dozen times, and a tick has asked
+all of it before somebody waits for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from valved.abi.kv_link import KvLayoutPart
+from valved.kv.slots import NO_HANDLE, NOTHING, STRANGE, Ints, KvRangeBook, RangeSlots, SlotHandles
+from valved.model.ids import ClientId, GpuIndex
+from valved.model.memory import ColumnPick, KvLayout, KvRange
+from valved.policy.columns import ColumnMap, columns_of
+from valved.policy.eviction import CostIndex, select
+
+Bools = NDArray[np.bool_]
+Found = TypeVar("Found")
+QUEUED = 1024  # columns of an engine that are put in order ahead of need: a GiB in handles of 2 MiB are 512
+
+
+def remembered(find: Callable[[Columns], Found]) -> Callable[[Columns], Found]:
+    """Asked once between two changes of the books. An array that is remembered is not to be written."""
+
+    @wraps(find)
+    def known(columns: Columns) -> Found:
+        answers = columns.known()
+        found: Found | None = answers.get(find.__name__)
+        if found is None:
+            found = answers[find.__name__] = find(columns)
+            if isinstance(found, np.ndarray):
+                found.flags.writeable = False
+        return found
+
+    return known
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """One process of an engine: its KV tensors inside its ranges."""
+
+    client: ClientId  # the shim
+    hook: ClientId
+    books: tuple[KvRangeBook, ...]
+    layout: KvLayout
+    columns: ColumnMap
+
+    @staticmethod
+    def of(client: ClientId, hook: ClientId, books: Iterable[KvRangeBook], told: KvLayoutPart) -> Rank:
+        """Raises LayoutRefused."""
+        mine = tuple(sorted(books, key=lambda book: book.base))
+        layout = KvLayout(
+            ranges=tuple(
+                KvRange(base_addr=book.base, handle_bytes=book.handle_bytes, handles=book.slots) for book in mine
+            ),
+            tensors=told.tensors,
+            blocks=told.blocks,
+            block_tokens=told.block_tokens,
+            pinned_blocks=told.pinned,
+        )
+        return Rank(client=client, hook=hook, books=mine, layout=layout, columns=columns_of(layout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """All cells of an engine in one process on one GPU, by range and slot."""
+
+    slots: RangeSlots
+    column: Ints
+    place: Ints  # in what stands at all slots of the engine
+
+
+class Columns:
+    """Of all ranks together. Books without effects."""
+
+    def __init__(self) -> None:
+        self.going: Bools = np.zeros(0, np.bool_)  # columns with an order under way; written by `mark`
+        self.lost: Bools = np.zeros(0, np.bool_)  # of those, columns that are being taken away
+        self._books: tuple[KvRangeBook, ...] = ()
+        self._at = SlotHandles(NOTHING)  # at each slot of all its ranges, one after the other
+        self._cell_column = self._cell_place = np.empty(0, np.int64)
+        self._block_columns = self._block_ptr = np.empty(0, np.int64)
+        self._parts: list[Cells] = []
+        self.places: list[KvRangeBook] = []  # a range for each process and GPU where it has some
+        self._known: dict[str, Any] = {}
+        self._known_at = -1, -1  # changes of `_at`, and others, that are in it
+        self._changes = 0
+        self._reclaimable: Bools = np.zeros(0, np.bool_)
+        self._gpu_handles: dict[GpuIndex, Ints] = {}
+
+    def lay(self, ranks: list[Rank]) -> None:
+        """These are all, one at least."""
+        self._books = tuple(book for rank in ranks for book in rank.books)
+        parts: list[tuple[Ints, Ints, Ints]] = []
+        first_book = 0
+        for rank in ranks:
+            parts.append(_cells_of(rank, first_book))
+            first_book += len(rank.books)
+        column, book, slot = (np.concatenate(one) for one in zip(*parts, strict=True))
+        order = np.lexsort((slot, book))
+        self._cell_column, cell_book, cell_slot = column[order], book[order], slot[order]
+        starts = np.cumsum([0, *(book.slots for book in self._books)])
+        self._cell_place = starts[cell_book] + cell_slot
+        self._at = SlotHandles(np.concatenate([book.at for book in self._books]))
+        for first_slot, known in zip(starts.tolist(), self._books, strict=False):  # from here on parts of one array
+            known.join(self._at, first_slot)
+        first = ranks[0].columns
+        self._reclaimable = np.logical_and.reduce([rank.columns.is_reclaimable for rank in ranks])
+        self.heed_pins()
+        self._block_columns, self._block_ptr = first.block_columns, first.block_column_ptr
+        if len(self.going) != len(first.columns):
+            self.going = np.zeros(len(first.columns), np.bool_)
+            self.lost = np.zeros(len(first.columns), np.bool_)
+        owners = [(book.key.client, book.gpu) for book in self._books]
+        self._parts = [
+            self._cells_in([at == owner for at in owners], cell_book, cell_slot) for owner in dict.fromkeys(owners)
+        ]
+        self.places = [part.slots.books[0] for part in self._parts]
+        gpu_of = np.array([book.gpu for book in self._books])[cell_book]
+        self._gpu_handles = {
+            GpuIndex(gpu): np.bincount(self._cell_column[gpu_of == gpu], minlength=len(first.columns))
+            for gpu in np.unique(gpu_of).tolist()
+        }
+
+    def _cells_in(self, is_mine: list[bool], cell_book: Ints, cell_slot: Ints) -> Cells:
+        mine = np.flatnonzero(np.array(is_mine)[cell_book])
+        books = tuple(book for book, is_one in zip(self._books, is_mine, strict=True) if is_one)
+        of = (np.cumsum(is_mine) - 1)[cell_book[mine]]
+        slots = RangeSlots(books=books, of=of, slots=cell_slot[mine])
+        return Cells(slots=slots, column=self._cell_column[mine], place=self._cell_place[mine])
+
+    def mark(self, columns: Ints, *, going: bool, lost: bool = False) -> None:
+        self.going[columns], self.lost[columns] = going, lost
+        self._changes += 1
+
+    def heed_pins(self) -> None:
+        """Columns with a slot that may never be taken. A pin costs one look at the cells, not a new map."""
+        self._changes += 1
+        if self._books:
+            is_pinned = np.concatenate([book.pinned for book in self._books])[self._cell_place]
+            self._reclaimable[self._cell_column[is_pinned]] = False
+
+    # Questions
+
+    @property
+    def columns(self) -> int:
+        return len(self._reclaimable)
+
+    @property
+    def gpus(self) -> frozenset[GpuIndex]:
+        return frozenset(self._gpu_handles)
+
+    def handles_of(self, gpu: GpuIndex) -> Ints:
+        """Handles of each column on this GPU."""
+        return self._gpu_handles[gpu]
+
+    @property
+    def handles_per_column(self) -> int:
+        """Of the largest column, on the GPU that has most."""
+        return max((int(counts.max()) for counts in self._gpu_handles.values()), default=1)
+
+    def known(self) -> dict[str, Any]:
+        """What was asked since the books changed last, and its answer."""
+        now = self._at.changes, self._changes
+        if now != self._known_at:
+            self._known, self._known_at = {}, now
+        return self._known
+
+    @remembered
+    def backed_columns(self) -> Bools:
+        """Columns of which every cell has its handle."""
+        return np.equal(np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns), 0)
+
+    @remembered
+    def standing_columns(self) -> Bools:
+        """Backed, and not being taken away."""
+        return self.backed_columns() & ~self.lost
+
+    @remembered
+    def standing_count(self) -> int:
+        return int(self.standing_columns().sum())
+
+    @remembered
+    def mapped_columns(self) -> int:
+        """That it has or is about to have."""
+        return int(((self.backed_columns() | self.going) & ~self.lost).sum())
+
+    def _standing(self) -> Ints:
+        """What stands at each cell: a handle, nothing, or a claim."""
+        return self._at.rows[self._cell_place]
+
+    @remembered
+    def bare_columns(self) -> Ints:
+        """Columns that could be backed now, or in part."""
+        standing = self._standing()
+        is_strange: Ints = np.bincount(self._cell_column[standing == STRANGE], minlength=self.columns)
+        return np.flatnonzero(~self.backed_columns() & ~self.going & (is_strange == 0))
+
+    def partial_columns(self) -> Ints:
+        """Columns with some of their handles."""
+        missing: Ints = np.bincount(self._cell_column[self._standing() < 0], minlength=self.columns)
+        whole: Ints = np.bincount(self._cell_column, minlength=self.columns)
+        return np.flatnonzero((missing > 0) & (missing < whole))
+
+    def cells(self, columns: Ints, *, backed: bool) -> list[RangeSlots]:
+        """The slots of these columns that are backed, or bare and unclaimed, process by process and GPU by GPU."""
+        is_wanted = np.zeros(self.columns, np.bool_)
+        is_wanted[columns] = True
+        found = []
+        for part in self._parts:
+            standing = self._at.rows[part.place]
+            is_so = standing >= 0 if backed else standing == NO_HANDLE
+            chosen = np.flatnonzero(is_wanted[part.column] & is_so)
+            if len(chosen):
+                found.append(part.slots[chosen])
+        return found
+
+    def blocks_of(self, columns: Ints) -> Ints:
+        """Every block with a byte in these columns."""
+        is_in = np.zeros(self.columns, np.bool_)
+        is_in[columns] = True
+        return np.flatnonzero(~self.are_whole(~is_in))
+
+    def are_whole(self, columns: Bools) -> Bools:
+        """Of every block, whether it lies in these columns only."""
+        inside: Bools = columns[self._block_columns]
+        if len(inside) == len(self._block_ptr) - 1:  # none straddles
+            return inside
+        whole: Bools = np.logical_and.reduceat(inside, self._block_ptr[:-1])
+        return whole
+
+    @remembered
+    def takeable(self) -> Bools:
+        """Columns that may be taken now."""
+        return self.backed_columns() & self._reclaimable & ~self.going
+
+    @remembered
+    def least_handles(self) -> dict[GpuIndex, int]:
+        """Of the smallest column that may be taken and has some, on each GPU where there is one."""
+        found = {gpu: counts[self.takeable() & (counts > 0)] for gpu, counts in self._gpu_handles.items()}
+        return {gpu: int(counts.min()) for gpu, counts in found.items() if len(counts)}
+
+    @remembered
+    def takeable_handles(self) -> dict[GpuIndex, int]:
+        return {gpu: int(counts[self.takeable()].sum()) for gpu, counts in self._gpu_handles.items()}
+
+
+def _cells_of(rank: Rank, first_book: int) -> tuple[Ints, Ints, Ints]:
+    """(column, book, slot) of every handle that holds a block. Handles are counted through all ranges in order."""
+    starts = np.concatenate([[0], np.cumsum([book.slots for book in rank.books])])
+    counts = [len(column.handles) for column in rank.columns.columns]
+    handles = np.array([handle for column in rank.columns.columns for handle in column.handles], dtype=np.int64)
+    column = np.repeat(np.arange(len(counts)), counts)
+    book = np.searchsorted(starts, handles, side="right") - 1
+    return column, book + first_book, handles - starts[book]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """The columns of an engine in the order in which the policy takes them. Whoever needs fewer takes the first."""
+
+    index: CostIndex
+    takeable: NDArray[np.bool_]
+    handles: int  # of the engine's first rank that were asked for
+    picks: tuple[ColumnPick, ...]
+    columns: Ints
+
+    def serves(self, index: CostIndex, takeable: NDArray[np.bool_], handles: int) -> bool:
+        return index is self.index and handles <= self.handles and np.array_equal(takeable, self.takeable)
+
+
+def queue_of(index: CostIndex, takeable: NDArray[np.bool_], handles: int) -> Queue:
+    """Reads only, so that a thread may do it."""
+    able = replace(index, column_cost=np.where(takeable, index.column_cost, np.inf))
+    picks = select(able, handles).picks
+    columns = np.array([pick.column_id for pick in picks], dtype=np.int64)
+    return Queue(index=index, takeable=takeable, handles=handles, picks=picks, columns=columns)
+
+
+def per_column(index: CostIndex) -> int:
+    """Handles of the largest column, as `handles` are counted here."""
+    return int(index.column_map.handles_of_column.max(initial=1))
