@@ -52,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--training", type=Path, default=Path(), metavar="DIR", help="take fleet finetuning jobs; they are kept there"
     )
+    serve.add_argument(
+        "--newest", action="append", default=[], metavar="NAME", help="clients may ask for the newest NAME-vN as NAME"
+    )
     serve.add_argument("--access-log", action="store_true", help="a JSON line on stdout for each request")
     serve.set_defaults(run=_serve)
     pick = commands.add_parser("pick", help="choose replicas for an Envoy gateway, which passes the requests")
@@ -63,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     pick.add_argument("--tls-self-signed", action="store_true", help="make a certificate; gateways cannot check it")
     pick.add_argument("--health-port", type=int, default=0, help="health checks without TLS, for the kubelet")
     pick.add_argument("--without-tls", action="store_true", help="a network policy lets only gateways in")
-    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], training=Path())
+    pick.set_defaults(run=_pick, token_file=None, replica_token_file=None, path=[], newest=[], training=Path())
     for name, run, text in (("status", _status, "one look at a running router"), ("top", _top, "watch it")):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
@@ -125,6 +128,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         operator_token=_token(arguments.operator_token_file),
         paths=(*PASSED, *arguments.path),
         replica_token=_token(arguments.replica_token_file),
+        newest=tuple(arguments.newest),
         open_per_replica=arguments.open_per_replica,
         training_folder=str(arguments.training) if arguments.training != Path() else "",
         tpot_target_s=arguments.tpot_ms / 1e3,

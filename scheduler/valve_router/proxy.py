@@ -18,6 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from valve_router.answers import is_allowed, refusal
 from valve_router.counts import EVENTS, GIVEN_UP, REPLICA_HEADER, Counts
+from valve_router.newest import named
 from valve_router.prompt import READ_BYTES, prompt_of
 from valve_router.replicas import Full, NobodyAlive, Replica, Replicas, Sent
 from valve_router.settings import Settings
@@ -133,7 +134,7 @@ class Proxy:
             there = await self._client.request(
                 request.method,
                 replica.url + request.raw_path,
-                data=body or None,
+                data=named(body, replica.newest) or None,
                 headers=self._headers(request),
                 allow_redirects=False,
             )

@@ -42,6 +42,7 @@ class Replica:
     served: int = 0
     failed: int = 0
     measured: int = 0  # requests that were alone
+    newest: dict[str, str] = field(default_factory=dict)  # by name: the version that it has of it
     gap_s: float = 0.0  # between two pieces of an answer, lately
     prefixes: SeenPrompts = field(default_factory=SeenPrompts)
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=JUDGED))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,6 +24,7 @@ from valve_router.advice import Advice
 from valve_router.answers import is_allowed, refusal
 from valve_router.counts import Counts
 from valve_router.endpoints import Endpoints
+from valve_router.newest import newest_of
 from valve_router.proxy import Proxy
 from valve_router.replicas import Replica, Replicas
 from valve_router.settings import Settings
@@ -158,7 +160,20 @@ async def ask(client: aiohttp.ClientSession, settings: Settings, replicas: Repli
             late, why_not = 0, f"it does not answer: {type(error).__name__}"
         if why_not is not None:
             replicas.heard(replica, why_not)
+        if settings.newest and why_not == "":
+            await look(client, settings, replica, timeout)
         await asyncio.sleep(settings.health_s)
+
+
+async def look(
+    client: aiohttp.ClientSession, settings: Settings, replica: Replica, timeout: aiohttp.ClientTimeout
+) -> None:
+    """Which versions it has. One that does not say keeps those it had."""
+    headers = {"Authorization": f"Bearer {settings.replica_token}"} if settings.replica_token else {}
+    with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError):
+        async with client.get(f"{replica.url}/v1/models", headers=headers, timeout=timeout) as answer:
+            if answer.status == 200:
+                replica.newest = newest_of(await answer.read(), settings.newest)
 
 
 class Operators:

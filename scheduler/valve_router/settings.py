@@ -52,6 +52,7 @@ class Settings:
     operator_token: str = ""  # for /route and /metrics; without it and with a token nobody drains a replica by HTTP
     replica_token: str = ""  # the router sends it to the replicas
     paths: tuple[str, ...] = PASSED
+    newest: tuple[str, ...] = ()  # names that stand for the newest of their versions
     open_per_replica: int = 256  # requests under way in one replica; more wait nowhere: they are refused
     tpot_target_s: float = 0.0  # a replica whose tokens come slower than this gets no more while others can; 0: none
     training_folder: str = ""  # fleet jobs are kept there; empty: none are taken

@@ -228,6 +228,38 @@ def test_a_picker_with_tls_never_answers_a_gateway_without(tmp_path, tls):
     asyncio.run(run())
 
 
+@needs_envoy
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
+        ("BUFFERED", "STREAMED"),
+        ("STREAMED", "STREAMED"),
+        ("NONE", "NONE"),
+    ],
+)
+def test_an_answer_whose_place_was_freed_is_never_cut(tmp_path, asked, answered):
+    """The picker ends its stream with the gateway after so long a silence; the request goes on without it."""
+
+    async def run():
+        modes = {"asked": asked, "answered": answered}
+        async with (
+            picked(tmp_path, count=1, silent_s=0.2, gate=lambda ports: modes) as there,
+            contextlib.AsyncExitStack() as open_ones,
+        ):
+            body = {"prompt": "a", "held": True}
+            asking = asyncio.create_task(open_ones.enter_async_context(there.post(body)))
+            status = await there.until(lambda found: found["requests"] == {"499": 1}, "the place is free")
+            assert status["replicas"][0]["under_way"] == 0
+            assert not asking.done()
+            async with there.client.post(f"{there.engines.urls[0]}/release"):
+                answer = await asking
+            assert answer.status == 200
+            assert (await answer.json())["text"] == "a"
+
+    asyncio.run(run())
+
+
 HEADERS = ProcessingRequest(request_headers={})
 WHOLE = ProcessingRequest(request_headers={"end_of_stream": True})
 

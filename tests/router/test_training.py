@@ -19,7 +19,8 @@ from valve_router.server import assembled
 from valve_router.settings import Settings
 from valve_router.training.api import TrainingApi
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import FleetBooks, Gone, LedgerRefused, Push
+from valve_router.training.ledger import FleetBooks
+from valve_router.training.records import Gone, LedgerRefused, Push
 
 BATCHES = 12
 
@@ -274,6 +275,33 @@ def test_another_job_of_the_same_name_is_refused(tmp_path):
     ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="d", tokens=100, now_s=9.0)
     with pytest.raises(LedgerRefused, match="another job"):
         ledger.add_job("j", rounds=2, round_batches=BATCHES, digest="other", tokens=100, now_s=9.0)
+
+
+def test_one_trainers_flag_never_changes_when_the_rounds_of_all_end(tmp_path):
+    """The last one that named the job won: with 0 the others waited for ever for one that was away."""
+    ledger = begin(tmp_path, limit_s=600.0)
+    said = {"rounds": 2, "round_batches": BATCHES, "digest": "d", "tokens": 100, "now_s": 9.0}
+    for other_s in (0.0, 1200.0):
+        with pytest.raises(LedgerRefused, match=f"600 s, and this trainer says {other_s:g} s.*--sync-minutes"):
+            ledger.add_job("j", **said, limit_s=other_s)
+    ledger.add_job("j", **said)  # a trainer of before says none
+    ledger.add_job("j", **said, limit_s=600.0)
+    one = ledger.join("j", "a", 9.0)
+    push(ledger, one, [ledger.take("j", one.trainer, one.version, 9.0)], 100)
+    assert ledger.take("j", one.trainer, one.version, 609.0) is None
+
+
+def test_what_a_job_has_kept_is_never_more_than_its_trainers_pushed(tmp_path):
+    """A round of 12 that ended by time after two counted as 12."""
+    ledger = begin(tmp_path, limit_s=600.0)
+    one, kept = ledger.join("j", "a", 0.0), []
+    for turn in range(3):
+        numbers = [ledger.take("j", one.trainer, one.version, 1000.0 * turn) for _ in range(2)]
+        push(ledger, one, numbers, 200, content=b"%d" % turn)
+        ledger.publish("j", one.version, b"version %d" % turn, 1000.0 * turn + 600)
+        one = ledger.join("j", "a", 1000.0 * turn + 600)
+        kept.append((one.version, one.kept))
+    assert kept == [(1, 2), (2, 4), (3, 6)]
 
 
 def seated(count=2):

@@ -13,7 +13,7 @@ import signal
 
 from aiohttp import web
 
-PLAYED = {"begun": 0, "ended": 0, "given_up": 0, "asked": 0, "headers": {}}
+PLAYED = {"begun": 0, "ended": 0, "given_up": 0, "asked": 0, "loaded": [], "headers": {}}
 
 
 async def complete(request):
@@ -28,8 +28,10 @@ async def complete(request):
     try:
         if not asked.get("stream"):
             await asyncio.sleep(request.app["piece_s"])
+            if asked.get("held"):
+                await request.app["released"].wait()
             PLAYED["ended"] += 1
-            answer = web.json_response({"text": asked["prompt"], "from": name})
+            answer = web.json_response({"text": asked["prompt"], "from": name, "model": asked.get("model")})
             answer.set_cookie("session", asked["prompt"][:20])
             return answer
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -53,6 +55,23 @@ async def health(request):
     return web.Response(text="ok")
 
 
+async def release(request):
+    """Answers that were asked for as held come now."""
+    request.app["released"].set()
+    return web.Response(text="ok")
+
+
+async def models(request):
+    """The base, and what was loaded since."""
+    loaded = [{"id": name, "parent": "base"} for name in PLAYED["loaded"]]
+    return web.json_response({"data": [{"id": "base", "owned_by": "vllm"}, *loaded]})
+
+
+async def load(request):
+    PLAYED["loaded"].append((await request.json())["lora_name"])
+    return web.Response(text="ok")
+
+
 async def played(request):
     return web.Response(text=json.dumps(PLAYED))
 
@@ -63,12 +82,14 @@ def main():
     parser.add_argument("--piece-s", type=float, default=0.0)
     arguments = parser.parse_args()
     app = web.Application(client_max_size=64 << 20)
-    app["name"], app["piece_s"] = str(arguments.port), arguments.piece_s
+    app["name"], app["piece_s"], app["released"] = str(arguments.port), arguments.piece_s, asyncio.Event()
     app.router.add_post("/v1/completions", complete)
     app.router.add_get("/health", health)
-    app.router.add_get("/v1/models", health)
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/load_lora_adapter", load)
     app.router.add_post("/abort_request", complete)
     app.router.add_get("/played", played)
+    app.router.add_post("/release", release)
     web.run_app(app, host="127.0.0.1", port=arguments.port, handler_cancellation=True, print=None)
 
 

@@ -174,7 +174,7 @@ class Played:
         tokens, blob, steps = self.pushed
         push = "push" if blob else ""
         kept = {"push": push, "tokens": tokens, "steps": steps}
-        return {"version": 0, "trainer": self.number, "start": "", "silent_s": 60.0, **kept}
+        return {"version": 0, "trainer": self.number, "start": "", "silent_s": 60.0, "kept": len(self.kept), **kept}
 
     def take(self, asked):
         if asked["trainer"] != self.number or self.draw.random() < 0.1:
@@ -316,7 +316,8 @@ class Two:
 
     def ask(self, path, asked):
         if path == "join":
-            return {"version": 1, "trainer": 1, "start": "v1", "push": "p", "tokens": 1, "steps": 1, "silent_s": 60.0}
+            joined = {"version": 1, "trainer": 1, "start": "v1", "push": "p", "tokens": 1, "steps": 1, "kept": 3}
+            return {**joined, "silent_s": 60.0}
         return {"done": True}
 
     def blob(self, name):
@@ -380,7 +381,7 @@ def worked(model, tmp_path, monkeypatch):
         own = open_model(job(model, tmp_path / "own"))
         monkeypatch.setattr("valve_tune.train.build.shared_base", lambda *_: own.weights)
         monkeypatch.setattr(StillWeights, "is_writable", True)
-        monkeypatch.setattr(FleetWorker, "run", lambda _: act(folder))
+        monkeypatch.setattr(FleetWorker, "run", lambda worker: act(folder, worker))
         return folder, cli.main(["fleet", "--router", "http://127.0.0.1:9", "--model", str(model), "--out", "x"])
 
     return work
@@ -388,8 +389,22 @@ def worked(model, tmp_path, monkeypatch):
 
 def test_a_trainer_of_a_fleet_job_never_works_on_weights_of_others_without_a_guard(worked):
     there = []
-    folder, code = worked(lambda folder: there.append((folder.path / BEGUN).exists()) or 4)
+    folder, code = worked(lambda folder, _: there.append((folder.path / BEGUN).exists()) or 4)
     assert (there, code, folder.status().state) == ([True], 0, "succeeded")
+
+
+def test_a_round_that_its_time_ended_never_counts_as_steps_that_nobody_took(worked, monkeypatch):
+    """Version 3 stood for 300 steps, whatever its rounds had kept."""
+    monkeypatch.setattr("valve_tune.serve.fleet.publisher", lambda *_: lambda version: None)
+    told = []
+
+    def act(folder, worker):
+        worker._moved(3, 14)
+        told.append(folder.status().step)
+        return 3
+
+    worked(act)
+    assert told == [14 // 2]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +418,7 @@ def test_a_trainer_of_a_fleet_job_never_works_on_weights_of_others_without_a_gua
     ],
 )
 def test_an_end_of_a_fleet_job_is_never_a_traceback(worked, capsys, error, state, code):
-    def act(folder):
+    def act(folder, _):
         assert folder.status().state == "running"
         if state == "cancelled":
             folder.want(STOP)

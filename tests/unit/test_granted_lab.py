@@ -83,6 +83,15 @@ def test_steps_alone_are_those_of_the_formula():
     assert engine._step == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("arrive_ms", [60_000.0, 1_000.0])
+def test_a_pause_over_the_begin_of_the_time_of_observation_is_never_lost_nor_counted_too_long(arrive_ms):
+    """A service whose only request came late counted as busy nearly all the time; one whose only request came early as
+    idle for longer than it was watched."""
+    load = Load(name="one", duration_ms=100_000.0, arrive_ms=(arrive_ms,), prompt=(100,), answer=(10,))
+    found = Engine(load, Bench.h100(), cost_of(0.5), None).run()
+    assert 0.99 < found.offline_idle_ms / found.duration_ms <= 1.0
+
+
 def test_no_pacing_saves_nothing_and_more_pacing_saves_more():
     saved = [saved_share(6.8, 7.0, paced, 1e-3, 200) for paced in (5.0, 7.0, 10.0, 20.0, 40.0)]
     assert saved[:2] == [0.0, 0.0]

@@ -17,7 +17,8 @@ from valve_router.answers import is_allowed, refusal
 from valve_router.plan.task import Task
 from valve_router.settings import Settings
 from valve_router.training.desk import Desk
-from valve_router.training.ledger import FleetBooks, Gone, LedgerRefused, Push
+from valve_router.training.ledger import FleetBooks
+from valve_router.training.records import Gone, LedgerRefused, Push
 
 log = logging.getLogger("valve_router")
 SWEEP_S = 1.0
@@ -88,7 +89,7 @@ class TrainingApi:
 
     async def _job(self, asked: Asked) -> Asked:
         values = {name: int(asked[name]) for name in ("rounds", "round_batches", "tokens")}
-        limit_s = float(asked.get("limit_s", 0.0))  # a trainer of before knows none
+        limit_s = float(asked["limit_s"]) if "limit_s" in asked else None  # a trainer of before knows none
         await asyncio.to_thread(
             lambda: self._ledger.add_job(
                 str(asked["job"]), digest=str(asked["digest"]), limit_s=limit_s, now_s=time.time(), **values

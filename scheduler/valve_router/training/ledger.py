@@ -18,10 +18,11 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from valve_router.training.records import Gone, JobStanding, Joined, LedgerRefused, Push
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -49,47 +50,6 @@ SELECT blob FROM versions UNION SELECT blob FROM pushes WHERE id IN (
 """
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class LedgerRefused(Exception):
-    """Why the ledger does not take this."""
-
-
-class Gone(LedgerRefused):
-    """The trainer was given up: it begins again at its last push."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    trainer: int
-    version: int
-    start: str  # blob of the version; empty: the adapter as its seed makes it
-    push: str  # blob of this trainer's last push in this round, or empty
-    tokens: int  # in that push
-    steps: int
-    silent_s: float  # who says nothing for so long is given up
-    given_up: tuple[int, ...] = ()  # who had its name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobStanding:
-    """Of a job at one moment: another trainer may end the round at any other."""
-
-    version: int
-    tokens: int  # of a usual micro-batch
-    is_done: bool
-    queued_s: float | None  # when what waits longest was first queued, if any of it is handed out now
-    parts: list[dict[str, Any]] | None  # the last push of each trainer, when there is nothing more to wait for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """Cumulative within a round: adapter, moments and tokens since the version, and the micro-batches new in it."""
-
-    numbers: Sequence[int]
-    tokens: int
-    steps: int
-    blob: bytes | memoryview
 
 
 class FleetBooks:
@@ -134,20 +94,25 @@ class FleetBooks:
         digest: str,
         tokens: int,
         now_s: float,
-        limit_s: float = 0.0,
+        limit_s: float | None = None,
     ) -> None:
-        """`tokens`: of a usual micro-batch. `limit_s`: of a round, or 0. Of a job that is there it alone changes."""
+        """`tokens`: of a usual micro-batch. `limit_s`: of a round, 0: none; None: not said, the first who says it sets
+        it. Of a job that is there nothing changes."""
         if not NAME.fullmatch(name) or rounds < 1 or not 1 <= round_batches <= 1_000_000 or tokens < 1:
             raise LedgerRefused("a job has a name, at least one round, and 1 to 1,000,000 micro-batches a round")
-        if not 0 <= limit_s < float("inf"):
+        if limit_s is not None and not 0 <= limit_s < float("inf"):
             raise LedgerRefused("a round's time limit is finite, and at least 0 s")
         with self._change() as db:
             row = db.execute("SELECT * FROM jobs WHERE name = ?", (name,)).fetchone()
             same = (rounds, round_batches, digest)
             if row is not None and (row["rounds"], row["round_batches"], row["digest"]) != same:
                 raise LedgerRefused(f"there is another job {name}: its data, rounds or spec differ")
-            text = "INSERT INTO rounds VALUES (?, ?, ?) ON CONFLICT (job) DO UPDATE SET limit_s = excluded.limit_s"
-            db.execute(text, (name, now_s, limit_s))
+            if limit_s is not None:
+                db.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?)", (name, now_s, limit_s))
+                (set_s,) = db.execute("SELECT limit_s FROM rounds WHERE job = ?", (name,)).fetchone()
+                if set_s != limit_s:
+                    said = f"a round of {name} has a time limit of {set_s:g} s, and this trainer says {limit_s:g} s"
+                    raise LedgerRefused(f"{said}: give all of them the same --sync-minutes")
             if row is not None:
                 return
             text = "INSERT INTO jobs (name, rounds, round_batches, digest, tokens, begun_s) VALUES (?, ?, ?, ?, ?, ?)"
@@ -194,6 +159,7 @@ class FleetBooks:
                 push=push["blob"] if push else "",
                 tokens=push["tokens"] if push else 0,
                 steps=push["steps"] if push else 0,
+                kept=db.execute("SELECT COUNT(kept) FROM batches WHERE job = ?", (job,)).fetchone()[0],
                 silent_s=self._silent_s,
                 given_up=given_up,
             )

@@ -35,17 +35,6 @@ MODES = ("spread, idle", "spread, granted", "packed, idle", "packed, granted")
 OURS = "packed, granted"
 
 
-class WholePauses(Engine):
-    """Counts of a pause that begins before the time of observation what lies in it, too. A replica that gets few
-    requests has few pauses, and one of them may be nearly all of its time."""
-
-    def _idle(self, until_ms: float) -> float:
-        if self._now < self._from_ms < until_ms:
-            wake_ms = self._cost.wake_ms if self._cost else 0.0
-            self.outcome.offline_idle_ms += max(0.0, until_ms - self._from_ms - wake_ms)
-        return super()._idle(until_ms)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed:
     load: str
@@ -143,7 +132,7 @@ def _freed(replicas: list[Load], bench: Bench, goal: Target, is_granted: bool, s
         if is_granted:
             rules: Any = GrantSettings(grants_per_s=float("inf"))
             granter = GrantPolicy(goal, cost, settings=rules)
-        outcome = WholePauses(load, bench, cost, granter, 100 * seed + gpu).run()
+        outcome = Engine(load, bench, cost, granter, 100 * seed + gpu).run()
         freed += (outcome.offline_idle_ms + outcome.offline_granted_ms) / outcome.duration_ms
         if judged(load).any():
             late.append(tpot(load, outcome) > goal.tpot_ms)

@@ -156,9 +156,13 @@ class Engine:
             gap_ms = self._gaps[self._step & (DRAWS - 1)]
             self._now += gap_ms + late_ms
         ended_ms = self._now if self._rounds else max(self._load.duration_ms, self._now)
-        out.offline_idle_ms += ended_ms - self._now
+        out.offline_idle_ms += self._counted_ms(self._now, ended_ms)
         out.duration_ms = ended_ms - self._from_ms
         return out
+
+    def _counted_ms(self, from_ms: float, to_ms: float) -> float:
+        """What lies in the time of observation: a service that gets little may begin it within a pause."""
+        return max(0.0, to_ms - max(from_ms, self._from_ms))
 
     def _begin_round(self, first: int) -> None:
         load, begins_ms = self._load, self._now + (self._load.think_ms or 0.0)
@@ -177,15 +181,13 @@ class Engine:
     def _idle(self, until_ms: float) -> float:
         """Nobody is there. Who comes then waits for the host, as one who comes in a pause; returned is how long."""
         cost = self._cost
-        wake_ms = cost.wake_ms if cost else 0.0
-        used_ms = until_ms - self._now - wake_ms
-        if self._now >= self._from_ms:
-            self.outcome.offline_idle_ms += max(0.0, used_ms)
+        runs_ms = self._now + (cost.wake_ms if cost else 0.0)
+        self.outcome.offline_idle_ms += self._counted_ms(runs_ms, until_ms)
         self._books.pause(self._now, until_ms)
         self._idles += 1
         gap_ms: float = self._gaps[-self._idles & (DRAWS - 1)]
         # Where offline did not come to run, nothing is stopped.
-        self._now = until_ms + gap_ms + (cost.stop_ms + cost.after_ms if cost and used_ms > 0 else 0.0)
+        self._now = until_ms + gap_ms + (cost.stop_ms + cost.after_ms if cost and until_ms > runs_ms else 0.0)
         return gap_ms
 
     def _launch(self, gap_ms: float) -> float:
@@ -243,10 +245,9 @@ class Engine:
             closes_ms = max(comes_ms, self._now)
             ends_ms = closes_ms + cost.stop_ms
         paused_ms = ends_ms - self._now
-        if self._now >= self._from_ms:
-            out.grants += 1
-            out.granted_ms += paused_ms
-            out.offline_granted_ms += max(0.0, closes_ms - self._now - cost.wake_ms)
+        out.grants += ends_ms > self._from_ms
+        out.granted_ms += self._counted_ms(self._now, ends_ms)
+        out.offline_granted_ms += self._counted_ms(self._now + cost.wake_ms, closes_ms)
         out.longest_ms = max(out.longest_ms, paused_ms + cost.bubble_ms)
         self._now = ends_ms
         return cost.after_ms

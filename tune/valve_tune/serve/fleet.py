@@ -106,7 +106,7 @@ class FleetWorker:
         name: str,
         replica: str = "",
         push_steps: int = 10,
-        moved: Callable[[int, bytes], None] = lambda version, document: None,
+        moved: Callable[[int, int], None] = lambda version, kept: None,
         say: Callable[[str], None] = print,
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -177,7 +177,7 @@ class FleetWorker:
             start = self._link.blob(joined["start"])
             if joined["version"] != self.version and joined["version"] > 0:
                 self._trainer.begin(start, b"", 0, 0)  # what is handed over is the version, without this node's part
-                self._moved(joined["version"], start)
+                self._moved(joined["version"], joined["kept"])
             self._trainer.begin(start, self._link.blob(joined["push"]), joined["tokens"], joined["steps"])
         self.version, self._number, self._took_s = joined["version"], joined["trainer"], 0.0
         self._say(f"version {self.version}: {joined['steps']} steps of this round are kept")
@@ -278,9 +278,9 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     link.ask("job", {"job": job, "tokens": mean, "digest": digest, **said})
     publish = publisher(folder, trainer, job, options.publish_to)
 
-    def moved(version: int, document: bytes) -> None:
-        folder.say("running", min(version, options.rounds) * options.sync_steps)
-        publish(version, document)
+    def moved(version: int, kept: int) -> None:  # a round that its time ended kept less than --sync-steps
+        folder.say("running", kept // spec.gradient_accumulation_steps)
+        publish(version)
 
     worker = FleetWorker(
         link,
@@ -299,10 +299,10 @@ def train(options: argparse.Namespace, spec: JobSpec, rows: Rows, folder: JobFol
     return version
 
 
-def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int, bytes], None]:
+def publisher(folder: JobFolder, trainer: Any, job: str, engine_url: str) -> Callable[[int], None]:
     """A version of the fleet becomes a folder here, and an adapter of that name in this node's engine."""
 
-    def publish(version: int, _: bytes) -> None:
+    def publish(version: int) -> None:
         trainer.state.finish()  # the trainer has just taken the version up
         home = folder.path / "published" / f"{job}-v{version}"
         path = home if home.is_dir() else new_version(folder, job, folder.path, (f"{job}-v{version - 1}",))
