@@ -12,8 +12,8 @@ import numpy as np
 from valve_tools.replay import svg
 from valve_tools.replay.fleet_input import prometheus_of, requests_of
 from valve_tools.replay.pair_results import LATENCY_MARKS, increase_of, words_of
-from valve_tools.replay.report import Cell, Chart, Claim, Report, Table, at_least, at_most
-from valve_tools.replay.work import Progress, Workers, spread
+from valve_tools.replay.report import Cell, Chart, Claim, Report, ReportTable, at_least, at_most
+from valve_tools.replay.work import TellProgress, Workers, spread
 from valve_tools.sim.combinations import (
     BY_NAME,
     OURS,
@@ -27,10 +27,10 @@ from valve_tools.sim.combinations import (
 )
 from valve_tools.sim.machine import GPUS, MODELS, Gpu, Settings, pool_handles
 from valve_tools.sim.metrics import Interval, Summary, distribution, interval, summarise
-from valve_tools.sim.pairs import Bound, Pair, batch_lengths
-from valve_tools.sim.shape import Shape, window_s
+from valve_tools.sim.pairs import Bound, PairRow, batch_lengths
+from valve_tools.sim.shape import LoadShape, window_s
 from valve_tools.sim.traces import Folder, Trace, TraceError
-from valve_tools.sim.world import NS, Job, Service
+from valve_tools.sim.world import NS, OfflineSide, OnlineSide
 
 PLAUSIBLE = {"memory_gib": (1.0, 10_000.0), "bandwidth_bytes_s": (1e9, 1e15), "flops": (1e10, 1e18)}
 SHARE, TIMES_NS = (0.01, 1.0), (1e-3, 1e9)
@@ -43,7 +43,7 @@ LEAST_REQUESTS, LEAST_S = 50, 60.0
 """A shorter load says nothing about a service: no answer is given."""
 LEAST_SAVED = 0.05
 """GPUs saved per GPU below which sharing is not worth having somebody watch it."""
-NOT_ASKED = Shape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
+NOT_ASKED = LoadShape(harvestable=math.nan, idle_per_hour=math.nan, kv_peak_tokens=math.nan)
 """The shape says which pair a trace is for; here the operator said it."""
 
 
@@ -65,7 +65,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WhatifTask:
     """What an answer follows from: the load and the machine themselves, not the files that told them."""
 
     bound: Bound
@@ -76,7 +76,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SeedAnswer:
     """One seed: every candidate setting, and the default without a hint."""
 
     idle_share: float
@@ -145,14 +145,14 @@ def bound_of(question: Question, trace: Trace) -> Bound:
             f"bring at least {LEAST_REQUESTS} over {LEAST_S:.0f} s, better a day"
         )
     online, offline, shape = question.online, question.offline, NOT_ASKED
-    pair = Pair(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
+    pair = PairRow(key="fleet", title="your load", about="", online=online, offline=offline, shape=shape)
     lengths = batch_lengths(Folder(traces=(), lengths=(), ignored=()))
     return Bound(
         pair=pair,
         trace=trace,
         shape=shape,
-        service=Service(model=MODELS[online], tp=question.tp),
-        job=Job(model=MODELS[offline], tp=question.tp, lengths=lengths),
+        service=OnlineSide(model=MODELS[online], tp=question.tp),
+        job=OfflineSide(model=MODELS[offline], tp=question.tp, lengths=lengths),
     )
 
 
@@ -169,7 +169,7 @@ def candidates(bound: Bound, settings: Settings) -> dict[str, Tuning]:
     return found
 
 
-def run_task(task: Task) -> Answer:
+def run_task(task: WhatifTask) -> SeedAnswer:
     bound = task.bound
     tunings = candidates(bound, task.settings)
     default = tunings["defaults"]
@@ -183,7 +183,7 @@ def run_task(task: Task) -> Answer:
         context = Context(bound=bound, seed=task.seed, solo=solo, tuning=default)
         blind = run_combination(BY_NAME[WITHOUT_HINT], context)
         summaries["defaults without a hint"] = summarise(blind, solo, alone, own)
-    return Answer(
+    return SeedAnswer(
         idle_share=1 - solo.totals["online_busy_ns"] / NS / solo.seconds,
         largest_gap_ms=bound.service.gap.max_ns / 1e6,
         requests=bound.trace.requests,
@@ -215,11 +215,11 @@ def bounds_of(question: Question, seeds: Sequence[int]) -> list[Bound]:
     return [first, *(bound_of(question, trace_of(question, seed)) for seed in seeds[1:])]
 
 
-def run(question: Question, seeds: Sequence[int], progress: Progress, workers: Workers | None = None) -> Report:
+def run(question: Question, seeds: Sequence[int], progress: TellProgress, workers: Workers | None = None) -> Report:
     settings = machine_of(question)
     bounds = bounds_of(question, seeds)
     bound = bounds[0]
-    tasks = [Task(bound=one, settings=settings, seed=seed) for one, seed in zip(bounds, seeds, strict=True)]
+    tasks = [WhatifTask(bound=one, settings=settings, seed=seed) for one, seed in zip(bounds, seeds, strict=True)]
     answers = spread(run_task, tasks, progress, workers or Workers(), label="whatif")
     names = list(answers[0].summaries)
     best = recommend(answers)
@@ -227,7 +227,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
     why_not = refusals(answers, best)
     tuning = candidates(bound, settings)[best]
     settled = _advice(tuning, answers, best, _handles(bound, tuning.settings))
-    advice = Table(title="Recommended settings", columns=("setting", "value", "why"), rows=settled)
+    advice = ReportTable(title="Recommended settings", columns=("setting", "value", "why"), rows=settled)
     return Report(
         name="whatif",
         title=f"What Valve would give on {bound.trace.label}",
@@ -241,7 +241,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
         tables=(
             *(() if why_not else (advice,)),
             _latency(answers, best),
-            Table(title="All candidates",
+            ReportTable(title="All candidates",
                   columns=("settings", "chosen", "GPUs saved", "low", "high", "TTFT % mean", "TTFT % P99",
                            "TPOT % mean", "TPOT % P99", "max preempt.", "worst reclaims/h"),
                   rows=tuple(rows)),
@@ -258,7 +258,7 @@ def run(question: Question, seeds: Sequence[int], progress: Progress, workers: W
     )  # fmt: skip
 
 
-def refusals(answers: Sequence[Answer], best: str) -> list[str]:
+def refusals(answers: Sequence[SeedAnswer], best: str) -> list[str]:
     """Why this service's GPU is not one to share; empty where it is."""
     found = []
     saved = _over(answers, best, "share_of_alone").low
@@ -277,7 +277,7 @@ def refusals(answers: Sequence[Answer], best: str) -> list[str]:
     return found
 
 
-def verdict(answers: Sequence[Answer], best: str, why_not: Sequence[str]) -> list[str]:
+def verdict(answers: Sequence[SeedAnswer], best: str, why_not: Sequence[str]) -> list[str]:
     if why_not:
         return ["DO NOT USE VALVE HERE (docs/when-not.md): " + "; ".join(why_not) + "."]
     saved = _over(answers, best, "share_of_alone")
@@ -290,7 +290,7 @@ def verdict(answers: Sequence[Answer], best: str, why_not: Sequence[str]) -> lis
     ]
 
 
-def _latency(answers: Sequence[Answer], best: str) -> Table:
+def _latency(answers: Sequence[SeedAnswer], best: str) -> ReportTable:
     """What requests take, in milliseconds: an increase in percent says little by itself."""
     figures = [(metric, quantile) for metric in ("ttft", "tpot") for quantile in ("mean", "p99")]
 
@@ -302,7 +302,7 @@ def _latency(answers: Sequence[Answer], best: str) -> Table:
             interval([getattr(one.summaries[best], f"{metric}_ms")[q] for one in answers]).mean for metric, q in figures
         ]
 
-    return Table(
+    return ReportTable(
         title="What requests take",
         columns=("the service", "TTFT ms mean", "P99", "TPOT ms mean", "P99"),
         rows=(
@@ -313,7 +313,7 @@ def _latency(answers: Sequence[Answer], best: str) -> Table:
     )
 
 
-def _claims(answers: Sequence[Answer], best: str) -> list[Claim]:
+def _claims(answers: Sequence[SeedAnswer], best: str) -> list[Claim]:
     """The marks that the recommendation keeps or misses, and what it saves."""
     claims = []
     for metric, quantile, mark in LATENCY_MARKS:
@@ -325,7 +325,7 @@ def _claims(answers: Sequence[Answer], best: str) -> list[Claim]:
     return [*claims, at_least("GPUs saved per GPU", "fleet", saved, LEAST_SAVED)]
 
 
-def recommend(answers: Sequence[Answer]) -> str:
+def recommend(answers: Sequence[SeedAnswer]) -> str:
     """The most offline work among candidates that keep the latency marks by the worse end.
 
     Of equals (within 2 %) the one with fewest reclaims, since a reclaim on hardware has costs that no model has; the
@@ -340,28 +340,28 @@ def recommend(answers: Sequence[Answer]) -> str:
     return min(good, key=lambda name: _reclaims(answers, name))
 
 
-def _worse_end(answers: Sequence[Answer], name: str, metric: str, quantile: str) -> float:
+def _worse_end(answers: Sequence[SeedAnswer], name: str, metric: str, quantile: str) -> float:
     return interval([increase_of(metric, quantile)(one.summaries[name]) for one in answers]).high
 
 
-def _excess(answers: Sequence[Answer], name: str) -> float:
+def _excess(answers: Sequence[SeedAnswer], name: str) -> float:
     """The largest of the latency increases, each over its mark."""
     return max(_worse_end(answers, name, metric, quantile) / mark for metric, quantile, mark in LATENCY_MARKS)
 
 
-def _keeps(answers: Sequence[Answer], name: str) -> bool:
+def _keeps(answers: Sequence[SeedAnswer], name: str) -> bool:
     return _excess(answers, name) <= 1
 
 
-def _over(answers: Sequence[Answer], name: str, figure: str) -> Interval:
+def _over(answers: Sequence[SeedAnswer], name: str, figure: str) -> Interval:
     return interval([getattr(one.summaries[name], figure) for one in answers])
 
 
-def _reclaims(answers: Sequence[Answer], name: str) -> int:
+def _reclaims(answers: Sequence[SeedAnswer], name: str) -> int:
     return max(max(one.summaries[name].reclaims_by_hour) for one in answers)
 
 
-def _row(name: str, answers: Sequence[Answer], is_best: bool) -> tuple[Cell, ...]:
+def _row(name: str, answers: Sequence[SeedAnswer], is_best: bool) -> tuple[Cell, ...]:
     saved = _over(answers, name, "share_of_alone")
     increases = [
         interval([increase_of(metric, quantile)(one.summaries[name]) for one in answers]).mean
@@ -372,7 +372,7 @@ def _row(name: str, answers: Sequence[Answer], is_best: bool) -> tuple[Cell, ...
             _reclaims(answers, name))  # fmt: skip
 
 
-def _advice(tuning: Tuning, answers: Sequence[Answer], best: str, handles: int) -> tuple[tuple[Cell, ...], ...]:
+def _advice(tuning: Tuning, answers: Sequence[SeedAnswer], best: str, handles: int) -> tuple[tuple[Cell, ...], ...]:
     reservation, cooldown = tuning.reservation, tuning.cooldown
     hinted = _over(answers, "defaults", "share_of_alone").mean
     blind = _over(answers, "defaults without a hint", "share_of_alone").mean
@@ -389,7 +389,7 @@ def _advice(tuning: Tuning, answers: Sequence[Answer], best: str, handles: int) 
     )  # fmt: skip
 
 
-def _curves(answers: Sequence[Answer]) -> Mapping[str, list[tuple[float, float]]]:
+def _curves(answers: Sequence[SeedAnswer]) -> Mapping[str, list[tuple[float, float]]]:
     return {
         f"headroom to {share:.0%} of the pool": [
             (target, _over(answers, f"target {target:g}/h, headroom to {share:.0%}", "share_of_alone").mean)
