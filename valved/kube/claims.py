@@ -71,9 +71,7 @@ class Claims:
         self._again_s = again_s
         self._results: dict[tuple[str, str], Allocation] = {}  # (pod UID, claim)
         self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}  # those that are under way
-        self._slices: dict[
-            str, tuple[tuple[str, str, int], dict[DraDevice, str]]
-        ] = {}  # by name: its pool, its devices
+        self._slices: dict[str, tuple[tuple[str, str, int], dict[DraDevice, str]]] = {}  # by name: pool, devices
         self.slices = Reflector(
             client,
             f"{API}/resourceslices",
