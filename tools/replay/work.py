@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import TellProgress as Bars
+from rich.progress import Progress as Bars
 from valve_tools.replay.store import TaskStore
 
 A = TypeVar("A")
